@@ -1,0 +1,45 @@
+"""What computes a step: the interface between the worker's actor and a device. Knows no bus and no asyncio."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import Sampled, StepTiming
+from shared.messages.worker import StepPlan
+
+
+class StepOutput(Struct, frozen=True):
+    sampled: tuple[Sampled, ...]
+    """One entry for each work of the plan that had `sample` set, in the plan's order."""
+    timing: StepTiming
+    """`wait` is filled by the caller, who knows when the plan arrived."""
+
+
+class Backend(Protocol):
+    """Owns token history, block tables, KV memory and sampling state of one rank's sequences.
+
+    Used from one thread, the compute thread; `step` blocks until the step's tokens are known on the host.
+    """
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of KV memory, sized from the memory given after a profiling pass."""
+
+    @property
+    def device(self) -> str: ...
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        """Applies `plan` (released, new, work, in this order) and computes it.
+
+        Whether (epoch, step) follow is the caller's business. Raises on a broken plan (unknown sequence, a block
+        table that does not cover the work): that is a bug, and ends the process.
+        """
+
+    def reset(self) -> None:
+        """Forgets every sequence: a new epoch begins."""

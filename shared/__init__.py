@@ -1,0 +1,1 @@
+"""The vocabulary every service speaks. Imports nothing else of ours."""

@@ -1,0 +1,28 @@
+"""Messages to bytes and back: MessagePack, decoded strictly, one decoder per type."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+
+class Undecodable(Exception):
+    """The payload is not a message of the expected type; the text says where it differs."""
+
+
+@cache
+def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(type_)
+
+
+def decode(payload: bytes, type_: Any) -> Any:
+    """`payload` as a `type_`. Raises Undecodable."""
+    try:
+        return _decoder(type_).decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Undecodable(str(error)) from None

@@ -1,0 +1,36 @@
+"""A clock that stands still while the bus is away, so that nobody is declared dead for the bus's absence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class LivenessClock:
+    """Owns how long the bus was away. After a reconnect it stands still for `grace` more seconds: the others
+    need a moment to reconnect and be heard again."""
+
+    def __init__(self, clock: Callable[[], float], grace: float) -> None:
+        self._clock, self._grace = clock, grace
+        self._stood_still = 0.0
+        self._away_since: float | None = None
+        self._resumes_at = 0.0
+
+    def disconnected(self) -> None:
+        if self._away_since is None:
+            now = self._clock()
+            # What is left of an earlier grace period was counted as standing still in advance.
+            self._stood_still -= max(0.0, self._resumes_at - now)
+            self._resumes_at = now
+            self._away_since = now
+
+    def reconnected(self) -> None:
+        if self._away_since is not None:
+            now = self._clock()
+            self._resumes_at = now + self._grace
+            self._stood_still += self._resumes_at - self._away_since
+            self._away_since = None
+
+    def now(self) -> float:
+        if self._away_since is not None:
+            return self._away_since - self._stood_still
+        return max(self._clock(), self._resumes_at) - self._stood_still

@@ -1,0 +1,200 @@
+"""The bus within one process: same interface, same encoding, same delivery rules, no server."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from shared.bus import (
+    Answerer,
+    AnswerError,
+    AnswerTimeout,
+    Endpoint,
+    Handler,
+    NoResponders,
+    PayloadTooLarge,
+    Undelivered,
+    UndeliveredHandler,
+)
+from shared.bus.codec import Undecodable, decode, encode
+from shared.telemetry.metrics import UNDECODABLE
+from shared.topics import Topic
+
+M = TypeVar("M")
+log = logging.getLogger(__name__)
+
+PENDING_LIMIT = 65_536
+"""Messages that a subscription holds; what comes above is dropped, as NATS does with a slow consumer."""
+
+_Reply = Callable[[Any], None]
+
+
+class MemorySubscription:
+    """Owns one subscriber's queue and the task that empties it."""
+
+    def __init__(self, topic: Topic[Any], deliver: Callable[[bytes, _Reply | None], Awaitable[None]]) -> None:
+        self.topic = topic
+        self._deliver = deliver
+        self._queue: asyncio.Queue[tuple[bytes, _Reply | None] | None] = asyncio.Queue(PENDING_LIMIT)
+        self._task = asyncio.create_task(self._run())
+        self.open = True
+
+    def offer(self, payload: bytes, reply: _Reply | None) -> None:
+        if not self._queue.full():
+            self._queue.put_nowait((payload, reply))
+        else:
+            log.error("slow consumer, message dropped", extra={"subject": self.topic.subject})
+
+    async def _run(self) -> None:
+        while (item := await self._queue.get()) is not None:
+            await self._deliver(*item)
+
+    async def stop(self) -> None:
+        if self.open:
+            self.open = False
+            await self._queue.put(None)
+
+    async def join(self) -> None:
+        await self.stop()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+class MemoryBus:
+    """Owns the subscriptions. Every service under test shares one instance."""
+
+    def __init__(self, max_payload: int = 8 * 2**20) -> None:
+        self._subscriptions: list[MemorySubscription] = []
+        self._turn: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._undelivered: UndeliveredHandler | None = None
+        self._endpoints: dict[str, Endpoint] = {}
+        self._max_payload = max_payload
+
+    @property
+    def connected(self) -> bool:
+        return True
+
+    @property
+    def max_payload(self) -> int:
+        return self._max_payload
+
+    def liveness_now(self) -> float:
+        return time.monotonic()
+
+    async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
+        if not self._send(topic, message, None) and confirm:
+            await self._report(Undelivered(topic, message))
+
+    async def _report(self, undelivered: Undelivered) -> None:
+        if self._undelivered is not None:
+            await self._undelivered(undelivered)
+        else:
+            log.warning("no subscriber", extra={"subject": undelivered.topic.subject})
+
+    def _send(self, topic: Topic[Any], message: Any, reply: _Reply | None) -> bool:
+        payload = encode(message)
+        if len(payload) > self._max_payload:
+            raise PayloadTooLarge(topic.subject, len(payload), self._max_payload)
+        receivers = self._receivers(topic.subject)
+        for receiver in receivers:
+            receiver.offer(payload, reply)
+        return bool(receivers)
+
+    def _receivers(self, subject: str) -> list[MemorySubscription]:
+        everyone: list[MemorySubscription] = []
+        groups: defaultdict[str, list[MemorySubscription]] = defaultdict(list)
+        for subscription in self._subscriptions:
+            if subscription.open and fnmatch.fnmatchcase(subject, subscription.topic.subject):
+                queue = subscription.topic.queue
+                (everyone if queue is None else groups[queue]).append(subscription)
+        for group in groups.values():
+            everyone.append(group[next(self._turn[subject]) % len(group)])
+        return everyone
+
+    async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
+        async def deliver(payload: bytes, reply: _Reply | None) -> None:
+            try:
+                message = decode(payload, topic.type)
+            except Undecodable as error:
+                report_undecodable(topic.subject, error)
+            else:
+                await handler(message)
+
+        return self._add(topic, deliver)
+
+    async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> MemorySubscription:
+        async def deliver(payload: bytes, reply: _Reply | None) -> None:
+            try:
+                message = decode(payload, topic.type)
+            except Undecodable as error:
+                report_undecodable(topic.subject, error)
+                if reply is not None:
+                    reply(AnswerError(str(error)))
+                return
+            answer = await answerer(message)
+            if reply is not None:
+                reply(encode(answer))
+
+        return self._add(topic, deliver)
+
+    def _add(self, topic: Topic[Any], deliver: Callable[[bytes, _Reply | None], Awaitable[None]]) -> MemorySubscription:
+        subscription = MemorySubscription(topic, deliver)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def resolve(value: Any) -> None:
+            if not reply.done():
+                reply.set_result(value)
+
+        if not self._send(topic, question, resolve):
+            raise NoResponders(topic.subject)
+        try:
+            answer = await asyncio.wait_for(reply, timeout)
+        except TimeoutError:
+            raise AnswerTimeout(topic.subject) from None
+        if isinstance(answer, AnswerError):
+            raise answer
+        return decode(answer, answer_type)
+
+    def on_undelivered(self, handler: UndeliveredHandler) -> None:
+        self._undelivered = handler
+
+    async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints.update(endpoints)
+
+    async def ask_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+        endpoint = self._endpoints.get(subject)
+        if endpoint is None:
+            raise NoResponders(subject)
+        try:
+            return await asyncio.wait_for(endpoint(body), timeout)
+        except TimeoutError:
+            raise AnswerTimeout(subject) from None
+
+    async def publish_raw(self, subject: str, payload: bytes) -> None:
+        """Tests only: bytes that are no message of ours."""
+        for receiver in self._receivers(subject):
+            receiver.offer(payload, None)
+
+    async def flush(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.join()
+        self._subscriptions.clear()
+
+
+def report_undecodable(subject: str, error: Undecodable) -> None:
+    """A payload that is none of ours is counted and logged, never dropped in silence."""
+    UNDECODABLE.labels(subject).inc()
+    log.warning("undecodable message", extra={"subject": subject, "error": str(error)})

@@ -1,0 +1,47 @@
+"""Names of things, one type each, so that a request is never handed where an engine is wanted."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""One sequence on its way round the ring: one prompt, one choice."""
+
+InstanceId = NewType("InstanceId", str)
+"""One running process of any service, e.g. ``gateway-1``. Subject-safe."""
+
+GatewayId = NewType("GatewayId", str)
+EngineId = NewType("EngineId", str)
+DetokenizerId = NewType("DetokenizerId", str)
+ModelName = NewType("ModelName", str)
+"""The name clients send in ``model``; may hold slashes, see :func:`subject_token`."""
+
+Attempt = NewType("Attempt", int)
+"""Which dispatch of a request this is, from 1. Whatever carries a lower number than the newest is stale."""
+
+SequenceId = NewType("SequenceId", int)
+"""A sequence's number inside one engine; reused only after the worker was told of its release."""
+
+Incarnation = NewType("Incarnation", int)
+"""Differs between two starts of the same instance; also the epoch of whatever that process numbers."""
+
+_SUBJECT_SAFE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def checked_instance(name: str) -> InstanceId:
+    """`name` as an instance id. Raises ValueError where it could not be one token of a NATS subject."""
+    if not _SUBJECT_SAFE.fullmatch(name):
+        raise ValueError(f"instance {name!r}: 1 to 64 of A-Z a-z 0-9 _ - are allowed")
+    return InstanceId(name)
+
+
+def subject_token(model: ModelName) -> str:
+    """A model name as one token of a NATS subject; different names give different tokens."""
+    return "".join(c if c.isascii() and (c.isalnum() or c == "-") else f"_{ord(c):x}_" for c in model)
+
+
+def new_incarnation() -> Incarnation:
+    """63 random bits: two starts of one instance share them with probability 2**-63."""
+    return Incarnation(secrets.randbits(63))

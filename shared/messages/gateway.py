@@ -1,0 +1,104 @@
+"""What a gateway hears about the requests that it supervises. Stale attempts are dropped by their number."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
+from shared.messages.generation import FinishReason
+
+ErrorKind = Literal["invalid_request", "too_large", "overloaded", "unavailable"]
+
+
+class Queued(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → gateway: every engine is full; the request waits with me."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+class Placed(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → gateway: the request went to `engine`; text will come from `detokenizer`."""
+
+    request: RequestId
+    attempt: Attempt
+    engine: EngineId
+    detokenizer: DetokenizerId
+
+
+class Rejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The request itself cannot be served; trying again elsewhere would not help. Final."""
+
+    request: RequestId
+    attempt: Attempt
+    kind: ErrorKind
+    message: str
+    """For the client: the field, the value, what is allowed."""
+    field: str | None = None
+    retry_after: float | None = None
+    """Seconds, for `overloaded` and `unavailable`."""
+
+
+class Failed(Struct, frozen=True, array_like=True, tag=True):
+    """Some part of the ring failed this attempt; the gateway may dispatch it again. Final for the attempt."""
+
+    request: RequestId
+    attempt: Attempt
+    reason: str
+
+
+class LogprobText(Struct, frozen=True, array_like=True):
+    """A token as text with its log-probability; `raw` are its bytes (it may be part of a character)."""
+
+    token: str
+    raw: bytes
+    logprob: float
+    token_id: int
+
+
+class PositionLogprobs(Struct, frozen=True, array_like=True):
+    chosen: LogprobText
+    top: tuple[LogprobText, ...]
+
+
+class Delta(Struct, frozen=True, array_like=True):
+    """New text of one request. `text` may be empty while a character or a possible stop string is incomplete."""
+
+    request: RequestId
+    attempt: Attempt
+    position: int
+    """Output index of the first of `tokens`."""
+    tokens: tuple[int, ...]
+    """Kept by the gateway: what a later attempt resumes from."""
+    text: str
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for end-of-sequence and for length."""
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+
+
+class StreamOpened(Struct, frozen=True, array_like=True):
+    """Sent once, before the first delta: what usage reports."""
+
+    request: RequestId
+    attempt: Attempt
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """detokenizer → gateway: everything new for this gateway from one step of one engine.
+
+    `number` counts from 0 per (detokenizer, epoch, gateway): a gap is a loss.
+    """
+
+    detokenizer: DetokenizerId
+    epoch: Incarnation
+    number: int
+    opened: tuple[StreamOpened, ...] = ()
+    deltas: tuple[Delta, ...] = ()
+
+
+GatewayMessage = Deltas | Placed | Queued | Rejected | Failed

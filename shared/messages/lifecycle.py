@@ -1,0 +1,81 @@
+"""What everybody tells everybody, every half second: who I am, my phase, my load, how far I have come."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import EngineId, Incarnation, InstanceId, ModelName
+
+Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "supervisor"]
+Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
+
+
+class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
+    """What everybody may know of the model that an engine serves."""
+
+    name: ModelName
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    created: int
+    """Unix seconds."""
+
+
+class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """A scheduler's load. Requests are placed by it."""
+
+    model: ModelCard
+    waiting: int
+    running: int
+    max_waiting: int
+    max_running: int
+    blocks_total: int
+    blocks_free: int
+    """Blocks that no sequence uses, cached ones included."""
+    steps: int
+    """Steps finished in this epoch: what progress is judged by."""
+    tokens: int
+    """Output tokens since the start."""
+
+
+class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """One rank of an engine."""
+
+    engine: EngineId
+    rank: int
+    world_size: int
+    model: ModelCard
+    num_blocks: int
+    device: str
+
+
+class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
+    service: Service
+    instance: InstanceId
+    incarnation: Incarnation
+    phase: Phase
+    pid: int
+    host: str
+    started: float
+    """Unix seconds."""
+    load: int = 0
+    """Requests in hand."""
+    progress: int = 0
+    """Messages handled since the start."""
+    metrics_port: int | None = None
+    engine: EngineReport | None = None
+    worker: WorkerReport | None = None
+
+
+class Drain(Struct, frozen=True, array_like=True, tag=True):
+    """Finish what you have, take no more. You stay, drained, until `Undrain` or the end of the process."""
+
+
+class Undrain(Struct, frozen=True, array_like=True, tag=True):
+    """Take requests again."""
+
+
+InstanceControl = Drain | Undrain

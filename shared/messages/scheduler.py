@@ -1,0 +1,92 @@
+"""What an engine's scheduler hears: requests, control, probes, and its workers' results."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId, SequenceId
+from shared.messages.generation import Generation, TokenLogprobs
+
+
+class Generate(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → the engine it chose: generate this; tokens go to `detokenizer`."""
+
+    generation: Generation
+    detokenizer: DetokenizerId
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → scheduler: stop attempts up to this one and free what they hold. Unknown requests are no error."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+class StopMatched(Struct, frozen=True, array_like=True, tag=True):
+    """detokenizer → scheduler: a stop string was hit and the client has its end; free what the request holds."""
+
+    request: RequestId
+    attempt: Attempt
+
+
+class DetokenizerLost(Struct, frozen=True, array_like=True, tag=True):
+    """detokenizer → scheduler: messages of yours were missed; every request you sent me must be failed."""
+
+    detokenizer: DetokenizerId
+
+
+SchedulerControl = Cancel | StopMatched | DetokenizerLost
+
+
+class Probe(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → scheduler: I have heard nothing of this request for a while; do you hold it?"""
+
+    request: RequestId
+    attempt: Attempt
+
+
+class ProbeReply(Struct, frozen=True, array_like=True, tag=True):
+    """`produced` counts output tokens sent to the detokenizer so far, resumed ones included."""
+
+    state: Literal["waiting", "running", "unknown"]
+    produced: int
+
+
+class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
+    """Where a step's time went on the worker, in seconds."""
+
+    wait: float
+    """Idle: from the end of the step before to the arrival of this plan; 0 where the plan lay ready."""
+    prepare: float
+    forward: float
+    sample: float
+
+
+class Sampled(Struct, frozen=True, array_like=True):
+    """New tokens of one sequence: one a step, more with speculation."""
+
+    sequence: SequenceId
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """worker → scheduler: this step is computed; only sequences whose work had `sample` set are in `sampled`."""
+
+    epoch: Incarnation
+    step: int
+    sampled: tuple[Sampled, ...]
+    timing: StepTiming
+
+
+class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """worker → scheduler: a plan never arrived (`expected` did not follow); the engine must start a new epoch."""
+
+    worker: InstanceId
+    epoch: Incarnation
+    expected: int
+
+
+WorkerResult = StepFinished | StepMissed

@@ -1,0 +1,32 @@
+"""Token ids on the wire: packed little-endian uint32, four bytes a token."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+_SWAP = sys.byteorder == "big"
+TOKEN_BYTES = 4
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """Token (or block) ids as packed uint32. Raises OverflowError for an id below 0 or above 2**32 - 1."""
+    packed = array("I", ids)
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    """What :func:`pack` packed. Raises ValueError where the length is not a multiple of four."""
+    ids = array("I")
+    ids.frombytes(packed)
+    if _SWAP:
+        ids.byteswap()
+    return ids.tolist()
+
+
+def count(packed: bytes) -> int:
+    """How many ids `packed` holds."""
+    return len(packed) // TOKEN_BYTES

@@ -1,0 +1,104 @@
+"""Every subject on the bus, typed: publishing the wrong message on a topic is a type error.
+
+The bus puts its namespace (`baton.` unless configured) in front of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, subject_token
+from shared.messages import coordinator, detokenizer, gateway, lifecycle, scheduler, supervisor, tokenizer, worker
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Topic(Generic[M]):
+    """A subject, the type of its messages, and whether its subscribers share the messages (`queue`)."""
+
+    subject: str
+    type: Any
+    """What msgspec decodes to: a struct or a union of tagged structs, the `M` of this topic."""
+    queue: str | None = None
+    """Queue group: each message goes to one subscriber of the group; None: to all."""
+
+
+def tokenize(model: ModelName) -> Topic[tokenizer.Tokenize]:
+    """gateway → one tokenizer of that model: the request as the client sent it, validated."""
+    return Topic(f"tokenize.{subject_token(model)}", tokenizer.Tokenize, queue="tokenizers")
+
+
+def tokenizer_questions(model: ModelName) -> Topic[tokenizer.TokenizerQuestion]:
+    """gateway → one tokenizer of that model, answered with a `TokenizerAnswer`."""
+    return Topic(f"tokenizer.{subject_token(model)}.ask", tokenizer.TokenizerQuestion, queue="tokenizers")
+
+
+def route() -> Topic[coordinator.Route]:
+    """tokenizer → one coordinator: token ids, block hashes, parameters."""
+    return Topic("route", coordinator.Route, queue="coordinators")
+
+
+def withdrawals() -> Topic[coordinator.Withdraw]:
+    """gateway → every coordinator: the client of a request that may queue there went away."""
+    return Topic("withdraw", coordinator.Withdraw)
+
+
+def engine_requests(engine: EngineId) -> Topic[scheduler.Generate]:
+    """coordinator → that engine's scheduler."""
+    return Topic(f"engine.{engine}.requests", scheduler.Generate)
+
+
+def engine_steps(engine: EngineId) -> Topic[worker.StepPlan]:
+    """scheduler → every rank of the engine."""
+    return Topic(f"engine.{engine}.steps", worker.StepPlan)
+
+
+def engine_results(engine: EngineId) -> Topic[scheduler.WorkerResult]:
+    """last rank → scheduler."""
+    return Topic(f"engine.{engine}.results", scheduler.WorkerResult)
+
+
+def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
+    """gateway, detokenizer → scheduler: cancel, stop-string hit."""
+    return Topic(f"engine.{engine}.control", scheduler.SchedulerControl)
+
+
+def engine_probes(engine: EngineId) -> Topic[scheduler.Probe]:
+    """gateway → scheduler, answered with a `ProbeReply`."""
+    return Topic(f"engine.{engine}.probe", scheduler.Probe)
+
+
+def detokenizer_tokens(instance: DetokenizerId) -> Topic[detokenizer.TokenBatch]:
+    """scheduler → one detokenizer: all new tokens of the step for the requests it holds, one message."""
+    return Topic(f"detokenizer.{instance}.tokens", detokenizer.TokenBatch)
+
+
+def gateway_inbox(instance: GatewayId) -> Topic[gateway.GatewayMessage]:
+    """detokenizer, coordinator, tokenizer, scheduler → the gateway that holds the client's connection."""
+    return Topic(f"gateway.{instance}.deltas", gateway.GatewayMessage)
+
+
+def lifecycles() -> Topic[lifecycle.Lifecycle]:
+    """Subscribe: everyone's lifecycle."""
+    return Topic("lifecycle.*.*", lifecycle.Lifecycle)
+
+
+def lifecycle_of(service: lifecycle.Service, instance: InstanceId) -> Topic[lifecycle.Lifecycle]:
+    """everyone → everyone: phase, load, progress; every 500 ms and on each change of phase."""
+    return Topic(f"lifecycle.{service}.{instance}", lifecycle.Lifecycle)
+
+
+def instance_control(instance: InstanceId) -> Topic[lifecycle.InstanceControl]:
+    """coordinator → any instance: drain, undrain."""
+    return Topic(f"instance.{instance}.control", lifecycle.InstanceControl)
+
+
+def scaling() -> Topic[supervisor.Scale]:
+    """coordinator → the supervisor, answered with a `ScaleAnswer`."""
+    return Topic("supervisor.scale", supervisor.Scale, queue="supervisors")
+
+
+ADMIN = "admin"
+"""Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`, JSON in and out."""
