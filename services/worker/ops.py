@@ -1,0 +1,129 @@
+"""What a decoder is made of: the operations that a device offers. Knows no model family and no scheduling.
+
+The decoder is written against :class:`Ops` only, so a model runs on whatever implements it: portable PyTorch
+(`torch_ops`), or the C++ kernels for CPUs (`native.native_ops`).
+
+Words: n is the number of tokens (rows) of a step over all its sequences, S the number of sequences, H and KV this
+rank's query and key/value heads, D the head dimension, I this rank's share of the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NewType, Protocol
+
+from torch import Tensor
+
+PackedLinear = NewType("PackedLinear", object)
+"""A weight in whatever layout its `Ops` multiplies fastest. Opaque: only the `Ops` that packed it may read it."""
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class OpsUnavailable(RuntimeError):
+    """This machine cannot run these operations; the message says why. `--ops auto` then takes the next best."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMeta:
+    """How a step's n rows fall into S sequences, and where their keys and values lie.
+
+    Every tensor is int32, contiguous and on the device. Sequence s owns the rows query_starts[s] to
+    query_starts[s + 1], which hold its positions context_lens[s] - count up to context_lens[s] - 1.
+    """
+
+    query_starts: Tensor
+    """[S + 1]"""
+    context_lens: Tensor
+    """[S] tokens whose keys are to be attended to once this step's rows are stored (the step's own included)."""
+    block_tables: Tensor
+    """[S, width] block ids in order, padded with 0 behind the last one needed."""
+    slots: Tensor
+    """[n] block id * BLOCK_SIZE + offset: where each row's key and value go."""
+    positions: Tensor
+    """[n] position of each row in its sequence, from 0."""
+    logits_rows: Tensor
+    """[R] the rows whose logits are wanted."""
+    num_decodes: int
+    """The first `num_decodes` sequences have exactly one row each; those behind them have any number."""
+    max_query: int
+    """The most rows that one sequence has."""
+    max_context: int
+    """The greatest of `context_lens`."""
+
+
+class Ops(Protocol):
+    """The operations of one device at one dtype. Used from one thread; no call keeps a reference to an activation.
+
+    Weights are in the dtype the model runs in; norm weights are float32, and Gemma's (1 + w) is already added to
+    them. The dtype of activations is the implementation's own choice, made by `embed`; whatever an operation gives
+    may be handed to any other one. All activations are contiguous. n may be 0 nowhere.
+    """
+
+    @property
+    def name(self) -> str:
+        """For logs and reports: "torch", "native"."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """`weight` [out, in] and `bias` [out] made ready for `linear`. May keep or copy them."""
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """x [n, in] → x @ weight.T + bias [n, out]."""
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """ids [n] int32, table [vocab, hidden] → [n, hidden]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [n, hidden] / sqrt(mean(x²) + eps) * weight, computed in float32."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual). `x` and `residual` may be overwritten."""
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]."""
+
+    def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
+        """Bytes that one block of keys and values takes in one layer."""
+
+    def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents are undefined but finite.
+
+        An implementation may lay a block out differently inside, as long as the first dimension counts blocks.
+        """
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `meta.slots`.
+
+        Where `q_norm` and `k_norm` (float32 [D]) are given, each head is RMS-normed before it is rotated. Rotation
+        pairs element i with i + D/2 (NeoX style). cos_sin: float32 [positions, D], D/2 cosines, then D/2 sines.
+        `qkv` may be overwritten.
+        """
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: BatchMeta,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
+
+        A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where `softcap`
+        is given, capped to softcap * tanh(score / softcap). Query head h reads key head h // (H / KV).
+        """
