@@ -3,8 +3,8 @@
 The decoder is written against :class:`Ops` only, so a model runs on whatever implements it: portable PyTorch
 (`torch_ops`), or the C++ kernels for CPUs (`native.native_ops`).
 
-Words: n is the number of tokens (rows) of a step over all its sequences, S the number of sequences, H and KV this
-rank's query and key/value heads, D the head dimension, I this rank's share of the MLP.
+Words: n is the number of tokens (rows) of a step over all its sequences, S the number of sequences, H and KV
+this rank's query and key/value heads, D the head dimension, I this rank's share of the MLP.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Literal, NewType, Protocol
 from torch import Tensor
 
 PackedLinear = NewType("PackedLinear", object)
-"""A weight in whatever layout its `Ops` multiplies fastest. Opaque: only the `Ops` that packed it may read it."""
+"""A weight in whatever layout its `Ops` multiplies fastest. Only the `Ops` that packed it may look inside."""
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
 class OpsUnavailable(RuntimeError):
-    """This machine cannot run these operations; the message says why. `--ops auto` then takes the next best."""
+    """This machine cannot run these operations (raised by the constructor); `auto` then takes the next best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class BatchMeta:
     query_starts: Tensor
     """[S + 1]"""
     context_lens: Tensor
-    """[S] tokens whose keys are to be attended to once this step's rows are stored (the step's own included)."""
+    """[S] tokens of each sequence whose keys are cached once this step's rows are stored."""
     block_tables: Tensor
     """[S, width] block ids in order, padded with 0 behind the last one needed."""
     slots: Tensor
@@ -53,11 +53,12 @@ class BatchMeta:
 
 
 class Ops(Protocol):
-    """The operations of one device at one dtype. Used from one thread; no call keeps a reference to an activation.
+    """The operations of one device at one dtype. Used from one thread; no call keeps a reference to
+    an activation.
 
-    Weights are in the dtype the model runs in; norm weights are float32, and Gemma's (1 + w) is already added to
-    them. The dtype of activations is the implementation's own choice, made by `embed`; whatever an operation gives
-    may be handed to any other one. All activations are contiguous. n may be 0 nowhere.
+    Weights are in the dtype the model runs in; norm weights are float32, and Gemma's (1 + w) is already added
+    to them. The dtype of activations is the implementation's own choice, made by `embed`; whatever an operation
+    gives may be handed to any other one. Every tensor is contiguous and n is never 0.
     """
 
     @property
@@ -86,9 +87,9 @@ class Ops(Protocol):
         """Bytes that one block of keys and values takes in one layer."""
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents are undefined but finite.
+        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents finite, otherwise undefined.
 
-        An implementation may lay a block out differently inside, as long as the first dimension counts blocks.
+        An implementation may lay a block out differently inside, as long as the first dimension is the block.
         """
 
     def rope_and_store(
@@ -106,9 +107,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `meta.slots`.
 
-        Where `q_norm` and `k_norm` (float32 [D]) are given, each head is RMS-normed before it is rotated. Rotation
-        pairs element i with i + D/2 (NeoX style). cos_sin: float32 [positions, D], D/2 cosines, then D/2 sines.
-        `qkv` may be overwritten.
+        Where `q_norm` and `k_norm` (float32 [D]) are given, each head is RMS-normed before it is rotated.
+        Rotation pairs element i with i + D/2 (NeoX style). cos_sin: float32 [positions, D], D/2 cosines, then
+        D/2 sines. `qkv` may be overwritten.
         """
 
     def paged_attention(
@@ -124,6 +125,6 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
 
-        A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where `softcap`
-        is given, capped to softcap * tanh(score / softcap). Query head h reads key head h // (H / KV).
+        A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where
+        `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head h // (H / KV).
         """
