@@ -34,12 +34,19 @@ class NewTokens(Struct, frozen=True, array_like=True):
     request: RequestId
     attempt: Attempt
     position: int
-    """Output index of the first of `tokens`; the receiver expects exactly what it has counted."""
+    """Output index of the first of `tokens`, counted from the first attempt on (the first entry of a resumed
+    stream has `position == resumed`); the receiver expects exactly what it has counted."""
     tokens: tuple[int, ...]
+    """Every token that was drawn and kept, the one that stopped the sequence included: positions, usage and
+    log-probabilities count it."""
     finish: FinishReason | None = None
-    """Set on a request's last entry, which may hold no token."""
+    """Set on a request's last entry. `length`: all of `tokens` (there may be none) are text. `stop`: `tokens` is
+    not empty and its last is a stop token (end of sequence, or one of `stop_token_ids`), which is no part of the
+    text unless `include_stop` (and it is then a token like any other, so `skip_special_tokens` may hide it).
+    Stop strings are the detokenizer's own business and never show here."""
     stop_token: int | None = None
-    """The stop token that ended it (a requested one, not the end-of-sequence token); never part of the text."""
+    """`tokens[-1]` once more where it was one of the request's `stop_token_ids`: the client's `stop_reason`.
+    None for the end-of-sequence token and for `length`."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
