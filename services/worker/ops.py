@@ -21,7 +21,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class OpsUnavailable(RuntimeError):
-    """This machine cannot run these operations (raised by the constructor); `auto` then takes the next best."""
+    """This machine cannot run these operations; raised by their constructor, says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,7 @@ class BatchMeta:
 
 
 class Ops(Protocol):
-    """The operations of one device at one dtype. Used from one thread; no call keeps a reference to
-    an activation.
+    """The operations of one device at one dtype. Used from one thread; keeps no reference to an activation.
 
     Weights are in the dtype the model runs in; norm weights are float32, and Gemma's (1 + w) is already added
     to them. The dtype of activations is the implementation's own choice, made by `embed`; whatever an operation
@@ -87,7 +86,7 @@ class Ops(Protocol):
         """Bytes that one block of keys and values takes in one layer."""
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents finite, otherwise undefined.
+        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents finite, else undefined.
 
         An implementation may lay a block out differently inside, as long as the first dimension is the block.
         """
@@ -126,5 +125,6 @@ class Ops(Protocol):
         """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
 
         A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where
-        `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head h // (H / KV).
+        `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head
+        h // (H / KV).
         """
