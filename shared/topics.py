@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, subject_token
-from shared.messages import coordinator, detokenizer, gateway, lifecycle, scheduler, supervisor, tokenizer, worker
+from shared.messages import (
+    coordinator,
+    detokenizer,
+    gateway,
+    lifecycle,
+    scheduler,
+    supervisor,
+    tokenizer,
+    worker,
+)
 
 M = TypeVar("M")
 

@@ -1,0 +1,268 @@
+"""Runs an actor: subscriptions, inbox, heartbeat, drain and stop. The shell around every service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from shared.actor.actor import Actor, Asked, Hears, Tick
+from shared.actor.lifecycle import LifecycleTable
+from shared.bus import Bus, BusError, Subscription, Undelivered
+from shared.bus.nats_bus import connect
+from shared.config import ServiceConfig
+from shared.ids import new_incarnation
+from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Phase, Undrain
+from shared.telemetry.logs import set_up_logs
+from shared.telemetry.metrics import HANDLED, PHASE, UNDELIVERED, metrics_server
+from shared.topics import instance_control, lifecycle_of
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT = 0.5
+IDLE_POLL = 0.02
+MAX_PAUSE_REPORTED = 1.0
+
+
+class ActorRuntime:
+    """Owns an actor's inbox, phase and subscriptions. `run` returns when the actor has stopped."""
+
+    def __init__(self, actor: Actor, *, drain_timeout: float = 30.0, metrics_port: int | None = None) -> None:
+        self.actor = actor
+        self.incarnation = new_incarnation()
+        self._bus: Bus = actor.bus
+        self._drain_timeout = drain_timeout
+        self._metrics_port = metrics_port
+        self._table = LifecycleTable()
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue(actor.inbox_limit)
+        self._intake: list[Subscription] = []
+        self._internal: list[Subscription] = []
+        self._draining = False
+        self._busy = False
+        self._progress = 0
+        self._started = time.time()
+        self._stop = asyncio.Event()
+        self._handled = HANDLED.labels(actor.service)
+
+    @property
+    def phase(self) -> Phase:
+        return self._table.phase
+
+    def stop(self) -> None:
+        """Asks for a drain and an end; `run` returns when both are done. Safe to call again."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serves until `stop`. An exception of the actor (a bug) publishes `failed` and is raised again."""
+        self._bus.on_undelivered(self._take_undelivered)
+        await self._subscribe_all()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self._heartbeat())]
+                await self.actor.set_up()
+                await self._follow_actor()
+                if self.actor.tick_every is not None:
+                    background.append(tasks.create_task(self._tick(self.actor.tick_every)))
+                background.append(tasks.create_task(self._serve()))
+                await self._stop.wait()
+                await self._drain(self._drain_timeout)
+                for task in background:
+                    task.cancel()
+            await self.actor.tear_down()
+            await self._enter("stopped")
+        except BaseException:
+            await self._enter("failed")
+            raise
+        finally:
+            for subscription in self._internal:
+                await subscription.stop()
+
+    async def _subscribe_all(self) -> None:
+        self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._take))
+        for heard in self.actor.hears():
+            if not heard.intake:
+                self._internal.append(await self._subscribe(heard))
+        await self._open_intake()
+
+    async def _open_intake(self) -> None:
+        for heard in self.actor.hears():
+            if heard.intake:
+                self._intake.append(await self._subscribe(heard))
+
+    async def _subscribe(self, heard: Hears[Any]) -> Subscription:
+        if heard.asked:
+            return await self._bus.answer(heard.topic, self._ask)
+        return await self._bus.subscribe(heard.topic, self._take)
+
+    async def _take(self, message: Any) -> None:
+        await self._inbox.put(message)
+
+    async def _take_undelivered(self, message: Undelivered) -> None:
+        UNDELIVERED.labels(self.actor.service).inc()
+        await self._inbox.put(message)
+
+    async def _ask(self, question: Any) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await self._inbox.put(Asked(question, reply))
+        return await reply
+
+    async def _serve(self) -> None:
+        while True:
+            message = await self._inbox.get()
+            self._busy = True
+            match message:
+                case Asked(question, reply):
+                    reply.set_result(await self.actor.answer(question))
+                case Undelivered():
+                    await self.actor.undelivered(message)
+                case Drain() | Undrain():
+                    await self._control(message)
+                case _:
+                    await self.actor.handle(message)
+            self._busy = False
+            self._progress += 1
+            self._handled.inc()
+            if self.actor.wanted_phase() != self._table.phase:
+                await self._follow_actor()
+
+    async def _control(self, message: InstanceControl) -> None:
+        match message:
+            case Drain() if not self._draining:
+                await self._begin_drain()
+            case Undrain() if self._draining and not self._stop.is_set():
+                self._draining = False
+                await self._open_intake()
+                log.info("undrained")
+                await self._follow_actor()
+            case _:
+                pass
+
+    async def _begin_drain(self) -> None:
+        self._draining = True
+        await self._enter("draining")
+        for subscription in self._intake:
+            await subscription.stop()
+        self._intake.clear()
+        await self.actor.drained()
+
+    async def _drain(self, timeout: float) -> None:
+        """Closes the intake and waits until the actor is idle, `timeout` seconds at most."""
+        if not self._draining:
+            await self._begin_drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._busy or not self._inbox.empty() or not self.actor.is_idle():
+                    await asyncio.sleep(IDLE_POLL)
+                return
+        log.warning("stopped with work in hand", extra={"load": self.actor.load()})
+
+    async def _follow_actor(self) -> None:
+        if not self._draining:
+            await self._enter(self.actor.wanted_phase())
+
+    async def _enter(self, phase: Phase) -> None:
+        before = self._table.phase
+        if self._table.move(phase):
+            PHASE.labels(self.actor.service, before).set(0)
+            PHASE.labels(self.actor.service, phase).set(1)
+            log.info("phase", extra={"phase": phase})
+            await self._publish_lifecycle()
+
+    async def _tick(self, every: float) -> None:
+        while True:
+            await asyncio.sleep(every)
+            await self._inbox.put(Tick(time.monotonic(), self._bus.liveness_now()))
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await self._publish_lifecycle()
+            before = time.monotonic()
+            await asyncio.sleep(HEARTBEAT)
+            if (pause := time.monotonic() - before - HEARTBEAT) > MAX_PAUSE_REPORTED:
+                log.warning("event loop stood still", extra={"seconds": round(pause, 3)})
+
+    async def _publish_lifecycle(self) -> None:
+        actor = self.actor
+        with contextlib.suppress(BusError):
+            await self._bus.publish(lifecycle_of(actor.service, actor.instance), self._lifecycle())
+
+    def _lifecycle(self) -> Lifecycle:
+        actor = self.actor
+        return Lifecycle(
+            service=actor.service,
+            instance=actor.instance,
+            incarnation=self.incarnation,
+            phase=self._table.phase,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=self._started,
+            load=actor.load(),
+            progress=self._progress,
+            metrics_port=self._metrics_port,
+            engine=actor.engine_report(),
+            worker=actor.worker_report(),
+        )
+
+
+def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]], service: str) -> None:
+    """Runs one service process until SIGTERM, SIGINT, or the supervisor's end. What every `__main__` calls last.
+
+    `build` makes the actor on a connected bus. Exits with status 1 when no bus answers.
+    """
+    set_up_logs(service, config.instance, config.log_level)
+    try:
+        import uvloop
+    except ImportError:  # not to be had on Windows
+        asyncio.run(_serve(config, build))
+    else:
+        uvloop.run(_serve(config, build))
+
+
+async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]]) -> None:
+    try:
+        bus = await connect(config.nats_options())
+    except BusError as error:
+        log.error("no bus", extra={"error": str(error)})
+        raise SystemExit(1) from None
+    with metrics_server(config.metrics_host, config.metrics_port) as metrics_port:
+        built = build(bus)
+        actor = built if isinstance(built, Actor) else await built
+        runtime = ActorRuntime(actor, drain_timeout=config.drain_timeout, metrics_port=metrics_port)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, runtime.stop)
+        if config.supervisor_fd is not None:
+            _follow_supervisor(config.supervisor_fd, runtime)
+        try:
+            await runtime.run()
+            with contextlib.suppress(BusError):
+                await bus.flush()
+        finally:
+            await bus.close()
+
+
+def _follow_supervisor(fd: int, runtime: ActorRuntime) -> None:
+    """Ends this process when the supervisor does, however that died: its end of the pipe closes with it.
+
+    There is nobody left to drain for, and the bus is going too, so the end is prompt.
+    """
+    loop = asyncio.get_running_loop()
+
+    def gone() -> None:
+        if not os.read(fd, 1):
+            loop.remove_reader(fd)
+            log.warning("supervisor gone")
+            runtime.stop()
+            loop.call_later(SUPERVISOR_GONE_GRACE, os._exit, 1)
+
+    loop.add_reader(fd, gone)
+
+
+SUPERVISOR_GONE_GRACE = 2.0
+"""Seconds an orphan gets for an orderly end."""

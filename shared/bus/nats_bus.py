@@ -1,0 +1,282 @@
+"""The bus over NATS. The only module that imports `nats`.
+
+Core NATS, no JetStream. "No responders" comes back at once because messages that somebody must receive carry a
+reply subject; `max_payload` is read from the server and checked before each publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import ssl
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import nats
+import nats.errors
+import nats.micro
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsNativeSubscription
+from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
+
+from shared.bus import (
+    Answerer,
+    AnswerError,
+    AnswerTimeout,
+    BusError,
+    Endpoint,
+    EndpointError,
+    Handler,
+    NoResponders,
+    PayloadTooLarge,
+    Undelivered,
+    UndeliveredHandler,
+)
+from shared.bus.codec import Undecodable, decode, encode
+from shared.bus.liveness import LivenessClock
+from shared.bus.memory_bus import report_undecodable
+from shared.telemetry.metrics import BUS_CONNECTED
+from shared.topics import Topic
+
+M = TypeVar("M")
+log = logging.getLogger(__name__)
+
+PENDING_BYTES = 32 * 2**20
+"""What is kept for sending while the server is away; publishing beyond it raises."""
+UNCONFIRMED_LIMIT = 8192
+"""Confirmed messages whose "no responders" could still arrive; the oldest are forgotten first."""
+RECONNECT_WAIT = 0.1
+GRACE_AFTER_RECONNECT = 2.0
+ERROR_REPLY = "Baton-Error"
+
+
+class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the bus is and who we are there."""
+
+    servers: tuple[str, ...]
+    namespace: str = "baton"
+    name: str = ""
+    """Shown in the server's monitoring; the instance."""
+    user: str | None = None
+    password: str | None = None
+    credentials: Path | None = None
+    """A NATS .creds file."""
+    tls_ca: Path | None = None
+    connect_timeout: float = 10.0
+    """Seconds until a first connection is given up."""
+
+
+class NatsSubscription:
+    def __init__(self, native: NatsNativeSubscription) -> None:
+        self._native = native
+
+    async def stop(self) -> None:
+        try:
+            await self._native.drain()  # type: ignore[no-untyped-call]
+        except (nats.errors.ConnectionClosedError, nats.errors.BadSubscriptionError, nats.errors.Error):
+            log.debug("subscription was gone before it was stopped")
+
+
+class NatsBus:
+    """Owns one connection. Reconnects for ever and silently; `liveness_now` stands still meanwhile."""
+
+    def __init__(self, client: Client, namespace: str, liveness: LivenessClock) -> None:
+        self._client = client
+        self._prefix = f"{namespace}."
+        self._liveness = liveness
+        self._undelivered: UndeliveredHandler | None = None
+        self._confirm_prefix = client.new_inbox()
+        self._unconfirmed: OrderedDict[int, Undelivered] = OrderedDict()
+        self._tickets = itertools.count()
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def liveness_now(self) -> float:
+        return self._liveness.now()
+
+    async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
+        payload = self._payload(topic, message)
+        reply = self._ticket(Undelivered(topic, message)) if confirm else ""
+        try:
+            await self._client.publish(self._prefix + topic.subject, payload, reply)
+        except nats.errors.OutboundBufferLimitError:
+            log.error("bus away and its buffer full, message dropped", extra={"subject": topic.subject})
+
+    def _payload(self, topic: Topic[Any], message: Any) -> bytes:
+        payload = encode(message)
+        if len(payload) > self._client.max_payload:
+            raise PayloadTooLarge(topic.subject, len(payload), self._client.max_payload)
+        return payload
+
+    def _ticket(self, message: Undelivered) -> str:
+        ticket = next(self._tickets)
+        self._unconfirmed[ticket] = message
+        if len(self._unconfirmed) > UNCONFIRMED_LIMIT:
+            self._unconfirmed.popitem(last=False)
+        return f"{self._confirm_prefix}.{ticket}"
+
+    async def listen_for_undelivered(self) -> None:
+        async def returned(msg: Msg) -> None:
+            ticket = msg.subject.rpartition(".")[2]
+            message = self._unconfirmed.pop(int(ticket), None) if ticket.isdecimal() else None
+            if message is None or not _is_no_responders(msg):
+                return
+            if self._undelivered is not None:
+                await self._undelivered(message)
+            else:
+                log.warning("no subscriber", extra={"subject": message.topic.subject})
+
+        await self._client.subscribe(f"{self._confirm_prefix}.*", cb=returned)
+
+    def on_undelivered(self, handler: UndeliveredHandler) -> None:
+        self._undelivered = handler
+
+    async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> NatsSubscription:
+        async def received(msg: Msg) -> None:
+            try:
+                message = decode(msg.data, topic.type)
+            except Undecodable as error:
+                report_undecodable(topic.subject, error)
+            else:
+                await handler(message)
+
+        return await self._subscribe(topic, received)
+
+    async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> NatsSubscription:
+        async def received(msg: Msg) -> None:
+            try:
+                message = decode(msg.data, topic.type)
+            except Undecodable as error:
+                report_undecodable(topic.subject, error)
+                if msg.reply:
+                    await self._client.publish(msg.reply, b"", headers={ERROR_REPLY: str(error)[:200]})
+                return
+            answer = await answerer(message)
+            if msg.reply:
+                await self._client.publish(msg.reply, encode(answer))
+
+        return await self._subscribe(topic, received)
+
+    async def _subscribe(self, topic: Topic[Any], received: Callable[[Msg], Awaitable[None]]) -> NatsSubscription:
+        subject = self._prefix + topic.subject
+        return NatsSubscription(await self._client.subscribe(subject, queue=topic.queue or "", cb=received))
+
+    async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
+        msg = await self._request(self._prefix + topic.subject, self._payload(topic, question), timeout)
+        if msg.headers and ERROR_REPLY in msg.headers:
+            raise AnswerError(f"{topic.subject}: {msg.headers[ERROR_REPLY]}")
+        try:
+            return decode(msg.data, answer_type)
+        except Undecodable as error:
+            raise AnswerError(f"{topic.subject}: {error}") from None
+
+    async def ask_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+        msg = await self._request(self._prefix + subject, body, timeout)
+        if msg.headers and ERROR_CODE_HEADER in msg.headers:
+            raise EndpointError(int(msg.headers[ERROR_CODE_HEADER]), msg.headers.get(ERROR_HEADER, ""))
+        return bytes(msg.data)
+
+    async def _request(self, subject: str, body: bytes, timeout: float) -> Msg:
+        try:
+            return await self._client.request(subject, body, timeout=timeout)
+        except nats.errors.NoRespondersError:
+            raise NoResponders(subject) from None
+        except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
+            raise AnswerTimeout(subject) from None
+        except nats.errors.ConnectionClosedError:
+            raise BusError(f"{subject}: the connection is closed") from None
+
+    async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
+        service = await nats.micro.add_service(self._client, name=name, version=version, description=description)
+        for subject, endpoint in endpoints.items():
+            await service.add_endpoint(
+                name=subject.replace(".", "-"),
+                subject=self._prefix + subject,
+                handler=_micro_handler(endpoint),
+            )
+
+    async def flush(self) -> None:
+        try:
+            await self._client.flush(timeout=2)
+        except nats.errors.Error as error:
+            raise AnswerTimeout(f"flush: {error}") from None
+
+    async def close(self) -> None:
+        if not self._client.is_closed:
+            await self._client.close()
+
+
+def _is_no_responders(msg: Msg) -> bool:
+    return not msg.data and (msg.headers or {}).get("Status") == "503"
+
+
+def _micro_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
+    async def handle(request: Request) -> None:
+        try:
+            body = await endpoint(request.data)
+        except EndpointError as error:
+            body = msgspec.json.encode({"error": {"code": error.code, "message": error.text}})
+            await request.respond_error(str(error.code), error.text, data=body)
+        else:
+            await request.respond(body)
+
+    return handle
+
+
+async def connect(options: NatsOptions) -> NatsBus:
+    """A bus on the first server that answers. Raises BusError, naming the servers, when none does in time."""
+    liveness = LivenessClock(time.monotonic, GRACE_AFTER_RECONNECT)
+
+    async def disconnected() -> None:
+        liveness.disconnected()
+        BUS_CONNECTED.set(0)
+        log.warning("bus away")
+
+    async def reconnected() -> None:
+        liveness.reconnected()
+        BUS_CONNECTED.set(1)
+        log.warning("bus back")
+
+    async def failed(error: Exception) -> None:
+        log.warning("bus error", extra={"error": repr(error)})
+
+    arguments: dict[str, Any] = {
+        "servers": list(options.servers),
+        "name": options.name,
+        "user": options.user,
+        "password": options.password,
+        "user_credentials": str(options.credentials) if options.credentials else None,
+        "tls": ssl.create_default_context(cafile=str(options.tls_ca)) if options.tls_ca else None,
+        "disconnected_cb": disconnected,
+        "reconnected_cb": reconnected,
+        "error_cb": failed,
+        "max_reconnect_attempts": -1,
+        "reconnect_time_wait": RECONNECT_WAIT,
+        "connect_timeout": 2,
+        "ping_interval": 5,
+        "max_outstanding_pings": 2,
+        "pending_size": PENDING_BYTES,
+    }
+    client = Client()
+    try:
+        async with asyncio.timeout(options.connect_timeout):
+            await client.connect(**arguments)
+    except (OSError, TimeoutError, nats.errors.Error) as error:
+        await client.close()
+        raise BusError(f"no NATS server at {', '.join(options.servers)}: {error!r}") from None
+    BUS_CONNECTED.set(1)
+    bus = NatsBus(client, options.namespace, liveness)
+    await bus.listen_for_undelivered()
+    return bus

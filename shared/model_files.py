@@ -1,0 +1,38 @@
+"""Where a model's files lie: a directory as given, or the local snapshot of a Hugging Face repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+class ModelNotFound(Exception):
+    """Neither a directory with a config.json nor a repository that could be fetched; the text says what to do."""
+
+
+def resolve_model(model: str, *, weights: bool) -> Path:
+    """The directory of `model`, downloading it from the hub when it names a repository.
+
+    `weights=False` fetches everything but the safetensors. Raises ModelNotFound.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"{folder}: no config.json there; a Hugging Face model directory is needed")
+        return folder.resolve()
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFound(f"{model}: no such directory")
+    return _download(model, WANTED if weights else [p for p in WANTED if p != "*.safetensors"])
+
+
+def _download(repository: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download  # imported late: slow, and most starts serve a directory
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFound(
+            f"{repository}: not a directory here, and fetching it from the Hugging Face hub failed ({error})"
+        ) from None

@@ -1,0 +1,1 @@
+"""How a service is watched: Prometheus metrics and JSON log lines."""
