@@ -46,6 +46,8 @@ class BatchMeta:
     """[R] the rows whose logits are wanted."""
     num_decodes: int
     """The first `num_decodes` sequences have exactly one row each; those behind them have any number."""
+    prefills: tuple[tuple[int, int], ...]
+    """(rows, context length) of each sequence behind the decodes, on the host."""
     max_query: int
     """The most rows that one sequence has."""
     max_context: int
@@ -53,7 +55,7 @@ class BatchMeta:
 
 
 class Ops(Protocol):
-    """The operations of one device at one dtype. Used from one thread; keeps no reference to an activation.
+    """The operations of one device at one dtype. Used from one thread; keep no reference to an activation.
 
     Weights are in the dtype the model runs in; norm weights are float32, and Gemma's (1 + w) is already added
     to them. The dtype of activations is the implementation's own choice, made by `embed`; whatever an operation
