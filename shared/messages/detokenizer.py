@@ -40,9 +40,9 @@ class NewTokens(Struct, frozen=True, array_like=True):
     """Every token that was drawn and kept, the one that stopped the sequence included: positions, usage and
     log-probabilities count it."""
     finish: FinishReason | None = None
-    """Set on a request's last entry. `length`: all of `tokens` (there may be none) are text. `stop`: `tokens` is
-    not empty and its last is a stop token (end of sequence, or one of `stop_token_ids`), which is no part of the
-    text unless `include_stop` (and it is then a token like any other, so `skip_special_tokens` may hide it).
+    """Set on a request's last entry. `length`: all of `tokens` (there may be none) are text. `stop`: `tokens`
+    is not empty and its last is a stop token (end of sequence, or one of `stop_token_ids`), which is no part of
+    the text unless `include_stop` (it is then a token like any other: `skip_special_tokens` may hide it).
     Stop strings are the detokenizer's own business and never show here."""
     stop_token: int | None = None
     """`tokens[-1]` once more where it was one of the request's `stop_token_ids`: the client's `stop_reason`.

@@ -50,6 +50,13 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     model: ModelCard
     num_blocks: int
     device: str
+    epoch: Incarnation | None = None
+    """Epoch of the newest plan; None before the first."""
+    received: int = 0
+    """Plans of `epoch` that have arrived. With `published` it shows the scheduler a message that was lost while
+    nothing follows that would show the gap."""
+    published: int = 0
+    """Steps of `epoch` whose results this rank has published; 0 on ranks that publish none."""
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
