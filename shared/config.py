@@ -32,6 +32,8 @@ ENVIRONMENT_PREFIX = "BATON_"
 ByteSize = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]
 """Bytes; written as a number or with a unit: 512MiB, 2GiB, 1.5GB."""
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
 C = TypeVar("C", bound="ServiceConfig")
 
 
@@ -56,12 +58,11 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least level logged.")] = "info"
     metrics_host: Annotated[str, Meta(description="Address of the Prometheus endpoint.")] = "127.0.0.1"
     metrics_port: Annotated[
-        int | None,
-        Meta(ge=0, le=65535, description="Port of the Prometheus endpoint; 0 picks one, none switches it off."),
+        Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")
     ] = 0
     drain_timeout: Annotated[float, Meta(ge=0, description="Seconds to finish work in hand when told to stop.")] = 30.0
     supervisor_fd: Annotated[
-        int | None, Meta(ge=0, description="Pipe whose end of file means that the supervisor is gone.")
+        int | None, Meta(description="Pipe whose end of file means that the supervisor is gone.")
     ] = None
 
     def nats_options(self) -> NatsOptions:

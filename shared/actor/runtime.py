@@ -64,6 +64,7 @@ class ActorRuntime:
         await self._subscribe_all()
         try:
             async with asyncio.TaskGroup() as tasks:
+                await self._publish_lifecycle()
                 background = [tasks.create_task(self._heartbeat())]
                 await self.actor.set_up()
                 await self._follow_actor()
@@ -181,9 +182,9 @@ class ActorRuntime:
 
     async def _heartbeat(self) -> None:
         while True:
-            await self._publish_lifecycle()
             before = time.monotonic()
             await asyncio.sleep(HEARTBEAT)
+            await self._publish_lifecycle()
             if (pause := time.monotonic() - before - HEARTBEAT) > MAX_PAUSE_REPORTED:
                 log.warning("event loop stood still", extra={"seconds": round(pause, 3)})
 

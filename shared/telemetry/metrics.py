@@ -13,15 +13,14 @@ UNDELIVERED = Counter("baton_undelivered_messages_total", "Messages that had no 
 PHASE = Gauge("baton_phase", "1 for the phase the service is in.", ["service", "phase"])
 BUS_CONNECTED = Gauge("baton_bus_connected", "1 while the bus is reachable.")
 
-LATENCY_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
+_MILLISECONDS = (1, 2.5, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 10_000, 20_000, 40_000, 80_000)
+LATENCY_BUCKETS = tuple(ms / 1000 for ms in _MILLISECONDS)
 """Seconds; fine enough for time to first token and for inter-token latency alike."""
 
 
 @contextlib.contextmanager
 def metrics_server(host: str, port: int | None) -> Iterator[int | None]:
-    """Serves `/metrics` on a thread while the context is open; port 0 picks a free one. Yields the port, None for none."""
+    """Serves `/metrics` on a thread while the context is open; port 0 picks a free one. Yields the port."""
     if port is None:
         yield None
         return

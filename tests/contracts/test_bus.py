@@ -1,0 +1,181 @@
+"""What every bus promises, held against the in-memory one and a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared import topics
+from shared.bus import AnswerTimeout, Bus, EndpointError, NoResponders, PayloadTooLarge, Undelivered
+from shared.bus.nats_bus import NatsBus
+from shared.ids import Attempt, EngineId, GatewayId, RequestId
+from shared.messages.gateway import Failed
+from shared.messages.scheduler import Cancel, Probe, ProbeReply
+from shared.topics import Topic
+
+ENGINE = EngineId("engine-1")
+CANCEL = Cancel(RequestId("r"), Attempt(1))
+DEADLINE = 5
+
+
+async def collect(bus: Bus, topic: Topic[object], count: int) -> "asyncio.Future[list[object]]":
+    heard: list[object] = []
+    done: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
+
+    async def take(message: object) -> None:
+        heard.append(message)
+        if len(heard) == count and not done.done():
+            done.set_result(heard)
+
+    await bus.subscribe(topic, take)
+    await bus.flush()
+    return done
+
+
+async def test_a_message_arrives_at_every_subscriber_in_the_order_sent(any_bus: Bus) -> None:
+    topic = topics.engine_control(ENGINE)
+    first, second = await collect(any_bus, topic, 20), await collect(any_bus, topic, 20)
+    sent = [Cancel(RequestId(f"r{i}"), Attempt(i)) for i in range(20)]
+    for message in sent:
+        await any_bus.publish(topic, message)
+    async with asyncio.timeout(DEADLINE):
+        assert await first == await second == sent
+
+
+async def test_a_queue_group_shares_its_messages(any_bus: Bus) -> None:
+    topic = Topic("shared", Cancel, queue="group")
+    heard: list[tuple[int, Cancel]] = []
+    everything = asyncio.Event()
+
+    def member(number: int):  # type: ignore[no-untyped-def]
+        async def take(message: Cancel) -> None:
+            heard.append((number, message))
+            if len(heard) == 60:
+                everything.set()
+
+        return take
+
+    for number in range(3):
+        await any_bus.subscribe(topic, member(number))
+    await any_bus.flush()
+    sent = [Cancel(RequestId(f"r{i}"), Attempt(1)) for i in range(60)]
+    for message in sent:
+        await any_bus.publish(topic, message)
+    async with asyncio.timeout(DEADLINE):
+        await everything.wait()
+    assert sorted(m.request for _, m in heard) == sorted(m.request for m in sent)
+    assert {number for number, _ in heard} == {0, 1, 2}
+
+
+async def test_a_wildcard_subscription_hears_every_instance(any_bus: Bus) -> None:
+    heard = await collect(any_bus, Topic("lifecycle.*.*", Cancel), 2)
+    await any_bus.publish(Topic("lifecycle.gateway.a", Cancel), CANCEL)
+    await any_bus.publish(Topic("lifecycle.scheduler.b", Cancel), CANCEL)
+    async with asyncio.timeout(DEADLINE):
+        assert len(await heard) == 2
+
+
+async def test_a_confirmed_message_without_subscriber_comes_back(any_bus: Bus) -> None:
+    returned: asyncio.Queue[Undelivered] = asyncio.Queue()
+    any_bus.on_undelivered(returned.put)
+    topic = topics.engine_control(EngineId("nobody"))
+    await any_bus.publish(topic, CANCEL, confirm=True)
+    async with asyncio.timeout(DEADLINE):
+        assert await returned.get() == Undelivered(topic, CANCEL)
+
+
+async def test_a_confirmed_message_with_a_subscriber_does_not_come_back(any_bus: Bus) -> None:
+    returned: list[Undelivered] = []
+
+    async def take(message: Undelivered) -> None:
+        returned.append(message)
+
+    any_bus.on_undelivered(take)
+    heard = await collect(any_bus, topics.engine_control(ENGINE), 1)
+    await any_bus.publish(topics.engine_control(ENGINE), CANCEL, confirm=True)
+    async with asyncio.timeout(DEADLINE):
+        await heard
+        await any_bus.flush()
+    assert returned == []
+
+
+async def test_a_stopped_subscription_takes_no_more(any_bus: Bus) -> None:
+    heard: list[Cancel] = []
+
+    async def take(message: Cancel) -> None:
+        heard.append(message)
+
+    subscription = await any_bus.subscribe(topics.engine_control(ENGINE), take)
+    await any_bus.flush()
+    await subscription.stop()
+    probe = await collect(any_bus, topics.gateway_inbox(GatewayId("g")), 1)
+    await any_bus.publish(topics.engine_control(ENGINE), CANCEL)
+    await any_bus.publish(topics.gateway_inbox(GatewayId("g")), Failed(RequestId("r"), Attempt(1), "x"))
+    async with asyncio.timeout(DEADLINE):
+        await probe
+    assert heard == []
+
+
+async def test_questions_are_answered(any_bus: Bus) -> None:
+    async def answer(question: Probe) -> ProbeReply:
+        return ProbeReply("running", len(question.request))
+
+    await any_bus.answer(topics.engine_probes(ENGINE), answer)
+    await any_bus.flush()
+    question = Probe(RequestId("four"), Attempt(1))
+    assert await any_bus.ask(topics.engine_probes(ENGINE), question, ProbeReply, DEADLINE) == ProbeReply("running", 4)
+
+
+async def test_a_question_that_nobody_hears_fails_at_once(any_bus: Bus) -> None:
+    with pytest.raises(NoResponders):
+        await any_bus.ask(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 60)
+
+
+async def test_a_question_that_is_not_answered_times_out(any_bus: Bus) -> None:
+    async def never(question: Probe) -> ProbeReply:
+        await asyncio.sleep(0.5)
+        return ProbeReply("unknown", 0)
+
+    await any_bus.answer(topics.engine_probes(ENGINE), never)
+    await any_bus.flush()
+    with pytest.raises(AnswerTimeout):
+        await any_bus.ask(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 0.05)
+
+
+async def test_a_message_over_the_limit_is_a_named_error(any_bus: Bus) -> None:
+    too_large = Failed(RequestId("r"), Attempt(1), "x" * 2**20)
+    with pytest.raises(PayloadTooLarge) as error:
+        await any_bus.publish(topics.gateway_inbox(GatewayId("g")), too_large)
+    assert error.value.limit == 2**20
+    assert error.value.size > 2**20
+
+
+async def test_garbage_harms_nobody(any_bus: Bus) -> None:
+    topic = topics.engine_control(ENGINE)
+    heard = await collect(any_bus, topic, 1)
+    for garbage in (b"", b"\xc1", b"\x93\x01", b'{"a":1}', bytes(range(256))):
+        if isinstance(any_bus, NatsBus):
+            await any_bus._client.publish(f"baton.{topic.subject}", garbage)
+        else:
+            await any_bus.publish_raw(topic.subject, garbage)  # type: ignore[attr-defined]
+    await any_bus.publish(topic, CANCEL)
+    async with asyncio.timeout(DEADLINE):
+        assert await heard == [CANCEL]
+
+
+async def test_a_micro_service_answers_and_refuses(any_bus: Bus) -> None:
+    async def echo(body: bytes) -> bytes:
+        if not body:
+            raise EndpointError(400, "an empty body; anything else is allowed")
+        return body
+
+    await any_bus.serve_micro("test", "1.0.0", "a test", {"admin.echo": echo})
+    await any_bus.flush()
+    assert await any_bus.ask_raw("admin.echo", b"hello", DEADLINE) == b"hello"
+    with pytest.raises(EndpointError) as error:
+        await any_bus.ask_raw("admin.echo", b"", DEADLINE)
+    assert error.value.code == 400
+    assert "empty body" in error.value.text
+    with pytest.raises(NoResponders):
+        await any_bus.ask_raw("admin.nothing", b"", DEADLINE)

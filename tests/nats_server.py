@@ -1,0 +1,63 @@
+"""A real nats-server on a free loopback port, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+BINARY = Path(sys.executable).with_name("nats-server")
+START_DEADLINE = 10.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class NatsServer:
+    """Owns one nats-server process; it can be killed and started again on the same port."""
+
+    def __init__(self, folder: Path, *, max_payload: int = 8 * 2**20) -> None:
+        self.port = free_port()
+        self._config = folder / f"nats-{self.port}.conf"
+        self._config.write_text(f'host: "127.0.0.1"\nport: {self.port}\nmax_payload: {max_payload}\n')
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [str(BINARY), "-c", str(self._config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_DEADLINE
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=0.2):
+                return
+            time.sleep(0.02)
+        raise RuntimeError(f"nats-server did not listen on {self.port} within {START_DEADLINE} s")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@contextlib.contextmanager
+def nats_server(folder: Path, *, max_payload: int = 8 * 2**20) -> Iterator[NatsServer]:
+    server = NatsServer(folder, max_payload=max_payload)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
