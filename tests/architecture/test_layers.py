@@ -1,0 +1,64 @@
+"""The architecture that a check keeps, beside the contracts of import-linter."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("shared", "services", "kvstore", "deploy")
+LIGHT = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
+HEAVY_MODULES = {"torch", "transformers", "triton", "numpy", "safetensors"}
+NAMELESS = {"utils", "helpers", "common", "misc", "manager"}
+
+
+def sources() -> list[Path]:
+    return [path for folder in OURS for path in (ROOT / folder).rglob("*.py")]
+
+
+@pytest.mark.parametrize("service", LIGHT)
+def test_a_light_service_loads_no_heavy_library(service: str) -> None:
+    program = f"import sys, services.{service}.__main__; print(*sorted({HEAVY_MODULES!r} & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert loaded.stdout.split() == []
+
+
+def test_every_file_says_in_its_first_lines_what_it_is() -> None:
+    silent = [
+        str(p.relative_to(ROOT))
+        for p in sources()
+        if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
+    ]
+    assert silent == []
+
+
+def test_only_the_configuration_reads_the_environment() -> None:
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    }
+    assert readers <= {"shared/config.py"}
+
+
+def test_no_module_goes_by_a_name_that_says_nothing() -> None:
+    assert [str(p.relative_to(ROOT)) for p in sources() if NAMELESS & set(p.stem.split("_"))] == []
+
+
+def test_no_file_is_one_that_one_would_be_afraid_to_open() -> None:
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
+    assert {name: n for name, n in lengths.items() if n > 500} == {}
+
+
+def test_the_architecture_page_stays_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 150

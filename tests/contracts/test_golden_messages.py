@@ -1,0 +1,240 @@
+"""The bytes of every message: whoever changes them breaks a rolling upgrade and every journal, and must mean to.
+
+A change that only appends a field with a default keeps old bytes decodable; update the golden bytes then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any, get_args, get_origin
+
+import msgspec
+import pytest
+
+from shared.bus.codec import Undecodable, decode, encode
+from shared.ids import (
+    Attempt,
+    DetokenizerId,
+    EngineId,
+    GatewayId,
+    Incarnation,
+    InstanceId,
+    ModelName,
+    RequestId,
+    SequenceId,
+)
+from shared.messages import (
+    coordinator,
+    detokenizer,
+    gateway,
+    generation,
+    lifecycle,
+    scheduler,
+    supervisor,
+    tokenizer,
+    worker,
+)
+from tests.contracts.golden import GOLDEN
+
+R, A, E = RequestId("r1"), Attempt(2), EngineId("engine-1")
+SAMPLING = generation.SamplingParams(seed=7, temperature=0.5, logit_bias=((3, 1.5),), logprobs=2)
+STOPPING = generation.StopParams(max_tokens=16, stop=("\n",), stop_token_ids=(5,))
+LOGPROBS = generation.TokenLogprobs(9, -0.25, ((9, -0.25), (4, -2.0)))
+CARD = lifecycle.ModelCard(
+    name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1
+)
+GENERATION = generation.Generation(
+    request=R,
+    attempt=A,
+    gateway=GatewayId("gateway-1"),
+    model=ModelName("demo"),
+    tokens=b"\1\0\0\0",
+    prompt_length=1,
+    block_hashes=b"",
+    sampling=SAMPLING,
+    stopping=STOPPING,
+)
+ENGINE_REPORT = lifecycle.EngineReport(
+    model=CARD,
+    waiting=1,
+    running=2,
+    max_waiting=3,
+    max_running=4,
+    blocks_total=5,
+    blocks_free=6,
+    steps=7,
+    tokens=8,
+)
+WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
+LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
+
+MESSAGES: list[Any] = [
+    tokenizer.Tokenize(
+        request=R,
+        attempt=A,
+        gateway=GatewayId("gateway-1"),
+        model=ModelName("demo"),
+        prompt=tokenizer.ChatPrompt(messages=b"[]"),
+        sampling=SAMPLING,
+        stopping=STOPPING,
+    ),
+    tokenizer.Encode(tokenizer.TextPrompt("hi")),
+    tokenizer.Encode(tokenizer.TokenPrompt(b"\1\0\0\0")),
+    tokenizer.Decode(b"\1\0\0\0"),
+    tokenizer.Encoded(b"\1\0\0\0", ("a",)),
+    tokenizer.Decoded("hi"),
+    tokenizer.Refused("no", "prompt"),
+    coordinator.Route(GENERATION),
+    coordinator.Withdraw(R, A),
+    scheduler.Generate(GENERATION, DetokenizerId("detokenizer-1")),
+    scheduler.Cancel(R, A),
+    scheduler.StopMatched(R, A),
+    scheduler.DetokenizerLost(DetokenizerId("detokenizer-1")),
+    scheduler.Probe(R, A),
+    scheduler.ProbeReply("running", 3),
+    scheduler.StepFinished(
+        epoch=Incarnation(1),
+        step=2,
+        sampled=(scheduler.Sampled(SequenceId(0), (9,), (LOGPROBS,)),),
+        timing=scheduler.StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.5),
+    ),
+    scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),
+    worker.StepPlan(
+        epoch=Incarnation(1),
+        step=2,
+        released=(SequenceId(1),),
+        new=(
+            worker.NewSequence(
+                sequence=SequenceId(0),
+                tokens=b"\1\0\0\0",
+                prompt_length=1,
+                computed=0,
+                blocks=b"\2\0\0\0",
+                sampling=SAMPLING,
+            ),
+        ),
+        work=(worker.Work(SequenceId(0), 1, b"", True),),
+    ),
+    detokenizer.TokenBatch(
+        engine=E,
+        epoch=Incarnation(1),
+        number=0,
+        opened=(
+            detokenizer.OpenStream(
+                request=R,
+                attempt=A,
+                gateway=GatewayId("gateway-1"),
+                model=ModelName("demo"),
+                context=b"\1\0\0\0",
+                resumed=0,
+                sent_chars=0,
+                prompt_tokens=1,
+                cached_tokens=0,
+            ),
+        ),
+        entries=(detokenizer.NewTokens(R, A, 0, (9,), "stop"),),
+        abandoned=(detokenizer.Abandon(R, A),),
+    ),
+    gateway.Queued(R, A),
+    gateway.Placed(R, A, E, DetokenizerId("detokenizer-1")),
+    gateway.Rejected(request=R, attempt=A, kind="invalid_request", message="no", field="prompt"),
+    gateway.Failed(R, A, "gone"),
+    gateway.Deltas(
+        detokenizer=DetokenizerId("detokenizer-1"),
+        epoch=Incarnation(1),
+        number=0,
+        opened=(gateway.StreamOpened(R, A, 1, 0),),
+        deltas=(gateway.Delta(R, A, 0, (9,), "a", "stop", None, (gateway.PositionLogprobs(LOGPROB_TEXT, ()),)),),
+    ),
+    lifecycle.Lifecycle(
+        service="scheduler",
+        instance=InstanceId("engine-1"),
+        incarnation=Incarnation(1),
+        phase="ready",
+        pid=1,
+        host="h",
+        started=1.5,
+        engine=ENGINE_REPORT,
+        worker=WORKER_REPORT,
+    ),
+    lifecycle.Drain(),
+    lifecycle.Undrain(),
+    supervisor.Scale("engines", 2),
+    supervisor.Scaled(("engine-2",), ()),
+    supervisor.ScaleRefused("no"),
+]
+
+
+def name(message: Any) -> str:
+    return f"{type(message).__module__.rpartition('.')[2]}.{type(message).__name__}"
+
+
+def labels() -> list[str]:
+    return [f"{i:02d} {name(m)}" for i, m in enumerate(MESSAGES)]
+
+
+@pytest.mark.parametrize("number", range(len(MESSAGES)), ids=labels())
+def test_a_message_has_the_bytes_that_it_had(number: int) -> None:
+    message = MESSAGES[number]
+    assert encode(message).hex() == GOLDEN[labels()[number]]
+    assert decode(bytes.fromhex(GOLDEN[labels()[number]]), type(message)) == message
+
+
+def _structs_within(value: Any) -> set[type]:
+    found: set[type] = set()
+    if isinstance(value, msgspec.Struct):
+        found.add(type(value))
+        for field in value.__struct_fields__:
+            found |= _structs_within(getattr(value, field))
+    elif isinstance(value, tuple):
+        for item in value:
+            found |= _structs_within(item)
+    return found
+
+
+def test_every_message_is_among_them() -> None:
+    modules = (coordinator, detokenizer, gateway, generation, lifecycle, scheduler, supervisor, tokenizer, worker)
+    declared = {
+        cls
+        for module in modules
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, msgspec.Struct) and cls.__module__ == module.__name__
+    }
+    shown: set[type] = set()
+    for message in MESSAGES:
+        shown |= _structs_within(message)
+    assert {c.__name__ for c in declared - shown} == set()
+
+
+def test_every_message_is_frozen_and_an_array_on_the_wire() -> None:
+    for message in MESSAGES:
+        for cls in _structs_within(message):
+            assert cls.__struct_config__.frozen, cls
+            assert cls.__struct_config__.array_like, cls
+
+
+@pytest.mark.parametrize("number", range(len(MESSAGES)), ids=labels())
+def test_a_cut_or_foreign_payload_is_undecodable(number: int) -> None:
+    message = MESSAGES[number]
+    payload = encode(message)
+    with pytest.raises(Undecodable):
+        decode(payload[:-1], type(message))
+    with pytest.raises(Undecodable):
+        decode(msgspec.msgpack.encode({"not": "ours"}), type(message))
+
+
+def test_unions_tell_their_members_apart() -> None:
+    unions: list[Any] = [gateway.GatewayMessage, scheduler.SchedulerControl, scheduler.WorkerResult]
+    unions += [
+        tokenizer.TokenizerQuestion,
+        tokenizer.TokenizerAnswer,
+        lifecycle.InstanceControl,
+        supervisor.ScaleAnswer,
+    ]
+    for union in unions:
+        assert get_origin(union) is types.UnionType
+        members = [m for m in MESSAGES if type(m) in get_args(union)]
+        assert {type(m) for m in members} == set(get_args(union))
+        for message in members:
+            assert decode(encode(message), union) == message
