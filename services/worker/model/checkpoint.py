@@ -1,0 +1,87 @@
+"""Reads tensors, or just the rows or columns that a rank needs, from a directory of safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.worker.model.config import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+class Checkpoint:
+    """The tensors of an open checkpoint. Reads only what is asked for."""
+
+    def __init__(self, files: dict[str, Any], dtype: torch.dtype) -> None:
+        self._files = files
+        """Tensor name → the open file that holds it."""
+        self._dtype = dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Tensor `name` in the dtype of the run, or the given range of its rows or columns.
+
+        `shape` is that of the whole tensor. Raises ModelError where the tensor is missing or has another shape.
+        """
+        if name not in self._files:
+            raise ModelError(f"the checkpoint has no tensor {name}")
+        part = self._files[name].get_slice(name)
+        if tuple(part.get_shape()) != shape:
+            raise ModelError(f"tensor {name} has shape {part.get_shape()}, the config asks for {list(shape)}")
+        if rows is not None:
+            tensor = part[rows[0] : rows[1]]
+        elif columns is not None:
+            tensor = part[:, columns[0] : columns[1]]
+        else:
+            tensor = part[:]
+        return tensor.to(self._dtype).contiguous()
+
+
+@contextmanager
+def open_checkpoint(model_dir: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
+    """The checkpoint in `model_dir`, single-file or sharded. Raises ModelError where there is none or it is broken."""
+    with ExitStack() as stack:
+        files = {}
+        for path in _paths(model_dir):
+            try:
+                file = stack.enter_context(safe_open(str(path), framework="pt"))
+            except (FileNotFoundError, SafetensorError) as error:
+                raise ModelError(f"{path}: {error}") from None
+            files |= dict.fromkeys(file.keys(), file)
+        yield Checkpoint(files, dtype)
+
+
+def _paths(model_dir: Path) -> list[Path]:
+    index = model_dir / _INDEX
+    if index.exists():
+        try:
+            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        except msgspec.MsgspecError as error:
+            raise ModelError(f"{index}: {error}") from None
+        return [model_dir / name for name in sorted(set(names))]
+    if (model_dir / _SINGLE).exists():
+        return [model_dir / _SINGLE]
+    raise ModelError(f"{model_dir} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read")

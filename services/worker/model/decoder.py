@@ -1,0 +1,152 @@
+"""One forward pass of a decoder. Knows tensors and `Ops`; no sequences, no sampling, no files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.model.config import ModelConfig
+from services.worker.ops import BatchMeta, Ops, PackedLinear
+from services.worker.parallel import Communicator, Share
+
+KvCaches = list[tuple[Tensor, Tensor]]
+"""For each layer, its keys and its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One rank's weights of one layer. Norm weights are float32."""
+
+    input_norm: Tensor
+    qkv: PackedLinear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: PackedLinear
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    mlp_post_norm: Tensor | None
+    cos_sin: Tensor
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One rank's weights of a whole model. The embedding is whole on every rank, the head is a share of words."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    final_norm: Tensor
+    head: PackedLinear
+
+
+class Decoder:
+    """Turns token ids into logits, and fills the KV caches on the way."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, share: Share, ops: Ops, communicator: Communicator
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._share = share
+        self._ops = ops
+        self._communicator = communicator
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer."""
+        heads, dim = self._share.num_kv_heads, self._config.head_dim
+        return [self._ops.allocate_kv(num_blocks, heads, dim) for _ in self._weights.layers]
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block over all layers of this rank."""
+        per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
+        return per_layer * len(self._weights.layers)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
+        """ids [n] int32 → logits [R, vocab] of `meta.logits_rows`; None where R is 0, and on ranks other than 0."""
+        layers = self._weights.layers
+        residual = self._embedded(ids)
+        x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
+        for layer, following, cache in zip(layers[:-1], layers[1:], caches[:-1], strict=True):
+            x = self._attention(layer, self._queries(layer, x, meta, cache), meta, cache)
+            x, residual = self._mlp(layer, x, residual, following.input_norm)
+        last, cache = layers[-1], caches[-1]
+        queries = self._queries(last, x, meta, cache)
+        if not len(meta.logits_rows):
+            return None
+        x = self._attention(last, queries, meta, cache, meta.logits_rows)
+        if len(meta.logits_rows) < len(ids):
+            residual = residual.index_select(0, meta.logits_rows)
+        x, _ = self._mlp(last, x, residual, self._weights.final_norm)
+        return self._logits(x)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = self._ops.embed(ids, self._weights.embedding)
+        if self._config.embedding_scale is not None:
+            # Gemma was trained with the factor rounded to the weights' dtype.
+            x = x * self._weights.embedding.new_tensor(self._config.embedding_scale).to(x.dtype)
+        return x
+
+    def _queries(self, layer: Layer, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """x [n, hidden] → queries [n, H, D]; keys and values are in the cache then."""
+        return self._ops.rope_and_store(
+            self._ops.linear(x, layer.qkv),
+            meta,
+            layer.cos_sin,
+            *cache,
+            heads=self._share.num_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self._config.norm_eps,
+        )
+
+    def _attention(
+        self,
+        layer: Layer,
+        queries: Tensor,
+        meta: BatchMeta,
+        cache: tuple[Tensor, Tensor],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """queries [n, H, D] → the block's output [n, hidden], or that of `rows` only."""
+        mixed = self._ops.paged_attention(
+            queries,
+            *cache,
+            meta,
+            scale=self._config.attention_scale,
+            window=layer.window,
+            softcap=self._config.attention_softcap,
+        )
+        if rows is not None and len(rows) < len(mixed):
+            mixed = mixed.index_select(0, rows)
+        x = self._communicator.sum(self._ops.linear(mixed, layer.output))
+        if layer.attention_post_norm is not None:
+            x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
+        return x
+
+    def _mlp(self, layer: Layer, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's output and the residual → (the next block's normed input, the residual)."""
+        eps = self._config.norm_eps
+        x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x = self._ops.gated_act(self._ops.linear(x, layer.gate_up), self._config.activation)
+        x = self._communicator.sum(self._ops.linear(x, layer.down))
+        if layer.mlp_post_norm is not None:
+            x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
+        return self._ops.add_rms_norm(x, residual, following_norm, eps)
+
+    def _logits(self, x: Tensor) -> Tensor | None:
+        parts = self._communicator.gather(self._ops.linear(x, self._weights.head))
+        if not parts:
+            return None
+        logits = parts[0] if len(parts) == 1 else _joined(parts, self._config.vocab_size)
+        cap = self._config.logits_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def _joined(parts: list[Tensor], vocab_size: int) -> Tensor:
+    """Each rank's words side by side; the last ranks' shares are padded."""
+    return torch.cat(parts, dim=1)[:, :vocab_size]

@@ -1,0 +1,135 @@
+"""Builds a rank's weights from a checkpoint: names, shapes and shares of the Hugging Face layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.model.checkpoint import Checkpoint
+from services.worker.model.config import LayerConfig, ModelConfig
+from services.worker.model.decoder import Layer, Weights
+from services.worker.model.rope import Rope, cos_sin_table
+from services.worker.ops import Ops, PackedLinear
+from services.worker.parallel import Share
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    share: Share,
+    ops: Ops,
+    device: torch.device,
+    max_model_len: int,
+) -> Weights:
+    """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen."""
+    return _Loader(checkpoint, config, share, ops, device, max_model_len).weights()
+
+
+class _Loader:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        share: Share,
+        ops: Ops,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._share = share
+        self._ops = ops
+        self._device = device
+        self._max_model_len = max_model_len
+        self._tables: dict[Rope, Tensor] = {}
+
+    def weights(self) -> Weights:
+        embedding = self._embedding()
+        layers = tuple(self._layer(i, layer) for i, layer in enumerate(self._config.layers))
+        return Weights(embedding, layers, self._norm("model.norm.weight"), self._head(embedding))
+
+    def _embedding(self) -> Tensor:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        return self._checkpoint.read("model.embed_tokens.weight", shape).to(self._device)
+
+    def _head(self, embedding: Tensor) -> PackedLinear:
+        words = self._share.vocab
+        if self._config.tied_embeddings:
+            weight = embedding[words[0] : words[1]]
+        else:
+            weight = self._checkpoint.read("lm_head.weight", tuple(embedding.shape), rows=words).to(self._device)
+        missing = self._share.padded_vocab - len(weight)
+        if missing:
+            weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
+        return self._ops.pack_linear(weight, None)
+
+    def _layer(self, index: int, layer: LayerConfig) -> Layer:
+        name, config, dim = f"model.layers.{index}", self._config, self._config.head_dim
+        # What Gemma calls post_attention_layernorm stands behind attention, what Llama calls so before the MLP.
+        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        return Layer(
+            input_norm=self._norm(f"{name}.input_layernorm.weight"),
+            qkv=self._qkv(f"{name}.self_attn"),
+            q_norm=self._norm(f"{name}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
+            k_norm=self._norm(f"{name}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
+            output=self._row_parallel(
+                f"{name}.self_attn.o_proj", config.num_heads * dim, _scaled(self._share.heads, dim), config.output_bias
+            ),
+            attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
+            mlp_norm=self._norm(f"{name}.{before_mlp}.weight"),
+            gate_up=self._gate_up(f"{name}.mlp"),
+            down=self._row_parallel(
+                f"{name}.mlp.down_proj", config.intermediate_size, self._share.mlp, config.mlp_bias
+            ),
+            mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
+            cos_sin=self._table(layer.rope),
+            window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
+        )
+
+    def _qkv(self, name: str) -> PackedLinear:
+        config, dim = self._config, self._config.head_dim
+        sizes = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+        heads, kv = _scaled(self._share.heads, dim), _scaled(self._share.kv_heads, dim)
+        return self._column_parallel(
+            [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes], config.qkv_bias
+        )
+
+    def _gate_up(self, name: str) -> PackedLinear:
+        size = self._config.intermediate_size
+        return self._column_parallel(
+            [(f"{name}.{part}_proj", size, self._share.mlp) for part in ("gate", "up")], self._config.mlp_bias
+        )
+
+    def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:
+        """One matrix of this rank's rows of several (name, output size, rows): one product instead of many."""
+        read, hidden = self._checkpoint.read, self._config.hidden_size
+        weight = torch.cat([read(f"{name}.weight", (size, hidden), rows=rows) for name, size, rows in parts])
+        biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
+        return self._pack(weight, torch.cat(biases) if bias else None)
+
+    def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
+        """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""
+        hidden = self._config.hidden_size
+        weight = self._checkpoint.read(f"{name}.weight", (hidden, size), columns=columns)
+        adds_bias = bias and columns[0] == 0
+        return self._pack(weight, self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return self._ops.pack_linear(weight.to(self._device), None if bias is None else bias.to(self._device))
+
+    def _norm(self, name: str, size: int | None = None) -> Tensor:
+        weight = self._checkpoint.read(name, (size or self._config.hidden_size,)).float()
+        return (weight + 1.0 if self._config.norm_offset else weight).to(self._device)
+
+    def _post_norm(self, name: str) -> Tensor | None:
+        return self._norm(name) if self._config.post_norms else None
+
+    def _table(self, rope: Rope) -> Tensor:
+        if rope not in self._tables:
+            table = cos_sin_table(rope, self._config.head_dim, self._max_model_len)
+            self._tables[rope] = table.to(self._device)
+        return self._tables[rope]
+
+
+def _scaled(heads: tuple[int, int], head_dim: int) -> tuple[int, int]:
+    return heads[0] * head_dim, heads[1] * head_dim
