@@ -1,0 +1,1 @@
+"""How Baton is run: the `baton` command, the local supervisor, images, and the demo model."""
