@@ -1,0 +1,81 @@
+"""What must be true after every event. Called by tests after each, and by the actor when the engine is idle."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.kv_memory import KvMemory, blocks_for
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.planner import Planner
+from services.scheduler.core.sequence import Sequence
+from shared.blocks import BLOCK_SIZE
+
+
+class BrokenInvariant(AssertionError):
+    """A bug in the core; the text says which promise does not hold."""
+
+
+def _hold(promise: bool, text: str) -> None:
+    if not promise:
+        raise BrokenInvariant(text)
+
+
+def check(engine: Engine) -> None:
+    """Raises BrokenInvariant."""
+    if engine.serving is None:
+        _hold(not engine.requests, "without workers no request is held")
+        return
+    planner = engine.serving.planner
+    sequences = list(engine.requests.values())
+    check_memory(planner.memory, sequences)
+    _check_lines(planner, sequences, engine.limits)
+    for sequence in sequences:
+        _check_sequence(sequence)
+        if engine.serving.steps.in_flight == 0:
+            _hold(not sequence.awaits_token, f"{sequence.id} awaits a token, but no step is in flight")
+    if engine.serving.steps.in_flight == 0:
+        _hold(not engine.requests, "requests are held, but nothing is being computed")
+
+
+def check_memory(memory: KvMemory, sequences: list[Sequence]) -> None:
+    """The pool's counts agree with the tables, and nothing is shared that is not known to the index."""
+    pool, index = memory.pool, memory.index
+    blank, cached = list(pool.blank), list(pool.cached)
+    tables = Counter(block for sequence in sequences for block in sequence.blocks)
+    _hold(len(blank) + len(cached) + len(tables) == pool.total, "free + cached + in use differs from the total")
+    _hold(len({*blank, *cached, *tables}) == pool.total, "a block is in two places")
+    for block in range(pool.total):
+        _hold(pool.references[block] == tables[block], f"block {block}: references differ from the tables")
+        _hold(tables[block] < 2 or index.holds(block), f"block {block} is in two tables, but was never shared")
+    _hold(all(index.holds(b) for b in cached), "a cached block is not in the index")
+    _hold(not any(index.holds(b) for b in blank), "a blank block is in the index")
+    _hold({h: b for b, h in index.hash_of.items()} == index.block_of, "the index's two sides differ")
+
+
+def _check_lines(planner: Planner, sequences: list[Sequence], limits: Limits) -> None:
+    lines = {"waiting": planner.waiting, "prefilling": planner.prefilling, "decoding": planner.decoding}
+    for phase, line in lines.items():
+        members = list(line)
+        _hold(sorted(s.id for s in sequences if s.phase == phase) == sorted(s.id for s in members), f"{phase} line")
+        _hold(members == sorted(members, key=lambda s: s.rank), f"the {phase} line is out of order")
+    _hold(not any(s.phase == "ended" for s in sequences), "an ended request is still held")
+    _hold({s.id: s for s in sequences} == planner.by_id, "numbers and requests differ")
+    _hold(planner.running <= limits.max_running, "more run than may")
+
+
+def _check_sequence(sequence: Sequence) -> None:
+    name = f"sequence {sequence.id}"
+    known, full = len(sequence.tokens), len(sequence.blocks)
+    _hold(known <= sequence.length <= sequence.limit, f"{name}: lengths {known}, {sequence.length}, {sequence.limit}")
+    _hold(sequence.planned <= sequence.capacity == full * BLOCK_SIZE, f"{name}: planned beyond its blocks")
+    _hold(full == blocks_for(sequence.planned), f"{name}: holds blocks that it has no tokens for")
+    _hold(len(sequence.hashes) == known // BLOCK_SIZE, f"{name}: hashes")
+    if sequence.phase in ("waiting", "returning"):
+        _hold(full == 0, f"{name}: holds blocks while it waits")
+    if sequence.phase in ("waiting", "prefilling"):
+        _hold(known == sequence.length and sequence.planned < known, f"{name}: nothing to prefill")
+    if sequence.phase == "decoding":
+        _hold(sequence.planned == sequence.length - 1, f"{name}: decodes one token behind")
+    if sequence.phase == "returning":
+        _hold(sequence.awaits_token, f"{name}: returns, but awaits no token")

@@ -1,0 +1,33 @@
+"""What bounds an engine: how much a step may hold, how many may run and wait, how far plans run ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Raises ValueError where a step could not hold one token of every running sequence."""
+
+    max_batch_tokens: int = 2048
+    """Tokens that one step computes, all sequences together."""
+    max_running: int = 256
+    max_waiting: int = 1024
+    """New requests beyond it are rejected as overloaded; preempted ones always find a place."""
+    policy: Policy = "fcfs"
+    run_ahead: int = 1
+    """Plans issued beyond the one that is being computed."""
+    step_timeout: float = 60.0
+    """Seconds that the oldest step in flight may take before the engine counts as wedged."""
+
+    def __post_init__(self) -> None:
+        if min(self.max_running, self.max_waiting) < 1 or self.run_ahead not in (0, 1, 2):
+            raise ValueError("max_running and max_waiting must be at least 1, run_ahead 0, 1 or 2")
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_running ({self.max_running}): "
+                "each running sequence computes one token a step"
+            )

@@ -1,0 +1,42 @@
+"""Which block holds the keys and values of which 16 tokens (and all before them). Knows no sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared.blocks import BlockHash
+
+
+class PrefixIndex:
+    """Owns the two-way map between block hashes and blocks."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+
+    def find(self, hash_: BlockHash) -> int | None:
+        return self._block_of.get(hash_)
+
+    def holds(self, block: int) -> bool:
+        return block in self._hash_of
+
+    def add(self, hash_: BlockHash, block: int) -> None:
+        """Names `block`. Where the hash is known already the first block keeps it: two sequences computed the same
+        tokens side by side, and one copy is enough to share. Raises ValueError for a block that has a name."""
+        if block in self._hash_of:
+            raise ValueError(f"block {block} is indexed already")
+        if hash_ not in self._block_of:
+            self._block_of[hash_] = block
+            self._hash_of[block] = hash_
+
+    def forget(self, block: int) -> None:
+        """The block's slot is taken again: its contents are about to be overwritten."""
+        del self._block_of[self._hash_of.pop(block)]
+
+    @property
+    def hash_of(self) -> Mapping[int, BlockHash]:
+        return self._hash_of
+
+    @property
+    def block_of(self) -> Mapping[BlockHash, int]:
+        return self._block_of

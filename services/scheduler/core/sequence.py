@@ -1,0 +1,119 @@
+"""One request inside the engine: its tokens, how far they are planned, and the phase it is in."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Literal, NamedTuple
+
+from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
+from shared.ids import DetokenizerId, SequenceId
+from shared.messages.scheduler import Generate
+from shared.messages.worker import Work
+from shared.tokens import pack, unpack
+
+Phase = Literal["waiting", "prefilling", "decoding", "returning", "ended"]
+
+FOLLOWS: dict[Phase, frozenset[Phase]] = {
+    "waiting": frozenset({"prefilling", "ended"}),
+    "prefilling": frozenset({"decoding", "waiting", "ended"}),
+    "decoding": frozenset({"returning", "waiting", "ended"}),
+    "returning": frozenset({"waiting", "ended"}),
+    "ended": frozenset(),
+}
+"""returning: preempted while a sampled token was still on its way; waits again once that has come."""
+
+
+class IllegalStep(Exception):
+    """A phase that may not follow the present one; the text holds the history."""
+
+
+class Rank(NamedTuple):
+    """The place in any line: compared as a tuple, smaller goes first and is preempted last."""
+
+    priority: int
+    arrival: float
+    ticket: int
+
+
+class Sequence:
+    """Owned by the engine; a field is written by the one part of the core that its comment names.
+
+    `planned` ≤ `length`: of `length` tokens (known ones, and one that is being sampled) the first `planned` have
+    been given to the workers to compute. The last token of all is never computed: nothing follows it.
+    """
+
+    __slots__ = (
+        "blocks",
+        "capacity",
+        "decode_work",
+        "detokenizer",
+        "generation",
+        "hashes",
+        "history",
+        "id",
+        "indexed",
+        "length",
+        "limit",
+        "min_length",
+        "opened",
+        "phase",
+        "planned",
+        "prompt_length",
+        "rank",
+        "stops",
+        "tokens",
+    )
+
+    def __init__(self, generate: Generate, rank: Rank, limit: int, stops: frozenset[int]) -> None:
+        generation = generate.generation
+        self.generation = generation
+        self.detokenizer: DetokenizerId = generate.detokenizer
+        self.rank = rank
+        self.id = SequenceId(rank.ticket)
+        """Kept over a preemption: the workers hear of the release before they hear of the sequence again."""
+        self.decode_work = Work(self.id, 1, b"", True)
+        """The same for every decode step that needs no new block, so it is made once."""
+        self.prompt_length = generation.prompt_length
+        self.min_length = generation.prompt_length + generation.stopping.min_tokens
+        self.limit = limit
+        """Tokens, prompt and output, at which it ends as `length`."""
+        self.stops = stops
+        self.phase: Phase = "waiting"
+        self.history: list[Phase] = ["waiting"]
+        # written when results come
+        self.tokens = array("I", unpack(generation.tokens))
+        self.hashes: list[BlockHash] = list(split_hashes(generation.block_hashes))
+        # written by the planner
+        self.length = len(self.tokens)
+        self.planned = 0
+        # written by KvMemory
+        self.blocks: list[int] = []
+        self.capacity = 0
+        """Tokens that `blocks` have room for."""
+        self.indexed = 0
+        """Leading blocks that were offered to the prefix index."""
+        # written by Streams
+        self.opened = False
+
+    def move(self, phase: Phase) -> None:
+        """Enters `phase`. Raises IllegalStep."""
+        if phase not in FOLLOWS[self.phase]:
+            raise IllegalStep(f"{self.generation.request}: {' → '.join([*self.history, phase])}")
+        self.phase = phase
+        self.history = [*self.history[-15:], phase]
+
+    def learn(self, token: int) -> None:
+        """The value of the next token came back."""
+        self.tokens.append(token)
+        if len(self.tokens) % BLOCK_SIZE == 0:
+            parent = self.hashes[-1] if self.hashes else root_hash(self.generation.cache_salt)
+            self.hashes.append(next_hash(parent, pack(self.tokens[-BLOCK_SIZE:])))
+
+    @property
+    def produced(self) -> int:
+        """Output tokens known, those of earlier attempts included."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def awaits_token(self) -> bool:
+        return self.length > len(self.tokens)

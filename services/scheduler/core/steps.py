@@ -1,0 +1,76 @@
+"""Which steps are on their way: numbers, the one that is overdue, the ones that were lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from services.scheduler.core.events import RankProgress
+from shared.ids import Incarnation
+
+REPORT_APART = 0.4
+"""Seconds between two reports of a rank that are compared; anything that was sent before the first has arrived by
+the second."""
+
+
+class _Seen(NamedTuple):
+    at: float
+    issued: int
+    """Plans that had been issued when the report came."""
+    published: int
+    """Results that the report says were sent."""
+
+
+class Steps:
+    """Owns the numbering of one epoch's plans. (epoch, step) are consecutive from step 0."""
+
+    def __init__(self, epoch: Incarnation) -> None:
+        self.epoch = epoch
+        self.issued = 0
+        self.finished = 0
+        self._samples: deque[int] = deque()
+        self._awaited_since = 0.0
+        self._seen: dict[int, _Seen] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return self.issued - self.finished
+
+    def issue(self, samples: int, now: float) -> int:
+        """The next plan's number; its result will hold `samples` tokens."""
+        self._samples.append(samples)
+        if self.in_flight == 0:
+            self._awaited_since = now
+        self.issued += 1
+        return self.issued - 1
+
+    def finish(self, samples: int, now: float) -> None:
+        """The oldest step in flight has its result. Raises ValueError where tokens are missing: its sequences would
+        wait for them for ever."""
+        expected = self._samples.popleft()
+        if samples != expected:
+            raise ValueError(f"step {self.finished}: {samples} sampled, {expected} were planned")
+        self.finished += 1
+        self._awaited_since = now
+
+    def overdue(self, now: float, timeout: float) -> bool:
+        return self.in_flight > 0 and now - self._awaited_since > timeout
+
+    def lost(self, report: RankProgress, now: float) -> str | None:
+        """What a rank's report shows to be lost, if anything.
+
+        A gap is seen when the next message comes; but with as many plans in flight as may be, none does. So each
+        report is compared with how things stood at the one before: plans issued by then must have arrived by
+        now, results sent by then must have been heard.
+        """
+        before = self._seen.get(report.rank)
+        if before is not None and now - before.at < REPORT_APART:
+            return None
+        current = report.epoch == self.epoch
+        received, published = (report.received, report.published) if current else (0, 0)
+        self._seen[report.rank] = _Seen(now, self.issued, published)
+        if before is not None and received < before.issued:
+            return f"rank {report.rank} never received step {received}"
+        if before is not None and self.finished < before.published:
+            return f"the result of step {self.finished} never came"
+        return None

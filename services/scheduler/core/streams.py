@@ -1,0 +1,96 @@
+"""What goes to detokenizers: gathered over one event, one numbered message for each of them."""
+
+from __future__ import annotations
+
+from services.scheduler.core.events import Output, SendTokens
+from services.scheduler.core.sequence import Sequence
+from shared.ids import DetokenizerId, EngineId, Incarnation
+from shared.messages.detokenizer import Abandon, NewTokens, OpenStream, TokenBatch
+from shared.tokens import TOKEN_BYTES
+
+CONTEXT_TOKENS = 8
+"""Prompt tokens sent along, so that the first output token is decoded with what stands before it."""
+
+
+class _Gathered:
+    __slots__ = ("abandoned", "entries", "opened")
+
+    def __init__(self) -> None:
+        self.opened: list[OpenStream] = []
+        self.entries: list[NewTokens] = []
+        self.abandoned: list[Abandon] = []
+
+
+class Streams:
+    """Owns the number of the next message to each detokenizer, and what that message will hold."""
+
+    def __init__(self, engine: EngineId, epoch: Incarnation) -> None:
+        self._engine = engine
+        self._epoch = epoch
+        self._numbers: dict[DetokenizerId, int] = {}
+        self._gathered: dict[DetokenizerId, _Gathered] = {}
+
+    def open(self, sequence: Sequence, cached_tokens: int) -> None:
+        """Announces a request, once."""
+        if not sequence.opened:
+            sequence.opened = True
+            self._for(sequence).opened.append(_open_stream(sequence, cached_tokens))
+
+    def add(self, sequence: Sequence, entry: NewTokens) -> None:
+        self._for(sequence).entries.append(entry)
+
+    def abandon(self, sequence: Sequence) -> None:
+        if sequence.opened:
+            generation = sequence.generation
+            self._for(sequence).abandoned.append(Abandon(generation.request, generation.attempt))
+
+    def _for(self, sequence: Sequence) -> _Gathered:
+        gathered = self._gathered.get(sequence.detokenizer)
+        if gathered is None:
+            gathered = self._gathered[sequence.detokenizer] = _Gathered()
+        return gathered
+
+    def flush(self) -> list[Output]:
+        """One batch for each detokenizer that there is something for."""
+        if not self._gathered:
+            return []
+        batches: list[Output] = [
+            SendTokens(detokenizer, self._batch(detokenizer, gathered))
+            for detokenizer, gathered in self._gathered.items()
+        ]
+        self._gathered.clear()
+        return batches
+
+    def _batch(self, detokenizer: DetokenizerId, gathered: _Gathered) -> TokenBatch:
+        number = self._numbers.get(detokenizer, 0)
+        self._numbers[detokenizer] = number + 1
+        return TokenBatch(
+            engine=self._engine,
+            epoch=self._epoch,
+            number=number,
+            opened=tuple(gathered.opened),
+            entries=tuple(gathered.entries),
+            abandoned=tuple(gathered.abandoned),
+        )
+
+
+def _open_stream(sequence: Sequence, cached_tokens: int) -> OpenStream:
+    generation = sequence.generation
+    stopping = generation.stopping
+    start = max(0, sequence.prompt_length - CONTEXT_TOKENS)
+    return OpenStream(
+        request=generation.request,
+        attempt=generation.attempt,
+        gateway=generation.gateway,
+        model=generation.model,
+        context=generation.tokens[start * TOKEN_BYTES :],
+        resumed=len(generation.tokens) // TOKEN_BYTES - sequence.prompt_length,
+        sent_chars=generation.sent_chars,
+        prompt_tokens=sequence.prompt_length,
+        cached_tokens=min(cached_tokens, sequence.prompt_length),
+        stop=stopping.stop,
+        include_stop=stopping.include_stop,
+        min_tokens=stopping.min_tokens,
+        skip_special_tokens=generation.skip_special_tokens,
+        trace=generation.trace,
+    )
