@@ -120,6 +120,11 @@ def load_or_exit(service: str, config_type: type[C]) -> C:
         raise SystemExit(2) from None
 
 
+def process_environment() -> dict[str, str]:
+    """A copy of this process's environment, for children of the supervisor to inherit."""
+    return dict(os.environ)
+
+
 def _default_instance(service: str) -> str:
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:32]
     return f"{service}-{host}-{os.getpid()}"

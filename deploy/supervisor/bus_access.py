@@ -1,0 +1,75 @@
+"""How the supervisor, its children and the operator reach the bus: the embedded server or one outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator
+
+from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.nats_server import NAME, EmbeddedNats
+from deploy.supervisor.permissions import User
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.spec import StackSpec
+from shared.bus import Bus
+from shared.bus.nats_bus import NatsOptions, connect
+
+END_DEADLINE = 2.0
+"""Seconds for nats-server to end before it is killed."""
+
+
+class BusAccess:
+    """Owns the embedded server, where there is one."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        self._spec = spec
+        self.embedded: EmbeddedNats | None = None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        if self._spec.outside_bus is not None:
+            return self._spec.outside_bus.urls
+        return (self.embedded.url,) if self.embedded is not None else ()
+
+    def credentials(self, user: User) -> tuple[str, str] | None:
+        """Name and password; None on an outside server, where the URL holds them or they are inherited."""
+        return (user, self.embedded.passwords[user]) if self.embedded is not None else None
+
+    def environment(self, user: User) -> dict[str, str]:
+        """Never flags: a process list shows those."""
+        environment = {"BATON_NATS_URL": ",".join(self.urls)}
+        if (credentials := self.credentials(user)) is not None:
+            environment["BATON_NATS_USER"], environment["BATON_NATS_PASSWORD"] = credentials
+        return environment
+
+    @contextlib.asynccontextmanager
+    async def server(self, children: ChildProcesses, logs: LogFolder) -> AsyncIterator[None]:
+        """The embedded server while the context is open; nothing where there is one outside."""
+        if self._spec.outside_bus is not None:
+            yield
+            return
+        self.embedded = EmbeddedNats(self._spec.run_dir, self._spec.namespace, children, logs)
+        await self.embedded.start(time.monotonic())
+        try:
+            yield
+        finally:
+            children.signal(NAME, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_DEADLINE):
+                    while not children.has_ended(NAME):
+                        await asyncio.sleep(0.01)
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[Bus]:
+        """The supervisor's own. Raises BusError."""
+        user, password = self.credentials("supervisor") or (None, None)
+        options = NatsOptions(
+            servers=self.urls, namespace=self._spec.namespace, name="supervisor", user=user, password=password
+        )
+        bus = await connect(options)
+        try:
+            yield bus
+        finally:
+            await bus.close()

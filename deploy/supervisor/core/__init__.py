@@ -1,0 +1,1 @@
+"""What the supervisor decides: who is there, who is restarted and when, in which order all end. No processes here."""

@@ -1,0 +1,89 @@
+"""What each service's process is told: the one place that knows the flags of the services."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from deploy.supervisor.core.plan import Seat
+from deploy.supervisor.spec import StackSpec
+
+EVERY_SERVICE = "*"
+
+
+class Whereabouts(NamedTuple):
+    """What is known only once the stack runs."""
+
+    port: int
+    """Of the gateways."""
+    supervisor_fd: int
+    rendezvous: str | None
+    """Where the ranks of an engine meet, made anew for each start of an engine."""
+
+
+class Launch(Protocol):
+    def __call__(self, spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
+        """The command line of the process for a seat."""
+
+
+def service_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
+    """`python -m services.X --key value …`; the user's own settings come last and win."""
+    settings = {
+        **_common(spec, seat, where),
+        **_own(spec, seat, where),
+        **spec.settings.get(EVERY_SERVICE, {}),
+        **spec.settings.get(seat.service, {}),
+    }
+    return [sys.executable, "-m", f"services.{seat.service}", *flags(settings)]
+
+
+def flags(settings: Mapping[str, str]) -> list[str]:
+    """`key=value` as a flag; true and false as services' switches expect them."""
+    argv: list[str] = []
+    for key, value in settings.items():
+        name = key.replace("_", "-")
+        match value:
+            case "true":
+                argv.append(f"--{name}")
+            case "false":
+                argv.append(f"--no-{name}")
+            case _:
+                argv.append(f"--{name}={value}")
+    return argv
+
+
+def _common(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
+    common = {
+        "instance": seat.instance,
+        "namespace": spec.namespace,
+        "supervisor_fd": str(where.supervisor_fd),
+        "drain_timeout": f"{spec.drain_timeout:g}",
+    }
+    if spec.config is not None:
+        common["config"] = str(spec.config)
+    return common
+
+
+def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
+    """TODO(until the services exist): adapt to their flags."""
+    model = {"model": str(spec.model), "served_model_name": spec.served_model_name}
+    match seat.service:
+        case "gateway":
+            return {"host": spec.host, "port": str(where.port)}
+        case "tokenizer":
+            return model
+        case "detokenizer":
+            return {"model": str(spec.model)}
+        case "scheduler":
+            return {"engine": str(seat.engine)}
+        case "worker":
+            return {
+                **model,
+                "engine": str(seat.engine),
+                "rank": str(seat.rank),
+                "world_size": str(spec.counts.ranks),
+                "rendezvous": str(where.rendezvous),
+            }
+        case "coordinator" | "supervisor":
+            return {}

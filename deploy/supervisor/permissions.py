@@ -1,0 +1,103 @@
+"""Who may say what on the bus: one NATS user per service, made for one run."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from shared import topics
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId
+from shared.messages.lifecycle import Service
+
+Operator = Literal["operator"]
+User = Service | Operator
+"""The operator is whoever types `baton drain`."""
+USERS: tuple[User, ...] = (*get_args(Service), *get_args(Operator))
+
+
+class Permissions(Struct, frozen=True, kw_only=True):
+    """Subjects below the namespace. Answering a question needs no permission of its own."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    micro: bool = False
+    """Offers a NATS micro service, which others find below $SRV."""
+    finds_micro: bool = False
+
+
+_ANY = "*"
+_TOKENIZE = "tokenize.*"
+_QUESTIONS = "tokenizer.*.ask"
+_ROUTE = topics.route().subject
+_WITHDRAWALS = topics.withdrawals().subject
+_REQUESTS = topics.engine_requests(EngineId(_ANY)).subject
+_STEPS = topics.engine_steps(EngineId(_ANY)).subject
+_RESULTS = topics.engine_results(EngineId(_ANY)).subject
+_CONTROL = topics.engine_control(EngineId(_ANY)).subject
+_PROBES = topics.engine_probes(EngineId(_ANY)).subject
+_TOKENS = topics.detokenizer_tokens(DetokenizerId(_ANY)).subject
+_DELTAS = topics.gateway_inbox(GatewayId(_ANY)).subject
+_INSTANCES = topics.instance_control(InstanceId(_ANY)).subject
+_LIFECYCLES = topics.lifecycles().subject
+_SCALING = topics.scaling().subject
+_ADMIN = f"{topics.ADMIN}.>"
+
+
+def permissions_of(user: User) -> Permissions:
+    match user:
+        case "gateway":
+            return _service(
+                user, publish=(_TOKENIZE, _QUESTIONS, _WITHDRAWALS, _CONTROL, _PROBES), subscribe=(_DELTAS,)
+            )
+        case "tokenizer":
+            return _service(user, publish=(_ROUTE, _DELTAS), subscribe=(_TOKENIZE, _QUESTIONS))
+        case "coordinator":
+            return _service(
+                user,
+                publish=(_REQUESTS, _DELTAS, _INSTANCES, _SCALING),
+                subscribe=(_ROUTE, _WITHDRAWALS, _ADMIN),
+                micro=True,
+            )
+        case "scheduler":
+            return _service(
+                user,
+                publish=(_STEPS, _TOKENS, _DELTAS),
+                subscribe=(_REQUESTS, _CONTROL, _PROBES, _RESULTS),
+            )
+        case "worker":
+            return _service(user, publish=(_RESULTS,), subscribe=(_STEPS,))
+        case "detokenizer":
+            return _service(user, publish=(_DELTAS, _CONTROL), subscribe=(_TOKENS,))
+        case "supervisor":
+            return Permissions(publish=(_LIFECYCLES,), subscribe=(_LIFECYCLES, _SCALING))
+        case "operator":
+            return Permissions(publish=(_ADMIN,), subscribe=(_LIFECYCLES,), finds_micro=True)
+
+
+def _service(
+    service: Service, *, publish: tuple[str, ...], subscribe: tuple[str, ...], micro: bool = False
+) -> Permissions:
+    return Permissions(
+        publish=(*publish, topics.lifecycle_of(service, InstanceId(_ANY)).subject),
+        subscribe=(*subscribe, _LIFECYCLES, _INSTANCES),
+        micro=micro,
+    )
+
+
+def subjects(namespace: str, permissions: Permissions) -> tuple[list[str], list[str]]:
+    """Full subjects for (publish, subscribe); everybody may receive answers to own questions."""
+    publish = [f"{namespace}.{subject}" for subject in permissions.publish]
+    subscribe = [*(f"{namespace}.{subject}" for subject in permissions.subscribe), "_INBOX.>"]
+    if permissions.micro:
+        subscribe.append("$SRV.>")
+    if permissions.finds_micro:
+        publish.append("$SRV.>")
+    return publish, subscribe
+
+
+def make_passwords() -> Mapping[User, str]:
+    """192 random bits each."""
+    return {user: secrets.token_urlsafe(24) for user in USERS}

@@ -1,0 +1,43 @@
+"""What the user asked for: one frozen description of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct
+
+from deploy.supervisor.core.plan import Counts
+from shared.ids import ModelName
+
+
+class OutsideBus(Struct, frozen=True, kw_only=True):
+    """A NATS server that somebody else runs. Its users and permissions are theirs."""
+
+    urls: tuple[str, ...]
+    """May hold user:password@, so they reach the services by environment, never by flag."""
+
+
+class StackSpec(Struct, frozen=True, kw_only=True):
+    name: str
+    run_dir: Path
+    model: Path
+    """A directory with config.json, resolved."""
+    served_model_name: ModelName
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 picks a free one."""
+    counts: Counts = Counts()
+    settings: Mapping[str, Mapping[str, str]] = {}
+    """Service → key → value, as flags of that service. The key `*` speaks to every service."""
+    secrets: Mapping[str, str] = {}
+    """Environment of the children; what must not be seen in a process list."""
+    outside_bus: OutsideBus | None = None
+    namespace: str = "baton"
+    config: Path | None = None
+    """A TOML file that every service reads."""
+    drain_timeout: float = 30.0
+    start_timeout: float = 600.0
+    """Seconds until everybody must have been ready once."""
+    step_limit: float = 60.0
+    """Seconds after which an engine that has work and finishes no step is restarted."""

@@ -1,0 +1,289 @@
+"""Runs a whole stack: executes what the fleet decides, until it is told to stop. The shell of the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import assert_never
+
+from deploy.supervisor.bus_access import BusAccess
+from deploy.supervisor.core.events import (
+    Announce,
+    Answer,
+    Command,
+    Event,
+    Exited,
+    GiveUp,
+    Heard,
+    Kill,
+    ScaleAsked,
+    Spawned,
+    Stalled,
+    Start,
+    StopAsked,
+    Terminate,
+    Ticked,
+)
+from deploy.supervisor.core.fleet import Fleet, StopDeadlines
+from deploy.supervisor.core.plan import Seat
+from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
+from deploy.supervisor.gateway_port import reserved_port
+from deploy.supervisor.launch import Launch, Whereabouts, service_command
+from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.nats_server import HOST, NAME, free_port
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.state_file import MemberRecord, StackPhase, StackState, held, write_state
+from shared import topics
+from shared.bus import Bus, BusError
+from shared.config import process_environment
+from shared.ids import EngineId, InstanceId
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.supervisor import Scale, ScaleAnswer
+
+log = logging.getLogger(__name__)
+
+TICK = 0.2
+LOG_BOUND_EVERY = 5.0
+HEARD_LIMIT = 10_000
+"""Lifecycle messages waiting in either direction; above it the bus's own bounded queue fills."""
+NOT_EXECUTABLE = 127
+
+
+class StartFailed(Exception):
+    """The stack did not come up; the text names the process and shows its last words."""
+
+
+class Stack:
+    """Owns the fleet, the processes and the run directory. `run` returns when everything has ended."""
+
+    def __init__(self, spec: StackSpec, launch: Launch = service_command) -> None:
+        self.spec = spec
+        self.fleet = Fleet(spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0))
+        self.logs = LogFolder(spec.run_dir)
+        self.port = spec.port
+        self.children = ChildProcesses(process_environment())
+        self._launch = launch
+        self._access = BusAccess(spec)
+        self._watchdog = Watchdog(WatchLimits(step=spec.step_limit))
+        self._rendezvous: dict[EngineId, str] = {}
+        self._failure: StartFailed | None = None
+        self._started = time.time()
+        self._heard: asyncio.Queue[Lifecycle] = asyncio.Queue(HEARD_LIMIT)
+        self._to_announce: asyncio.Queue[Lifecycle] = asyncio.Queue(HEARD_LIMIT)
+        self._saved_phase: StackPhase | None = None
+        self._wake = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._bus: Bus
+
+    @property
+    def url(self) -> str:
+        host = HOST if self.spec.host in ("", "0.0.0.0", "::") else self.spec.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def phase(self) -> StackPhase:
+        if self.fleet.stopping:
+            return "stopping"
+        return "ready" if self.fleet.settled else "starting"
+
+    def stop(self) -> None:
+        """Ends the stack in order; called again, faster; a third time, at once."""
+        log.info("stop asked")
+        self._handle(StopAsked())
+
+    async def run(self) -> None:
+        """Raises StartFailed, NoNatsServer, StackRunning, PortTaken, BusError; whatever was started has ended then."""
+        with held(self.spec.run_dir), reserved_port(self.spec.host, self.spec.port) as self.port:
+            self.logs.begin_run()
+            try:
+                async with self._access.server(self.children, self.logs), self._access.connection() as self._bus:
+                    await self._serve()
+            finally:
+                self.children.kill_all()
+                self.children.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _serve(self) -> None:
+        await self._bus.subscribe(topics.lifecycles(), self._heard.put)
+        await self._bus.answer(topics.scaling(), self._scale)
+        with self._signals():
+            async with asyncio.TaskGroup() as tasks:
+                waiting = (self._listen, self._speak, self._watch, self._start_deadline)
+                background = [tasks.create_task(each()) for each in waiting]
+                self._wake.set()
+                await self._ended.wait()
+                for task in background:
+                    task.cancel()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+    # ---- what happens
+
+    async def _listen(self) -> None:
+        while True:
+            message = await self._heard.get()
+            self._watchdog.heard(message, self._bus.liveness_now())
+            self._handle(Heard(message))
+
+    async def _scale(self, question: Scale) -> ScaleAnswer:
+        commands = self._handle(ScaleAsked(question.service, question.count))
+        answer = next(command.answer for command in commands if isinstance(command, Answer))
+        log.info("scale", extra={"asked": question, "answer": answer})
+        return answer
+
+    async def _watch(self) -> None:
+        """Looks after everything on each SIGCHLD, and every TICK."""
+        bounded_at = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK):
+                    await self._wake.wait()
+            self._wake.clear()
+            self._reap()
+            self._judge()
+            self._handle(Ticked())
+            if time.monotonic() - bounded_at > LOG_BOUND_EVERY:
+                bounded_at = time.monotonic()
+                self.logs.bound()
+
+    def _reap(self) -> None:
+        for name, status in self.children.exited():
+            log.log(logging.INFO if self.fleet.stopping else logging.WARNING, "ended", extra=_of(name, status=status))
+            if name == NAME and self._access.embedded is not None:
+                self._access.embedded.exited(time.monotonic())
+            else:
+                self._watchdog.forget(InstanceId(name))
+                self._handle(Exited(InstanceId(name), status))
+        if self._access.embedded is not None and self._access.embedded.restart_if_due(time.monotonic()):
+            self.save()
+
+    def _judge(self) -> None:
+        for instance, reason in self._watchdog.stalled(self._bus.liveness_now()):
+            log.error("stalled", extra=_of(instance, reason=reason))
+            self._handle(Stalled(self._with_its_engine(instance)))
+
+    def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:
+        seats = [member.seat for member in self.fleet.members()]
+        engine = next((seat.engine for seat in seats if seat.instance == instance), None)
+        return (instance,) if engine is None else tuple(s.instance for s in seats if s.engine == engine)
+
+    async def _start_deadline(self) -> None:
+        await asyncio.sleep(self.spec.start_timeout)
+        late = [m.seat.instance for m in self.fleet.members() if not m.is_ready]
+        if not self.fleet.settled and late:
+            self._give_up(late[0], f"was not ready after {self.spec.start_timeout:g} s")
+
+    # ---- what is done about it
+
+    def _handle(self, event: Event) -> list[Command]:
+        commands = self.fleet.handle(event, time.monotonic())
+        for command in commands:
+            self._execute(command)
+        if commands or isinstance(event, Exited | Spawned) or self.phase != self._saved_phase:
+            self.save()
+        if self.fleet.stopping and self.fleet.is_empty:
+            self._ended.set()
+        return commands
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Start(seat, new_rendezvous):
+                self._start(seat, new_rendezvous)
+            case Terminate(instance):
+                self.children.signal(instance, signal.SIGTERM)
+            case Kill(instance):
+                log.warning("killed", extra=_of(instance))
+                self.children.signal(instance, signal.SIGKILL)
+            case Announce(lifecycle):
+                self._announce(lifecycle)
+            case GiveUp(instance, status):
+                self._give_up(instance, f"ended with status {status}")
+            case Answer():
+                pass  # `_scale` sends it
+            case _:
+                assert_never(command)
+
+    def _start(self, seat: Seat, new_rendezvous: bool) -> None:
+        if new_rendezvous and seat.engine is not None:
+            self._rendezvous[seat.engine] = f"{HOST}:{free_port()}"
+        where = Whereabouts(
+            port=self.port,
+            supervisor_fd=self.children.pipe,
+            rendezvous=self._rendezvous.get(seat.engine) if seat.engine else None,
+        )
+        environment = {**self._access.environment(seat.service), **self.spec.secrets}
+        argv = self._launch(self.spec, seat, where)
+        try:
+            pid = self.children.start(seat.instance, argv, self.logs.of(seat.instance), environment)
+        except OSError as error:
+            log.error("not started", extra=_of(seat.instance, error=str(error)))
+            self._handle(Exited(seat.instance, NOT_EXECUTABLE))
+        else:
+            log.info("started", extra=_of(seat.instance, pid=pid))
+            self._handle(Spawned(seat.instance, pid))
+
+    def _announce(self, lifecycle: Lifecycle) -> None:
+        """The others learn of a death now, not by the silence after it."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._to_announce.put_nowait(lifecycle)
+
+    async def _speak(self) -> None:
+        while True:
+            message = await self._to_announce.get()
+            with contextlib.suppress(BusError):
+                await self._bus.publish(topics.lifecycle_of(message.service, message.instance), message)
+
+    def _give_up(self, instance: InstanceId, reason: str) -> None:
+        if self._failure is None:
+            last = "\n".join(f"  {line}" for line in self.logs.last_lines(instance))
+            self._failure = StartFailed(f"{instance} {reason}. Its last words ({self.logs.of(instance)}):\n{last}")
+            for _ in range(2):
+                self._handle(StopAsked())
+
+    def save(self) -> None:
+        """Writes the state file."""
+        user, password = self._access.credentials("operator") or (None, None)
+        embedded = self._access.embedded
+        state = StackState(
+            name=self.spec.name,
+            pid=os.getpid(),
+            phase=self.phase,
+            url=self.url,
+            model=self.spec.served_model_name,
+            model_dir=str(self.spec.model),
+            namespace=self.spec.namespace,
+            nats_url=self._access.urls,
+            nats_user=user,
+            nats_password=password,
+            nats_pid=embedded.pid if embedded else None,
+            started=self._started,
+            members=tuple(
+                MemberRecord(
+                    service=m.seat.service, instance=m.seat.instance, pid=m.pid, state=m.state, restarts=m.restarts
+                )
+                for m in self.fleet.members()
+            ),
+        )
+        write_state(self.spec.run_dir, state)
+        self._saved_phase = state.phase
+
+
+def _of(process: str, **more: object) -> dict[str, object]:
+    return {"child": process, **more}

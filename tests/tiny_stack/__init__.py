@@ -1,0 +1,1 @@
+"""A stack of actors that do nothing but live: what the supervisor is tested on."""

@@ -1,0 +1,37 @@
+"""`python -m tests.tiny_stack SPEC.json`: the real supervisor over tiny services, in a process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+
+from deploy.supervisor.core.plan import Seat
+from deploy.supervisor.launch import Whereabouts, flags
+from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.stack import Stack
+from shared.telemetry.logs import set_up_logs
+
+
+def tiny_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
+    settings = {
+        "instance": seat.instance,
+        "supervisor_fd": str(where.supervisor_fd),
+        "drain_timeout": f"{spec.drain_timeout:g}",
+        "namespace": spec.namespace,
+        "metrics_port": "none",
+        **spec.settings.get(seat.service, {}),
+    }
+    return [sys.executable, "-m", "tests.tiny_stack.service", seat.service, *flags(settings)]
+
+
+def main(path: str) -> None:
+    spec = msgspec.json.decode(Path(path).read_bytes(), type=StackSpec, dec_hook=lambda type_, value: type_(value))
+    set_up_logs("supervisor", "supervisor", "info")
+    asyncio.run(Stack(spec, tiny_command).run())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
