@@ -86,7 +86,7 @@ class TorchOps:
         eps: float,
     ) -> Tensor:
         _, kv_heads, _, head_dim = k_cache.shape
-        q, k, v = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
         rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
@@ -131,7 +131,7 @@ class TorchOps:
 
 def _onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether oneDNN is there and this CPU has the instructions for `dtype`."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

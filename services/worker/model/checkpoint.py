@@ -57,14 +57,15 @@ class Checkpoint:
             tensor = part[:, columns[0] : columns[1]]
         else:
             tensor = part[:]
-        return tensor.to(self._dtype).contiguous()
+        whole: Tensor = tensor.to(self._dtype).contiguous()
+        return whole
 
 
 @contextmanager
 def open_checkpoint(model_dir: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
     """The checkpoint in `model_dir`, single-file or sharded. Raises ModelError where there is none or it is broken."""
     with ExitStack() as stack:
-        files = {}
+        files: dict[str, Any] = {}
         for path in _paths(model_dir):
             try:
                 file = stack.enter_context(safe_open(str(path), framework="pt"))

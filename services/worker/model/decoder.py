@@ -55,6 +55,10 @@ class Decoder:
         self._ops = ops
         self._communicator = communicator
 
+    @property
+    def ops_name(self) -> str:
+        return self._ops.name
+
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
         heads, dim = self._share.num_kv_heads, self._config.head_dim

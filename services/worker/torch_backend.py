@@ -1,0 +1,151 @@
+"""Makes a backend from a model directory: chooses dtype and operations, loads, profiles, sizes KV memory, warms up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from services.worker.kv_memory import KvDemand, blocks_for, size_kv
+from services.worker.memory import free_bytes, peak_bytes
+from services.worker.model.checkpoint import open_checkpoint
+from services.worker.model.config import Dtype, ModelConfig, ModelError
+from services.worker.model.decoder import Decoder
+from services.worker.model.hf_config import read_model_config
+from services.worker.model.loading import load_weights
+from services.worker.model_runner import ModelRunner
+from services.worker.ops_choice import OpsName, create_ops
+from services.worker.parallel import Communicator, share_of
+from services.worker.rehearsal import rehearse
+from shared.ids import ModelName
+from shared.messages.lifecycle import ModelCard
+
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SMALL_MODEL = 50_000_000
+"""Parameters under which a CPU reads float32 fast enough, and gains results that hardly depend on the batch."""
+_PROFILED_ROWS_ON_CPU = 512
+"""A CPU takes a minute for the largest batch of a large model. Activations grow with the rows, so fewer will do."""
+
+_WARM_UP_ROWS = 64
+
+_log = logging.getLogger(__name__)
+
+
+def create_backend(
+    model_dir: Path,
+    *,
+    model_name: ModelName,
+    device: str,
+    dtype: DtypeChoice,
+    max_model_len: int | None,
+    kv_memory_bytes: int | None,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    rank: int,
+    world_size: int,
+    communicator: Communicator,
+    ops: OpsName,
+) -> ModelRunner:
+    """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
+
+    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
+    """
+    if (rank, world_size) != (communicator.rank, communicator.world_size):
+        raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
+    place = torch.device(device)
+    config = read_model_config(model_dir)
+    chosen = _dtype(dtype, config, place)
+    length = _model_len(config, max_model_len)
+    _use_every_core(world_size)
+    decoder = _load(model_dir, config, place, chosen, length, communicator, ops)
+
+    def runner(num_blocks: int, model_len: int) -> ModelRunner:
+        return ModelRunner(
+            card=_card(model_name, config, chosen, model_len),
+            device=place,
+            decoder=decoder,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            communicator=communicator,
+        )
+
+    activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)
+    demand = KvDemand(
+        block_bytes=decoder.kv_block_bytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=length,
+        explicit_model_len=max_model_len is not None,
+        given=kv_memory_bytes,
+    )
+    size = size_kv(demand, free=free_bytes(place), activations=activations, device=place)
+    ready = runner(communicator.least(size.num_blocks), communicator.least(size.max_model_len))
+    rehearse(ready, rows=_WARM_UP_ROWS, sequences=max_num_seqs)
+    _log.info(
+        "%s: %d parameters in %s, %d blocks of KV memory of %d bytes, %d bytes of activations, %s operations",
+        *(model_name, config.parameters, chosen, ready.num_blocks, decoder.kv_block_bytes, activations),
+        decoder.ops_name,
+    )
+    return ready
+
+
+def _profiled(
+    runner: Callable[[int, int], ModelRunner], device: torch.device, length: int, max_seqs: int, max_tokens: int
+) -> int:
+    """Bytes that a step of `max_tokens` rows takes beside weights and KV memory."""
+    rows = max_tokens if device.type == "cuda" else min(max_tokens, _PROFILED_ROWS_ON_CPU)
+    probe = runner(blocks_for(min(rows, length)) + 1, length)
+    return peak_bytes(device, lambda: rehearse(probe, rows=rows, sequences=max_seqs)) * -(-max_tokens // rows)
+
+
+def _dtype(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dtype:
+    if choice != "auto":
+        return choice
+    return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
+
+
+def _model_len(config: ModelConfig, asked: int | None) -> int:
+    if asked is not None and not 2 <= asked <= config.max_positions:
+        raise ModelError(
+            f"a maximum model length of {asked} is asked for; the model has {config.max_positions} positions"
+        )
+    return asked or config.max_positions
+
+
+def _use_every_core(world_size: int) -> None:
+    """Ranks of one engine share a machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // world_size))
+
+
+def _load(
+    model_dir: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: Dtype,
+    max_model_len: int,
+    communicator: Communicator,
+    ops_name: OpsName,
+) -> Decoder:
+    share = share_of(config, communicator.rank, communicator.world_size)
+    ops = create_ops(ops_name, device, _DTYPES[dtype])
+    with torch.inference_mode(), open_checkpoint(model_dir, _DTYPES[dtype]) as checkpoint:
+        weights = load_weights(checkpoint, config, share, ops, device, max_model_len)
+    return Decoder(config, weights, share, ops, communicator)
+
+
+def _card(name: ModelName, config: ModelConfig, dtype: Dtype, max_model_len: int) -> ModelCard:
+    return ModelCard(
+        name=name,
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        dtype=dtype,
+        created=int(time.time()),
+    )

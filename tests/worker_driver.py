@@ -1,0 +1,166 @@
+"""Plays the scheduler to a backend: gives out blocks, cuts prompts to chunks, shares prefixes, preempts.
+
+Plans nothing well; it exists to bring a backend into every situation that a scheduler can bring it into. Blocks are
+given out in an order of their own, so that a backend which takes tables for consecutive is found out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from services.worker.backend import Backend
+from shared.blocks import BLOCK_SIZE
+from shared.ids import Incarnation, SequenceId
+from shared.messages.generation import SamplingParams, TokenLogprobs
+from shared.messages.worker import NewSequence, StepPlan, Work
+from shared.tokens import pack
+
+GREEDY = SamplingParams(seed=0, temperature=0.0)
+
+
+@dataclass
+class Sequence:
+    """One sequence as the driver sees it."""
+
+    id: SequenceId
+    tokens: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    wanted: int
+    computed: int = 0
+    held: bool = False
+    """Whether the backend has been told of it."""
+    blocks: list[int] = field(default_factory=list)
+    own_blocks: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def done(self) -> bool:
+        return len(self.output) >= self.wanted
+
+
+class Driver:
+    """Runs sequences on `backend`, at most `budget` tokens a step."""
+
+    def __init__(self, backend: Backend, *, budget: int = 512, epoch: int = 1) -> None:
+        self.backend = backend
+        self.budget = budget
+        self.sequences: dict[SequenceId, Sequence] = {}
+        self._free = list(range(backend.num_blocks))
+        Random(0).shuffle(self._free)
+        self._epoch = Incarnation(epoch)
+        self._step = 0
+        self._released: list[SequenceId] = []
+        self._next_id = 0
+
+    def add(
+        self,
+        tokens: list[int],
+        wanted: int,
+        *,
+        sampling: SamplingParams = GREEDY,
+        prompt_length: int | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> Sequence:
+        """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted."""
+        sequence = Sequence(
+            SequenceId(self._next_id),
+            list(tokens),
+            len(tokens) if prompt_length is None else prompt_length,
+            sampling,
+            min_tokens,
+            stop_token_ids,
+            wanted,
+        )
+        self._next_id += 1
+        self.sequences[sequence.id] = sequence
+        return sequence
+
+    def share_prefix(self, sequence: Sequence, other: Sequence) -> int:
+        """Gives `sequence` the computed full blocks of `other` that begin with the same tokens; how many tokens."""
+        most = min(other.computed, len(sequence.tokens) - 1)
+        equal = 0
+        while equal < most and sequence.tokens[equal] == other.tokens[equal]:
+            equal += 1
+        blocks = equal // BLOCK_SIZE
+        sequence.blocks = other.blocks[:blocks]
+        sequence.computed = blocks * BLOCK_SIZE
+        return sequence.computed
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes everything from `sequence`; it will be computed again, its output as part of its tokens."""
+        if sequence.held:
+            self._released.append(sequence.id)
+        self._free = sequence.own_blocks + self._free
+        sequence.own_blocks, sequence.blocks = [], []
+        sequence.computed, sequence.held = 0, False
+
+    def step(self) -> None:
+        """One step of every sequence that is not done, as far as the budget goes."""
+        left, new, work = self.budget, [], []
+        for sequence in self.sequences.values():
+            if sequence.done or left == 0:
+                continue
+            count = min(left, len(sequence.tokens) - sequence.computed)
+            left -= count
+            if not sequence.held:
+                new.append(self._new(sequence))
+            work.append(self._work(sequence, count))
+        plan = StepPlan(
+            epoch=self._epoch, step=self._step, released=tuple(self._released), new=tuple(new), work=tuple(work)
+        )
+        self._released = []
+        self._step += 1
+        self._take(plan)
+
+    def run(self) -> None:
+        """Steps until every sequence is done, then releases them."""
+        while not all(sequence.done for sequence in self.sequences.values()):
+            self.step()
+        self.release_done()
+
+    def release_done(self) -> None:
+        """Releases what is done with a step that computes nothing."""
+        for sequence in [s for s in self.sequences.values() if s.done]:
+            del self.sequences[sequence.id]
+            if sequence.held:
+                self._released.append(sequence.id)
+            self._free = sequence.own_blocks + self._free
+        self.step()
+
+    def _new(self, sequence: Sequence) -> NewSequence:
+        sequence.held = True
+        return NewSequence(
+            sequence=sequence.id,
+            tokens=pack(sequence.tokens),
+            prompt_length=sequence.prompt_length,
+            computed=sequence.computed,
+            blocks=pack(sequence.blocks),
+            sampling=sequence.sampling,
+            min_tokens=sequence.min_tokens,
+            stop_token_ids=sequence.stop_token_ids,
+        )
+
+    def _work(self, sequence: Sequence, count: int) -> Work:
+        sequence.computed += count
+        missing = -(-sequence.computed // BLOCK_SIZE) - len(sequence.blocks)
+        fresh = [self._free.pop() for _ in range(missing)]
+        sequence.blocks += fresh
+        sequence.own_blocks += fresh
+        return Work(sequence.id, count, pack(fresh), sequence.computed == len(sequence.tokens))
+
+    def _take(self, plan: StepPlan) -> None:
+        output = self.backend.step(plan)
+        assert [s.sequence for s in output.sampled] == [w.sequence for w in plan.work if w.sample]
+        for sampled in output.sampled:
+            sequence = self.sequences[sampled.sequence]
+            sequence.tokens += sampled.tokens
+            sequence.logprobs += sampled.logprobs or ()
