@@ -1,0 +1,22 @@
+"""`python -m services.coordinator`: places requests on engines, answers `admin.*`."""
+
+from __future__ import annotations
+
+from services.coordinator.actor import CoordinatorActor
+from services.coordinator.config import CoordinatorConfig
+from shared.actor import run_service
+from shared.bus import Bus
+from shared.config import load_or_exit
+
+
+def build(config: CoordinatorConfig, bus: Bus) -> CoordinatorActor:
+    return CoordinatorActor(bus, config.instance_id(), config.limits(), scale_timeout=config.scale_timeout)
+
+
+def main() -> None:
+    config = load_or_exit("coordinator", CoordinatorConfig)
+    run_service(config, lambda bus: build(config, bus), "coordinator")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The operators' endpoints: a NATS micro service, JSON in and out. `nats req baton.admin.list ''`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from services.coordinator.core.drain_rules import drain_refusal
+from shared import topics
+from shared.bus import AnswerError, AnswerTimeout, Bus, Endpoint, EndpointError, NoResponders
+from shared.ids import InstanceId
+from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Service, Undrain
+from shared.messages.supervisor import Scale, ScaleAnswer, Scaled, ScaleRefused
+from shared.registry import Registry
+
+NAME = "baton-admin"
+VERSION = "1.0.0"
+DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale."
+
+R = TypeVar("R")
+Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines"]
+
+
+class ListRequest(Struct, forbid_unknown_fields=True):
+    service: str | None = None
+
+
+class DrainRequest(Struct, forbid_unknown_fields=True):
+    instance: str
+    force: bool = False
+
+
+class UndrainRequest(Struct, forbid_unknown_fields=True):
+    instance: str
+
+
+class ScaleRequest(Struct, forbid_unknown_fields=True):
+    service: Scalable
+    count: Annotated[int, Meta(ge=0, le=256)]
+
+
+class Admin:
+    """Reads the registry, which the coordinator's core owns, and sends what operators ask for."""
+
+    def __init__(
+        self, bus: Bus, registry: Registry, scale_timeout: float, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._scale_timeout = scale_timeout
+        self._wall_clock = wall_clock
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        return {
+            f"{topics.ADMIN}.list": self.list,
+            f"{topics.ADMIN}.drain": self.drain,
+            f"{topics.ADMIN}.undrain": self.undrain,
+            f"{topics.ADMIN}.scale": self.scale,
+        }
+
+    async def list(self, body: bytes) -> bytes:
+        """`{}` or `{"service": "scheduler"}` → `{"instances": [...]}`, everything that is known of each."""
+        request = _parsed(body, ListRequest)
+        if request.service is not None and request.service not in get_args(Service):
+            raise EndpointError(400, f"service: {request.service!r} is none of {', '.join(get_args(Service))}")
+        now = self._wall_clock()
+        shown = [life for life in self._registry.all() if request.service in (None, life.service)]
+        shown.sort(key=lambda life: (life.service, life.instance))
+        return msgspec.json.encode({"instances": [_described(life, now) for life in shown]})
+
+    async def drain(self, body: bytes) -> bytes:
+        """`{"instance": "engine-1", "force": false}`: it finishes what it has and takes no more."""
+        request = _parsed(body, DrainRequest)
+        found = self._find(request.instance)
+        refused = next(filter(None, (drain_refusal(self._registry, life) for life in found)), None)
+        if refused is not None and not request.force:
+            raise EndpointError(409, refused)
+        return await self._control(found, Drain(), "drain")
+
+    async def undrain(self, body: bytes) -> bytes:
+        """`{"instance": "engine-1"}`: it takes requests again."""
+        return await self._control(self._find(_parsed(body, UndrainRequest).instance), Undrain(), "undrain")
+
+    async def scale(self, body: bytes) -> bytes:
+        """`{"service": "tokenizer", "count": 2}` → what the supervisor starts and stops for it."""
+        request = _parsed(body, ScaleRequest)
+        question = Scale(request.service, request.count)
+        try:
+            answer: ScaleAnswer = await self._bus.ask(topics.scaling(), question, ScaleAnswer, self._scale_timeout)
+        except NoResponders:
+            raise EndpointError(503, "no supervisor listens; scale where the processes were started") from None
+        except (AnswerTimeout, AnswerError) as error:
+            raise EndpointError(503, f"the supervisor did not answer: {error}") from None
+        match answer:
+            case Scaled(started, stopping):
+                return msgspec.json.encode({"service": request.service, "started": started, "stopping": stopping})
+            case ScaleRefused(message):
+                raise EndpointError(409, message)
+
+    def _find(self, instance: str) -> Sequence[Lifecycle]:
+        found = [life for life in self._registry.all() if life.instance == instance]
+        if not found:
+            known = ", ".join(sorted({life.instance for life in self._registry.all()})) or "none"
+            raise EndpointError(404, f"instance: {instance!r} is not known; known are {known}")
+        return found
+
+    async def _control(self, found: Sequence[Lifecycle], message: InstanceControl, asked: str) -> bytes:
+        life = found[0]
+        await self._bus.publish(topics.instance_control(InstanceId(life.instance)), message)
+        return msgspec.json.encode(
+            {"instance": life.instance, "service": life.service, "asked": asked, "phase": life.phase, "load": life.load}
+        )
+
+
+def _parsed(body: bytes, type_: type[R]) -> R:
+    try:
+        return msgspec.json.decode(body.strip() or b"{}", type=type_)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        names = ", ".join(field.name for field in msgspec.structs.fields(type_))  # type: ignore[arg-type]
+        raise EndpointError(400, f"{error}; a JSON object is expected, its fields may be {names}") from None
+
+
+def _described(life: Lifecycle, now: float) -> dict[str, Any]:
+    """`life` as JSON with field names, for people and scripts."""
+    return {
+        "service": life.service,
+        "instance": life.instance,
+        "pid": life.pid,
+        "host": life.host,
+        "phase": life.phase,
+        "load": life.load,
+        "uptime": round(max(0.0, now - life.started), 1),
+        "progress": life.progress,
+        "metrics_port": life.metrics_port,
+        "engine": _named(life.engine),
+        "worker": _named(life.worker),
+    }
+
+
+def _named(report: Struct | None) -> dict[str, Any] | None:
+    """An `array_like` struct as a dictionary; the structs within it too."""
+    if report is None:
+        return None
+    values = msgspec.structs.asdict(report)
+    return {key: _named(value) if isinstance(value, Struct) else value for key, value in values.items()}
