@@ -50,6 +50,10 @@ OVERLOADED_RETRY = 1.0
 """Seconds after which a client may try again when the waiting line is full."""
 
 
+class Stuck(AssertionError):
+    """Nothing is on its way and nothing can be planned: a bug that would leave requests waiting for ever."""
+
+
 class Serving:
     """Owns what one epoch is made of; a new epoch starts from nothing."""
 
@@ -199,8 +203,10 @@ class Engine:
     def _plan(self, now: float) -> None:
         serving = self.serving
         while serving is not None and serving.steps.in_flight <= self.limits.run_ahead:
-            planned = serving.planner.plan(serving.steps.in_flight > 0)
+            planned = serving.planner.plan()
             if planned is None:
+                if self.requests and serving.steps.in_flight == 0:
+                    raise Stuck(f"{len(self.requests)} requests are held, and none can be computed")
                 return
             for sequence, cached in planned.started:
                 serving.streams.open(sequence, cached)

@@ -62,13 +62,13 @@ class Planner:
     def running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
-    def plan(self, in_flight: bool) -> Planned | None:
+    def plan(self) -> Planned | None:
         """The next step, or None where there is nothing to compute before results come."""
         self._work, self._filled = [], []
         self._budget, self._samples = self._limits.max_batch_tokens, 0
         preemptions = self.preemptions
         self._plan_decodes()
-        self._plan_prefills(in_flight)
+        self._plan_prefills()
         # Who was preempted just now stands first in line; it would only come back to be preempted again.
         started = self._admit() if preemptions == self.preemptions else []
         if not self._work:
@@ -132,18 +132,11 @@ class Planner:
 
     # ---- prefill
 
-    def _plan_prefills(self, in_flight: bool) -> None:
+    def _plan_prefills(self) -> None:
+        """The rest of chunked prompts. One that finds no block free waits for decodes to end: what prefills under way
+        still need fits by itself, since nobody was admitted without counting it (`_fits`)."""
         for sequence in self.prefilling.members():
             self._prefill(sequence)
-        if not in_flight:
-            self._unblock_prefills()
-
-    def _unblock_prefills(self) -> None:
-        """Where nobody can move and no result will free a block: takes from the end of the line until the first can."""
-        while not self._work and (first := self.prefilling.first) is not None:
-            if self.running > 1:
-                self._preempt(self._last_in_line())
-            self._prefill(first)
 
     def _prefill(self, sequence: Sequence) -> None:
         """Plans as many of the sequence's tokens as budget and free blocks allow."""

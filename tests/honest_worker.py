@@ -1,0 +1,153 @@
+"""A worker for tests of the scheduler: its KV memory remembers what was written, so a wrong block table shows.
+
+The "keys and values" of a position are a digest of all tokens up to it; computing a token checks that every position
+before it lies in the sequence's blocks as it should. The next token is a function of that digest, so that the right
+output of any prompt is known without a scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.blocks import BLOCK_SIZE, hash_chain
+from shared.ids import Attempt, DetokenizerId, GatewayId, ModelName, RequestId, SequenceId
+from shared.messages.generation import Generation, SamplingParams, StopParams
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import Generate, Sampled, StepFinished, StepTiming
+from shared.messages.worker import StepPlan, Work
+from shared.tokens import pack, unpack
+
+VOCABULARY = 24
+EOS = 3
+TIMING = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
+GATEWAY = GatewayId("gateway-1")
+DETOKENIZER = DetokenizerId("detokenizer-1")
+
+
+def card(max_model_len: int = 256) -> ModelCard:
+    return ModelCard(
+        name=ModelName("m"),
+        max_model_len=max_model_len,
+        vocab_size=VOCABULARY,
+        eos_token_ids=(EOS,),
+        dtype="float32",
+        created=0,
+    )
+
+
+def generate(
+    request: str,
+    prompt: list[int],
+    *,
+    attempt: int = 1,
+    resume: tuple[int, ...] = (),
+    detokenizer: DetokenizerId = DETOKENIZER,
+    arrival: float = 0.0,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    **stopping: object,
+) -> Generate:
+    """A request as the coordinator sends it; `stopping` are fields of StopParams."""
+    tokens = pack([*prompt, *resume])
+    generation = Generation(
+        request=RequestId(request),
+        attempt=Attempt(attempt),
+        gateway=GATEWAY,
+        model=ModelName("m"),
+        tokens=tokens,
+        prompt_length=len(prompt),
+        block_hashes=b"".join(hash_chain(tokens, cache_salt)),
+        sampling=SamplingParams(seed=0),
+        stopping=StopParams(**stopping),  # type: ignore[arg-type]
+        priority=priority,
+        arrival=arrival,
+        cache_salt=cache_salt,
+    )
+    return Generate(generation, detokenizer)
+
+
+def digest(tokens: list[int]) -> int:
+    result = 0
+    for token in tokens:
+        result = hash((result, token))
+    return result
+
+
+def next_token(tokens: list[int]) -> int:
+    return digest(tokens) % VOCABULARY
+
+
+def right_output(request: Generate, context: int) -> tuple[list[int], str]:
+    """All output tokens of a request and how it finishes, computed one by one."""
+    generation, stopping = request.generation, request.generation.stopping
+    tokens = unpack(generation.tokens)[: generation.prompt_length]
+    stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else (EOS,))}
+    room = context - len(tokens) if stopping.max_tokens is None else stopping.max_tokens
+    output: list[int] = []
+    while len(output) < room:
+        output.append(next_token(tokens + output))
+        if output[-1] in stops and len(output) > stopping.min_tokens:
+            return output, "stop"
+    return output, "length"
+
+
+@dataclass
+class _Held:
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+
+
+class HonestWorker:
+    """Executes plans one by one. `step` gives the result that a real worker would publish."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self._held: dict[SequenceId, _Held] = {}
+        self._expected: tuple[int, int] | None = None
+
+    def step(self, plan: StepPlan) -> StepFinished:
+        self._check_order(plan)
+        for released in plan.released:
+            del self._held[released]
+        for new in plan.new:
+            assert new.sequence not in self._held, "a sequence is sent twice"
+            assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
+            assert len(unpack(new.blocks)) * BLOCK_SIZE == new.computed
+            self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed)
+        writes = [self._compute(self._held[work.sequence], work) for work in plan.work]
+        assert len(set().union(*writes)) == sum(map(len, writes)), "two sequences write to one place"
+        sampled = tuple(self._sample(work.sequence) for work in plan.work if work.sample)
+        return StepFinished(epoch=plan.epoch, step=plan.step, sampled=sampled, timing=TIMING)
+
+    def _check_order(self, plan: StepPlan) -> None:
+        if self._expected is None or self._expected[0] != plan.epoch:
+            assert plan.step == 0
+            self._held.clear()
+        else:
+            assert plan.step == self._expected[1]
+        self._expected = (plan.epoch, plan.step + 1)
+
+    def _compute(self, held: _Held, work: Work) -> set[tuple[int, int]]:
+        held.blocks += unpack(work.blocks)
+        assert work.count > 0
+        end = held.computed + work.count
+        assert end <= len(held.tokens), "a token is computed before it is known"
+        assert len(held.blocks) == -(-end // BLOCK_SIZE), "blocks do not fit the work"
+        for position in range(held.computed):
+            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            expected = digest(held.tokens[: position + 1])
+            assert self._memory[block][offset] == expected, f"position {position} was overwritten"
+        places = set()
+        for position in range(held.computed, end):
+            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            self._memory[block][offset] = digest(held.tokens[: position + 1])
+            places.add((block, offset))
+        held.computed = end
+        assert work.sample == (end == len(held.tokens)), "a sample is drawn exactly when all tokens are computed"
+        return places
+
+    def _sample(self, sequence: SequenceId) -> Sampled:
+        held = self._held[sequence]
+        held.tokens.append(next_token(held.tokens))
+        return Sampled(sequence, (held.tokens[-1],))
