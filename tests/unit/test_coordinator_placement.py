@@ -71,6 +71,16 @@ def test_coordinators_of_different_names_begin_with_different_engines() -> None:
     assert first == ["a", "b"]
 
 
+def test_among_engines_that_are_idle_again_and_again_everyone_has_its_turn() -> None:
+    core = coordinator(engine("a"), engine("b"), engine("c"))
+    placed = []
+    for second in range(1, 7):
+        placed += placed_on(core, 1, seconds=second, first=second)
+        for name in "abc":
+            core.lifecycle(engine(name), at(second + 0.5))
+    assert sorted(placed) == sorted("abcabc")
+
+
 def test_another_coordinator_is_taken_to_place_as_much() -> None:
     """Without that, each would give the whole difference to the emptier engine, and it would get it twice."""
     core = coordinator(engine("a", running=4, max_running=64), engine("b", max_running=64), life("coordinator", "c-2"))
