@@ -8,6 +8,10 @@ Prefills attend one after the other.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from msgspec import Struct
@@ -15,6 +19,9 @@ from torch import Tensor
 
 from services.worker.ops import Activation, BatchMeta, PackedLinear
 from shared.blocks import BLOCK_SIZE
+
+_MOST_SCORES = 1 << 21
+"""Scores that a chunk of a prefill computes at once: 8 MiB."""
 
 
 class _Linear(Struct, frozen=True):
@@ -66,11 +73,7 @@ class TorchOps:
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
-        # Zeros, not garbage: a masked-out score of NaN would still spoil its row.
-        return (
-            torch.zeros(shape, dtype=self._dtype, device=self._device),
-            torch.zeros(shape, dtype=self._dtype, device=self._device),
-        )
+        return _zeros(shape, self._dtype, self._device), _zeros(shape, self._dtype, self._device)
 
     def rope_and_store(
         self,
@@ -119,14 +122,19 @@ class TorchOps:
         start = decodes
         for sequence, (rows, context) in enumerate(meta.prefills, start=decodes):
             table = meta.block_tables[sequence : sequence + 1]
-            keys = _gathered(k_cache, table, context)
-            values = _gathered(v_cache, table, context)
-            positions = meta.positions[start : start + rows].unsqueeze(1)
-            seen = _seen(positions, keys.shape[2], window).unsqueeze(0)
+            keys, values = _gathered(k_cache, table, context), _gathered(v_cache, table, context)
             queries = q[start : start + rows].transpose(0, 1).unsqueeze(0)
-            parts.append(_attend(queries, keys, values, seen, scale, softcap))
+            parts += _attend_by_chunks(queries, keys, values, context, scale, window, softcap)
             start += rows
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as a masked-out NaN would still spoil its row. On a CPU, pages take memory only when written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
 
 
 def _onednn_multiplies(dtype: torch.dtype) -> bool:
@@ -160,6 +168,31 @@ def _seen(positions: Tensor, tokens: int, window: int | None) -> Tensor:
     token = torch.arange(tokens, dtype=torch.int32, device=positions.device)
     seen = token <= positions
     return seen if window is None else seen & (token > positions - window)
+
+
+def _attend_by_chunks(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    context: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Iterator[Tensor]:
+    """q [1, H, rows, D], the last rows of a sequence of `context` tokens → parts of [rows, H * D].
+
+    Chunks bound the memory that scores take, and leave out the keys that no row of the chunk sees.
+    """
+    heads, rows = q.shape[1:3]
+    step = max(BLOCK_SIZE, _MOST_SCORES // (heads * context))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        position, newest = context - rows + first, context - rows + last
+        oldest = 0 if window is None else max(0, position - window + 1)
+        positions = torch.arange(position, newest, dtype=torch.int32, device=q.device).unsqueeze(1) - oldest
+        seen = _seen(positions, newest - oldest, window).unsqueeze(0)
+        part = slice(oldest, newest)
+        yield _attend(q[:, :, first:last], keys[:, :, part], values[:, :, part], seen, scale, softcap)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float | None) -> Tensor:
