@@ -30,12 +30,15 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     counts: Counts = Counts()
     settings: Mapping[str, Mapping[str, str]] = {}
     """Service → key → value, as flags of that service. The key `*` speaks to every service."""
-    secrets: Mapping[str, str] = {}
-    """Environment of the children; what must not be seen in a process list."""
+    secrets: Mapping[str, Mapping[str, str]] = {}
+    """Service → environment of its processes: what must not be seen in a process list."""
+    api_keys: tuple[str, ...] = ()
+    """What clients must show to the gateways; none: everybody is served."""
     outside_bus: OutsideBus | None = None
     namespace: str = "baton"
     config: Path | None = None
     """A TOML file that every service reads."""
+    log_level: str = "info"
     drain_timeout: float = 30.0
     start_timeout: float = 600.0
     """Seconds until everybody must have been ready once."""

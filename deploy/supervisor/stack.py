@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
-from typing import assert_never
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, assert_never
 
 from deploy.supervisor.bus_access import BusAccess
 from deploy.supervisor.core.events import (
@@ -45,6 +45,7 @@ from shared.config import process_environment
 from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleAnswer
+from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ LOG_BOUND_EVERY = 5.0
 HEARD_LIMIT = 10_000
 """Lifecycle messages waiting in either direction; above it the bus's own bounded queue fills."""
 NOT_EXECUTABLE = 127
+
+
+Beside = Callable[[], Coroutine[Any, Any, None]]
 
 
 class StartFailed(Exception):
@@ -79,6 +83,7 @@ class Stack:
         self._saved_phase: StackPhase | None = None
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
+        self.stop_asked = asyncio.Event()
         self._bus: Bus
 
     @property
@@ -95,27 +100,36 @@ class Stack:
     def stop(self) -> None:
         """Ends the stack in order; called again, faster; a third time, at once."""
         log.info("stop asked")
+        self.stop_asked.set()
         self._handle(StopAsked())
 
-    async def run(self) -> None:
-        """Raises StartFailed, NoNatsServer, StackRunning, PortTaken, BusError; whatever was started has ended then."""
+    async def run(self, beside: Sequence[Beside] = ()) -> None:
+        """Serves until stopped; `beside` are run meanwhile and cancelled at the end.
+
+        Raises StartFailed, NoNatsServer, StackRunning, PortTaken, BusError; whatever was started has ended then.
+        """
         with held(self.spec.run_dir), reserved_port(self.spec.host, self.spec.port) as self.port:
             self.logs.begin_run()
-            try:
-                async with self._access.server(self.children, self.logs), self._access.connection() as self._bus:
-                    await self._serve()
-            finally:
-                self.children.kill_all()
-                self.children.close()
+            with self.logs.of("supervisor").open("a") as own_log:
+                set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
+                await self._run_all(beside)
         if self._failure is not None:
             raise self._failure
 
-    async def _serve(self) -> None:
+    async def _run_all(self, beside: Sequence[Beside]) -> None:
+        try:
+            async with self._access.server(self.children, self.logs), self._access.connection() as self._bus:
+                await self._serve(beside)
+        finally:
+            self.children.kill_all()
+            self.children.close()
+
+    async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._heard.put)
         await self._bus.answer(topics.scaling(), self._scale)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
-                waiting = (self._listen, self._speak, self._watch, self._start_deadline)
+                waiting = (self._listen, self._speak, self._watch, self._start_deadline, *beside)
                 background = [tasks.create_task(each()) for each in waiting]
                 self._wake.set()
                 await self._ended.wait()
@@ -228,7 +242,7 @@ class Stack:
             supervisor_fd=self.children.pipe,
             rendezvous=self._rendezvous.get(seat.engine) if seat.engine else None,
         )
-        environment = {**self._access.environment(seat.service), **self.spec.secrets}
+        environment = {**self._access.environment(seat.service), **self.spec.secrets.get(seat.service, {})}
         argv = self._launch(self.spec, seat, where)
         try:
             pid = self.children.start(seat.instance, argv, self.logs.of(seat.instance), environment)
@@ -270,6 +284,7 @@ class Stack:
             model_dir=str(self.spec.model),
             namespace=self.spec.namespace,
             nats_url=self._access.urls,
+            api_key=next(iter(self.spec.api_keys), None),
             nats_user=user,
             nats_password=password,
             nats_pid=embedded.pid if embedded else None,

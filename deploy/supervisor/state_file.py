@@ -31,7 +31,7 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
 
 
 class StackState(Struct, frozen=True, kw_only=True):
-    """Holds the operator's password: the file is readable by its owner only."""
+    """Holds the operator's password and an API key: the file is readable by its owner only."""
 
     name: str
     pid: int
@@ -41,6 +41,8 @@ class StackState(Struct, frozen=True, kw_only=True):
     model: str
     """As clients name it."""
     model_dir: str
+    api_key: str | None
+    """One of those that clients must show, for `baton chat`."""
     namespace: str
     nats_url: tuple[str, ...]
     nats_user: str | None

@@ -12,7 +12,6 @@ from deploy.supervisor.core.plan import Seat
 from deploy.supervisor.launch import Whereabouts, flags
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack
-from shared.telemetry.logs import set_up_logs
 
 
 def tiny_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
@@ -29,7 +28,6 @@ def tiny_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
 
 def main(path: str) -> None:
     spec = msgspec.json.decode(Path(path).read_bytes(), type=StackSpec, dec_hook=lambda type_, value: type_(value))
-    set_up_logs("supervisor", "supervisor", "info")
     asyncio.run(Stack(spec, tiny_command).run())
 
 

@@ -1,0 +1,44 @@
+"""`baton drain`, `undrain`, `scale`: clients of the coordinator's admin endpoints, as `nats req` is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from deploy.cli.errors import CommandError
+from deploy.cli.operator_bus import ask_admin
+from deploy.supervisor.state_file import StackState
+
+
+def drain_instance(state: StackState, instance: str, *, force: bool, as_json: bool) -> None:
+    answer = asyncio.run(ask_admin(state, "drain", {"instance": instance, "force": force}))
+    _say(
+        answer, as_json, f"{instance} drains: it finishes what it has ({answer.get('load', 0)} in hand), takes no more."
+    )
+
+
+def undrain_instance(state: StackState, instance: str, *, as_json: bool) -> None:
+    answer = asyncio.run(ask_admin(state, "undrain", {"instance": instance}))
+    _say(answer, as_json, f"{instance} takes requests again.")
+
+
+def scale_service(state: StackState, assignment: str, *, as_json: bool) -> None:
+    service, equals, count = assignment.partition("=")
+    if not equals or not count.isdecimal():
+        raise CommandError(f"{assignment}: SERVICE=N is expected, for example tokenizer=3", status=2)
+    answer = asyncio.run(ask_admin(state, "scale", {"service": _endpoint_name(service), "count": int(count)}))
+    started, stopping = answer.get("started", []), answer.get("stopping", [])
+    changes = [f"starting {', '.join(started)}"] if started else []
+    changes += [f"draining and stopping {', '.join(stopping)}"] if stopping else []
+    _say(answer, as_json, f"{assignment}: {'; '.join(changes) or 'nothing to change'}.")
+
+
+def _endpoint_name(service: str) -> str:
+    """People also type `engine`, `tokenizers`."""
+    plain = service.removesuffix("s")
+    return "engines" if plain == "engine" else plain
+
+
+def _say(answer: dict[str, Any], as_json: bool, sentence: str) -> None:
+    print(json.dumps(answer) if as_json else sentence)

@@ -1,0 +1,29 @@
+"""Which running stack a command means: the one named, in the run directory given or its usual place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deploy.cli.errors import CommandError
+from deploy.supervisor.state_file import StackState, default_run_dir, read_state
+
+DEFAULT_NAME = "default"
+
+
+def run_dir_of(name: str, run_dir: Path | None) -> Path:
+    """Raises CommandError for a name that is none."""
+    if run_dir is not None:
+        return run_dir.expanduser().absolute()
+    try:
+        return default_run_dir(name, Path.home())
+    except ValueError as error:
+        raise CommandError(str(error), status=2) from None
+
+
+def running_stack(name: str, run_dir: Path | None) -> StackState:
+    """Raises CommandError where none runs."""
+    where = run_dir_of(name, run_dir)
+    state = read_state(where)
+    if state is None:
+        raise CommandError(f"no stack runs in {where}; start one with: baton up")
+    return state

@@ -1,0 +1,68 @@
+"""From what was typed to a `StackSpec`: the model's directory, each service's settings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import deploy
+from deploy.cli.errors import CommandError
+from deploy.supervisor.launch import EVERY_SERVICE
+from shared.ids import ModelName
+from shared.messages.lifecycle import Service
+from shared.model_files import ModelNotFound, resolve_model
+
+DEMO_MODEL = Path(deploy.__file__).with_name("demo") / "model"
+DEMO_NAME = "baton-demo"
+
+Settings = Mapping[str, Mapping[str, str]]
+
+
+def model_directory(model: str | None) -> Path:
+    """Fetches from the hub where needed. Raises CommandError."""
+    if model is None and not (DEMO_MODEL / "config.json").is_file():
+        raise CommandError(f"the demo model is not in {DEMO_MODEL}; name a model with --model")
+    try:
+        return resolve_model(model or str(DEMO_MODEL), weights=True)
+    except ModelNotFound as error:
+        raise CommandError(str(error)) from None
+
+
+def served_name(model: str | None, asked: str | None) -> ModelName:
+    """What clients call it: as asked, the hub's name, or the directory's."""
+    if asked:
+        return ModelName(asked)
+    if model is None:
+        return ModelName(DEMO_NAME)
+    folder = Path(model).expanduser()
+    return ModelName(folder.resolve().name if folder.is_dir() else model)
+
+
+def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
+    """`scheduler.run_ahead=0` for one service, `log_level=debug` for all. Raises CommandError."""
+    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for assignment in assignments:
+        target, equals, value = assignment.partition("=")
+        service, dot, key = target.rpartition(".")
+        if not equals or not key.replace("_", "").replace("-", "").isalnum():
+            raise CommandError(f"--set {assignment}: SERVICE.KEY=VALUE or KEY=VALUE is expected", status=2)
+        if dot and service not in get_args(Service):
+            raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
+        settings[service if dot else EVERY_SERVICE][key.replace("-", "_")] = value
+    return dict(settings)
+
+
+def merged(*layers: Settings) -> dict[str, dict[str, str]]:
+    """Later layers win."""
+    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for layer in layers:
+        for service, values in layer.items():
+            settings[service].update(values)
+    return dict(settings)
+
+
+def chosen(**settings: object) -> dict[str, str]:
+    """Those that were given, as flag values."""
+    return {key: str(value) for key, value in settings.items() if value is not None}

@@ -1,0 +1,70 @@
+"""`baton up`: runs a stack in this terminal, or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+from rich.console import Console
+
+from deploy.cli.errors import CommandError
+from deploy.cli.gateway_http import wait_until_ready
+from deploy.cli.up_display import follow
+from deploy.supervisor.gateway_port import PortTaken
+from deploy.supervisor.nats_server import NoNatsServer
+from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.stack import Stack, StartFailed
+from deploy.supervisor.state_file import StackRunning
+from shared.bus import BusError
+
+QUESTION = "What is the capital of France?"
+FIRST_ANSWER_DEADLINE = 30.0
+
+
+def run_stack(spec: StackSpec) -> None:
+    """Returns when the stack has ended in order. Raises CommandError."""
+    begun = time.monotonic()
+    console = Console(stderr=False)
+    try:
+        asyncio.run(_run(spec, console, begun))
+    except StackRunning:
+        raise CommandError(
+            f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
+        ) from None
+    except (StartFailed, NoNatsServer, PortTaken, BusError, OSError) as error:
+        raise CommandError(str(error)) from None
+
+
+async def _run(spec: StackSpec, console: Console, begun: float) -> None:
+    stack = Stack(spec)
+
+    async def show() -> None:
+        await follow(stack, console)
+        if stack.phase == "ready" and await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
+            _say_ready(stack, console, time.monotonic() - begun)
+        await stack.stop_asked.wait()
+        console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
+
+    console.print(f"Starting stack [bold]{spec.name}[/bold] with {spec.model}", highlight=False, soft_wrap=True)
+    await stack.run(beside=(show,))
+    console.print("Stopped.", style="dim")
+
+
+def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
+    console.print(
+        f"\n[green]Ready[/green] after {seconds:.1f} s: [bold]{stack.url}[/bold]"
+        f"  model {stack.spec.served_model_name}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(curl_line(stack), markup=False, highlight=False, soft_wrap=True)
+    console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
+
+
+def curl_line(stack: Stack) -> str:
+    """A question to copy into a shell."""
+    body = {"model": stack.spec.served_model_name, "messages": [{"role": "user", "content": QUESTION}]}
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if stack.spec.api_keys else ""
+    quoted = json.dumps(body).replace("'", "'\\''")
+    return f"curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
