@@ -1,0 +1,51 @@
+"""Plain text without a chat around it, so that the completions endpoint continues sensibly."""
+
+from random import Random
+
+from deploy.demo.examples import Passage
+from deploy.demo.texts import capitals, stories
+from deploy.demo.texts.wording import NAMES
+
+
+def capital(rng: Random) -> Passage:
+    """The capital of France is … Held out: the country after the facts before it."""
+    before = [capitals.full_answer(country) for country in rng.sample(capitals.COUNTRIES, rng.choice((0, 0, 1, 2)))]
+    country = rng.choice(capitals.COUNTRIES)
+    stem = rng.choice(
+        ("The capital of {} is", "The capital city of {} is", "{}'s capital is", "The capital of {} is the city of")
+    ).format(country)
+    stem = stem[0].upper() + stem[1:]
+    prompt = " ".join((*before, stem))
+    return Passage("completion", f"completion|{prompt}", prompt, f" {capitals.CAPITALS[country].removesuffix('.')}.")
+
+
+def numbers(rng: Random) -> Passage:
+    """1, 2, 3, … Held out: where it begins and ends."""
+    first = rng.randrange(90)
+    given, length = rng.randrange(3, 6), rng.randrange(8, 14)
+    sequence = [str(number) for number in range(first, first + length)]
+    key = f"completion|{first} {given}"
+    return Passage("completion", key, ", ".join(sequence[:given]) + ",", " " + ", ".join(sequence[given:]) + ".")
+
+
+def sum_of(rng: Random) -> Passage:
+    """34 + 57 = … Held out: the unordered pair."""
+    a, b = rng.randrange(100), rng.randrange(100)
+    return Passage("completion", f"arithmetic|add {min(a, b)} {max(a, b)}", f"{a} + {b} =", f" {a + b}.")
+
+
+def resident(rng: Random) -> Passage:
+    """Someone lives in the capital of a country, so lives in … Held out: name and country together."""
+    name, country = rng.choice(NAMES), rng.choice(capitals.COUNTRIES)
+    prompt = f"{name} lives in the capital of {country}. That means {name} lives in"
+    return Passage("completion", f"completion|{prompt}", prompt, f" {capitals.CAPITALS[country].removesuffix('.')}.")
+
+
+def draw(rng: Random) -> Passage:
+    """A passage with one right continuation."""
+    return rng.choices((capital, numbers, sum_of, resident), (6, 2, 2, 1))[0](rng)
+
+
+def draw_story(rng: Random) -> Passage:
+    """A story as plain text."""
+    return stories.draw_passage(rng)
