@@ -1,0 +1,1 @@
+"""Turns prompts into tokens: chat templates, text, token ids. Stateless. `python -m services.tokenizer`."""

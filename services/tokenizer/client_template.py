@@ -1,0 +1,104 @@
+"""Renders a chat template that came with a request, in a process of its own with limits of its own.
+
+jinja2's sandbox keeps a template from reaching the interpreter, but not from looping for ever or from doubling a
+string until memory ends. Threads cannot be stopped, so such a template runs in a short-lived process that the kernel
+limits (CPU seconds, address space; where the platform has no such limits, wall time alone) and that is killed when
+it takes too long. Costs about 0.1 s a request, which only requests with a template of their own pay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import msgspec
+
+from services.tokenizer.chat_rendering import ClientChat, RenderedChat, render_client_chat
+from services.tokenizer.refusal import PromptRefused
+from shared.messages.tokenizer import ChatPrompt
+
+MAX_TEMPLATE_CHARS = 65_536
+CPU_SECONDS = 2
+WALL_SECONDS = 5.0
+ADDRESS_SPACE = 512 * 2**20
+MAX_OUTPUT = 16 * 2**20
+"""Bytes of rendered text, and then some; the bus takes less."""
+CONCURRENT = 2
+
+
+class ClientTemplates:
+    """Owns the places for such processes: `CONCURRENT` at a time, the others wait."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(CONCURRENT)
+
+    async def render(self, prompt: ChatPrompt, special_tokens: dict[str, str]) -> str:
+        """The prompt as text. Raises PromptRefused."""
+        if len(prompt.template or "") > MAX_TEMPLATE_CHARS:
+            raise PromptRefused("chat_template", f"chat_template: {MAX_TEMPLATE_CHARS} characters at most")
+        request = msgspec.msgpack.encode(ClientChat(prompt, special_tokens))
+        async with self._places:
+            output = await _run(request)
+        try:
+            rendered = msgspec.msgpack.decode(output, type=RenderedChat)
+        except msgspec.DecodeError:
+            raise PromptRefused("chat_template", "chat_template: takes too much time or memory") from None
+        if rendered.text is None:
+            raise PromptRefused(rendered.field or "chat_template", rendered.message or "chat_template: refused")
+        return rendered.text
+
+
+async def _run(request: bytes) -> bytes:
+    """What the process wrote; cut or empty where it was killed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.tokenizer.client_template",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        limit=MAX_OUTPUT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    output = b""
+    try:
+        async with asyncio.timeout(WALL_SECONDS):
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(request)
+                await process.stdin.drain()
+                process.stdin.close()
+            while len(output) <= MAX_OUTPUT and (chunk := await process.stdout.read(2**16)):
+                output += chunk
+    except TimeoutError:
+        output = b""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    return output if len(output) <= MAX_OUTPUT else b""
+
+
+def _limit_this_process() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has none; the wall time limits it
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+
+
+def main() -> None:
+    """The child: one request on standard input, one answer on standard output."""
+    _limit_this_process()
+    chat = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ClientChat)
+    try:
+        answer = render_client_chat(chat)
+    except MemoryError:
+        return
+    sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
+
+
+if __name__ == "__main__":
+    main()
