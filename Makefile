@@ -1,0 +1,75 @@
+# The one interface. Needs make and Python 3.11 or newer; everything else it fetches itself.
+#
+#   make up                                 talk to the demo model
+#   make up ARGS="--port 9000 --engines 2"  any argument of `baton up`
+#   make test ARGS="-k tokenizer"           any argument of pytest
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check
+RUNTIME := $(VENV)/.runtime-installed
+DEV     := $(VENV)/.dev-installed
+KERNELS := $(VENV)/.kernels-built
+SOURCES := shared services kvstore deploy tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up down test test-slow test-compose lint fmt bench clean
+
+help: ## what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(RUNTIME) $(KERNELS) ## .venv with everything that `make up` needs
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): pyproject.toml | $(BIN)/python
+	$(PIP) install --quiet --editable '.[worker,cli]'
+	@touch $@
+
+$(DEV): pyproject.toml | $(BIN)/python
+	$(PIP) install --quiet --editable '.[worker,cli,dev]'
+	@touch $@ $(RUNTIME)
+
+# Built here, the first start need not; without a compiler the worker uses torch's own operators.
+$(KERNELS): $(RUNTIME) $(wildcard services/worker/native/*)
+	@if [ -f services/worker/native/build.py ]; then \
+	  $(BIN)/python -m services.worker.native.build || echo "native kernels not built: the worker goes without"; fi
+	@touch $@
+
+up: setup ## serve the demo model, or: make up ARGS="--model DIR --port 9000"
+	@$(BIN)/baton up $(ARGS)
+
+down: setup ## end a stack that `baton up --detach` started
+	@$(BIN)/baton down $(ARGS)
+
+test: $(DEV) $(KERNELS) ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(DEV) $(KERNELS) ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-compose: $(DEV) ## builds the images and chats through docker-compose
+	$(BIN)/python -m pytest -m slow tests/integration/test_compose.py $(ARGS)
+
+lint: $(DEV) ## ruff, mypy, import-linter
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(DEV) ## formats and fixes what can be fixed
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
+	@$(BIN)/baton bench $(ARGS)
+
+clean: ## removes .venv and every cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
