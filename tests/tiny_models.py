@@ -85,8 +85,7 @@ class TinyModel:
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """`count` tokens as `transformers` generates them."""
-        config = GenerationConfig(max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-        config.eos_token_id = None
+        config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
         with torch.inference_mode():
             output = self.reference.generate(
                 torch.tensor([prompt]),
@@ -114,4 +113,6 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
             if weight.ndim == 1:
                 weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
     model.eval().save_pretrained(path, max_shard_size=shard_size)
+    # The reference goes on after an end token, as a backend does that nobody tells to stop.
+    model.generation_config.eos_token_id = None
     return TinyModel(family, path, model)

@@ -52,8 +52,11 @@ def create_backend(
     world_size: int,
     communicator: Communicator,
     ops: OpsName,
+    threads: int | None = None,
 ) -> ModelRunner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
+
+    `threads`: for computing on a CPU; None: this rank's share of the machine's cores.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -63,7 +66,7 @@ def create_backend(
     config = read_model_config(model_dir)
     chosen = _dtype(dtype, config, place)
     length = _model_len(config, max_model_len)
-    _use_every_core(world_size)
+    torch.set_num_threads(threads or max(1, _cores() // world_size))
     decoder = _load(model_dir, config, place, chosen, length, communicator, ops)
 
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
@@ -118,10 +121,9 @@ def _model_len(config: ModelConfig, asked: int | None) -> int:
     return asked or config.max_positions
 
 
-def _use_every_core(world_size: int) -> None:
-    """Ranks of one engine share a machine's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // world_size))
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _load(
