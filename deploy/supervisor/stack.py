@@ -200,9 +200,10 @@ class Stack:
 
     async def _start_deadline(self) -> None:
         await asyncio.sleep(self.spec.start_timeout)
-        late = [m.seat.instance for m in self.fleet.members() if not m.is_ready]
+        late = [m.seat for m in self.fleet.members() if not m.is_ready]
         if not self.fleet.settled and late:
-            self._give_up(late[0], f"was not ready after {self.spec.start_timeout:g} s")
+            slowest = next((seat for seat in late if seat.service == "worker"), late[0])
+            self._give_up(slowest.instance, f"was not ready after {self.spec.start_timeout:g} s")
 
     # ---- what is done about it
 

@@ -117,7 +117,7 @@ class Fleet:
     def _exited(self, instance: InstanceId, status: int, now: float) -> list[Command]:
         member = self._members[instance]
         commands: list[Command] = []
-        if member.heard is not None and member.phase not in ("stopped", "failed"):
+        if status != 0 and member.heard is not None and member.phase not in ("stopped", "failed"):
             commands.append(Announce(msgspec.structs.replace(member.heard, phase="failed")))
         own_fault = member.state == "running"
         self._vacate(member)

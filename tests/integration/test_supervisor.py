@@ -1,0 +1,335 @@
+"""The supervisor over a real nats-server and processes that do nothing but live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.state_file import StackState, is_held, read_state
+from shared import topics
+from shared.bus import Bus, BusError
+from shared.bus.nats_bus import NatsOptions, connect
+from shared.ids import InstanceId
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.supervisor import Scale, ScaleAnswer, Scaled
+from tests.nats_server import free_port
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE = 30.0
+
+
+class TinyStack:
+    """Owns a supervisor process over tiny services; everything is gone after `destroy`."""
+
+    def __init__(self, run_dir: Path, **spec: object) -> None:
+        self.run_dir = run_dir
+        self._spec = run_dir.with_suffix(".json")
+        described = {"name": "tiny", "run_dir": str(run_dir), "model": "/", "served_model_name": "m", "port": 0}
+        self._spec.write_bytes(msgspec.json.encode(described | {"drain_timeout": 5.0} | spec))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.tiny_stack", str(self._spec)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._seen: set[int] = set()
+
+    @property
+    def state(self) -> StackState | None:
+        state = read_state(self.run_dir)
+        if state is not None:
+            pids = [member.pid for member in state.members] + [state.nats_pid]
+            self._seen.update(pid for pid in pids if pid is not None)
+        return state
+
+    def pid(self, instance: str) -> int | None:
+        state = self.state
+        return next((m.pid for m in state.members if m.instance == instance), None) if state else None
+
+    def instances(self) -> set[str]:
+        state = self.state
+        return {member.instance for member in state.members} if state else set()
+
+    def until(self, condition: Callable[[StackState], bool]) -> StackState:
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            state = self.state
+            if state is not None and condition(state):
+                return state
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.02)
+        raise AssertionError(f"not within {DEADLINE} s: {self.state}")
+
+    def ready(self) -> StackState:
+        return self.until(lambda state: state.phase == "ready")
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.read().decode()
+
+    def ended(self) -> int:
+        return self.process.wait(DEADLINE)
+
+    def living(self) -> list[psutil.Process]:
+        """Whatever this stack ever started and is still there."""
+        found = []
+        for pid in self._seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def nobody_left(self) -> bool:
+        deadline = time.monotonic() + DEADLINE
+        while self.living() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.living()
+
+    def destroy(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        for process in self.living():
+            process.kill()
+
+
+Start = Callable[..., TinyStack]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    stacks: list[TinyStack] = []
+
+    def begin(**spec: object) -> TinyStack:
+        stacks.append(TinyStack(tmp_path / f"run{len(stacks)}", **spec))
+        return stacks[-1]
+
+    yield begin
+    for stack in stacks:
+        stack.destroy()
+
+
+@contextlib.asynccontextmanager
+async def bus_of(state: StackState, run_dir: Path) -> AsyncIterator[Bus]:
+    """As the coordinator, whose password lies in the server's configuration."""
+    text = (run_dir / "nats.conf").read_text()
+    password = text.split("user: coordinator, password: ")[1].split('"')[1]
+    bus = await connect(NatsOptions(servers=state.nats_url, user="coordinator", password=password))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def test_a_killed_service_is_announced_as_failed_and_replaced(start: Start) -> None:
+    stack = start()
+    state = stack.ready()
+    heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
+    async with bus_of(state, stack.run_dir) as bus:
+        await bus.subscribe(topics.lifecycles(), heard.put)
+        await bus.flush()
+        victim = stack.pid("tokenizer-1")
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE):
+            while (message := await heard.get()).phase != "failed":
+                pass
+            assert (message.instance, message.pid) == ("tokenizer-1", victim)
+            while (message := await heard.get()).instance != "tokenizer-1" or message.phase != "ready":
+                pass
+    assert message.pid != victim
+    assert stack.pid("tokenizer-1") == message.pid
+
+
+def test_a_killed_rank_takes_the_others_of_its_engine_along_and_no_scheduler(start: Start) -> None:
+    stack = start(counts={"ranks": 2, "engines": 2})
+    stack.ready()
+    before = {name: stack.pid(name) for name in stack.instances()}
+    os.kill(before["engine-2-rank1"] or 0, signal.SIGKILL)
+    replaced = {"engine-2-rank0", "engine-2-rank1"}
+    stack.until(
+        lambda state: all(m.pid not in (None, before[m.instance]) for m in state.members if m.instance in replaced)
+    )
+    assert {name for name, pid in before.items() if stack.pid(name) != pid} == replaced
+
+
+def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(start: Start) -> None:
+    stack = start()
+    before = stack.ready()
+    assert before.nats_pid is not None
+    os.kill(before.nats_pid, signal.SIGKILL)
+    after = stack.until(lambda state: state.nats_pid not in (None, before.nats_pid))
+    assert after.nats_url == before.nats_url
+
+    async def someone_speaks() -> Lifecycle:
+        heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
+        async with asyncio.timeout(DEADLINE), bus_of(after, stack.run_dir) as bus:
+            await bus.subscribe(topics.lifecycles(), heard.put)
+            while (message := await heard.get()).instance != "gateway-1":
+                pass
+            return message
+
+    assert asyncio.run(someone_speaks()).pid == stack.pid("gateway-1")
+    assert {m.restarts for m in after.members} == {0}
+
+
+@pytest.mark.parametrize("import_seconds", ["0", "60"], ids=["ready", "importing"])
+def test_nobody_outlives_a_killed_supervisor(start: Start, import_seconds: str) -> None:
+    stack = start(settings={"worker": {"import_seconds": import_seconds}}, counts={"ranks": 2})
+    slow = import_seconds != "0"
+    state = (
+        stack.until(lambda state: len(state.members) == 7 and all(m.pid for m in state.members))
+        if slow
+        else stack.ready()
+    )
+    stack.process.kill()
+    assert stack.nobody_left()
+    assert not is_held(stack.run_dir)
+    for url in (state.url, state.nats_url[0]):
+        port = int(url.rpartition(":")[2])
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+def test_without_the_kernels_help_a_process_notices_the_end_by_its_pipe(tmp_path: Path) -> None:
+    children = ChildProcesses(dict(os.environ), kernel_ends_children=False)
+    fd = str(children.pipe)
+    sleeper = [
+        sys.executable,
+        "-m",
+        "deploy.supervisor.tether",
+        fd,
+        sys.executable,
+        "-c",
+        "import time; time.sleep(60)",
+    ]
+    pid = children.start("sleeper", sleeper, tmp_path / "log", {})
+    tether = psutil.Process(pid)
+    deadline = time.monotonic() + DEADLINE
+    while not (sleepers := tether.children()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children.close()
+    while not children.has_ended("sleeper") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert children.has_ended("sleeper")
+    assert sleepers
+    assert not any(each.is_running() for each in sleepers)
+    children.exited()
+
+
+def test_one_ctrl_c_ends_everything_in_order(start: Start) -> None:
+    stack = start(counts={"gateway": 2})
+    stack.ready()
+    os.killpg(stack.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    assert stack.ended() == 0
+    assert stack.nobody_left()
+    lines = [
+        msgspec.json.decode(line) for line in (stack.run_dir / "logs" / "supervisor.log").read_bytes().splitlines()
+    ]
+    ended = [line["child"] for line in lines if line["event"] == "ended"]
+    assert set(ended[:2]) == {"gateway-1", "gateway-2"}
+    assert ended[-1] == "engine-1-rank0"
+    assert {line["status"] for line in lines if line["event"] == "ended"} == {0}
+    assert not (stack.run_dir / "state.json").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:
+    stack = start(settings={"gateway": {"busy": "true"}}, drain_timeout=60.0)
+    stack.ready()
+    stack.process.send_signal(signal.SIGINT)
+    stack.until(lambda state: any(m.state == "ending" for m in state.members))
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.ended() == 0
+    assert stack.nobody_left()
+
+
+async def test_scaling_starts_and_drains_processes(start: Start) -> None:
+    stack = start()
+    state = stack.ready()
+    async with bus_of(state, stack.run_dir) as bus:
+        up = await bus.ask(topics.scaling(), Scale("tokenizer", 3), ScaleAnswer, DEADLINE)
+        assert up == Scaled(started=("tokenizer-2", "tokenizer-3"), stopping=())
+        await asyncio.to_thread(stack.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 3)
+        down = await bus.ask(topics.scaling(), Scale("tokenizer", 1), ScaleAnswer, DEADLINE)
+    assert down == Scaled(started=(), stopping=("tokenizer-2", "tokenizer-3"))
+    await asyncio.to_thread(stack.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 1)
+
+
+def test_a_service_that_cannot_start_ends_the_start_with_its_last_words(start: Start) -> None:
+    stack = start(settings={"detokenizer": {"fail": "the vocabulary is missing"}})
+    assert stack.ended() != 0
+    said = stack.said()
+    assert "detokenizer-1 ended with status 1" in said
+    assert "the vocabulary is missing" in said
+    assert stack.nobody_left()
+
+
+def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:
+    stack = start(settings={"worker": {"import_seconds": "60"}}, start_timeout=1.0)
+    assert stack.ended() != 0
+    assert "engine-1-rank0 was not ready after 1 s" in stack.said()
+
+
+def test_what_holds_secrets_is_for_its_owner_only(start: Start) -> None:
+    stack = start()
+    stack.ready()
+    assert stat.S_IMODE(stack.run_dir.stat().st_mode) == 0o700
+    for name in ("state.json", "nats.conf"):
+        assert stat.S_IMODE((stack.run_dir / name).stat().st_mode) == 0o600
+    shown = " ".join(psutil.Process(stack.pid("gateway-1")).cmdline())
+    password = (stack.run_dir / "nats.conf").read_text().split("user: gateway, password: ")[1].split('"')[1]
+    assert password not in shown
+
+
+async def test_without_a_password_the_bus_is_closed(start: Start) -> None:
+    state = start().ready()
+    with pytest.raises(BusError):
+        await connect(NatsOptions(servers=state.nats_url, connect_timeout=1.0))
+
+
+def test_a_run_directory_and_a_port_belong_to_one_stack(start: Start) -> None:
+    port = free_port()
+    first = start(port=port)
+    first.ready()
+    same_place = subprocess.run(first.process.args, cwd=REPOSITORY, capture_output=True, timeout=DEADLINE, check=False)
+    assert same_place.returncode != 0
+    assert b"StackRunning" in same_place.stderr
+    second = start(port=port)
+    assert second.ended() != 0
+    assert f"port {port}" in second.said()
+
+
+def test_instances_of_the_stack_are_named_by_service_and_number(start: Start) -> None:
+    stack = start(counts={"gateway": 2})
+    stack.ready()
+    assert stack.instances() == {
+        InstanceId(name)
+        for name in (
+            "gateway-1",
+            "gateway-2",
+            "tokenizer-1",
+            "coordinator-1",
+            "detokenizer-1",
+            "engine-1",
+            "engine-1-rank0",
+        )
+    }
