@@ -1,0 +1,35 @@
+"""What the core is told beside token batches, and what it wants sent."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shared.ids import EngineId, GatewayId
+from shared.messages.gateway import GatewayMessage
+from shared.messages.scheduler import SchedulerControl
+
+
+class EngineGone(NamedTuple):
+    """An engine that died, fell silent or started anew: nothing more comes for what it ran."""
+
+    engine: EngineId
+    reason: str
+
+
+class GatewayGone(NamedTuple):
+    """A gateway that died, fell silent or started anew: nobody waits for its requests."""
+
+    gateway: GatewayId
+
+
+class ToGateway(NamedTuple):
+    gateway: GatewayId
+    message: GatewayMessage
+
+
+class ToEngine(NamedTuple):
+    engine: EngineId
+    message: SchedulerControl
+
+
+Action = ToGateway | ToEngine

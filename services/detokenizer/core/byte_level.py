@@ -1,0 +1,90 @@
+"""Byte-level vocabularies (GPT-2's alphabet: Llama 3, Qwen, Mistral's Tekken): each token is a string of bytes.
+
+So the text is the UTF-8 of the bytes in a row, and a table from token to text or bytes is all there is to it.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from services.detokenizer.core.text import Spelling
+
+
+def _alphabet() -> dict[int, int]:
+    """GPT-2's character for each byte, as a table for `str.translate` to Latin-1, whose characters are bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
+
+
+ALPHABET = _alphabet()
+_LETTERS = frozenset(map(chr, ALPHABET))
+
+
+class ByteTable(dict[int, str | bytes]):
+    """Token to text, or to bytes where they are not whole characters. Filled as tokens are met, so that a start
+    costs nothing; bounded by the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+
+    def __missing__(self, token: int) -> str | bytes:
+        spelled = None if token in self._hidden else self._tokenizer.id_to_token(token)
+        if spelled is None:
+            return ""  # as `decode` does; not kept, as ids that are none have no bound
+        raw = token_bytes(spelled)
+        try:
+            self[token] = raw.decode()
+        except UnicodeDecodeError:
+            self[token] = raw
+        return self[token]
+
+
+def token_bytes(spelled: str) -> bytes:
+    """The bytes of a token as the vocabulary spells it; one with letters outside the alphabet stands for itself."""
+    return spelled.translate(ALPHABET).encode("latin-1") if _LETTERS.issuperset(spelled) else spelled.encode()
+
+
+class ByteLevelStream:
+    __slots__ = ("_pending", "_table")
+
+    def __init__(self, table: ByteTable) -> None:
+        self._table = table
+        self._pending = b""
+
+    def push(self, token: int) -> str:
+        piece = self._table[token]
+        if not self._pending and type(piece) is str:
+            return piece
+        data = self._pending + (piece.encode() if isinstance(piece, str) else piece)
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        text = self._pending.decode(errors="replace")
+        self._pending = b""
+        return text
+
+
+class ByteLevelVocabulary:
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        self._all = ByteTable(tokenizer, frozenset())
+        self._ordinary = ByteTable(tokenizer, special)
+
+    def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> ByteLevelStream:
+        stream = ByteLevelStream(self._ordinary if skip_special_tokens else self._all)
+        for token in context:
+            stream.push(token)
+        return stream
+
+    def spelling(self, token: int) -> Spelling:
+        piece = self._all[token]
+        if isinstance(piece, str):
+            return Spelling(piece, piece.encode())
+        return Spelling(piece.decode(errors="replace"), piece)

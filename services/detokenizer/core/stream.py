@@ -1,0 +1,126 @@
+"""One request's output on its way to text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.detokenizer.core.stop_strings import StopHit, StopScan
+from services.detokenizer.core.text import Spelling, TextVocabulary
+from shared.ids import EngineId
+from shared.messages.detokenizer import NewTokens, OpenStream
+from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
+from shared.messages.generation import FinishReason, TokenLogprobs
+from shared.tokens import unpack
+
+
+class Taken(NamedTuple):
+    """What came of new tokens. With `stopped` the engine does not know yet that the request has ended."""
+
+    delta: Delta
+    stopped: bool
+
+
+class Stream:
+    """Owns one output: its undecided bytes, its place in the stop strings, and how many tokens there were."""
+
+    __slots__ = ("_scan", "_sent", "_text", "_vocabulary", "engine", "opened", "position")
+
+    def __init__(self, opened: OpenStream, engine: EngineId, vocabulary: TextVocabulary) -> None:
+        self.opened = opened
+        self.engine = engine
+        self._vocabulary = vocabulary
+        self._scan = StopScan(opened.stop, include=opened.include_stop) if any(opened.stop) else None
+        self._sent = opened.sent_chars
+        """Characters that the client has from earlier attempts and that are still to come once more."""
+        self.position = 0
+        """Output tokens so far, those of earlier attempts included."""
+        context = unpack(opened.context)
+        prompt = context[: len(context) - opened.resumed]
+        self._text = vocabulary.open(
+            prompt, begins=len(prompt) >= opened.prompt_tokens, skip_special_tokens=opened.skip_special_tokens
+        )
+
+    def replay(self) -> Taken | None:
+        """Runs over the output of earlier attempts. Answers where the client lacks some of its text, or its end."""
+        resumed = self.opened.resumed
+        if not resumed:
+            return None
+        tokens = tuple(unpack(self.opened.context)[-resumed:])
+        text, _, stop = self._run(tokens)
+        self.position = resumed
+        if stop is None and not text:
+            return None
+        return self._taken(resumed, (), text, "stop" if stop is not None else None, stop, None)
+
+    def take(self, entry: NewTokens) -> Taken:
+        """The entry as a delta; its `finish` is set where the output ends here, by the engine or a stop string."""
+        tokens, shown = entry.tokens, entry.tokens
+        if entry.finish == "stop" and not self.opened.include_stop:
+            shown = tokens[:-1]
+        start = self.position
+        text, used, stop = self._run(shown)
+        if stop is not None:
+            tokens = tokens[:used]
+        elif entry.finish is not None:
+            rest, stop = self._end(start + len(shown))
+            text += rest
+        self.position = start + len(tokens)
+        reason = stop if stop is not None else entry.stop_token
+        finish: FinishReason | None = "stop" if stop is not None else entry.finish
+        taken = self._taken(start, tokens, text, finish, reason, entry.logprobs)
+        return taken._replace(stopped=stop is not None and entry.finish is None)
+
+    def _run(self, tokens: tuple[int, ...]) -> tuple[str, int, str | None]:
+        """Text of `tokens`; how many of them there are up to a stop string's end; the stop string."""
+        push = self._text.push
+        scan = self._scan
+        if scan is None:
+            if len(tokens) == 1:
+                return push(tokens[0]), 1, None
+            return "".join([push(token) for token in tokens]), len(tokens), None
+        text = ""
+        for used, token in enumerate(tokens, start=1):
+            fed = scan.feed(push(token), armed=self.position + used > self.opened.min_tokens)
+            if isinstance(fed, StopHit):
+                return text + fed.text, used, fed.stop
+            text += fed
+        return text, len(tokens), None
+
+    def _end(self, count: int) -> tuple[str, str | None]:
+        """What was undecided or held back, now that nothing follows."""
+        flushed = self._text.flush()
+        if self._scan is None:
+            return flushed, None
+        fed = self._scan.feed(flushed, armed=count > self.opened.min_tokens)
+        if isinstance(fed, StopHit):
+            return fed.text, fed.stop
+        return fed + self._scan.rest(), None
+
+    def _taken(
+        self,
+        position: int,
+        tokens: tuple[int, ...],
+        text: str,
+        finish: FinishReason | None,
+        stop_reason: int | str | None,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> Taken:
+        if self._sent:
+            dropped = min(self._sent, len(text))
+            self._sent -= dropped
+            text = text[dropped:]
+        spelled = None if logprobs is None else tuple(map(self._spelled, logprobs[: len(tokens)]))
+        opened = self.opened
+        delta = Delta(opened.request, opened.attempt, position, tokens, text, finish, stop_reason, spelled)
+        return Taken(delta, stopped=finish is not None)
+
+    def _spelled(self, logprobs: TokenLogprobs) -> PositionLogprobs:
+        spelling = self._vocabulary.spelling
+        return PositionLogprobs(
+            _logprob_text(spelling(logprobs.token), logprobs.logprob, logprobs.token),
+            tuple(_logprob_text(spelling(token), logprob, token) for token, logprob in logprobs.top),
+        )
+
+
+def _logprob_text(spelling: Spelling, logprob: float, token: int) -> LogprobText:
+    return LogprobText(spelling.text, spelling.raw, logprob, token)

@@ -1,0 +1,40 @@
+"""Tokens to text, one at a time: what every kind of vocabulary promises.
+
+The promise: the text of a stream is what `tokenizer.decode` adds for the output tokens behind their context. A
+character is delivered once it is complete, never before; bytes that are no UTF-8 become U+FFFD as soon as that is
+certain, at the latest at the end. `tokenizers.decoders.DecodeStream` was measured and left: it holds back trailing
+U+FFFD for ever, raises on invalid bytes, and costs several times the table of `byte_level`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+REPLACEMENT = "\ufffd"
+
+
+class Spelling(NamedTuple):
+    """A token on its own: its text (U+FFFD where it is part of a character), and its exact bytes."""
+
+    text: str
+    raw: bytes
+
+
+class TextStream(Protocol):
+    """Owns what is still undecided of one output: the bytes of a character that is not complete."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; often its own, sometimes none."""
+
+    def flush(self) -> str:
+        """What the end of the output makes of the rest."""
+
+
+class TextVocabulary(Protocol):
+    """A tokenizer's way from tokens to text."""
+
+    def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> TextStream:
+        """A stream behind `context` (the end of the prompt, or all of it where `begins`)."""
+
+    def spelling(self, token: int) -> Spelling: ...
