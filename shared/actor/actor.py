@@ -61,6 +61,9 @@ class Actor:
     async def set_up(self) -> None:
         """Whatever must be there before the first message is handled."""
 
+    async def background(self) -> None:
+        """Runs beside the inbox from `set_up` until the end; may return at once. What it raises ends the process."""
+
     async def handle(self, message: Any) -> None:
         """Handles one message, `Tick` or `Undelivered`."""
         raise NotImplementedError
@@ -75,6 +78,9 @@ class Actor:
 
     async def drained(self) -> None:
         """The intake is closed; called once at each start of a drain."""
+
+    async def undrained(self) -> None:
+        """The intake is open again after a drain."""
 
     async def tear_down(self) -> None:
         """Last words; the bus is still there."""

@@ -71,6 +71,7 @@ class ActorRuntime:
                 if self.actor.tick_every is not None:
                     background.append(tasks.create_task(self._tick(self.actor.tick_every)))
                 background.append(tasks.create_task(self._serve()))
+                background.append(tasks.create_task(self.actor.background()))
                 await self._stop.wait()
                 await self._drain(self._drain_timeout)
                 for task in background:
@@ -139,6 +140,7 @@ class ActorRuntime:
             case Undrain() if self._draining and not self._stop.is_set():
                 self._draining = False
                 await self._open_intake()
+                await self.actor.undrained()
                 log.info("undrained")
                 await self._follow_actor()
             case _:

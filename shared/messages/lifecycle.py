@@ -57,6 +57,9 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     nothing follows that would show the gap."""
     published: int = 0
     """Steps of `epoch` whose results this rank has published; 0 on ranks that publish none."""
+    max_num_seqs: int | None = None
+    """Sequences and tokens that a step may hold at the most; the scheduler keeps to them."""
+    max_batch_tokens: int | None = None
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
