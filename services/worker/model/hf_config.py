@@ -93,7 +93,7 @@ class _RawConfig(Struct, kw_only=True):
     attn_logit_softcapping: float | UnsetType | None = UNSET
     final_logit_softcapping: float | UnsetType | None = UNSET
     use_bidirectional_attention: bool | None = None
-    quantization_config: msgspec.Raw | None = None
+    quantization_config: dict[str, object] | None = None
 
 
 class _RawGeneration(Struct, kw_only=True):
@@ -175,7 +175,7 @@ def _family(raw: _RawConfig) -> tuple[str, _Family]:
 
 
 def _refuse_unsupported(raw: _RawConfig) -> None:
-    if raw.quantization_config is not None and bytes(raw.quantization_config) != b"null":
+    if raw.quantization_config is not None:
         raise ModelError("quantization_config is set: quantized checkpoints are not supported")
     if raw.use_bidirectional_attention:
         raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
