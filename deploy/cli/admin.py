@@ -8,6 +8,7 @@ from typing import Any
 
 from deploy.cli.errors import CommandError
 from deploy.cli.operator_bus import ask_admin
+from deploy.supervisor.core.plan import SCALABLE
 from deploy.supervisor.state_file import StackState
 
 
@@ -36,8 +37,10 @@ def scale_service(state: StackState, assignment: str, *, as_json: bool) -> None:
 
 def _endpoint_name(service: str) -> str:
     """People also type `engine`, `tokenizers`."""
-    plain = service.removesuffix("s")
-    return "engines" if plain == "engine" else plain
+    for known in SCALABLE:
+        if service.removesuffix("s") == known.removesuffix("s"):
+            return known
+    raise CommandError(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can", status=2)
 
 
 def _say(answer: dict[str, Any], as_json: bool, sentence: str) -> None:

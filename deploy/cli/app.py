@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -37,6 +38,7 @@ app.command(rich_help_panel=OPERATE)(use_commands.version)
 
 def main() -> None:
     """Runs the command that was typed; an expected failure is one line and a status."""
+    logging.getLogger().addHandler(logging.NullHandler())  # what libraries log is not the user's concern
     try:
         app()
     except CommandError as error:

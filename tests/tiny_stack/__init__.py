@@ -1,1 +1,1 @@
-"""A stack of actors that do nothing but live: what the supervisor is tested on."""
+"""A stack whose actors, but for the coordinator, do nothing but live: what the supervisor is tested on."""

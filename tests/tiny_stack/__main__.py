@@ -9,12 +9,15 @@ from pathlib import Path
 import msgspec
 
 from deploy.supervisor.core.plan import Seat
-from deploy.supervisor.launch import Whereabouts, flags
+from deploy.supervisor.launch import Whereabouts, flags, service_command
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack
 
 
 def tiny_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
+    """The coordinator is the real one: it needs no model, and operators talk to it."""
+    if seat.service == "coordinator":
+        return service_command(spec, seat, where)
     settings = {
         "instance": seat.instance,
         "supervisor_fd": str(where.supervisor_fd),
