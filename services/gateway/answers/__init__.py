@@ -1,0 +1,1 @@
+"""What clients get: frames of a stream, bodies, usage, log-probabilities."""

@@ -1,0 +1,111 @@
+"""One HTTP request being answered: its choices, its times, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, Protocol
+
+from services.gateway.answers.choice import ChoiceState
+from services.gateway.answers.heading import Heading
+from services.gateway.api.errors import STATUS, ApiError
+from services.gateway.metrics import ModelMeters
+from shared.ids import RequestId
+from shared.messages.gateway import Delta, Rejected, StreamOpened
+
+Outcome = Literal["finished", "failed", "client left", "client too slow"]
+
+
+class Outlet(Protocol):
+    """Where an exchange's output goes: a stream or one body."""
+
+    def delta(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
+        """Takes new output. False where the client has stopped reading."""
+
+    def completed(self, choices: list[ChoiceState], now: float) -> None:
+        """Every choice has finished."""
+
+    def failed(self, error: ApiError) -> None:
+        """There will be no more."""
+
+    def tick(self, now: float) -> None:
+        """Called some times a second."""
+
+
+class Exchange:
+    """Owns the answer's state from the first dispatch to the last byte. Ends once: `ended` tells how."""
+
+    def __init__(
+        self, heading: Heading, requests: dict[RequestId, ChoiceState], outlet: Outlet, meters: ModelMeters, now: float
+    ) -> None:
+        self.heading = heading
+        self.requests = requests
+        self.choices = list(requests.values())
+        self.started = now
+        self.first_token_at: float | None = None
+        self.attempts = 1
+        self.error: ApiError | None = None
+        self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._outlet = outlet
+        self._meters = meters
+        self._unfinished = len(self.choices)
+
+    def opened(self, opened: StreamOpened) -> None:
+        choice = self.requests[opened.request]
+        choice.prompt_tokens, choice.cached_tokens = opened.prompt_tokens, opened.cached_tokens
+
+    def delta(self, choice: ChoiceState, delta: Delta, now: float) -> None:
+        """New output of one choice. The path of every streamed token: measure a change."""
+        if self.ended.done():
+            return
+        if delta.tokens:
+            self._measure(choice, len(delta.tokens), now)
+        if delta.finish is not None:
+            choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
+        if not self._outlet.delta(choice, delta, now):
+            self.end("client too slow")
+        elif delta.finish is not None:
+            self._finished(choice, now)
+
+    def _measure(self, choice: ChoiceState, tokens: int, now: float) -> None:
+        meters = self._meters
+        choice.tokens += tokens
+        meters.generation_tokens += tokens
+        if choice.last_at is not None:
+            meters.itl.observe(now - choice.last_at)
+        else:
+            choice.first_at = now
+            meters.ttft.observe(now - self.started)
+            if self.first_token_at is None:
+                self.first_token_at = now
+        choice.last_at = now
+
+    def _finished(self, choice: ChoiceState, now: float) -> None:
+        if choice.tokens > 1 and choice.first_at is not None:
+            self._meters.tpot.observe((now - choice.first_at) / (choice.tokens - 1))
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._outlet.completed(self.choices, now)
+            self._meters.e2e.observe(now - self.started)
+            self.end("finished")
+
+    def rejected(self, rejected: Rejected) -> None:
+        self.fail(
+            ApiError(STATUS[rejected.kind], rejected.message, param=rejected.field, retry_after=rejected.retry_after)
+        )
+
+    def fail(self, error: ApiError) -> None:
+        if not self.ended.done():
+            self.error = error
+            self._outlet.failed(error)
+            self.end("failed")
+
+    def client_left(self) -> None:
+        self.end("client left")
+
+    def end(self, outcome: Outcome) -> None:
+        if not self.ended.done():
+            self.ended.set_result(outcome)
+
+    def tick(self, now: float) -> None:
+        if not self.ended.done():
+            self._outlet.tick(now)

@@ -1,0 +1,1 @@
+"""What clients may send, checked: JSON in, a job or an error naming the field out."""

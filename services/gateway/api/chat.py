@@ -1,0 +1,151 @@
+"""`POST /v1/chat/completions`: the body, checked, as a job."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+
+from services.gateway.api.errors import invalid, shown, unsupported
+from services.gateway.api.fields import (
+    CommonFields,
+    check_count,
+    check_ranges,
+    checked_salt,
+    choose_model,
+    refuse_unsupported,
+    sampling_params,
+    stop_params,
+    stream_options,
+)
+from services.gateway.api.job import Job, Limits
+from services.gateway.api.reading import read
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import ChatPrompt
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+ROLES = frozenset(get_args(Role))
+
+
+class Templated(Protocol):
+    """How messages become a prompt: what this endpoint and `POST /tokenize` have in common."""
+
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class ChatFields(CommonFields, kw_only=True):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    echo: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+
+
+_decoder = msgspec.json.Decoder(ChatFields)
+
+
+def read_chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
+    """Raises ApiError."""
+    fields = read(body, _decoder)
+    card = choose_model(fields.model, cards)
+    check_ranges(fields)
+    refuse_unsupported(fields)
+    _refuse_unsupported_chat(fields)
+    n = fields.n or 1
+    check_count(1, n, limits)
+    max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    return Job(
+        kind="chat",
+        model=card,
+        prompts=(chat_prompt(fields.messages, fields, limits),),
+        n=n,
+        seed=fields.seed,
+        sampling=sampling_params(fields, _logprobs(fields, limits), card, limits),
+        stopping=stop_params(fields, max_tokens, card, limits),
+        stream=stream_options(fields),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        priority=fields.priority or 0,
+        cache_salt=checked_salt(fields),
+    )
+
+
+def chat_prompt(given: list[dict[str, Any]], fields: Templated, limits: Limits) -> ChatPrompt:
+    """The messages for the tokenizer's template. Raises ApiError."""
+    if not given:
+        raise invalid("messages", "[] is not allowed; at least one message is needed")
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
+    if fields.chat_template is not None and not limits.allow_request_template:
+        raise invalid("chat_template", "this server takes no chat templates from clients")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    return ChatPrompt(
+        messages=msgspec.json.encode(messages),
+        tools=msgspec.json.encode(fields.tools) if fields.tools else None,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        template=fields.chat_template,
+        template_kwargs=fields.chat_template_kwargs or {},
+    )
+
+
+def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    """One message: a known role, and content that is text."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise invalid(f"{path}.role", f"{shown(role)} is not allowed; one of {', '.join(sorted(ROLES))}")
+    content = message.get("content")
+    match content:
+        case None if role == "assistant":
+            return message
+        case str():
+            return message
+        case list():
+            return {**message, "content": [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]}
+        case _:
+            raise invalid(f"{path}.content", f"{shown(content)} is not allowed; a string or a list of text parts")
+
+
+def _part(part: Any, path: str) -> dict[str, str]:
+    match part:
+        case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": str(kind)} if kind not in ("text", "refusal"):
+            raise unsupported(f"{path}.type", f"a part of type {shown(kind)} (only 'text' is)")
+        case _:
+            raise invalid(path, f'{shown(part)} is not allowed; {{"type": "text", "text": "…"}} is')
+
+
+def _refuse_unsupported_chat(fields: ChatFields) -> None:
+    if fields.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", f"{shown(fields.tool_choice)} (only 'none' and 'auto' are)")
+    for name in ("functions", "function_call"):
+        if getattr(fields, name) is not None:
+            raise invalid(name, "deprecated and not supported; use tools")
+    if fields.echo:
+        raise unsupported("echo", "echo for chats")
+    if fields.modalities is not None and fields.modalities != ["text"]:
+        raise unsupported("modalities", f"{shown(fields.modalities)} (only ['text'] is)")
+
+
+def _logprobs(fields: ChatFields, limits: Limits) -> int | None:
+    if fields.top_logprobs is not None:
+        if not 0 <= fields.top_logprobs <= limits.max_logprobs:
+            allowed = f"0 to {limits.max_logprobs}"
+            raise invalid("top_logprobs", f"{fields.top_logprobs} is not allowed; it must be {allowed}")
+        if fields.top_logprobs and not fields.logprobs:
+            raise invalid("top_logprobs", "only allowed when logprobs is true")
+    return (fields.top_logprobs or 0) if fields.logprobs else None

@@ -1,0 +1,246 @@
+"""The fields that chat and completions share, their ranges (vLLM's), and what they come to for the engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from services.gateway.api.errors import ApiError, invalid, shown, unsupported
+from services.gateway.api.job import Limits, StreamOptions
+from shared.ids import ModelName
+from shared.messages.generation import SamplingParams, StopParams
+from shared.messages.lifecycle import ModelCard
+
+INT64 = 2**63
+LOWEST_TEMPERATURE = 0.01
+"""Below it, but above 0, division overflows; vLLM lifts such values to this one too."""
+
+
+class Range(NamedTuple):
+    low: float | None
+    high: float | None
+    low_allowed: bool = True
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        above = self.low is None or value > self.low or (self.low_allowed and value == self.low)
+        return above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'at least' if self.low_allowed else 'above'} {self.low:g}"
+        high = "" if self.high is None else f"at most {self.high:g}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+RANGES = {
+    "n": Range(1, 128),
+    "temperature": Range(0, None),
+    "top_p": Range(0, 1, low_allowed=False),
+    "top_k": Range(-1, INT64 - 1),
+    "min_p": Range(0, 1),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, None, low_allowed=False),
+    "max_tokens": Range(1, INT64 - 1),
+    "max_completion_tokens": Range(1, INT64 - 1),
+    "min_tokens": Range(0, INT64 - 1),
+    "seed": Range(-INT64, INT64 - 1),
+    "priority": Range(-(2**31), 2**31 - 1),
+}
+
+
+class StreamOptionFields(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+class CommonFields(Struct, kw_only=True):
+    """JSON of both endpoints. Unknown fields are ignored; null means the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptionFields | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    use_beam_search: bool | None = None
+    # Asked for by some, offered by nobody here yet: refused rather than ignored, as the answer would be another.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    prompt_logprobs: Any = None
+    prompt_embeds: Any = None
+    truncate_prompt_tokens: Any = None
+    logits_processors: Any = None
+
+
+_REFUSED = {
+    "guided_json": "guided decoding",
+    "guided_regex": "guided decoding",
+    "guided_choice": "guided decoding",
+    "guided_grammar": "guided decoding",
+    "structured_outputs": "structured output",
+    "prompt_logprobs": "log-probabilities of the prompt",
+    "prompt_embeds": "a prompt as embeddings",
+    "truncate_prompt_tokens": "truncating the prompt",
+    "logits_processors": "a logits processor of the client's",
+}
+
+
+def check_ranges(fields: CommonFields) -> None:
+    """Raises ApiError 400 for a number out of its range."""
+    for name, allowed in RANGES.items():
+        value = getattr(fields, name, None)
+        if value is not None and value not in allowed:
+            raise invalid(name, f"{shown(value)} is not allowed; it must be {allowed}")
+
+
+def refuse_unsupported(fields: CommonFields) -> None:
+    for name, what in _REFUSED.items():
+        if getattr(fields, name) is not None:
+            raise unsupported(name, what)
+    if fields.response_format is not None and fields.response_format.type != "text":
+        raise unsupported("response_format", f"type {shown(fields.response_format.type)} (only 'text' is)")
+    if fields.use_beam_search:
+        raise unsupported("use_beam_search", "beam search")
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise invalid("best_of", f"{fields.best_of} is not allowed; only the value of n ({fields.n or 1}) is")
+
+
+def stream_options(fields: CommonFields) -> StreamOptions | None:
+    options = fields.stream_options
+    if not fields.stream:
+        if options is not None:
+            raise invalid("stream_options", "only allowed when stream is true")
+        return None
+    usage = options is not None and bool(options.include_usage)
+    return StreamOptions(usage, usage and options is not None and bool(options.continuous_usage_stats))
+
+
+def sampling_params(fields: CommonFields, logprobs: int | None, card: ModelCard, limits: Limits) -> SamplingParams:
+    """The seed is filled in for each choice."""
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        temperature = LOWEST_TEMPERATURE
+    return SamplingParams(
+        seed=0,
+        temperature=temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(0, fields.top_k or 0),
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        logit_bias=_logit_bias(fields.logit_bias or {}, card, limits),
+        logprobs=logprobs,
+    )
+
+
+def _logit_bias(biases: dict[str, float], card: ModelCard, limits: Limits) -> tuple[tuple[int, float], ...]:
+    if len(biases) > limits.max_logit_bias:
+        raise invalid("logit_bias", f"{len(biases)} entries are not allowed; at most {limits.max_logit_bias}")
+    checked = []
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < card.vocab_size):
+            allowed = f"keys are token ids below {card.vocab_size}"
+            raise invalid("logit_bias", f"key {shown(key)} is not allowed; {allowed}")
+        if not math.isfinite(bias):
+            raise invalid("logit_bias", f"{shown(bias)} is not allowed; values are finite numbers")
+        checked.append((int(key), min(100.0, max(-100.0, bias))))
+    return tuple(checked)
+
+
+def stop_params(fields: CommonFields, max_tokens: int | None, card: ModelCard, limits: Limits) -> StopParams:
+    min_tokens = fields.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise invalid("min_tokens", f"{min_tokens} is not allowed; it must be at most max_tokens ({max_tokens})")
+    return StopParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=_stop_strings(fields.stop, limits),
+        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], card, limits),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop=bool(fields.include_stop_str_in_output),
+    )
+
+
+def _stop_strings(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(strings) > limits.max_stop:
+        raise invalid("stop", f"{len(strings)} stop strings are not allowed; at most {limits.max_stop}")
+    for string in strings:
+        if not 1 <= len(string) <= limits.max_stop_chars:
+            raise invalid(
+                "stop", f"{shown(string)} is not allowed; a stop string has 1 to {limits.max_stop_chars} characters"
+            )
+    return strings
+
+
+def _stop_token_ids(ids: list[int], card: ModelCard, limits: Limits) -> tuple[int, ...]:
+    if len(ids) > limits.max_stop_token_ids:
+        raise invalid("stop_token_ids", f"{len(ids)} ids are not allowed; at most {limits.max_stop_token_ids}")
+    check_token_ids("stop_token_ids", ids, card)
+    return tuple(ids)
+
+
+def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:
+    """Raises ApiError 400 for an id that is not in the vocabulary."""
+    for place, token in enumerate(ids):
+        if not 0 <= token < card.vocab_size:
+            raise invalid(name, f"{token} at {place} is not allowed; token ids are 0 to {card.vocab_size - 1}")
+
+
+def check_count(prompts: int, n: int, limits: Limits) -> None:
+    if prompts * n > limits.max_choices:
+        what = f"{prompts} prompts times n = {n}" if prompts > 1 else f"n = {n}"
+        raise invalid("n", f"{what} is not allowed; at most {limits.max_choices} choices in one request")
+
+
+def checked_salt(fields: CommonFields) -> str | None:
+    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
+        raise invalid("cache_salt", "it must have 1 to 256 characters")
+    return fields.cache_salt
+
+
+def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
+    """The model a request is for. Raises ApiError 404 for an unknown one, 503 while none is known."""
+    if not cards:
+        raise ApiError(503, "no engine has announced its model yet; the stack is starting", retry_after=1.0)
+    if name is None:
+        if len(cards) == 1:
+            return cards[0]
+        raise invalid("model", "this field is required where several models are served")
+    for card in cards:
+        if card.name == ModelName(name):
+            return card
+    raise ApiError(404, f"The model `{shown(name)[1:-1]}` does not exist.", param="model", code="model_not_found")

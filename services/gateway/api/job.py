@@ -1,0 +1,77 @@
+"""What a generation request comes to once it is understood: which sequences to generate, and how to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shared.ids import ModelName
+from shared.messages.generation import SamplingParams, StopParams
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import Prompt
+
+SEED_MASK = 2**63 - 1
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What a single request may ask for at the most."""
+
+    max_choices: int = 128
+    """Sequences: prompts × n."""
+    max_stop: int = 16
+    max_stop_chars: int = 1024
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    allow_request_template: bool = False
+
+
+class StreamOptions(NamedTuple):
+    include_usage: bool
+    continuous_usage: bool
+
+
+class Choice(NamedTuple):
+    """One sequence to generate. `place` is its index in the answer."""
+
+    place: int
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """One generation request, checked."""
+
+    kind: Literal["chat", "completion"]
+    model: ModelCard
+    prompts: tuple[Prompt, ...]
+    n: int
+    seed: int | None
+    """The client's; None: one is drawn for each choice."""
+    sampling: SamplingParams
+    stopping: StopParams
+    stream: StreamOptions | None
+    """None: one body at the end."""
+    echo: bool = False
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+
+    @property
+    def name(self) -> ModelName:
+        return self.model.name
+
+    @property
+    def size(self) -> int:
+        return len(self.prompts) * self.n
+
+    def choices(self, drawn: int) -> Iterator[Choice]:
+        """Every sequence. `drawn` is a random seed for where the client gave none; choices of a prompt differ."""
+        base = drawn if self.seed is None else self.seed
+        for number, prompt in enumerate(self.prompts):
+            for i in range(self.n):
+                offset = i if self.seed is not None else number * self.n + i
+                yield Choice(number * self.n + i, prompt, replace(self.sampling, seed=(base + offset) & SEED_MASK))

@@ -1,0 +1,65 @@
+"""What the gateway is told at its start."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from services.gateway.api.job import Limits
+from services.gateway.core.policy import Policy
+from services.gateway.http.generate import StreamSettings
+from shared.config import ByteSize, Port, ServiceConfig
+
+Seconds = Annotated[float, Meta(gt=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="HTTP port; 0 picks a free one.")] = 8000
+    reuse_port: Annotated[bool, Meta(description="Share the port with other gateway processes.")] = False
+    api_keys: Annotated[
+        tuple[str, ...], Meta(description="Keys of which clients must send one; none: no keys are asked for.")
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...], Meta(description="Web origins that browsers may call from; * for all.")
+    ] = ()
+    max_open_requests: Annotated[Positive, Meta(description="Sequences under way; above it: 429.")] = 4096
+    max_connections: Annotated[Positive, Meta(description="Client connections; above it: 503.")] = 8192
+    max_body: Annotated[ByteSize, Meta(description="Size of a request's body; above it: 413.")] = 16 * 2**20
+    max_choices: Annotated[Positive, Meta(description="Prompts times n in one request.")] = 128
+    max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
+    max_logprobs: Annotated[int, Meta(ge=0, le=100, description="top_logprobs and logprobs at the most.")] = 20
+    allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
+    attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 3
+    silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is asked about a request.")] = 2.0
+    placement_s: Annotated[Seconds, Meta(description="Time to hear where a request went, before another try.")] = 10.0
+    queue_s: Annotated[Seconds, Meta(description="How long a request waits for an engine; then 503.")] = 120.0
+    request_s: Annotated[Seconds, Meta(description="How long a request may take in all.")] = 3600.0
+    keep_alive_s: Annotated[Seconds, Meta(description="Silence in a stream before a comment is sent.")] = 15.0
+    unread_limit: Annotated[
+        ByteSize, Meta(description="What a streaming client may leave unread before it is cut off.")
+    ] = 2**20
+    read_timeout_s: Annotated[Seconds, Meta(description="How long a client may take to read an answer's end.")] = 60.0
+
+    def policy(self) -> Policy:
+        return Policy(
+            silence_s=self.silence_s,
+            placement_s=self.placement_s,
+            queue_s=self.queue_s,
+            request_s=self.request_s,
+            attempts=self.attempts,
+            attempts_in_all=max(self.attempts, Policy().attempts_in_all),
+        )
+
+    def limits(self) -> Limits:
+        return Limits(
+            max_choices=self.max_choices,
+            max_stop=self.max_stop,
+            max_logprobs=self.max_logprobs,
+            allow_request_template=self.allow_request_template,
+        )
+
+    def stream_settings(self) -> StreamSettings:
+        return StreamSettings(self.keep_alive_s, self.unread_limit, self.read_timeout_s)

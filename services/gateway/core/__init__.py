@@ -1,0 +1,1 @@
+"""What the gateway decides. Pure: no bus, no clock, no HTTP."""

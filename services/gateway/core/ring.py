@@ -1,0 +1,43 @@
+"""What the gateway knows of the others: which models there are, and whether the ring can serve."""
+
+from __future__ import annotations
+
+from shared.ids import ModelName
+from shared.messages.lifecycle import Lifecycle, ModelCard, Service
+from shared.registry import Gone, Registry
+
+NEEDED: tuple[Service, ...] = ("tokenizer", "coordinator", "scheduler", "detokenizer")
+MODEL_MEMORY_S = 600.0
+"""A model whose engines are all away is still known for so long: requests for it wait instead of failing."""
+
+
+class Ring:
+    """Owns the registry and the models' cards."""
+
+    def __init__(self) -> None:
+        self._registry = Registry()
+        self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
+
+    def heard(self, message: Lifecycle, now: float) -> Gone | None:
+        if message.engine is not None:
+            self._cards[message.engine.model.name] = (message.engine.model, now)
+        return self._registry.heard(message, now)
+
+    def expire(self, now: float) -> list[Gone]:
+        """Forgets whoever was silent for too long, and answers with them."""
+        old = [name for name, (_, heard) in self._cards.items() if now - heard > MODEL_MEMORY_S]
+        for name in old:
+            del self._cards[name]
+        return self._registry.expire(now)
+
+    def models(self) -> list[ModelCard]:
+        return [card for card, _ in self._cards.values()]
+
+    def model(self, name: ModelName) -> ModelCard | None:
+        entry = self._cards.get(name)
+        return entry[0] if entry else None
+
+    def missing(self) -> list[Service]:
+        """The services of which none is ready; the ring serves when there are none such."""
+        ready = {message.service for message in self._registry.all(phase="ready")}
+        return [service for service in NEEDED if service not in ready]

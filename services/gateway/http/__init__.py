@@ -1,0 +1,1 @@
+"""The HTTP side: sockets, routes, reading bodies, writing answers."""

@@ -1,0 +1,99 @@
+"""What the gateway measures: what users feel (TTFT, ITL, TPOT, end to end), tokens, errors, attempts.
+
+Latencies are counted by a histogram of our own: `prometheus_client`'s takes two locks for each observation, which at
+one observation per streamed token is a visible part of the gateway's work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shared.telemetry.metrics import LATENCY_BUCKETS
+
+REQUESTS = Counter("baton_gateway_requests_total", "Generation requests that ended.", ["model", "endpoint", "outcome"])
+ERRORS = Counter("baton_gateway_errors_total", "Error answers, by HTTP status.", ["status"])
+RETRIES = Counter("baton_gateway_retries_total", "Attempts after a request's first.")
+DISCONNECTS = Counter("baton_gateway_disconnects_total", "Requests whose client left or did not read.", ["why"])
+OPEN = Gauge("baton_gateway_open_requests", "Requests under way, by whether an engine has them.", ["state"])
+STREAMS = Gauge("baton_gateway_open_exchanges", "HTTP requests being answered.")
+
+
+class Histogram:
+    """Owns counts by bucket. Single-threaded; a scrape reads it on the same event loop."""
+
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative counts by upper bound, and the sum."""
+        total, shown = 0, []
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            shown.append((bound, float(total)))
+        return shown, self._sum
+
+
+class ModelMeters:
+    """Owns one model's figures."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram()
+        self.itl = Histogram()
+        self.tpot = Histogram()
+        self.e2e = Histogram()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+
+
+class Meters(Collector):
+    """Owns the figures of every model; read at each scrape."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelMeters] = {}
+
+    def of(self, model: str) -> ModelMeters:
+        """Models come from engines' announcements, so their number is bounded by the operator."""
+        if model not in self._models:
+            self._models[model] = ModelMeters()
+        return self._models[model]
+
+    def collect(self) -> Iterator[Metric]:
+        for attribute, name, text in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"baton_gateway_{name}_seconds", text, labels=["model"])
+            for model, meters in self._models.items():
+                buckets, total = getattr(meters, attribute).buckets()
+                histogram.add_metric([model], buckets, total)
+            yield histogram
+        for attribute, text in _COUNTERS:
+            counter = CounterMetricFamily(f"baton_gateway_{attribute}", text, labels=["model"])
+            for model, meters in self._models.items():
+                counter.add_metric([model], getattr(meters, attribute))
+            yield counter
+
+
+_HISTOGRAMS = (
+    ("ttft", "time_to_first_token", "From the request's arrival to its first token."),
+    ("itl", "inter_token_latency", "Between two deltas of one choice."),
+    ("tpot", "time_per_output_token", "Mean time for each token after the first, by choice."),
+    ("e2e", "e2e_request_latency", "From the request's arrival to its end."),
+)
+_COUNTERS = (
+    ("prompt_tokens", "Tokens of prompts."),
+    ("cached_tokens", "Prompt tokens whose keys and values were cached."),
+    ("generation_tokens", "Tokens generated."),
+)
+
+METERS = Meters()
+REGISTRY.register(METERS)
