@@ -66,15 +66,13 @@ def _common(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
 
 
 def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
-    """TODO(until the services exist): adapt to their flags."""
     model = {"model": str(spec.model), "served_model_name": spec.served_model_name}
     match seat.service:
         case "gateway":
-            return {"host": spec.host, "port": str(where.port)}
-        case "tokenizer":
+            # Always shared: the supervisor itself holds the port, and others may join by `baton scale`.
+            return {"host": spec.host, "port": str(where.port), "reuse_port": "true"}
+        case "tokenizer" | "detokenizer":
             return model
-        case "detokenizer":
-            return {"model": str(spec.model)}
         case "scheduler":
             return {"engine": str(seat.engine)}
         case "worker":
@@ -87,3 +85,10 @@ def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
             }
         case "coordinator" | "supervisor":
             return {}
+
+
+def secret_settings(spec: StackSpec, seat: Seat) -> dict[str, str]:
+    """Settings that go by environment, as every user of the machine may read a command line."""
+    if seat.service == "gateway" and spec.api_keys:
+        return {"BATON_GATEWAY_API_KEYS": ",".join(spec.api_keys)}
+    return {}

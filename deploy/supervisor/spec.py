@@ -30,8 +30,6 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     counts: Counts = Counts()
     settings: Mapping[str, Mapping[str, str]] = {}
     """Service → key → value, as flags of that service. The key `*` speaks to every service."""
-    secrets: Mapping[str, Mapping[str, str]] = {}
-    """Service → environment of its processes: what must not be seen in a process list."""
     api_keys: tuple[str, ...] = ()
     """What clients must show to the gateways; none: everybody is served."""
     outside_bus: OutsideBus | None = None

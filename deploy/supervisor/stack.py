@@ -33,7 +33,7 @@ from deploy.supervisor.core.fleet import Fleet, StopDeadlines
 from deploy.supervisor.core.plan import Seat
 from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
 from deploy.supervisor.gateway_port import reserved_port
-from deploy.supervisor.launch import Launch, Whereabouts, service_command
+from deploy.supervisor.launch import Launch, Whereabouts, secret_settings, service_command
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.nats_server import HOST, NAME, free_port
 from deploy.supervisor.processes import ChildProcesses
@@ -243,7 +243,7 @@ class Stack:
             supervisor_fd=self.children.pipe,
             rendezvous=self._rendezvous.get(seat.engine) if seat.engine else None,
         )
-        environment = {**self._access.environment(seat.service), **self.spec.secrets.get(seat.service, {})}
+        environment = {**self._access.environment(seat.service), **secret_settings(self.spec, seat)}
         argv = self._launch(self.spec, seat, where)
         try:
             pid = self.children.start(seat.instance, argv, self.logs.of(seat.instance), environment)

@@ -1,0 +1,96 @@
+"""From what was typed to what each process is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.errors import CommandError
+from deploy.cli.ps import duration
+from deploy.cli.stack_spec import merged, model_directory, parsed_settings, served_name
+from deploy.supervisor.core.plan import Counts, all_seats
+from deploy.supervisor.launch import Whereabouts, flags, secret_settings, service_command
+from deploy.supervisor.spec import StackSpec
+
+WHERE = Whereabouts(port=8001, supervisor_fd=5, rendezvous="127.0.0.1:9")
+
+
+def spec(**more: object) -> StackSpec:
+    made = {"name": "t", "run_dir": Path("/r"), "model": Path("/m"), "served_model_name": "m"}
+    return StackSpec(**(made | more))  # type: ignore[arg-type]
+
+
+def commands(spec: StackSpec) -> dict[str, list[str]]:
+    return {seat.instance: service_command(spec, seat, WHERE) for seat in all_seats(spec.counts)}
+
+
+def test_settings_name_a_service_or_speak_to_all() -> None:
+    assert parsed_settings(["scheduler.run-ahead=0", "log_level=debug", "gateway.api_keys=a=b"]) == {
+        "scheduler": {"run_ahead": "0"},
+        "*": {"log_level": "debug"},
+        "gateway": {"api_keys": "a=b"},
+    }
+
+
+@pytest.mark.parametrize("text", ["", "x", "=1", "scheduler.=1", "kitchen.sink=1", "a b=1", "supervisor.x.y=1"])
+def test_settings_that_mean_nothing_are_refused_by_name(text: str) -> None:
+    with pytest.raises(CommandError, match="--set"):
+        parsed_settings([text])
+
+
+def test_later_settings_win() -> None:
+    assert merged({"a": {"k": "1", "l": "1"}}, {"a": {"k": "2"}}) == {"a": {"k": "2", "l": "1"}}
+
+
+def test_every_process_is_a_module_of_this_python_with_its_name_and_its_end_of_the_pipe() -> None:
+    for instance, argv in commands(spec(counts=Counts(ranks=2))).items():
+        assert argv[:2] == [sys.executable, "-m"]
+        assert argv[2].startswith("services.")
+        assert f"--instance={instance}" in argv
+        assert "--supervisor-fd=5" in argv
+
+
+def test_the_users_settings_win_over_ours() -> None:
+    told = commands(spec(settings={"*": {"drain_timeout": "7"}, "gateway": {"host": "::1"}}))
+    assert "--drain-timeout=7" in told["engine-1"]
+    assert "--host=::1" in told["gateway-1"]
+    assert not any("--host=127.0.0.1" in argv for argv in told["gateway-1"])
+
+
+def test_switches_are_flags_without_values() -> None:
+    assert flags({"reuse_port": "true", "prefix_caching": "false", "n": "3"}) == [
+        "--reuse-port",
+        "--no-prefix-caching",
+        "--n=3",
+    ]
+
+
+def test_keys_go_by_environment_to_the_gateways_only() -> None:
+    guarded = spec(api_keys=("k1", "k2"))
+    told = {seat.service: secret_settings(guarded, seat) for seat in all_seats(guarded.counts)}
+    assert told.pop("gateway") == {"BATON_GATEWAY_API_KEYS": "k1,k2"}
+    assert set(map(str, told.values())) == {"{}"}
+    assert not any("k1" in part for argv in commands(guarded).values() for part in argv)
+
+
+def test_a_model_is_called_as_asked_or_as_its_source(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert served_name(None, None) == "baton-demo"
+    assert served_name("org/name", None) == "org/name"
+    assert served_name(str(tmp_path), None) == tmp_path.name
+    assert served_name(str(tmp_path), "mine") == "mine"
+    assert model_directory(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"config\.json"):
+        model_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, "-"), (0.4, "0s"), (187, "3m07s"), (18_725, "5h12m"), (187_200, "2d04h")]
+)
+def test_durations_are_short(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
