@@ -109,7 +109,7 @@ class Detokenizer:
             return Failed(request, attempt, f"detokenizer {self._instance} serves {self._model}, not {opened.model}")
         if len(self.streams) >= self._max_streams and request not in self.streams:
             return Failed(
-                request, attempt, f"detokenizer {self._instance} holds {self._max_streams} streams, its limit"
+                request, attempt, f"detokenizer {self._instance} is full: {self._max_streams} streams"
             )
         if len(opened.context) % TOKEN_BYTES or not 0 <= opened.resumed * TOKEN_BYTES <= len(opened.context):
             return Failed(request, attempt, "the context does not hold the tokens that it should")

@@ -48,9 +48,8 @@ class Stream:
         tokens = tuple(unpack(self.opened.context)[-resumed:])
         text, _, stop = self._run(tokens)
         self.position = resumed
-        if stop is None and not text:
-            return None
-        return self._taken(resumed, (), text, "stop" if stop is not None else None, stop, None)
+        taken = self._taken(resumed, (), text, "stop" if stop is not None else None, stop, None)
+        return taken if taken.stopped or taken.delta.text else None
 
     def take(self, entry: NewTokens) -> Taken:
         """The entry as a delta; its `finish` is set where the output ends here, by the engine or a stop string."""

@@ -2,8 +2,8 @@
 
 The promise: the text of a stream is what `tokenizer.decode` adds for the output tokens behind their context. A
 character is delivered once it is complete, never before; bytes that are no UTF-8 become U+FFFD as soon as that is
-certain, at the latest at the end. `tokenizers.decoders.DecodeStream` was measured and left: it holds back trailing
-U+FFFD for ever, raises on invalid bytes, and costs several times the table of `byte_level`.
+certain, at the latest at the end. `tokenizers.decoders.DecodeStream` was measured and left: it has no end (a text that
+ends in U+FFFD never comes out whole), and costs 0.7 to 2 µs a token where the tables here cost 0.1 to 0.2.
 """
 
 from __future__ import annotations
