@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 
 from services.scheduler.core.prefix_index import PrefixIndex
 
@@ -75,6 +75,6 @@ class BlockPool:
         return self._blank
 
     @property
-    def cached(self) -> Iterable[int]:
+    def cached(self) -> KeysView[int]:
         """Free blocks that the index knows, least recently used first."""
         return self._cached.keys()

@@ -13,6 +13,7 @@ from services.scheduler.core.admission import Admission
 from services.scheduler.core.events import (
     DetokenizerGone,
     Event,
+    GatewayGone,
     GiveUp,
     Output,
     RankProgress,
@@ -60,6 +61,7 @@ class Serving:
     def __init__(self, engine: EngineId, epoch: Incarnation, limits: Limits, workers: WorkersReady) -> None:
         self.workers = workers
         self.card: ModelCard = workers.card
+        self.limits = limits
         self.admission = Admission(workers.card, workers.num_blocks, limits.policy)
         self.planner = Planner(limits, workers.num_blocks)
         self.steps = Steps(epoch)
@@ -95,6 +97,9 @@ class Engine:
             case DetokenizerLost() | DetokenizerGone():
                 reached = isinstance(event, DetokenizerLost)
                 self._fail_where(lambda s: s.detokenizer == event.detokenizer, "its detokenizer was lost", reached)
+            case GatewayGone():
+                for sequence in [s for s in self.requests.values() if s.generation.gateway == event.gateway]:
+                    self._end(sequence, tell_detokenizer=True)
             case RankProgress():
                 self._rank_progress(event, now)
             case StepMissed():
@@ -132,7 +137,7 @@ class Engine:
             waiting=len(self.requests) - planner.running,
             running=planner.running,
             max_waiting=self.limits.max_waiting,
-            max_running=self.limits.max_running,
+            max_running=self.serving.limits.max_running,
             blocks_total=planner.memory.pool.total,
             blocks_free=planner.memory.pool.free,
             steps=self.serving.steps.finished,
@@ -267,7 +272,8 @@ class Engine:
     def _workers_ready(self, workers: WorkersReady) -> None:
         if self.serving is not None:
             self._stop_serving("the engine's workers were exchanged")
-        self.serving = Serving(self._engine, self._epoch, self.limits, workers)
+        limits = self.limits.bounded(workers.max_running, workers.max_batch_tokens)
+        self.serving = Serving(self._engine, self._epoch, limits, workers)
 
     def _start_anew(self, reason: str) -> None:
         """A message to or from the workers was lost, so they and we may disagree on everything: a new epoch."""

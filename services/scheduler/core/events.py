@@ -14,10 +14,12 @@ from shared.messages.worker import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class WorkersReady:
-    """Every rank is ready with the same card; `num_blocks` is the least that any of them has."""
+    """Every rank is ready with the same card; the numbers are the least that any of them has."""
 
     card: ModelCard
     num_blocks: int
+    max_running: int | None = None
+    max_batch_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,13 @@ class DetokenizerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayGone:
+    """A gateway's process ended, and with it the connections of its clients."""
+
+    gateway: GatewayId
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Time to look for a step that takes too long."""
 
@@ -57,6 +66,7 @@ Event = (
     | WorkersLost
     | RankProgress
     | DetokenizerGone
+    | GatewayGone
     | TimePassed
 )
 

@@ -29,7 +29,7 @@ def check(engine: Engine) -> None:
     planner = engine.serving.planner
     sequences = list(engine.requests.values())
     check_memory(planner.memory, sequences)
-    _check_lines(planner, sequences, engine.limits)
+    _check_lines(planner, sequences, engine.serving.limits)
     for sequence in sequences:
         _check_sequence(sequence)
         if engine.serving.steps.in_flight == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Policy = Literal["fcfs", "priority"]
@@ -18,6 +18,8 @@ class Limits:
     max_waiting: int = 1024
     """New requests beyond it are rejected as overloaded; preempted ones always find a place."""
     policy: Policy = "fcfs"
+    max_new_bytes: int = 4 * 2**20
+    """Token ids that newcomers may add to one plan, in bytes: a plan must fit the bus. A single one always may."""
     run_ahead: int = 1
     """Plans issued beyond the one that is being computed."""
     step_timeout: float = 60.0
@@ -31,3 +33,9 @@ class Limits:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_running ({self.max_running}): "
                 "each running sequence computes one token a step"
             )
+
+    def bounded(self, max_running: int | None, max_batch_tokens: int | None) -> Limits:
+        """These limits, or less where the workers can hold only less."""
+        running = min(self.max_running, max_running or self.max_running)
+        tokens = min(self.max_batch_tokens, max_batch_tokens or self.max_batch_tokens)
+        return replace(self, max_running=min(running, tokens), max_batch_tokens=tokens)

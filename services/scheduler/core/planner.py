@@ -16,7 +16,7 @@ from services.scheduler.core.sequence import Sequence
 from shared.blocks import BLOCK_SIZE
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
-from shared.tokens import pack
+from shared.tokens import TOKEN_BYTES, pack
 
 
 class Started(NamedTuple):
@@ -165,9 +165,13 @@ class Planner:
     def _admit(self) -> list[Started]:
         """Newcomers, in line, while there is budget, a place, and memory for the whole of each."""
         started: list[Started] = []
+        new_bytes = 0
         while self._budget > 0 and self.running < self._limits.max_running:
             sequence = self.waiting.first
             if sequence is None:
+                break
+            new_bytes += len(sequence.tokens) * TOKEN_BYTES
+            if started and new_bytes > self._limits.max_new_bytes:
                 break
             cached = self.memory.cached_blocks(sequence)
             if not self._fits(sequence, cached):

@@ -1,0 +1,22 @@
+"""`python -m services.scheduler`: decides what one engine's workers compute."""
+
+from __future__ import annotations
+
+from services.scheduler.actor import SchedulerActor
+from services.scheduler.config import SchedulerConfig
+from shared.actor import run_service
+from shared.bus import Bus
+from shared.config import load_or_exit
+
+
+def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
+    return SchedulerActor(bus, config.instance_id(), config.limits(), world_size=config.world_size)
+
+
+def main() -> None:
+    config = load_or_exit("scheduler", SchedulerConfig)
+    run_service(config, lambda bus: build(config, bus), "scheduler")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The scheduler's shell: bus in, core asked, bus out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+from services.scheduler import metrics
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.events import (
+    DetokenizerGone,
+    Event,
+    GatewayGone,
+    GiveUp,
+    Output,
+    RankProgress,
+    SendPlan,
+    SendTokens,
+    TellGateway,
+    TimePassed,
+    WorkersLost,
+)
+from services.scheduler.core.invariants import check
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.ranks import Ranks, Unequal
+from shared import topics
+from shared.actor import Actor, Hears, Tick
+from shared.bus import Bus, Undelivered
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, new_incarnation
+from shared.messages.detokenizer import TokenBatch
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase
+from shared.messages.scheduler import Probe, ProbeReply, StepFinished
+from shared.messages.worker import StepPlan
+from shared.registry import Gone, Registry
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY = 30.0
+"""Seconds between two looks at the invariants of an idle engine: they take a while on a large pool."""
+
+
+class EngineWedged(Exception):
+    """A step did not end in time. Every request was failed; the process ends, and its supervisor starts a new one."""
+
+
+class SchedulerActor(Actor):
+    """Owns the core that owns one engine's requests. The engine's id is this instance's name."""
+
+    service = "scheduler"
+    tick_every = 0.5
+
+    def __init__(self, bus: Bus, instance: InstanceId, limits: Limits, *, world_size: int | None = None) -> None:
+        super().__init__(bus, instance)
+        self.engine_id = EngineId(instance)
+        self.core = Engine(self.engine_id, new_incarnation(), limits)
+        self._ranks = Ranks(self.engine_id, world_size)
+        self._others = Registry()
+        """Gateways and detokenizers."""
+        self._gauges = metrics.EngineGauges()
+        self._unequal: Unequal | None = None
+        self._worked_since_check = False
+        self._checked_at = 0.0
+
+    def hears(self) -> Sequence[Hears[Any]]:
+        return [
+            Hears(topics.engine_requests(self.engine_id), intake=True),
+            Hears(topics.engine_results(self.engine_id)),
+            Hears(topics.engine_control(self.engine_id)),
+            Hears(topics.engine_probes(self.engine_id), asked=True),
+            Hears(topics.lifecycles()),
+        ]
+
+    async def handle(self, message: Any) -> None:
+        match message:
+            case Lifecycle():
+                await self._lifecycle(message)
+            case Tick(_, alive_now):
+                await self._tick(alive_now)
+            case Undelivered():
+                await self._returned(message)
+            case _:
+                await self._tell(message)
+
+    async def answer(self, question: Probe) -> ProbeReply:
+        return self.core.probe(question.request, question.attempt)
+
+    async def tear_down(self) -> None:
+        await self._tell(WorkersLost("the engine was stopped"))
+
+    def is_idle(self) -> bool:
+        return not self.core.requests
+
+    def wanted_phase(self) -> Phase:
+        return "ready" if self.core.serving is not None else "starting"
+
+    def load(self) -> int:
+        return len(self.core.requests)
+
+    def engine_report(self) -> EngineReport | None:
+        return self.core.report()
+
+    async def _tell(self, event: Event) -> None:
+        started = time.perf_counter()
+        outputs = self.core.handle(event, self.bus.liveness_now())
+        if isinstance(event, StepFinished):
+            self._worked_since_check = True
+            metrics.STEPS.inc()
+            metrics.DECISION.observe(time.perf_counter() - started)
+        for output in outputs:
+            await self._send(output)
+
+    async def _send(self, output: Output) -> None:
+        match output:
+            case SendPlan(plan):
+                metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
+                await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
+            case SendTokens(detokenizer, batch):
+                metrics.note_batch(batch)
+                await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)
+            case TellGateway(gateway, message):
+                kind = getattr(message, "kind", "failed")
+                metrics.REFUSED.labels(kind).inc()
+                reason = getattr(message, "message", None) or getattr(message, "reason", None)
+                extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}
+                log.info("refused", extra=extra)
+                await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
+            case GiveUp(reason):
+                await self.bus.flush()
+                raise EngineWedged(reason)
+            case _:
+                assert_never(output)
+
+    # ---- who lives
+
+    async def _lifecycle(self, life: Lifecycle) -> None:
+        now = self.bus.liveness_now()
+        match life.service:
+            case "worker":
+                await self._worker_heard(life, now)
+            case "gateway" | "detokenizer":
+                gone = self._others.heard(life, now)
+                if gone is not None:
+                    await self._gone(gone)
+            case _:
+                pass
+
+    async def _worker_heard(self, life: Lifecycle, now: float) -> None:
+        await self._workers_lost(self._ranks.heard(life, now))
+        report = life.worker
+        if self.core.serving is None:
+            await self._assemble()
+        elif report is not None and self._ranks.is_member(life):
+            await self._tell(RankProgress(report.rank, report.epoch, report.received, report.published))
+
+    async def _assemble(self) -> None:
+        workers = self._ranks.assemble()
+        if isinstance(workers, Unequal):
+            if workers != self._unequal:
+                log.error("ranks differ", extra={"cards": workers.difference})
+            self._unequal = workers
+        elif workers is not None:
+            log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
+            await self._tell(workers)
+
+    async def _workers_lost(self, reason: str | None) -> None:
+        if reason is not None and self.core.serving is not None:
+            metrics.EPOCHS.inc()
+            log.error("workers lost", extra={"reason": reason})
+            await self._tell(WorkersLost(reason))
+
+    async def _gone(self, gone: Gone) -> None:
+        log.warning("gone", extra={"instance_gone": gone.last.instance, "reason": gone.reason})
+        if gone.last.service == "gateway":
+            await self._tell(GatewayGone(GatewayId(gone.last.instance)))
+        else:
+            await self._tell(DetokenizerGone(DetokenizerId(gone.last.instance)))
+
+    async def _returned(self, undelivered: Undelivered) -> None:
+        match undelivered.message:
+            case StepPlan():
+                self._ranks.forget()
+                await self._workers_lost("no worker takes plans")
+            case TokenBatch():
+                detokenizer = undelivered.topic.subject.split(".")[1]
+                await self._tell(DetokenizerGone(DetokenizerId(detokenizer)))
+            case _:
+                log.info("undelivered", extra={"subject": undelivered.topic.subject})
+
+    # ---- time
+
+    async def _tick(self, alive_now: float) -> None:
+        await self._workers_lost(self._ranks.expire(alive_now))
+        for gone in self._others.expire(alive_now):
+            await self._gone(gone)
+        await self._tell(TimePassed())
+        self._gauges.show(self.core)
+        if self.is_idle() and self._worked_since_check and alive_now - self._checked_at > CHECK_EVERY:
+            self._checked_at, self._worked_since_check = alive_now, False
+            check(self.core)

@@ -1,0 +1,49 @@
+"""What a scheduler is told at its start."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from services.scheduler.core.limits import Limits
+from shared.config import ServiceConfig
+from shared.ids import EngineId
+
+
+class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
+    engine: Annotated[
+        str | None, Meta(description="Id of the engine; it is the scheduler's instance name, and defaults to it.")
+    ] = None
+    world_size: Annotated[
+        int | None, Meta(ge=1, description="Ranks that must be there; by default what the workers say themselves.")
+    ] = None
+    max_batch_tokens: Annotated[int, Meta(ge=1, description="Tokens that one step computes at the most.")] = 2048
+    max_running: Annotated[int, Meta(ge=1, description="Sequences that one step holds at the most.")] = 256
+    max_waiting: Annotated[int, Meta(ge=1, description="Requests that wait here; the next one is refused.")] = 1024
+    policy: Annotated[
+        Literal["fcfs", "priority"], Meta(description="Who goes first: by arrival, or by priority (lower first).")
+    ] = "fcfs"
+    run_ahead: Annotated[int, Meta(ge=0, le=2, description="Plans sent beyond the one that is being computed.")] = 1
+    step_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds that a step may take before this process ends as wedged.")
+    ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.engine not in (None, "", self.instance):
+            raise ValueError(f"engine = {self.engine!r}: must be the instance name, which is {self.instance!r}")
+        self.limits()
+
+    def engine_id(self) -> EngineId:
+        return EngineId(self.instance_id())
+
+    def limits(self) -> Limits:
+        """Raises ValueError where the settings contradict each other."""
+        return Limits(
+            max_batch_tokens=self.max_batch_tokens,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            policy=self.policy,
+            run_ahead=self.run_ahead,
+            step_timeout=self.step_timeout_s,
+        )
