@@ -1,13 +1,74 @@
-"""`baton bench`: runs `services.bench`, told where the running stack is."""
+"""`baton bench`: runs `services.bench`, told where the running stack is; or starts a stack just for the run."""
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deploy.cli.detach import start_in_background
+from deploy.cli.down import stop_stack
+from deploy.cli.errors import CommandError
+from deploy.cli.stack_lookup import run_dir_of, running_stack
+from deploy.supervisor.state_file import StackState, read_state
+
+_NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
 
 
-def run_bench(argv: Sequence[str]) -> None:
-    """Ends with the bench's own status."""
-    finished = subprocess.run([sys.executable, "-m", "services.bench", *argv], check=False)
-    raise SystemExit(finished.returncode)
+def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | None) -> None:
+    """Ends with the bench's own status. Raises CommandError."""
+    if not argv or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
+        raise SystemExit(_bench(argv))
+    if up is None:
+        raise SystemExit(_bench(told(argv, _found(name, run_dir))))
+    with _stack_for_the_run(shlex.split(up)) as state:
+        status = _bench(told(argv, state))
+    raise SystemExit(status)
+
+
+def told(argv: Sequence[str], state: StackState) -> list[str]:
+    """`argv` with what is known of the stack put in where the user did not say it."""
+    pids = {member.instance: member.pid for member in state.members} | {"nats-server": state.nats_pid}
+    known = {
+        "--base-url": state.url,
+        "--model": state.model,
+        "--api-key": state.api_key,
+        "--pids": ",".join(f"{name}={pid}" for name, pid in pids.items() if pid is not None),
+    }
+    given = {each.split("=")[0] for each in argv}
+    return [*argv, *(f"{flag}={value}" for flag, value in known.items() if value and flag not in given)]
+
+
+def _found(name: str, run_dir: Path | None) -> StackState:
+    try:
+        return running_stack(name, run_dir)
+    except CommandError:
+        raise CommandError(
+            f"no stack runs in {run_dir_of(name, run_dir)}; baton up starts one, --base-url names any other server, "
+            'and --up "--model DIR" starts one for this run'
+        ) from None
+
+
+@contextlib.contextmanager
+def _stack_for_the_run(argv: list[str]) -> Iterator[StackState]:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        run_dir = Path(folder)
+        start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
+        state = read_state(run_dir)
+        if state is None:
+            raise CommandError("the stack ended as soon as it was ready")
+        try:
+            yield state
+        finally:
+            stop_stack(state, run_dir, now=True)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    try:
+        return subprocess.run([sys.executable, "-m", "services.bench", *argv], check=False).returncode
+    except KeyboardInterrupt:
+        return 130

@@ -109,7 +109,16 @@ def up(
             settings=merged(
                 {
                     "*": {"log_level": log_level},
-                    "worker": chosen(device=device, dtype=dtype, sim_step_ms=sim_step_ms, kv_memory=kv_memory),
+                    "scheduler": chosen(max_running=max_num_seqs, max_batch_tokens=max_batch_tokens),
+                    "worker": chosen(
+                        device=device,
+                        dtype=dtype,
+                        sim_step_ms=sim_step_ms,
+                        kv_memory=kv_memory,
+                        max_model_len=max_model_len,
+                        max_num_seqs=max_num_seqs,
+                        max_batch_tokens=max_batch_tokens,
+                    ),
                 },
                 own,
             ),

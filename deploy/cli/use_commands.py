@@ -29,11 +29,16 @@ def chat(
     converse(talk, question)
 
 
-def bench(context: typer.Context) -> None:
-    """Measure: baton bench serve|latency|throughput; everything after is passed on (try: baton bench --help)."""
+def bench(
+    context: typer.Context,
+    up: Annotated[str | None, typer.Option(help="Start a stack with these arguments for this run.")] = None,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Measure: baton bench serve|latency|throughput; all other arguments are passed on (baton bench serve --help)."""
     from deploy.cli.bench import run_bench
 
-    run_bench(context.args)
+    run_bench(context.args, up, name, run_dir)
 
 
 def doctor(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:

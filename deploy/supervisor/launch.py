@@ -74,7 +74,7 @@ def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
         case "tokenizer" | "detokenizer":
             return model
         case "scheduler":
-            return {"engine": str(seat.engine)}
+            return {"world_size": str(spec.counts.ranks)}
         case "worker":
             return {
                 **model,

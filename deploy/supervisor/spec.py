@@ -40,5 +40,5 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     drain_timeout: float = 30.0
     start_timeout: float = 600.0
     """Seconds until everybody must have been ready once."""
-    step_limit: float = 60.0
-    """Seconds after which an engine that has work and finishes no step is restarted."""
+    step_limit: float = 90.0
+    """Seconds after which an engine that has work and finishes no step is restarted; above the scheduler's own."""

@@ -11,7 +11,7 @@ from shared.messages.lifecycle import EngineReport, Lifecycle
 
 
 class WatchLimits(Struct, frozen=True, kw_only=True):
-    step: float = 60.0
+    step: float = 90.0
     """Seconds that an engine with work in hand may take for a step. The scheduler's own limit is tighter."""
     silence: float = 15.0
     """Seconds without a word from a process that was ready."""
