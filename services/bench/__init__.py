@@ -1,0 +1,1 @@
+"""Load generators for any OpenAI-compatible server. `python -m services.bench serve|latency|throughput`."""

@@ -1,0 +1,157 @@
+"""The few calls of the OpenAI API (and vLLM's additions) that a load generator makes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from services.bench.core.frames import FrameScanner, StreamError
+from services.bench.core.outcome import Outcome
+from services.bench.http_client import HttpClient, HttpError, Response
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+Messages = tuple[tuple[str, str], ...]
+"""(role, content) of each message."""
+PromptBody = str | list[int] | Messages
+ERROR_SHOWN = 300
+
+
+class Prompt(NamedTuple):
+    """One request to make."""
+
+    body: PromptBody
+    tokens: int
+    """How long the prompt is meant to be; the server's own count is what is reported."""
+    output_tokens: int
+
+
+class ApiError(Exception):
+    """The server is not there, or does not answer what is needed; the text says what."""
+
+
+class Api:
+    """Speaks to one server as one model."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        model: str,
+        endpoint: Endpoint,
+        *,
+        ignore_eos: bool = False,
+        extra_body: dict[str, Any] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self.client, self.model, self.endpoint = client, model, endpoint
+        self._path = PATHS[endpoint]
+        self._extra = {**({"ignore_eos": True} if ignore_eos else {}), **(extra_body or {})}
+        self._timeout = timeout
+
+    async def stream(self, prompt: Prompt) -> Outcome:
+        """Makes a streaming request and times its tokens. Failures are in the outcome."""
+        body = self._body(prompt, {"stream": True, "stream_options": {"include_usage": True}})
+        scanner = FrameScanner()
+        start = time.perf_counter()
+        try:
+            status = await self.client.post(self._path, body, scanner.feed, self._timeout)
+            if status != 200:
+                raise HttpError(_error_of(status, scanner.unfinished))
+            stream = scanner.finish()
+        except (HttpError, StreamError) as error:
+            return _failure(start, str(error))
+        if not stream.token_times:
+            return _failure(start, "a stream without any token")
+        counted = prompt.tokens if stream.prompt_tokens is None else stream.prompt_tokens
+        return Outcome(start, stream.token_times[-1], counted, stream.output_tokens, stream.token_times)
+
+    async def whole(self, prompt: Prompt) -> Outcome:
+        """Makes a request whose answer comes in one piece."""
+        start = time.perf_counter()
+        try:
+            response = await self.client.call("POST", self._path, self._body(prompt, {}), self._timeout)
+            if response.status != 200:
+                raise HttpError(_error_of(*response))
+            usage = _object(response)["usage"]
+            counts = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        except (HttpError, ApiError, KeyError, TypeError) as error:
+            return _failure(start, str(error) or repr(error))
+        return Outcome(start, time.perf_counter(), *counts, [])
+
+    async def count(self, body: PromptBody) -> int:
+        """How many tokens the server makes of a prompt, template and special tokens included. Raises ApiError."""
+        return len(await self.tokenize(body))
+
+    async def tokenize(self, body: PromptBody) -> list[int]:
+        """The prompt's tokens (`POST /tokenize`, as vLLM has it). Raises ApiError."""
+        question = msgspec.json.encode({"model": self.model, **_prompt_fields(body)})
+        try:
+            response = await self.client.call("POST", "/tokenize", question)
+        except HttpError as error:
+            raise ApiError(f"/tokenize: {error}") from None
+        if response.status != 200:
+            raise ApiError(f"/tokenize: {_error_of(*response)}")
+        answer = _object(response)
+        tokens = answer.get("tokens")
+        if not isinstance(tokens, list) or not all(isinstance(t, int) for t in tokens):
+            raise ApiError("/tokenize: the answer holds no list of tokens")
+        count = answer.get("count", len(tokens))
+        return tokens if len(tokens) == count else [0] * count
+
+    def _body(self, prompt: Prompt, more: dict[str, Any]) -> bytes:
+        return msgspec.json.encode(
+            {
+                "model": self.model,
+                **_prompt_fields(prompt.body),
+                "max_tokens": prompt.output_tokens,
+                "temperature": 0.0,
+                **more,
+                **self._extra,
+            }
+        )
+
+
+async def first_model(client: HttpClient) -> str:
+    """The first model that the server offers. Raises ApiError."""
+    try:
+        response = await client.call("GET", "/v1/models")
+    except HttpError as error:
+        raise ApiError(str(error)) from None
+    if response.status != 200:
+        raise ApiError(f"/v1/models: {_error_of(*response)}")
+    models = _object(response).get("data")
+    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
+        raise ApiError("/v1/models: the server offers no model; name one with --model")
+    return str(models[0]["id"])
+
+
+def _prompt_fields(body: PromptBody) -> dict[str, Any]:
+    if isinstance(body, tuple):
+        return {"messages": [{"role": role, "content": content} for role, content in body]}
+    return {"prompt": body}
+
+
+def _object(response: Response) -> dict[str, Any]:
+    try:
+        answer = msgspec.json.decode(response.body)
+    except msgspec.DecodeError as error:
+        raise ApiError(f"the answer is no JSON: {error}") from None
+    if not isinstance(answer, dict):
+        raise ApiError("the answer is no JSON object")
+    return answer
+
+
+def _error_of(status: int, body: bytes) -> str:
+    try:
+        error = msgspec.json.decode(body)["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    return f"HTTP {status}: {text[:ERROR_SHOWN]}"
+
+
+def _failure(start: float, error: str) -> Outcome:
+    return Outcome(start, time.perf_counter(), 0, 0, [], error)

@@ -1,0 +1,1 @@
+"""What a benchmark computes, apart from any network or clock."""

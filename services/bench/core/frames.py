@@ -1,0 +1,135 @@
+"""Server-sent events of a completion stream, scanned without decoding each one. No network, no clock.
+
+A load generator shares the machine with what it measures, so a frame costs one slice and one append here. Only the
+first frames and the last few are ever decoded, after the stream has ended: in between lie tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import msgspec
+
+TAIL = 4
+"""Frames kept from the end: last text, finish, usage, `[DONE]`."""
+HEAD = 2
+"""Frames kept from the start: a role, and the first text."""
+PARTIAL_LIMIT = 2**20
+
+
+class StreamError(Exception):
+    """The stream is not what a completion stream may be; the text says how."""
+
+
+class Stream(NamedTuple):
+    """What a finished stream tells."""
+
+    token_times: list[float]
+    """When each frame that carries tokens arrived."""
+    prompt_tokens: int | None
+    output_tokens: int
+    """As the server's usage says; without usage, the number of frames."""
+    finish_reason: str | None
+
+
+class FrameScanner:
+    """Owns one stream's frames and their arrival times."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._head: list[bytes] = []
+        self._tail: deque[bytes] = deque(maxlen=TAIL)
+        self._partial = b""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes body bytes as they come, cut anywhere. Raises StreamError where a frame has no end."""
+        if not self._partial and data.endswith(b"\n\n") and data.find(b"\n\n") == len(data) - 2:
+            self._frame(data[:-2], now)  # one whole frame: nearly always
+            return
+        *whole, self._partial = (self._partial + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._partial) > PARTIAL_LIMIT:
+            raise StreamError(f"an event of more than {PARTIAL_LIMIT} bytes")
+        for frame in whole:
+            self._frame(frame, now)
+
+    def _frame(self, frame: bytes, now: float) -> None:
+        if not frame.startswith(b"data:"):
+            return  # a comment that keeps the connection alive
+        self._times.append(now)
+        self._tail.append(frame)
+        if len(self._head) < HEAD:
+            self._head.append(frame)
+
+    @property
+    def unfinished(self) -> bytes:
+        """What followed the last whole frame: all there is, where the response is no stream."""
+        return self._partial
+
+    def finish(self) -> Stream:
+        """What the stream tells, once it has ended. Raises StreamError where it broke off or carries an error."""
+        count = len(self._times)
+        tail = [_decoded(frame) for frame in self._tail]
+        for event in tail:
+            if isinstance(event, dict) and event.get("error"):
+                raise StreamError(_error_text(event["error"]))
+        if not tail or tail[-1] is not None:
+            raise StreamError("the stream broke off before [DONE]")
+        silent = {count - len(tail) + i for i, event in enumerate(tail) if not _carries_tokens(event)}
+        for i, frame in enumerate(self._head):
+            if _is_opening(_decoded(frame)):
+                silent.add(i)
+        times = [time for i, time in enumerate(self._times) if i not in silent]
+        usage: dict[str, Any] = next((e["usage"] for e in reversed(tail) if e is not None and e.get("usage")), {})
+        return Stream(
+            token_times=times,
+            prompt_tokens=usage.get("prompt_tokens"),
+            output_tokens=usage.get("completion_tokens", len(times)),
+            finish_reason=next((r for e in reversed(tail) if (r := _finish_reason(e)) is not None), None),
+        )
+
+
+def _decoded(frame: bytes) -> dict[str, Any] | None:
+    """The event of a frame; None for `[DONE]`."""
+    data = frame[5:].strip()
+    if data == b"[DONE]":
+        return None
+    try:
+        event = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise StreamError(f"an event that is no JSON: {error}") from None
+    if not isinstance(event, dict):
+        raise StreamError("an event that is no JSON object")
+    return event
+
+
+def _choice(event: dict[str, Any] | None) -> dict[str, Any] | None:
+    choices = (event or {}).get("choices")
+    return choices[0] if choices else None
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text") or ""
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+
+
+def _carries_tokens(event: dict[str, Any] | None) -> bool:
+    """Whether a late frame stands for tokens: it holds text, or no end (a character may be incomplete)."""
+    choice = _choice(event)
+    return choice is not None and bool(_text(choice) or choice.get("finish_reason") is None)
+
+
+def _is_opening(event: dict[str, Any] | None) -> bool:
+    """A chat stream's first frame, which names the role before there is any token."""
+    choice = _choice(event)
+    return choice is not None and "role" in (choice.get("delta") or {}) and not _text(choice)
+
+
+def _finish_reason(event: dict[str, Any] | None) -> str | None:
+    return (_choice(event) or {}).get("finish_reason")
+
+
+def _error_text(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,72 @@
+"""Reads how much processor time the server's processes have used, where they run on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from urllib.parse import urlsplit
+
+import psutil
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+STACK_WORDS = ("baton", "deploy")
+"""In the command line of the process that started the others, where there is one."""
+
+
+def find_stack(base_url: str) -> dict[str, int]:
+    """The processes behind a URL on this machine, by name: whoever listens, who started it, and all its children.
+
+    Empty where the server is elsewhere, or not ours to see.
+    """
+    url = urlsplit(base_url)
+    if url.hostname not in LOOPBACK:
+        return {}
+    with contextlib.suppress(psutil.Error):
+        listener = _listener(url.port or 80)
+        if listener is not None:
+            root = _root(listener)
+            return _named([root, *root.children(recursive=True)])
+    return {}
+
+
+def used(pids: dict[str, int]) -> dict[str, float]:
+    """Processor seconds of each process that is still there."""
+    seconds = {}
+    for name, pid in pids.items():
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            seconds[name] = times.user + times.system
+    return seconds
+
+
+def _listener(port: int) -> psutil.Process | None:
+    for connection in psutil.net_connections("tcp"):
+        address = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
+            return psutil.Process(connection.pid)
+    return None
+
+
+def _root(process: psutil.Process) -> psutil.Process:
+    """Whoever started the listener as part of a stack; the listener itself where nobody did."""
+    parent = process.parent()
+    if parent is not None and any(word in part for part in parent.cmdline()[:4] for word in STACK_WORDS):
+        return parent
+    return process
+
+
+def _named(processes: list[psutil.Process]) -> dict[str, int]:
+    named: dict[str, int] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            name = _name(process)
+            named[f"{name} ({process.pid})" if name in named else name] = process.pid
+    return named
+
+
+def _name(process: psutil.Process) -> str:
+    """The instance where it is given one, else the module that runs, else the program."""
+    command = process.cmdline()
+    for flag in ("--instance", "-m"):
+        if flag in command[:-1]:
+            return command[command.index(flag) + 1]
+    return process.name()
