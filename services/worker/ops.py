@@ -1,7 +1,8 @@
 """What a decoder is made of: the operations that a device offers. Knows no model family and no scheduling.
 
 The decoder is written against :class:`Ops` only, so a model runs on whatever implements it: portable PyTorch
-(`torch_ops`), or the C++ kernels for CPUs (`native.native_ops`).
+(`torch_ops`), or the C++ kernels for CPUs (`native.native_ops`). An implementation that can do a whole forward pass
+at once says so by `model.decoder.FusesDecoders`.
 
 Words: n is the number of tokens (rows) of a step over all its sequences, S the number of sequences, H and KV
 this rank's query and key/value heads, D the head dimension, I this rank's share of the MLP.

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.sampling.filters import greatest, top_threshold
 from services.worker.sampling.parameters import ParameterTable
 from services.worker.sampling.philox import philox, uniforms
 from services.worker.sampling.sampler import Drawn, inverse_cdf, sample
@@ -143,9 +144,20 @@ def test_positions_of_one_seed_are_independent_draws() -> None:
     assert chi_squared_is_plausible(tokens, expected_distribution(logits))
 
 
-def test_a_nucleus_wider_than_the_candidates_is_found_by_sorting() -> None:
-    flat = torch.zeros(VOCABULARY) + torch.arange(VOCABULARY) * 1e-6
-    assert len(set(draws(flat, {"top_p": 0.9}))) > 500
+def test_a_nucleus_wider_than_the_candidates_is_exact() -> None:
+    weights = torch.softmax(torch.randn(6, 4096, generator=torch.Generator().manual_seed(0)), dim=1)
+    top_p = torch.tensor([[0.2], [0.5], [0.9], [0.99], [1.0], [0.01]])
+    nowhere = torch.full((6, 1), 1 << 40)
+    found = top_threshold(weights, nowhere, top_p)
+    for row, threshold, share in zip(weights, found.squeeze(1), top_p.squeeze(1), strict=True):
+        ordered = row.double().sort(descending=True).values
+        needed = int((ordered.cumsum(0) - ordered < share.double() * ordered.sum()).sum())
+        assert abs(int((row >= threshold).sum()) - needed) <= 1, "one token's rounding"
+
+
+def test_the_greatest_are_found_chunk_by_chunk() -> None:
+    weights = torch.rand(5, 8192, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(greatest(weights, 100), weights.topk(100, dim=1).values)
 
 
 def test_a_row_is_drawn_alike_in_every_company() -> None:
@@ -228,9 +240,18 @@ def test_logits_in_half_precision_are_drawn_from_too() -> None:
 
 def test_chances_at_the_very_ends_give_tokens_that_can_be() -> None:
     chances = torch.tensor([0.0, 1.0 - 2**-53, 0.5], dtype=torch.float64)
-    probabilities = torch.zeros(3, VOCABULARY)
-    probabilities[:, 300], probabilities[:, 310] = 0.25, 0.75
-    assert inverse_cdf(probabilities, chances).tolist() == [300, 310, 310]
+    for scale in (1.0, 3.0, 1e-3):
+        weights = torch.zeros(3, 1024)
+        weights[:, 300], weights[:, 310] = 0.25 * scale, 0.75 * scale
+        assert inverse_cdf(weights, chances).tolist() == [300, 310, 310]
+
+
+def test_logits_that_are_no_numbers_harm_nobody_else() -> None:
+    rows = torch.stack([torch.full((VOCABULARY,), float("nan")), logits_of(2.0)])
+    params = [SamplingParams(seed=1, top_p=0.9, top_k=5, min_p=0.1), SamplingParams(seed=2, top_p=0.9)]
+    tokens = draw(rows, params).tokens
+    assert 0 <= tokens[0] < VOCABULARY
+    assert tokens[1] == draw(rows[1:], params[1:]).tokens[0]
 
 
 def test_philox_gives_the_numbers_of_its_authors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +44,22 @@ class Weights:
     head: PackedLinear
 
 
+class ForwardPass(Protocol):
+    """A whole decoder that an `Ops` runs by itself, see `FusesDecoders`."""
+
+    def __call__(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
+        """What `Decoder.forward` promises."""
+
+
+@runtime_checkable
+class FusesDecoders(Protocol):
+    """An `Ops` that has a forward pass of its own, faster than its operations one by one. For engines of one rank:
+    between the operations of several, sums are exchanged."""
+
+    def fuse(self, config: ModelConfig, weights: Weights) -> ForwardPass | None:
+        """The forward pass of this model; None where its operations must do."""
+
+
 class Decoder:
     """Turns token ids into logits, and fills the KV caches on the way."""
 
@@ -54,6 +71,9 @@ class Decoder:
         self._share = share
         self._ops = ops
         self._communicator = communicator
+        self._fused: ForwardPass | None = None
+        if communicator.world_size == 1 and isinstance(ops, FusesDecoders):
+            self._fused = ops.fuse(config, weights)
 
     @property
     def ops_name(self) -> str:
@@ -72,6 +92,8 @@ class Decoder:
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
         """ids [n] int32 → logits [R, vocab] of `meta.logits_rows`; None where R is 0, and on ranks other than 0."""
+        if self._fused is not None:
+            return self._fused(ids, meta, caches)
         layers = self._weights.layers
         residual = self._embedded(ids)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)

@@ -14,6 +14,9 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this one are greedy, as in vLLM: dividing by them would only overflow."""
 
 
+_ALL = 1 << 40
+
+
 class Feature(IntFlag):
     """What a request asks for beyond an argmax; a batch pays only for what some request in it asks."""
 
@@ -38,7 +41,7 @@ class Choices:
     temperature: NDArray[np.float32]
     """1 for greedy rows."""
     top_k: NDArray[np.int64]
-    """The vocabulary size where every token is kept."""
+    """More than any vocabulary holds where every token is kept."""
     top_p: NDArray[np.float32]
     min_p: NDArray[np.float32]
     presence: NDArray[np.float32]
@@ -56,6 +59,28 @@ class Choices:
     def rows_with(self, feature: Feature) -> NDArray[np.intp]:
         """The numbers of the rows that ask for any of `feature`."""
         return np.flatnonzero(self.by_row & int(feature))
+
+    def part(self, first: int, last: int) -> Choices:
+        """Those of the rows from `first` up to `last`, which count from 0 then."""
+        by_row = self.by_row[first:last]
+        rows, tokens, values = self.bias
+        mine = (rows >= first) & (rows < last)
+        return Choices(
+            features=Feature(int(np.bitwise_or.reduce(by_row))),
+            by_row=by_row,
+            temperature=self.temperature[first:last],
+            top_k=self.top_k[first:last],
+            top_p=self.top_p[first:last],
+            min_p=self.min_p[first:last],
+            presence=self.presence[first:last],
+            frequency=self.frequency[first:last],
+            repetition=self.repetition[first:last],
+            seed=self.seed[first:last],
+            logprobs=self.logprobs[first:last],
+            position=self.position[first:last],
+            slots=self.slots[first:last],
+            bias=(rows[mine] - first, tokens[mine], values[mine]),
+        )
 
 
 class ParameterTable:
@@ -82,7 +107,8 @@ class ParameterTable:
         params = sequence.sampling
         greedy = params.temperature < GREEDY_BELOW
         self._temperature[slot] = 1.0 if greedy else params.temperature
-        self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
+        keeps_all = not 0 < params.top_k < self._vocab_size
+        self._top_k[slot] = _ALL if keeps_all else params.top_k
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._presence[slot] = params.presence_penalty
@@ -103,7 +129,7 @@ class ParameterTable:
         asked = Feature(0)
         if not greedy:
             asked |= Feature.RANDOM
-            if self._top_k[slot] < self._vocab_size or params.top_p < 1.0:
+            if self._top_k[slot] < _ALL or params.top_p < 1.0:
                 asked |= Feature.TOP
             if params.min_p > 0.0:
                 asked |= Feature.MIN_P

@@ -27,13 +27,17 @@ class Penalties:
 
 
 def penalised(logits: Tensor, by: Penalties) -> Tensor:
-    """logits float32 [P, vocab] → the same, penalised; a new tensor."""
+    """logits float32 [P, vocab] → the same, penalised; overwrites them.
+
+    Only the logits of tokens held are looked at. A token held several times is written several times, with the same
+    value; so is a row's first token for every place behind the row's end.
+    """
     place = torch.arange(by.tokens.shape[1], device=logits.device)
     held = place < by.lengths
-    in_output = held & (place >= by.prompt_lengths)
-    tokens = torch.where(held, by.tokens, 0)
-    counts = torch.zeros_like(logits).scatter_add_(1, tokens, in_output.to(logits.dtype))
-    seen = torch.zeros_like(logits).scatter_add_(1, tokens, held.to(logits.dtype)) > 0
-    repeated = torch.where(logits > 0, logits / by.repetition, logits * by.repetition)
-    logits = torch.where(seen, repeated, logits)
-    return logits - by.frequency * counts - by.presence * (counts > 0)
+    tokens = torch.where(held, by.tokens, by.tokens[:, :1])
+    in_output = (held & (place >= by.prompt_lengths)).to(logits.dtype)
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, in_output).gather(1, tokens)
+    values = logits.gather(1, tokens)
+    values = torch.where(values > 0, values / by.repetition, values * by.repetition)
+    values -= by.frequency * counts + by.presence * (counts > 0)
+    return logits.scatter_(1, tokens, values)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.sampling.filters import min_p_threshold, top_threshold
+from services.worker.sampling.filters import CHUNK, kept, min_p_threshold, top_threshold
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.penalties import Penalties, penalised
 from services.worker.sampling.philox import uniforms
@@ -26,8 +26,11 @@ from shared.messages.generation import TokenLogprobs
 History = Callable[[NDArray[np.intp]], tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]
 """Slots → (tokens [P, longest], lengths [P], prompt lengths [P])."""
 
-_CHUNK = 256
+_CHUNK = 8 * CHUNK
 """Tokens added up before the cumulative sum: it runs over few numbers, in double precision, at little cost."""
+
+_CACHED = 1 << 18
+"""Logits worked on at once by a CPU: 1 MiB, as larger buffers are fetched from memory, page by page, at every step."""
 
 _CHANGES = Feature.BIAS | Feature.MIN_TOKENS | Feature.PENALTIES | Feature.RANDOM
 
@@ -41,24 +44,46 @@ class Drawn(Struct, frozen=True):
 def sample(logits: Tensor, choices: Choices, history: History) -> Drawn:
     """Draws one token for each row of `logits` [R, vocab]."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
-        return Drawn(logits.argmax(dim=1).tolist(), {})
+        return Drawn(_likeliest(logits).tolist(), {})
+    tokens: list[int] = []
+    logprobs: dict[int, TokenLogprobs] = {}
+    for first, last in _row_blocks(logits):
+        drawn = _sample_rows(logits[first:last], choices.part(first, last), history)
+        tokens += drawn.tokens
+        logprobs |= {first + row: entry for row, entry in drawn.logprobs.items()}
+    return Drawn(tokens, logprobs)
+
+
+def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
+    """Ranges of rows to work on at once: on a CPU, as many as its caches hold; elsewhere all."""
+    rows, vocab = logits.shape
+    step = max(1, _CACHED // vocab) if logits.device.type == "cpu" else rows
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _sample_rows(logits: Tensor, choices: Choices, history: History) -> Drawn:
+    wants_logprobs = bool(choices.features & Feature.LOGPROBS)
     raw = logits.float()
-    tokens = _drawn(_processed(raw, choices, history), choices) if choices.features & _CHANGES else raw.argmax(dim=1)
+    if choices.features & _CHANGES:
+        untouched = raw is logits or wants_logprobs
+        tokens = _drawn(_processed(raw.clone() if untouched else raw, choices, history), choices)
+    else:
+        tokens = _likeliest(raw)
     drawn: list[int] = tokens.tolist()
-    return Drawn(drawn, _logprobs(raw, drawn, choices) if choices.features & Feature.LOGPROBS else {})
+    return Drawn(drawn, _logprobs(raw, drawn, choices) if wants_logprobs else {})
 
 
-def _processed(raw: Tensor, choices: Choices, history: History) -> Tensor:
-    """Everything that can change which token is the likeliest; a new tensor where anything is changed."""
-    logits = raw
+def _processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
+    """Everything that can change which token is the likeliest; overwrites `logits`."""
+    device = logits.device
     if choices.features & (Feature.BIAS | Feature.MIN_TOKENS):
-        rows, tokens, values = (torch.from_numpy(part).to(raw.device) for part in choices.bias)
-        logits = raw.index_put((rows, tokens), values, accumulate=True)
+        rows, tokens, values = (torch.from_numpy(part).to(device) for part in choices.bias)
+        logits.index_put_((rows, tokens), values, accumulate=True)
     if choices.features & Feature.PENALTIES:
         numbers = choices.rows_with(Feature.PENALTIES)
-        rows = torch.from_numpy(numbers).to(raw.device)
-        changed = penalised(logits.index_select(0, rows), _penalties(choices, numbers, history, raw.device))
-        logits = logits.index_copy(0, rows, changed)
+        rows = torch.from_numpy(numbers).to(device)
+        changed = penalised(logits.index_select(0, rows), _penalties(choices, numbers, history, device))
+        logits.index_copy_(0, rows, changed)
     return logits
 
 
@@ -79,51 +104,64 @@ def _penalties(choices: Choices, rows: NDArray[np.intp], history: History, devic
 
 
 def _drawn(logits: Tensor, choices: Choices) -> Tensor:
-    """[R] tokens: the likeliest of greedy rows, a random one of the others."""
+    """[R] tokens: the likeliest of greedy rows, a random one of the others. Overwrites `logits`."""
     if not choices.features & Feature.RANDOM:
-        return logits.argmax(dim=1)
+        return _likeliest(logits)
     numbers = choices.rows_with(Feature.RANDOM)
-    rows = torch.from_numpy(numbers).to(logits.device)
     if len(numbers) == len(logits):
         return _random(logits, choices, numbers)
-    tokens = logits.argmax(dim=1)
+    tokens = _likeliest(logits)
+    rows = torch.from_numpy(numbers).to(logits.device)
     return tokens.index_copy_(0, rows, _random(logits.index_select(0, rows), choices, numbers))
 
 
 def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp]) -> Tensor:
+    """A random token of each row; overwrites `logits`."""
+
     def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values[rows]).to(logits.device).unsqueeze(1)
 
-    logits = logits / column(choices.temperature)
+    weights = _weights(logits.div_(column(choices.temperature)))
     if choices.features & Feature.MIN_P:
-        logits = _without(logits, min_p_threshold(logits, column(choices.min_p)))
+        weights = kept(weights, min_p_threshold(weights, column(choices.min_p)))
     if choices.features & Feature.TOP:
-        logits = _without(logits, top_threshold(logits, column(choices.top_k), column(choices.top_p)))
+        weights = kept(weights, top_threshold(weights, column(choices.top_k), column(choices.top_p)))
     chances = torch.from_numpy(uniforms(choices.seed[rows], choices.position[rows])).to(logits.device)
-    return inverse_cdf(torch.softmax(logits, dim=1), chances)
+    return inverse_cdf(weights, chances)
 
 
-def _without(logits: Tensor, threshold: Tensor) -> Tensor:
-    return logits.masked_fill(logits < threshold, float("-inf"))
+def _weights(logits: Tensor) -> Tensor:
+    """Probabilities up to a factor, with zeros up to a multiple of _CHUNK; overwrites `logits`."""
+    weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
+    missing = -logits.shape[1] % _CHUNK
+    return F.pad(weights, (0, missing)) if missing else weights
 
 
-def inverse_cdf(probabilities: Tensor, chances: Tensor) -> Tensor:
-    """The token at which each row's cumulative probability passes its chance.
+def inverse_cdf(weights: Tensor, chances: Tensor) -> Tensor:
+    """The token at which each row's share of the cumulated weight passes its chance.
 
-    probabilities float32 [R, vocab], chances float64 [R] in [0, 1) → int64 [R]; never a token of probability 0.
+    weights float32 [R, multiple of _CHUNK], chances float64 [R] in [0, 1) → int64 [R]; never a token of weight 0.
     """
-    rows, vocab = probabilities.shape
-    chunks = F.pad(probabilities, (0, -vocab % _CHUNK)).view(rows, -1, _CHUNK)
+    chunks = weights.view(len(weights), -1, _CHUNK)
     by_chunk = chunks.sum(dim=2).double().cumsum(dim=1)
-    target = chances.unsqueeze(1) * by_chunk[:, -1:]
-    chunk = (by_chunk <= target).sum(dim=1, keepdim=True).clamp_(max=by_chunk.shape[1] - 1)
+    total = by_chunk[:, -1:]
+    # A product rounded up to the total would point behind the last token.
+    target = torch.minimum(chances.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    chunk = (by_chunk <= target).sum(dim=1, keepdim=True)
     before = torch.where(chunk > 0, by_chunk.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
     inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, _CHUNK)).squeeze(1)
-    cumulated = inside.double().cumsum(dim=1)
-    offset = (cumulated <= target - before).sum(dim=1, keepdim=True)
+    offset = (inside.double().cumsum(dim=1) <= target - before).sum(dim=1, keepdim=True)
     # Rounding can leave the target behind the chunk's last likely token: that one is meant then.
     last_likely = (_CHUNK - 1) - (inside.flip(1) > 0).to(torch.int8).argmax(dim=1, keepdim=True)
     return (chunk * _CHUNK + torch.minimum(offset, last_likely)).squeeze(1)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """[R] the first of each row's greatest logits."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=1)
+    # NumPy's is vectorised: 0.3 ms for 64 rows of 32,000 in bfloat16, 7.3 ms with torch's.
+    return torch.from_numpy(logits.float().numpy().argmax(axis=1))
 
 
 def _logprobs(raw: Tensor, tokens: list[int], choices: Choices) -> dict[int, TokenLogprobs]:
