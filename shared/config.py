@@ -187,7 +187,7 @@ def _build(config_type: type[C], settings: Mapping[str, _Setting]) -> C:
     values: dict[str, Any] = {}
     for key, setting in settings.items():
         try:
-            values[key] = msgspec.convert(_parsed(setting.value, types[key]), types[key], strict=False)
+            values[key] = msgspec.convert(_parsed(setting.value, types[key]), _bounded_inside(types[key]), strict=False)
         except (msgspec.ValidationError, ValueError) as error:
             shown = "***" if "password" in key else repr(setting.value)
             raise ConfigError(f"{key} = {shown} (from {setting.source}): {error}") from None
@@ -233,6 +233,15 @@ def _parsed(value: Any, annotated: Any) -> Any:
     if get_origin(_plain_type(annotated)) is tuple:
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
+
+
+def _bounded_inside(annotated: Any) -> Any:
+    """`Annotated[int | None, Meta(ge=1)]` as `Annotated[int, Meta(ge=1)] | None`: a union has no bounds for msgspec."""
+    plain = _plain_type(annotated)
+    if type(None) not in get_args(_strip(annotated)) or get_origin(annotated) is not Annotated:
+        return annotated
+    inner = next((each for each in get_args(_strip(annotated)) if each is not type(None)), plain)
+    return Annotated[(inner, *get_args(annotated)[1:])] | None
 
 
 def _strip(annotated: Any) -> Any:

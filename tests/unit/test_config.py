@@ -100,3 +100,14 @@ def test_sizes() -> None:
     for bad in ("", "-1", "1 parsec", "GiB"):
         with pytest.raises(ValueError, match="size"):
             parse_bytes(bad)
+
+
+class _Optional(ServiceConfig, frozen=True, kw_only=True):
+    share: Annotated[int | None, Meta(ge=1, description="Bounds on a value that may be missing.")] = None
+
+
+def test_bounds_hold_for_settings_that_may_be_none() -> None:
+    assert load_config("x", _Optional, ["--share=3"], {}).share == 3
+    assert load_config("x", _Optional, ["--share=none"], {}).share is None
+    with pytest.raises(ConfigError, match="share = '0'"):
+        load_config("x", _Optional, ["--share=0"], {})
