@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,14 @@ def merged(*layers: Settings) -> dict[str, dict[str, str]]:
         for service, values in layer.items():
             settings[service].update(values)
     return dict(settings)
+
+
+def cpu_share(engines: int, ranks: int) -> int | None:
+    """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine."""
+    if engines == 1:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (engines * ranks))
 
 
 def chosen(**settings: object) -> dict[str, str]:

@@ -77,7 +77,7 @@ def up(
 ) -> None:
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, detokenizer."""
     from deploy.cli.stack_lookup import run_dir_of
-    from deploy.cli.stack_spec import chosen, merged, model_directory, parsed_settings, served_name
+    from deploy.cli.stack_spec import chosen, cpu_share, merged, model_directory, parsed_settings, served_name
 
     where = run_dir_of(name, run_dir)
     own = parsed_settings(settings or [])
@@ -118,6 +118,7 @@ def up(
                         max_model_len=max_model_len,
                         max_num_seqs=max_num_seqs,
                         max_batch_tokens=max_batch_tokens,
+                        threads=cpu_share(engines, tp),
                     ),
                 },
                 own,

@@ -76,13 +76,11 @@ def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
         case "scheduler":
             return {"world_size": str(spec.counts.ranks)}
         case "worker":
-            return {
-                **model,
-                "engine": str(seat.engine),
-                "rank": str(seat.rank),
-                "world_size": str(spec.counts.ranks),
-                "rendezvous": str(where.rendezvous),
-            }
+            alone = {**model, "engine": str(seat.engine)}
+            if spec.counts.ranks == 1 or where.rendezvous is None:
+                return alone
+            ranks = {"rank": str(seat.rank), "world_size": str(spec.counts.ranks), "rendezvous": where.rendezvous}
+            return alone | ranks
         case "coordinator" | "supervisor":
             return {}
 
