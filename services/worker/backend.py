@@ -11,6 +11,10 @@ from shared.messages.scheduler import Sampled, StepTiming
 from shared.messages.worker import StepPlan
 
 
+class BackendError(Exception):
+    """The model cannot be served here; the text says why and what to do."""
+
+
 class StepOutput(Struct, frozen=True):
     sampled: tuple[Sampled, ...]
     """One entry for each work of the plan that had `sample` set, in the plan's order."""

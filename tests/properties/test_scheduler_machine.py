@@ -184,7 +184,9 @@ class EngineMachine(RuleBasedStateMachine):
         sent.called_off = True
         self.tell(message(sent.generate.generation.request, sent.generate.generation.attempt))
 
-    @rule(seldom=SELDOM, message=st.sampled_from([DetokenizerLost, DetokenizerGone]), which=st.sampled_from(DETOKENIZERS))
+    @rule(
+        seldom=SELDOM, message=st.sampled_from([DetokenizerLost, DetokenizerGone]), which=st.sampled_from(DETOKENIZERS)
+    )
     def a_detokenizer_is_lost(
         self, seldom: bool, message: type[DetokenizerLost] | type[DetokenizerGone], which: DetokenizerId
     ) -> None:

@@ -22,6 +22,7 @@ from services.scheduler.core.limits import Limits
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.detokenizer import Abandon, NewTokens
 from shared.messages.gateway import Failed, Rejected
+from shared.messages.generation import TokenLogprobs
 from shared.messages.scheduler import (
     Cancel,
     DetokenizerLost,
@@ -278,7 +279,7 @@ def test_under_pressure_the_latest_is_preempted_and_still_gives_the_same_tokens(
     assert ring.engine.serving.planner.preemptions > 0
     expected = right_output(requests[0], ring.context)[0]
     assert [ring.output_of(n) for n in "abc"] == [expected] * 3
-    assert [e.request for e in ring.entries if e.finish][0] == "a"
+    assert next(e.request for e in ring.entries if e.finish) == "a"
     assert ring.free == 6
 
 
@@ -313,9 +314,7 @@ def test_a_newer_attempt_replaces_the_older_and_goes_on_where_it_was() -> None:
     expected = right_output(request, ring.context)[0]
     ring.send(request)
     ring.step()
-    outputs = ring.send(
-        generate("a", PROMPT, attempt=2, resume=tuple(expected[:2]), max_tokens=6, ignore_eos=True)
-    )
+    outputs = ring.send(generate("a", PROMPT, attempt=2, resume=tuple(expected[:2]), max_tokens=6, ignore_eos=True))
     assert abandoned(outputs) == [Abandon(RequestId("a"), Attempt(1))]
     ring.finish()
     newer = [e for e in ring.entries if e.attempt == 2]
@@ -337,9 +336,7 @@ def test_a_lost_detokenizer_fails_its_requests_only() -> None:
     other = DetokenizerId("detokenizer-2")
     ring.send(generate("a", PROMPT))
     ring.send(generate("b", PROMPT, detokenizer=other))
-    assert told(ring.send(DetokenizerLost(other))) == [
-        Failed(RequestId("b"), Attempt(1), "its detokenizer was lost")
-    ]
+    assert told(ring.send(DetokenizerLost(other))) == [Failed(RequestId("b"), Attempt(1), "its detokenizer was lost")]
     outputs = ring.send(DetokenizerGone(DETOKENIZER))
     assert told(outputs) == [Failed(RequestId("a"), Attempt(1), "its detokenizer was lost")]
     assert abandoned(outputs) == [], "nobody is there to hear it"
@@ -430,9 +427,7 @@ def test_without_workers_requests_fail_at_once() -> None:
     outputs = ring.send(WorkersLost("rank 0 stopped"))
     assert told(outputs) == [Failed(RequestId("a"), Attempt(1), "rank 0 stopped")]
     assert ring.engine.report() is None
-    assert told(ring.send(generate("b", PROMPT))) == [
-        Failed(RequestId("b"), Attempt(1), "the engine has no workers")
-    ]
+    assert told(ring.send(generate("b", PROMPT))) == [Failed(RequestId("b"), Attempt(1), "the engine has no workers")]
     ring.send(WorkersReady(card(), 32))
     assert plans(ring.send(generate("c", PROMPT)))[0].epoch == EPOCH + 1
 
@@ -463,8 +458,6 @@ def test_a_probe_is_told_where_a_request_stands() -> None:
 
 
 def test_logprobs_travel_with_their_tokens() -> None:
-    from shared.messages.generation import TokenLogprobs
-
     ring = Ring()
     ring.send(generate("a", PROMPT, ignore_eos=True))
     logprobs = (TokenLogprobs(7, -0.5, ((7, -0.5),)),)

@@ -1,0 +1,32 @@
+"""`python -m services.worker`: one rank of an engine."""
+
+from __future__ import annotations
+
+import logging
+
+from services.worker.actor import WorkerActor
+from services.worker.backend import BackendError
+from services.worker.backend_choice import make_backend
+from services.worker.config import WorkerConfig
+from shared.actor import run_service
+from shared.bus import Bus
+from shared.config import load_or_exit
+
+log = logging.getLogger(__name__)
+
+
+async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
+    return WorkerActor(bus, config.instance_id(), config.place(), lambda: make_backend(config))
+
+
+def main() -> None:
+    config = load_or_exit("worker", WorkerConfig)
+    try:
+        run_service(config, lambda bus: build(config, bus), "worker")
+    except* BackendError as errors:
+        log.error("cannot serve", extra={"model": config.model, "reason": str(errors.exceptions[0])})
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The worker's shell: plans from the bus to the compute thread, results back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.worker import metrics
+from services.worker.backend import Backend, StepOutput
+from services.worker.compute_thread import ComputeThread
+from services.worker.step_order import Gap, StepOrder
+from shared import topics
+from shared.actor import Actor, Hears
+from shared.bus import Bus
+from shared.ids import EngineId, InstanceId
+from shared.messages.lifecycle import WorkerReport
+from shared.messages.scheduler import StepFinished, StepMissed
+from shared.messages.worker import StepPlan
+
+log = logging.getLogger(__name__)
+
+
+class OutOfStep(Exception):
+    """A rank of several missed a plan. The others wait for it inside that step, so the engine's ranks start anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank of which engine this process is, and what its scheduler may ask of it."""
+
+    engine: EngineId
+    rank: int = 0
+    world_size: int = 1
+    max_num_seqs: int | None = None
+    max_batch_tokens: int | None = None
+
+    @property
+    def publishes(self) -> bool:
+        """One rank speaks for all: results are the same on each."""
+        return self.rank == 0
+
+
+class WorkerActor(Actor):
+    """Owns one rank's compute thread. Decides nothing: it executes plans in order, and says when one is missing."""
+
+    service = "worker"
+
+    def __init__(self, bus: Bus, instance: InstanceId, place: Place, make_backend: Callable[[], Backend]) -> None:
+        super().__init__(bus, instance)
+        self._place = place
+        self._thread = ComputeThread(make_backend, skip_void=place.world_size == 1)
+        self._backend: Backend | None = None
+        self._order = StepOrder()
+        self._in_hand = 0
+        self._published = 0
+
+    def hears(self) -> Sequence[Hears[Any]]:
+        return [Hears(topics.engine_steps(self._place.engine))]
+
+    async def set_up(self) -> None:
+        self._backend = await self._thread.start()
+        extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
+        log.info("backend ready", extra=extra)
+
+    async def handle(self, message: StepPlan) -> None:
+        verdict = self._order.take(message)
+        match verdict:
+            case "first" | "next":
+                if verdict == "first":
+                    self._published = 0
+                self._in_hand += 1
+                self._thread.submit(message, first=verdict == "first")
+            case "repeated":
+                log.warning("plan came twice", extra={"step": message.step})
+            case Gap(expected):
+                await self._missed(message, expected)
+
+    async def background(self) -> None:
+        while True:
+            plan, output = await self._thread.result()
+            self._in_hand -= 1
+            if output is None:
+                continue
+            if self._place.publishes:
+                await self._publish(plan, output)
+            metrics.note_step(plan, output)
+
+    async def _publish(self, plan: StepPlan, output: StepOutput) -> None:
+        if plan.epoch == self._order.epoch:
+            self._published += 1
+        finished = StepFinished(epoch=plan.epoch, step=plan.step, sampled=output.sampled, timing=output.timing)
+        await self.bus.publish(topics.engine_results(self._place.engine), finished)
+
+    async def tear_down(self) -> None:
+        await self._thread.stop()
+
+    def is_idle(self) -> bool:
+        return self._in_hand == 0
+
+    def load(self) -> int:
+        return self._in_hand
+
+    def worker_report(self) -> WorkerReport | None:
+        if self._backend is None:
+            return None
+        return WorkerReport(
+            engine=self._place.engine,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            model=self._backend.card,
+            num_blocks=self._backend.num_blocks,
+            device=self._backend.device,
+            epoch=self._order.epoch,
+            received=self._order.expected,
+            published=self._published,
+            max_num_seqs=self._place.max_num_seqs,
+            max_batch_tokens=self._place.max_batch_tokens,
+        )
+
+    async def _missed(self, plan: StepPlan, expected: int) -> None:
+        metrics.MISSED.inc()
+        log.error("plan missed", extra={"epoch": plan.epoch, "expected": expected, "came": plan.step})
+        missed = StepMissed(worker=self.instance, epoch=plan.epoch, expected=expected)
+        await self.bus.publish(topics.engine_results(self._place.engine), missed)
+        if self._place.world_size > 1:
+            raise OutOfStep(f"expected step {expected}, came {plan.step}")

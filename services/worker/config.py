@@ -1,0 +1,81 @@
+"""What a worker is told at its start. Imports no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from services.worker.actor import Place
+from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
+from shared.config import ByteSize, ServiceConfig
+from shared.ids import EngineId, ModelName
+
+
+class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
+    model: Annotated[str, Meta(min_length=1, description="Model directory, or a repository of the Hugging Face hub.")]
+    engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
+    served_model_name: Annotated[str | None, Meta(description="Name that clients use; by default --model's.")] = None
+    rank: Annotated[int, Meta(ge=0, description="Which of the engine's ranks this is.")] = 0
+    world_size: Annotated[int, Meta(ge=1, description="Ranks of the engine; tensor parallel.")] = 1
+    rendezvous: Annotated[str | None, Meta(description="tcp://HOST:PORT where the ranks meet.")] = None
+    rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "sim"], Meta(description="What computes; sim is a timing model.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="auto: the model's own; on a CPU float32 for small models."),
+    ] = "auto"
+    max_model_len: Annotated[int | None, Meta(ge=2, description="Tokens of a sequence; by default the model's.")] = None
+    kv_memory: Annotated[
+        ByteSize | None, Meta(description="Memory for keys and values, e.g. 2GiB; by default what is free.")
+    ] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences that a step may hold.")] = 256
+    max_batch_tokens: Annotated[int, Meta(ge=1, description="Tokens that a step may compute.")] = 2048
+    ops: Annotated[Literal["auto", "torch", "native"], Meta(description="Operations the model runs on.")] = "auto"
+    threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
+    sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim imitates.")] = "h200"
+    sim_step_ms: Annotated[
+        float | None, Meta(ge=0, description="Every simulated step takes this long; 0 is allowed.")
+    ] = None
+    sim_time_scale: Annotated[float, Meta(ge=0, description="Multiplies every simulated step's time.")] = 1.0
+    sim_fixed_ms: Annotated[float | None, Meta(ge=0, description="Simulated time of an empty step.")] = None
+    sim_bandwidth: Annotated[
+        ByteSize | None, Meta(ge=1, description="Simulated memory bandwidth per second, e.g. 4800GB.")
+    ] = None
+    sim_tflops: Annotated[float | None, Meta(gt=0, description="Simulated compute rate.")] = None
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank = {self.rank}: must be below world_size, which is {self.world_size}")
+        if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
+            raise ValueError("rendezvous: must be set where there are several ranks")
+
+    def model_name(self) -> ModelName:
+        """What clients call the model: by default a directory's name, or the repository's as it is."""
+        folder = Path(self.model).expanduser()
+        return ModelName(self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model))
+
+    def place(self) -> Place:
+        return Place(
+            engine=EngineId(self.engine),
+            rank=self.rank,
+            world_size=self.world_size,
+            max_num_seqs=self.max_num_seqs,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+
+    def rendezvous_url(self) -> str:
+        """As torch.distributed wants it."""
+        assert self.rendezvous is not None, "checked at the start"
+        return self.rendezvous if "://" in self.rendezvous else f"tcp://{self.rendezvous}"
+
+    def accelerator(self) -> Accelerator:
+        """The simulated one: a named profile, with whatever was set by itself."""
+        return PROFILES[self.sim_profile].changed(
+            fixed_seconds=None if self.sim_fixed_ms is None else self.sim_fixed_ms / 1000,
+            bandwidth=self.sim_bandwidth,
+            flops=None if self.sim_tflops is None else self.sim_tflops * 1e12,
+        )

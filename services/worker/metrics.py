@@ -1,0 +1,42 @@
+"""What a worker counts."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+from services.worker.backend import StepOutput
+from shared.messages.worker import StepPlan
+
+PAUSE = 0.25
+"""Seconds: a longer wait is a pause of traffic and no part of the idle share between steps."""
+
+_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+STEPS = Counter("baton_worker_steps_total", "Steps computed.")
+TOKENS = Counter("baton_worker_tokens_total", "Tokens by what became of them: computed, sampled.", ["kind"])
+PART_SECONDS = Histogram(
+    "baton_worker_step_seconds",
+    "Where a step's time went; wait is idle time between steps, pauses of traffic left out.",
+    ["part"],
+    buckets=_BUCKETS,
+)
+PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds without a plan for longer than 0.25 s.")
+MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
+
+_WAIT, _PREPARE, _FORWARD, _SAMPLE = (PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample"))
+_COMPUTED, _SAMPLED = TOKENS.labels("computed"), TOKENS.labels("sampled")
+
+
+def note_step(plan: StepPlan, output: StepOutput) -> None:
+    """The idle share between steps is the sum of `wait` over the sum of all parts."""
+    timing = output.timing
+    if timing.wait <= PAUSE:
+        _WAIT.observe(timing.wait)
+    else:
+        PAUSES.inc(timing.wait)
+    _PREPARE.observe(timing.prepare)
+    _FORWARD.observe(timing.forward)
+    _SAMPLE.observe(timing.sample)
+    STEPS.inc()
+    _COMPUTED.inc(sum(work.count for work in plan.work))
+    _SAMPLED.inc(len(output.sampled))
