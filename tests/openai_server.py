@@ -24,7 +24,7 @@ class FakeOpenAI:
 
     async def __aenter__(self) -> FakeOpenAI:
         self._server = await asyncio.start_server(self._client, "127.0.0.1", 0)
-        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

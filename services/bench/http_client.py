@@ -85,7 +85,7 @@ class _Connection(asyncio.Protocol):
                 raise HttpError("the response's header has no end")
             return False
         first, *lines = head.decode("latin-1").split("\r\n")
-        version, status, *_ = first.split(" ", 2)
+        version, status, *_ = [*first.split(" ", 2), ""]
         if not version.startswith("HTTP/1.") or not status.isdecimal():
             raise HttpError(f"no HTTP response: {first[:80]!r}")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -35,7 +36,7 @@ class Outcome(NamedTuple):
     @property
     def itls(self) -> list[float]:
         """Inter-token latencies: between frames that carry tokens."""
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
 
 
 class Run(NamedTuple):

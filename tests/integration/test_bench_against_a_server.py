@@ -1,0 +1,192 @@
+"""The three benchmarks, as a user types them, against a small server that streams words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.bench.__main__ import main
+from services.bench.processes import find_stack, used
+from tests.openai_server import FakeOpenAI, count
+
+
+class Server:
+    """A FakeOpenAI on a thread of its own: the benchmark's `main` runs its own event loop."""
+
+    def __init__(self, **options: Any) -> None:
+        self.fake = FakeOpenAI(**options)
+        self._loop = asyncio.new_event_loop()
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    async def _serve(self) -> None:
+        self._end = asyncio.Event()
+        async with self.fake:
+            self._up.set()
+            await self._end.wait()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0.01)
+
+    def __enter__(self) -> FakeOpenAI:
+        self._thread.start()
+        assert self._up.wait(5)
+        return self.fake
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(5)
+        self._loop.close()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAI]:
+    with Server() as fake:
+        yield fake
+
+
+def bench(command: str, fake: FakeOpenAI, flags: str, *, file: Path) -> dict[str, Any]:
+    assert main([command, "--base-url", fake.url, "--result-file", str(file), *flags.split()]) == 0
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_serve_counts_what_the_server_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-prompts 20 --input-len 24 --output-len 6 --max-concurrency 4 --warmup 2 --detailed"
+    with Server(interval=0.002) as fake:
+        result = bench("serve", fake, f"{flags} --goodput ttft:60000", file=tmp_path / "deep" / "result.json")
+    assert (result["completed"], result["failed"]) == (20, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (480, 120)
+    assert result["input_lens"] == [24] * 20
+    assert result["output_lens"] == [6] * 20
+    assert [len(itls) for itls in result["itls"]] == [5] * 20
+    assert result["max_concurrent_requests"] == fake.most_concurrent == 4
+    assert result["request_goodput"] == result["request_throughput"]
+    assert result["model_id"] == "fake"
+    assert result["request_rate"] == "inf"
+    assert result["mean_e2el_ms"] >= result["mean_ttft_ms"] > 0
+    assert result["client_cpu_s"] > 0
+    assert len(fake.bodies) == 22
+    assert all(len(body["prompt"]) == 24 and body["stream_options"]["include_usage"] for body in fake.bodies)
+    assert len({tuple(body["prompt"]) for body in fake.bodies}) == 22
+    printed = capsys.readouterr().out
+    assert "Output token throughput (tok/s):" in printed
+    assert "P99 ITL (ms):" in printed
+    assert "Client CPU (s):" in printed
+
+
+def test_connections_are_kept(server: FakeOpenAI, tmp_path: Path) -> None:
+    bench("serve", server, "--num-prompts 30 --output-len 2 --max-concurrency 3", file=tmp_path / "r")
+    assert server.connections <= 4
+
+
+def test_chat_prompts_have_their_length_by_the_servers_own_count(server: FakeOpenAI, tmp_path: Path) -> None:
+    flags = "--endpoint chat --num-prompts 5 --input-len 30 --output-len 4 --random-range-ratio 0.4"
+    result = bench("serve", server, f"{flags} --request-rate 200 --ignore-eos", file=tmp_path / "r")
+    lengths = [count(body) for body in server.bodies]
+    assert result["total_input_tokens"] == sum(lengths[1:])
+    assert all(18 <= length <= 42 for length in lengths)
+    assert all(body["ignore_eos"] and "messages" in body for body in server.bodies)
+
+
+def test_shared_prefixes_reach_the_server(server: FakeOpenAI, tmp_path: Path) -> None:
+    sizes = "--prefix-groups 3 --prefix-questions 4 --prefix-len 32 --question-len 8 --output-len 2"
+    result = bench("serve", server, f"--dataset shared-prefix --warmup 0 {sizes}", file=tmp_path / "r")
+    assert result["num_prompts"] == result["completed"] == 12
+    assert len({tuple(body["prompt"][:32]) for body in server.bodies}) == 3
+
+
+def test_the_same_seed_asks_the_same(server: FakeOpenAI, tmp_path: Path) -> None:
+    for _ in range(2):
+        bench("serve", server, "--num-prompts 4 --output-len 2 --max-concurrency 1", file=tmp_path / "r")
+    assert server.bodies[:5] == server.bodies[5:]
+
+
+def test_failures_are_counted_explained_and_end_in_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(fail_every=3) as fake:
+        flags = ["--base-url", fake.url, "--num-prompts", "9", "--output-len", "2", "--warmup", "0", "--json"]
+        assert main(["serve", *flags]) == 1
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert (result["completed"], result["failed"]) == (6, 3)
+    assert result["total_output_tokens"] == 12
+    assert "HTTP 503: told to fail" in printed.err
+    assert result["error_kinds"] == ["HTTP 503: told to fail"]
+
+
+def test_latency_repeats_a_batch(server: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--batch-size 3 --input-len 8 --output-len 4 --num-iters 5 --num-iters-warmup 2"
+    result = bench("latency", server, flags, file=tmp_path / "r")
+    assert len(result["latencies"]) == 5
+    assert result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 5)
+    assert set(result["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+    assert len(server.bodies) == 21
+    assert all("stream" not in body and body["ignore_eos"] for body in server.bodies)
+    assert "Avg latency (s):" in capsys.readouterr().out
+
+
+def test_throughput_sends_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(interval=0.05) as fake:
+        flags = "--num-prompts 40 --input-len 8 --output-len 4 --num-iters-warmup 0"
+        result = bench("throughput", fake, flags, file=tmp_path / "r")
+        assert fake.most_concurrent == 40
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (320, 160)
+    assert result["total_num_tokens"] == 480
+    assert result["tokens_per_second"] == pytest.approx(3 * result["output_tokens_per_second"])
+    assert "Output token throughput" in capsys.readouterr().out
+
+
+def test_the_servers_processes_are_found_by_its_port(server: FakeOpenAI) -> None:
+    found = find_stack(server.url)
+    assert os.getpid() in found.values()
+    assert all(seconds >= 0 for seconds in used(found).values())
+    assert find_stack("http://192.0.2.1:80") == {}
+    assert used({"nobody": 2**22 + 1}) == {}
+
+
+def test_named_processes_are_reported(server: FakeOpenAI, tmp_path: Path) -> None:
+    pids = f"mine={os.getpid()},gone={2**22 + 1}"
+    result = bench("serve", server, f"--num-prompts 3 --output-len 2 --pids {pids}", file=tmp_path / "r")
+    (share,) = result["server_cpu"]
+    assert share["name"] == "mine"
+
+
+def test_a_server_that_is_not_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--base-url", "http://127.0.0.1:1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench: 127.0.0.1:1 cannot be reached: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("serve --request-rate 0", "--request-rate"),
+        ("serve --num-prompts x", "--num-prompts"),
+        ("serve --goodput itl:5", "--goodput"),
+        ("serve --percentiles 50,101", "--percentiles"),
+        ("serve --dataset sharegpt", "--dataset-path"),
+        ("serve --dataset shared-prefix --num-prompts 3", "--prefix-groups"),
+        ("serve --endpoint chat --prompt-format tokens", "--prompt-format"),
+        ("serve --pids nonsense", "NAME=PID"),
+        ("serve --extra-body []", "JSON object"),
+        ("latency --batch-size 0", "--batch-size"),
+    ],
+)
+def test_a_bad_flag_is_named(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_command_that_is_none_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nonsense"]) == 2
+    assert "throughput" in capsys.readouterr().err
+    assert main(["--help"]) == 0

@@ -1,0 +1,178 @@
+"""Prompts have exactly the length asked for, and are the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from services.bench.api import ApiError, Prompt, PromptBody
+from services.bench.datasets.local_tokenizer import LocalTokenizer
+from services.bench.datasets.random_lengths import drawn_length, random_prompts
+from services.bench.datasets.shared_prefix import shared_prefix_prompts
+from services.bench.datasets.sharegpt import read_conversations, sharegpt_prompts
+from services.bench.datasets.writers import COMMON_WORDS, TokenWriter, seen_vocabulary, text_writer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE with a special token in front, made on the spot."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(COMMON_WORDS)] * 9, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+async def count_chat(local: LocalTokenizer, body: PromptBody) -> int:
+    """As a server with a template would: four tokens around each message."""
+    assert isinstance(body, tuple)
+    return await local.count(body) + 4 * len(body)
+
+
+async def test_token_prompts_are_exact_and_repeat_for_a_seed() -> None:
+    writer = TokenWriter(range(5, 50))
+    first = await random_prompts(writer, 20, 16, 8, 0.0, Random(1))
+    assert first == await random_prompts(writer, 20, 16, 8, 0.0, Random(1))
+    assert first != await random_prompts(writer, 20, 16, 8, 0.0, Random(2))
+    for prompt in first:
+        assert isinstance(prompt.body, list)
+        assert (len(prompt.body), prompt.tokens, prompt.output_tokens) == (16, 16, 8)
+        assert all(5 <= token < 50 for token in prompt.body)
+
+
+async def test_lengths_vary_by_the_ratio_asked_for() -> None:
+    random = Random(0)
+    drawn = [drawn_length(100, 0.25, random) for _ in range(2000)]
+    assert (min(drawn), max(drawn)) == (75, 125)
+    assert {drawn_length(100, 0.0, random) for _ in range(10)} == {100}
+    assert min(drawn_length(1, 0.9, random) for _ in range(99)) == 1
+
+
+async def test_text_prompts_are_exact(folder: Path) -> None:
+    local = LocalTokenizer(folder)
+    writer = await text_writer(local.count, chat=False)
+    prompts = await random_prompts(writer, 40, 33, 8, 0.5, Random(1))
+    assert len({prompt.body for prompt in prompts if isinstance(prompt.body, str)}) == 40
+    for prompt in prompts:
+        assert await local.count(prompt.body) == prompt.tokens
+    again = await random_prompts(await text_writer(local.count, chat=False), 40, 33, 8, 0.5, Random(1))
+    assert prompts == again
+
+
+async def test_chat_prompts_are_exact_with_their_template(folder: Path) -> None:
+    local = LocalTokenizer(folder)
+
+    async def count(body: PromptBody) -> int:
+        return await (local.count(body) if isinstance(body, str) else count_chat(local, body))
+
+    writer = await text_writer(count, chat=True)
+    for prompt in await random_prompts(writer, 10, 21, 8, 0.0, Random(1)):
+        assert await count(prompt.body) == 21
+    for prompt in await shared_prefix_prompts(writer, 2, 3, 20, 12, 8, Random(1)):
+        assert await count(prompt.body) == 32
+        assert isinstance(prompt.body, tuple)
+        assert [role for role, _ in prompt.body] == ["system", "user"]
+
+
+async def test_a_prompt_shorter_than_the_template_is_refused(folder: Path) -> None:
+    writer = await text_writer(LocalTokenizer(folder).count, chat=False)
+    with pytest.raises(ApiError, match="too short"):
+        await writer.prompt(0, Random(0))
+
+
+async def test_a_tokenizer_whose_counts_do_not_add_up_is_said_so() -> None:
+    async def drunk(body: PromptBody) -> int:
+        return 2 * len(str(body).split())
+
+    with pytest.raises(ApiError, match="use token ids"):
+        await (await text_writer(drunk, chat=False)).prompt(7, Random(0))
+
+
+async def test_groups_share_their_beginning_and_nothing_else() -> None:
+    prompts = await shared_prefix_prompts(TokenWriter(range(1000)), 3, 5, 40, 10, 8, Random(1))
+    bodies = [prompt.body for prompt in prompts if isinstance(prompt.body, list)]
+    assert len(bodies) == 15
+    assert {len(body) for body in bodies} == {50}
+    beginnings = [tuple(body[:40]) for body in bodies]
+    assert len(set(beginnings)) == 3
+    assert all(beginnings.count(beginning) == 5 for beginning in beginnings)
+    assert len({tuple(body) for body in bodies}) == 15
+    assert beginnings != sorted(beginnings)
+
+
+async def test_the_vocabulary_seen_holds_no_special_token(folder: Path) -> None:
+    local = LocalTokenizer(folder)
+
+    async def tokenize(body: PromptBody) -> list[int]:
+        assert isinstance(body, str)
+        return list(local._tokenizer.encode(body).ids)
+
+    seen = await seen_vocabulary(tokenize)
+    assert 0 not in seen
+    assert len(seen) > 90
+    assert set(seen) <= set(local.vocabulary())
+    assert 0 not in local.vocabulary()
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match=str(tmp_path)):
+        LocalTokenizer(tmp_path)
+
+
+def conversation(question: object, *answers: str) -> dict[str, object]:
+    turns = [{"from": "human", "value": question}, *({"from": "gpt", "value": answer} for answer in answers)]
+    return {"id": "x", "conversations": turns}
+
+
+async def words(body: PromptBody) -> int:
+    return len(str(body).split())
+
+
+async def test_sharegpt_takes_first_turns_of_a_sensible_length(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    good = [conversation(f"question number {i} is this", "this is the answer " + "so " * i, "more") for i in range(5)]
+    bad = [
+        conversation("too short", "an answer of five words"),
+        conversation("a question of five words", "short"),
+        conversation("w " * 1025, "an answer of five words"),
+        conversation("a question of five words", "w " * 2044),
+        conversation("a question without an answer"),
+        conversation(7, "a b c d e"),
+        "nonsense",
+    ]
+    path.write_text(json.dumps([*bad, *good]))
+    read = read_conversations(path)
+    prompts = await sharegpt_prompts(read, words, 5, False, None, Random(1))
+    assert sorted(prompts, key=lambda p: p.output_tokens) == [
+        Prompt(f"question number {i} is this", 5, 4 + i) for i in range(5)
+    ]
+    assert prompts == await sharegpt_prompts(read, words, 5, False, None, Random(1))
+    assert len(await sharegpt_prompts(read, words, 12, False, None, Random(1))) == 12
+    (fixed,) = await sharegpt_prompts(read, words, 1, True, 64, Random(1))
+    assert fixed.output_tokens == 64
+    assert isinstance(fixed.body, tuple)
+
+
+async def test_a_sharegpt_file_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for content in ("{", "{}"):
+        path.write_text(content)
+        with pytest.raises(ApiError, match=str(path)):
+            read_conversations(path)
+    with pytest.raises(ApiError):
+        read_conversations(tmp_path / "nowhere")
+    with pytest.raises(ApiError, match="no conversation"):
+        await sharegpt_prompts([], words, 3, False, None, Random(0))

@@ -1,0 +1,141 @@
+"""The figures of a benchmark, against their definitions and numpy's."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from services.bench.arrivals import arrivals
+from services.bench.core.outcome import Outcome, Run
+from services.bench.core.processor_time import ProcessError, Share, parse_pids, shares, total
+from services.bench.core.statistics import (
+    GoodputError,
+    deviation,
+    mean,
+    meets,
+    parse_goodput,
+    percentile,
+    samples,
+    summary,
+)
+from services.bench.core.table import serve_table
+
+
+def outcome(start: float, *times: float, output: int | None = None, error: str | None = None) -> Outcome:
+    end = times[-1] if times else start
+    return Outcome(start, end, 10, len(times) if output is None else output, list(times), error)
+
+
+def test_percentiles_and_deviations_are_numpys() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = [Random(1).expovariate(3) for _ in range(101)] + [7.0, 7.0]
+    for percent in (0, 1, 25, 50, 90, 99, 99.9, 100):
+        assert percentile(values, percent) == pytest.approx(numpy.percentile(values, percent))
+    assert mean(values) == pytest.approx(numpy.mean(values))
+    assert deviation(values) == pytest.approx(numpy.std(values))
+
+
+def test_nothing_measured_is_zero() -> None:
+    assert percentile([], 99) == mean([]) == deviation([]) == 0.0
+
+
+def test_time_per_output_token_leaves_the_first_token_out() -> None:
+    """As vLLM's benchmark: (end-to-end - time to first token) / (tokens - 1), tokens as the server counts them."""
+    one = outcome(10.0, 10.5, 10.7, 11.5)
+    assert (one.ttft, one.latency) == (0.5, 1.5)
+    assert one.tpot == 0.5
+    assert outcome(10.0, 10.5, 11.5, output=5).tpot == 0.25
+    assert outcome(10.0, 10.5).tpot is None
+    assert one.itls == [pytest.approx(0.2), pytest.approx(0.8)]
+
+
+def test_single_tokens_have_no_part_in_tpot() -> None:
+    completed = [outcome(0, 1), outcome(0, 1, 2)]
+    assert samples(completed, "tpot") == [1.0]
+    assert samples(completed, "ttft") == [1.0, 1.0]
+    assert samples(completed, "itl") == [1.0]
+    assert samples(completed, "e2el") == [1.0, 2.0]
+
+
+def test_goodput_counts_those_that_meet_every_objective() -> None:
+    objectives = parse_goodput(["ttft:500", "tpot:50.5", "e2el:2000"])
+    assert objectives == {"ttft": 0.5, "tpot": 0.0505, "e2el": 2.0}
+    assert meets(outcome(0, 0.4, 0.45), objectives)
+    assert not meets(outcome(0, 0.6, 0.65), objectives)
+    assert not meets(outcome(0, 0.4, 0.5), objectives)
+    assert meets(outcome(0, 0.4), objectives)
+    run = Run([outcome(0, 0.4, 0.45), outcome(0, 0.6, 0.65), outcome(0, error="x")], 2.0, 3, 0.1)
+    assert summary(run, [99], objectives)["request_goodput"] == 0.5
+    assert summary(run, [99], {})["request_goodput"] is None
+
+
+@pytest.mark.parametrize("pair", ["ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "ttft:nan", "itl:5", ":5"])
+def test_a_goodput_objective_that_means_nothing_is_refused_by_name(pair: str) -> None:
+    with pytest.raises(GoodputError, match="METRIC:MILLISECONDS"):
+        parse_goodput([pair])
+
+
+def test_the_summary_has_vllms_field_names_and_units() -> None:
+    run = Run([outcome(0, 1, 2, 3), outcome(1, 2, 4, 6), outcome(1, error="HTTP 503")], 4.0, 2, 0.004)
+    result = summary(run, [50, 99.9], {})
+    assert result["completed"] == 2
+    assert result["failed"] == 1
+    assert result["total_input_tokens"] == 20
+    assert result["total_output_tokens"] == 6
+    assert result["request_throughput"] == 0.5
+    assert result["output_throughput"] == 1.5
+    assert result["total_token_throughput"] == 6.5
+    assert result["max_concurrent_requests"] == 2
+    assert result["max_output_tokens_per_s"] == 2
+    assert result["mean_ttft_ms"] == result["median_ttft_ms"] == 1000
+    assert result["mean_tpot_ms"] == 1500
+    assert result["p50_e2el_ms"] == 4000
+    assert result["p99.9_itl_ms"] == pytest.approx(2000)
+    assert result["std_tpot_ms"] == 500
+    assert result["client_cpu_us_per_token"] == pytest.approx(0.004 / 6 * 1e6)
+
+
+def test_a_run_in_which_everything_failed_has_figures_too() -> None:
+    result = summary(Run([outcome(0, error="x")], 0.0, 1, 0.0), [99], {"ttft": 1.0})
+    assert result["completed"] == result["output_throughput"] == result["p99_itl_ms"] == 0
+    assert "Failed requests:" in serve_table(result, [99], [])
+
+
+def test_the_table_shows_each_metric_and_the_hungriest_process_first() -> None:
+    result = summary(Run([outcome(0, 1, 2)], 2.0, 1, 0.1), [90], {})
+    spent = shares({"a": 1.0, "b": 1.0, "gone": 0.0}, {"a": 1.5, "b": 3.0, "new": 9.0}, tokens=500, duration=2.0)
+    assert spent == [Share("b", 2.0, 4.0, 1.0), Share("a", 0.5, 1.0, 0.25)]
+    assert total(spent) == Share("all", 2.5, 5.0, 1.25)
+    table = serve_table({**result, "max_concurrency": 4}, [90], spent)
+    lines = [line.split() for line in table.splitlines()]
+    assert ["Mean", "TTFT", "(ms):", "1000.00"] in lines
+    assert ["P90", "E2EL", "(ms):", "2000.00"] in lines
+    assert ["Maximum", "request", "concurrency:", "4"] in lines
+    assert lines.index(["b", "2.00", "4.000", "1.00"]) < lines.index(["a", "0.50", "1.000", "0.25"])
+
+
+def test_pids_are_named() -> None:
+    assert parse_pids("engine-1=12, gateway=7") == {"engine-1": 12, "gateway": 7}
+    assert parse_pids("") == {}
+    for wrong in ("12", "=12", "a=b", "a=-1"):
+        with pytest.raises(ProcessError, match="NAME=PID"):
+            parse_pids(wrong)
+
+
+def test_an_infinite_rate_starts_everything_at_once() -> None:
+    assert arrivals(3, float("inf"), 1.0, Random(0)) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
+def test_gaps_have_the_mean_and_the_burstiness_asked_for(burstiness: float, variation: float) -> None:
+    starts = arrivals(20_001, 50.0, burstiness, Random(3))
+    gaps = [b - a for a, b in pairwise(starts)]
+    assert starts[0] == 0.0
+    assert mean(gaps) == pytest.approx(0.02, rel=0.05)
+    assert deviation(gaps) / mean(gaps) == pytest.approx(variation, rel=0.05)
+
+
+def test_arrivals_repeat_for_a_seed() -> None:
+    assert arrivals(50, 2.0, 1.0, Random(5)) == arrivals(50, 2.0, 1.0, Random(5))
