@@ -1,0 +1,296 @@
+// Attention over paged keys and values: chunk after chunk of the context, softmax within, merged across.
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "tile.h"
+
+namespace {
+
+// Tokens of a chunk. A chunk's scores are 1 kB for each row and its keys and values 64 kB for heads of 64: they stay in
+// the second-level cache. Part of the results' definition: sums are merged at its bounds.
+constexpr int kChunkTokens = 256;
+constexpr int kChunkBlocks = kChunkTokens / kBlockTokens;
+// Query rows (times heads of a group) of a task: enough to use each key and value often, few enough to spread.
+constexpr int kTaskRows = 48;
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+int first_seen(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
+
+// The state of one row's softmax: exp(score - greatest) summed up, and the values mixed by that.
+struct State {
+    float greatest;
+    float total;
+};
+
+// What a thread works on; grows once and is kept.
+struct Scratch {
+    std::vector<F> floats;
+    float* scores = nullptr;  // [rows][kChunkTokens]
+    Bf16* weights = nullptr;  // the same, where values are bf16
+    float* mixed = nullptr;   // [rows][padded dim], the chunk's
+    float* sums = nullptr;    // [rows][padded dim], so far
+    std::vector<State> states;        // of the task
+    std::vector<State> chunk_states;  // of the chunk in hand
+
+    void fit(int rows, int padded) {
+        size_t scores_at = 0, weights_at = scores_at + size_t(rows) * kChunkTokens / kLanes;
+        size_t mixed_at = weights_at + size_t(rows) * kChunkTokens / kLanes;
+        size_t sums_at = mixed_at + size_t(rows) * padded / kLanes, end = sums_at + size_t(rows) * padded / kLanes;
+        if (floats.size() < end) floats.resize(end);
+        scores = (float*)(floats.data() + scores_at);
+        weights = (Bf16*)(floats.data() + weights_at);
+        mixed = (float*)(floats.data() + mixed_at);
+        sums = (float*)(floats.data() + sums_at);
+        if (states.size() < size_t(rows)) states.resize(size_t(rows)), chunk_states.resize(size_t(rows));
+    }
+};
+
+template <class Kind> struct Task {
+    using Item = typename Kind::Item;
+    const Attention& what;
+    const Batch& batch;
+    const Cache& cache;
+    const AttentionTask& task;
+    Scratch& scratch;
+    int group;  // query heads of the key/value head
+    int padded;
+
+    int count() const { return task.rows * group; }
+    int position(int row) const { return batch.positions[task.row + row / group]; }
+    const Item* query(int row) const {
+        int64_t at = (task.row + row / group) * what.query_stride + (task.head * group + row % group) * cache.head_dim;
+        return (const Item*)what.queries + at;
+    }
+    const Item* block(const void* items, int index) const {
+        int id = batch.block_tables[int64_t(task.sequence) * batch.table_width + index];
+        return (const Item*)items + cache.at(id, task.head);
+    }
+    const Item* weights(int row) const {
+        if constexpr (Kind::kItems == 2) return scratch.weights + row * kChunkTokens;
+        else return scratch.scores + row * kChunkTokens;
+    }
+};
+
+// Scores of R rows and the keys of C blocks.
+template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int first_block, int to) {
+    const typename Kind::Item *x[R], *w[C];
+    F sums[R][C];
+    for (int r = 0; r < R; ++r) {
+        x[r] = t.query(row + r);
+        for (int c = 0; c < C; ++c) sums[r][c] = zeros();
+    }
+    for (int c = 0; c < C; ++c) w[c] = t.block(t.cache.keys, first_block + c);
+    multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kBlockTokens * Kind::kItems, Ahead{nullptr, 0}, sums);
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kBlockTokens, sums[r][c]);
+}
+
+template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int first_block, int blocks) {
+    int b = 0;
+    for (; b + kTileColumns <= blocks; b += kTileColumns)
+        score_tile<Kind, R, kTileColumns>(t, row, first_block + b, b * kBlockTokens);
+    for (; b < blocks; ++b) score_tile<Kind, R, 1>(t, row, first_block + b, b * kBlockTokens);
+}
+
+// Values of R rows, 16 * C elements from `column` on, mixed over the chunk's first `tokens` tokens.
+template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, int first_block, int tokens, int column) {
+    F sums[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums[r][c] = zeros();
+    for (int b = 0; b * kBlockTokens < tokens; ++b) {
+        const typename Kind::Item *x[R], *w[C];
+        for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kBlockTokens;
+        const auto* values = t.block(t.cache.values, first_block + b) + column * Kind::kItems;
+        for (int c = 0; c < C; ++c) w[c] = values + c * kLanes * Kind::kItems;
+        int left = std::min(kBlockTokens, tokens - b * kBlockTokens);
+        int steps = (left + Kind::kItems - 1) / Kind::kItems;
+        for (int step = 0; step < steps; ++step) multiply_step<Kind, R, C>(x, w, step, t.padded * Kind::kItems, sums);
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(t.scratch.mixed + (row + r) * t.padded + column + c * kLanes, sums[r][c]);
+}
+
+template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int first_block, int tokens) {
+    int column = 0;
+    for (; column + kTileColumns * kLanes <= t.padded; column += kTileColumns * kLanes)
+        mix_tile<Kind, R, kTileColumns>(t, row, first_block, tokens, column);
+    for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_block, tokens, column);
+}
+
+template <class Kind, class Call, int R = kTileRows> void by_rows(int rows, const Call& call, int row = 0) {
+    for (; row + R <= rows; row += R) call(row, std::integral_constant<int, R>());
+    if constexpr (R > 1) by_rows<Kind, Call, R - 1>(rows, call, row);
+}
+
+// Turns a row's scores into weights exp(score - greatest); the row sees the chunk's tokens [low, high) of `tokens`.
+template <class Kind> State soften(const Task<Kind>& t, int row, int low, int high, int tokens) {
+    float* scores = t.scratch.scores + row * kChunkTokens;
+    F scale = all(t.what.scale), most = all(kNone);
+    for (int i = 0; i < tokens; i += kLanes) {
+        F score = load(scores + i) * scale;
+        if (t.what.softcap > 0) score = all(t.what.softcap) * tanh(score / all(t.what.softcap));
+        if (i < low || i + kLanes > high) score = within(score, i, low, high, kNone);
+        most = larger(most, score);
+        store(scores + i, score);
+    }
+    F top = all(greatest(most)), total = zeros();
+    for (int i = 0; i < tokens; i += kLanes) {
+        F weight = exp(load(scores + i) - top);
+        total = total + weight;
+        if constexpr (Kind::kItems == 2) store(t.scratch.weights + row * kChunkTokens + i, weight);
+        else store(scores + i, weight);
+    }
+    return {greatest(most), sum(total)};
+}
+
+template <class Kind> void clear_weights(const Task<Kind>& t, int row, int tokens) {
+    for (int i = 0; i < tokens; i += kLanes) {
+        if constexpr (Kind::kItems == 2) store(t.scratch.weights + row * kChunkTokens + i, zeros());
+        else store(t.scratch.scores + row * kChunkTokens + i, zeros());
+    }
+}
+
+// state, sums: those of all chunks so far and of one more.
+void merge(State& state, float* sums, State chunk, const float* mixed, int padded) {
+    if (state.total == 0) {
+        state = chunk;
+        memcpy(sums, mixed, size_t(padded) * 4);
+        return;
+    }
+    float most = std::max(state.greatest, chunk.greatest);
+    F shrink = exp(all(state.greatest - most)), other = exp(all(chunk.greatest - most));
+    float keep[kLanes], add[kLanes];
+    store(keep, shrink);
+    store(add, other);
+    state = {most, state.total * keep[0] + chunk.total * add[0]};
+    for (int d = 0; d < padded; d += kLanes) store(sums + d, load(sums + d) * shrink + load(mixed + d) * other);
+}
+
+template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
+    int count = t.count(), start = chunk * kChunkTokens, first_block = chunk * kChunkBlocks;
+    // Tokens up to the last row's own: rows before it see fewer.
+    int tokens = std::min(kChunkTokens, t.position(count - 1) + 1 - start);
+    int blocks = (tokens + kBlockTokens - 1) / kBlockTokens, padded_tokens = blocks * kBlockTokens;
+    by_rows<Kind>(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_block, blocks); });
+    auto& chunk_states = t.scratch.chunk_states;
+    for (int row = 0; row < count; ++row) {
+        int low = std::max(0, first_seen(t.position(row), t.what.window) - start);
+        int high = std::min(tokens, t.position(row) + 1 - start);
+        chunk_states[row] = {kNone, 0};
+        if (low < high) chunk_states[row] = soften(t, row, low, high, padded_tokens);
+        else clear_weights(t, row, padded_tokens);
+    }
+    by_rows<Kind>(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_block, tokens); });
+    for (int row = 0; row < count; ++row) {
+        if (chunk_states[row].greatest == kNone) continue;
+        merge(t.scratch.states[row], t.scratch.sums + row * t.padded, chunk_states[row], t.scratch.mixed + row * t.padded, t.padded);
+    }
+}
+
+template <class Kind> void write_row(const Task<Kind>& t, int row, State state, const float* sums) {
+    int64_t at = (t.task.row + row / t.group) * t.what.out_stride + (t.task.head * t.group + row % t.group) * t.cache.head_dim;
+    auto* to = (typename Kind::Item*)t.what.out + at;
+    F total = all(state.total);
+    int dim = t.cache.head_dim, d = 0;
+    for (; d + kLanes <= dim; d += kLanes) store(to + d, load(sums + d) / total);
+    if (d == dim) return;
+    float rest[kLanes];
+    store(rest, load(sums + d) / total);
+    for (int i = 0; d + i < dim; ++i) {
+        if constexpr (Kind::kItems == 2) to[d + i] = bf16_of(rest[i]);
+        else to[d + i] = rest[i];
+    }
+}
+
+// The unfinished results of tasks that hold a part of the context: a state and sums for each row.
+struct Partials {
+    std::vector<F> sums;
+    std::vector<State> states;
+};
+
+template <class Kind> void run_task(const Task<Kind>& t, Partials& partials) {
+    for (int row = 0; row < t.count(); ++row) t.scratch.states[row] = {kNone, 0};
+    for (int chunk = t.task.first_chunk; chunk < t.task.first_chunk + t.task.chunks; ++chunk) run_chunk(t, chunk);
+    for (int row = 0; row < t.count(); ++row) {
+        const float* sums = t.scratch.sums + row * t.padded;
+        if (t.task.partial == AttentionTask::kWhole) {
+            write_row(t, row, t.scratch.states[row], sums);
+            continue;
+        }
+        partials.states[t.task.partial + row] = t.scratch.states[row];
+        memcpy((float*)partials.sums.data() + int64_t(t.task.partial + row) * t.padded, sums, size_t(t.padded) * 4);
+    }
+}
+
+// Merges the partials of a task's chunks in order, as run_task would have met them.
+template <class Kind> void run_merge(const Task<Kind>& t, Partials& partials) {
+    for (int row = 0; row < t.count(); ++row) {
+        State state{kNone, 0};
+        float* sums = t.scratch.sums;
+        for (int chunk = 0; chunk < t.task.chunks; ++chunk) {
+            int at = t.task.partial + chunk * t.count() + row;
+            if (partials.states[at].greatest == kNone) continue;
+            merge(state, sums, partials.states[at], (const float*)partials.sums.data() + int64_t(at) * t.padded, t.padded);
+        }
+        write_row(t, row, state, sums);
+    }
+}
+
+template <class Kind>
+void attend_kind(Pool& pool, const Attention& what, const Batch& batch, const Cache& cache, const AttentionPlan& plan) {
+    int group = what.heads / cache.kv_heads, padded = cache.padded_dim();
+    Partials partials;
+    partials.sums.resize(size_t(plan.partial_rows) * padded / kLanes);
+    partials.states.resize(size_t(plan.partial_rows));
+    auto run = [&](const std::vector<AttentionTask>& tasks, auto call) {
+        pool.run(int(tasks.size()), [&](int index, int) {
+            static thread_local Scratch scratch;
+            scratch.fit(tasks[index].rows * group, padded);
+            call(Task<Kind>{what, batch, cache, tasks[index], scratch, group, padded}, partials);
+        });
+    };
+    run(plan.tasks, run_task<Kind>);
+    if (!plan.merges.empty()) run(plan.merges, run_merge<Kind>);
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const Batch& batch, int threads, int heads, int kv_heads, int window) {
+    AttentionPlan plan;
+    int most = std::max(1, kTaskRows / (heads / kv_heads));
+    for (int s = 0; s < batch.sequences; ++s) {
+        for (int head = 0; head < kv_heads; ++head) {
+            for (int row = batch.query_starts[s]; row < batch.query_starts[s + 1]; row += most) {
+                int rows = std::min(most, batch.query_starts[s + 1] - row);
+                int first = first_seen(batch.positions[row], window) / kChunkTokens;
+                int last = batch.positions[row + rows - 1] / kChunkTokens;
+                plan.tasks.push_back({s, head, row, rows, first, last - first + 1, AttentionTask::kWhole});
+            }
+        }
+    }
+    // Fewer than a few tasks for each thread: cut long ones by chunks.
+    if (threads == 1 || int(plan.tasks.size()) >= 4 * threads) return plan;
+    std::vector<AttentionTask> whole;
+    whole.swap(plan.tasks);
+    for (auto task : whole) {
+        if (task.chunks < 3) {
+            plan.tasks.push_back(task);
+            continue;
+        }
+        task.partial = plan.partial_rows;
+        plan.merges.push_back(task);
+        int count = task.rows * (heads / kv_heads);
+        for (int chunk = 0; chunk < task.chunks; ++chunk)
+            plan.tasks.push_back({task.sequence, task.head, task.row, task.rows, task.first_chunk + chunk, 1, task.partial + chunk * count});
+        plan.partial_rows += task.chunks * count;
+    }
+    return plan;
+}
+
+void attend(Pool& pool, const Attention& what, const Batch& batch, const Cache& cache, const AttentionPlan& plan) {
+    if (cache.number == Number::kHalf) attend_kind<Half>(pool, what, batch, cache, plan);
+    else attend_kind<Single>(pool, what, batch, cache, plan);
+}

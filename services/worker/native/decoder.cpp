@@ -1,0 +1,133 @@
+// The forward pass: layer after layer, each step shared by the pool's threads.
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+Decoder::Decoder(Pool& pool, const DecoderConfig& config, const DecoderLayer* layers)
+    : pool_(pool), config_(config), layers_(layers, layers + config.layers), size_(config.number == Number::kHalf ? 2 : 4) {}
+
+void* Decoder::Buffer::fit(int rows, int items, int size) {
+    stride = (items + kLanes - 1) / kLanes * kLanes;
+    if (stride * size % 1024 == 0) stride += 64 / size;
+    size_t needed = (size_t(rows) * stride * size + 63) / 64;
+    if (memory.size() < needed) {
+        memory.clear();
+        memory.resize(needed);
+    }
+    return memory.data();
+}
+
+void Decoder::fit(int rows) {
+    int heads = config_.heads * config_.head_dim, kv = config_.kv_heads * config_.head_dim;
+    residual_.fit(rows, config_.hidden, 4);
+    normed_.fit(rows, config_.hidden, size_);
+    qkv_.fit(rows, heads + 2 * kv, 4);
+    queries_.fit(rows, heads, size_);
+    mixed_.fit(rows, heads, size_);
+    gated_.fit(rows, config_.intermediate, size_);
+    output_.fit(rows, config_.hidden, 4);
+}
+
+bool Decoder::run(const Forward& forward) {
+    int rows = forward.batch.rows;
+    fit(rows);
+    windows_[0] = windows_[1] = -1;
+    if (!embed(pool_, forward.ids, rows, config_.number, config_.embedding, config_.vocab, config_.hidden, config_.embedding_scale,
+               (float*)residual_.data(), residual_.stride))
+        return false;
+    norm_residual(layers_[0].input_norm, rows);
+    for (int i = 0; i < config_.layers; ++i) {
+        const auto& layer = layers_[i];
+        bool last = i + 1 == config_.layers;
+        attention(layer, forward, i);
+        if (last && forward.logits == 0) return true;
+        if (last && forward.logits < rows) pick(forward), rows = forward.logits;
+        add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm);
+        mlp(layer, rows, last ? config_.final_norm : layers_[i + 1].input_norm);
+    }
+    logits(forward);
+    return true;
+}
+
+void Decoder::norm_residual(const float* weight, int rows) {
+    Rows x{residual_.data(), Number::kSingle, residual_.stride, rows};
+    norm(pool_, x, nullptr, 0, {weight, config_.eps, config_.hidden}, config_.number, normed_.data(), normed_.stride);
+}
+
+// From the normed rows to the mixed values; keys and values are in the cache then.
+void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index) {
+    int rows = forward.batch.rows;
+    multiply(pool_, rows_of(normed_, rows), layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
+    Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim};
+    rope_and_store(pool_,
+                   {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
+                    queries_.data(), queries_.stride},
+                   forward.batch, cache);
+    if (index + 1 == config_.layers && forward.logits == 0) return;
+    attend(pool_,
+           {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
+            mixed_.data(), mixed_.stride},
+           forward.batch, cache, plan(forward.batch, layer.window));
+}
+
+// Keeps the rows whose logits are wanted: the last layer computes no others.
+void Decoder::pick(const Forward& forward) {
+    auto copy = [&](Buffer& from, Buffer& to, int size) {
+        size_t bytes = size_t(from.stride) * size;
+        for (int i = 0; i < forward.logits; ++i)
+            memcpy((char*)to.data() + i * bytes, (const char*)from.data() + forward.logits_rows[i] * bytes, bytes);
+        std::swap(from, to);
+    };
+    copy(mixed_, queries_, size_);
+    copy(residual_, output_, 4);
+}
+
+// residual += x * linear, normed first where the model says so.
+void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm) {
+    if (!post_norm) return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
+    multiply(pool_, x, linear, {Out::kFloat, config_.activation, output_.data(), output_.stride});
+    Rows out{output_.data(), Number::kSingle, output_.stride, x.count};
+    norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
+    float* residual = (float*)residual_.data();
+    const float* from = (const float*)output_.data();
+    for (int row = 0; row < x.count; ++row)
+        for (int i = 0; i < config_.hidden; ++i) residual[row * residual_.stride + i] += from[row * output_.stride + i];
+}
+
+void Decoder::mlp(const DecoderLayer& layer, int rows, const float* following_norm) {
+    norm_residual(layer.mlp_norm, rows);
+    if (can_gate(layer.gate_up)) {
+        multiply(pool_, rows_of(normed_, rows), layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
+    } else {
+        gate_up_.fit(rows, 2 * config_.intermediate, 4);
+        multiply(pool_, rows_of(normed_, rows), layer.gate_up, {Out::kFloat, config_.activation, gate_up_.data(), gate_up_.stride});
+        gate(pool_, {(const float*)gate_up_.data(), Number::kSingle, gate_up_.stride, rows}, config_.intermediate, config_.activation,
+             config_.number, gated_.data(), gated_.stride);
+    }
+    add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm);
+    norm_residual(following_norm, rows);
+}
+
+void Decoder::logits(const Forward& forward) {
+    multiply(pool_, rows_of(normed_, forward.logits), config_.head, {Out::kFloat, config_.activation, forward.to, config_.vocab});
+    float cap = config_.logits_softcap;
+    if (cap == 0) return;
+    pool_.run(forward.logits, [&](int row, int) {
+        float* to = forward.to + int64_t(row) * config_.vocab;
+        int i = 0;
+        for (; i + kLanes <= config_.vocab; i += kLanes) store(to + i, all(cap) * tanh(load(to + i) / all(cap)));
+        for (; i < config_.vocab; ++i) to[i] = cap * std::tanh(to[i] / cap);
+    });
+}
+
+// Layers share plans: a model has one window or two (Gemma's layers alternate).
+const AttentionPlan& Decoder::plan(const Batch& batch, int window) {
+    int at = windows_[0] == window || windows_[0] == -1 ? 0 : 1;
+    if (windows_[at] != window) {
+        plans_[at] = plan_attention(batch, pool_.threads(), config_.heads, config_.kv_heads, window);
+        windows_[at] = window;
+    }
+    return plans_[at];
+}

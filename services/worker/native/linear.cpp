@@ -1,0 +1,227 @@
+// Matrix products: cuts them in blocks for the caches and the threads, and finishes the sums.
+#include "linear.h"
+
+#include <algorithm>
+
+#include "activation.h"
+#include "tile.h"
+
+namespace {
+
+// Steps of a block: 6 rows of 512 steps are 12 kB, which stay in the first-level cache (32 kB or more) while the
+// weights, 128 kB for a group, are read again from the second level (1 MB or more) for each tile of rows.
+constexpr int kBlockSteps = 512;
+// Rows of a block. A group's weights come from memory once for each block of rows, its sums (24 kB) stay in cache.
+constexpr int kBlockRows = 96;
+
+int steps_of(Number number, int in) { return number == Number::kHalf ? (in + 1) / 2 : in; }
+int groups_of(int out) { return (out + kGroupOutputs - 1) / kGroupOutputs; }
+
+struct Product {
+    Rows x;
+    Linear linear;
+    Target target;
+    int steps;
+};
+
+// A block of rows times one group.
+struct Block {
+    int row;
+    int rows;
+    int group;
+    const F* gates;  // [rows][kGroupColumns], where the group's outputs are to be gated by them
+    F* to_gates;     // where the sums are not written out but kept as gates
+};
+
+// Rows of x as tiles read them: of the weights' kind, and not a multiple of 1 kB apart, which would put them all into
+// the same few sets of the cache.
+template <class Kind> struct Copied {
+    using Item = typename Kind::Item;
+    static constexpr int kStride = (kBlockSteps + 16) * Kind::kItems;
+    alignas(64) Item items[kTileRows * kStride];
+};
+
+template <class To, class From> void convert(To* to, const From* from, int count) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+    for (; i < count; ++i) {
+        if constexpr (sizeof(To) == 2) to[i] = bf16_of(from[i]);
+        else to[i] = float_of(from[i]);
+    }
+}
+
+template <class Item> void copy_row(Item* to, const Rows& x, int row, int first, int count, int padded) {
+    using Other = std::conditional_t<sizeof(Item) == 2, float, Bf16>;
+    int64_t at = row * x.stride + first;
+    if ((x.number == Number::kHalf) == (sizeof(Item) == 2)) memcpy(to, (const Item*)x.data + at, size_t(count) * sizeof(Item));
+    else convert(to, (const Other*)x.data + at, count);
+    for (int i = count; i < padded; ++i) to[i] = 0;
+}
+
+// Whether tiles may read x where it lies.
+template <class Kind> bool readable(const Product& p) {
+    constexpr int item = sizeof(typename Kind::Item);
+    bool aliased = p.x.count > 4 && p.x.stride * item % 1024 == 0;
+    return (p.x.number == Number::kHalf) == (item == 2) && !aliased && p.linear.in % Kind::kItems == 0;
+}
+
+// The sums of some rows and columns of a tile.
+template <int R, int C> struct Sums {
+    F at[R][C];
+};
+
+template <int R, int C> BATON_INLINE void keep(F* to, const Sums<R, C>& sums) {
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) to[r * kGroupColumns + c] = sums.at[r][c];
+}
+
+template <class Kind, int R, int C>
+BATON_INLINE void write_gated(const Product& p, int row, int column, const F* gates, const Sums<R, C>& sums) {
+    int half = p.linear.out / 2;
+    auto* to = (typename Kind::Item*)p.target.data + row * p.target.stride + column - half;
+    const float* bias = p.linear.bias;
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) {
+            F gate = gates[r * kGroupColumns + c], up = sums.at[r][c];
+            if (bias) gate = gate + load(bias + column - half + c * kLanes), up = up + load(bias + column + c * kLanes);
+            store(to + r * p.target.stride + c * kLanes, activated(p.target.activation, gate) * up);
+        }
+}
+
+// The end of a row of outputs, where fewer than 16 are left.
+void write_some(const Product& p, float* to, int column, int count, F sums) {
+    float lane[kLanes];
+    store(lane, sums);
+    for (int i = 0; i < count; ++i) {
+        float sum = p.linear.bias ? lane[i] + p.linear.bias[column + i] : lane[i];
+        to[i] = p.target.kind == Out::kAdded ? to[i] + sum : sum;
+    }
+}
+
+template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row, int column, const Sums<R, C>& sums) {
+    float* to = (float*)p.target.data + row * p.target.stride + column;
+    const float* bias = p.linear.bias;
+    bool whole = column + C * kLanes <= p.linear.out, added = p.target.kind == Out::kAdded;
+    if (whole && !bias && !added) {
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) store(to + r * p.target.stride + c * kLanes, sums.at[r][c]);
+        return;
+    }
+    for (int r = 0; r < R; ++r, to += p.target.stride)
+        for (int c = 0; c < C; ++c) {
+            int at = column + c * kLanes, count = p.linear.out - at;
+            if (count < kLanes) {
+                write_some(p, to + c * kLanes, at, count, sums.at[r][c]);
+                continue;
+            }
+            F sum = bias ? sums.at[r][c] + load(bias + at) : sums.at[r][c];
+            store(to + c * kLanes, added ? load(to + c * kLanes) + sum : sum);
+        }
+}
+
+// One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
+template <class Kind, int R>
+void run_tile(const Product& p, const Block& block, const typename Kind::Item* x, int64_t stride, int row, int first, int count,
+              Ahead ahead, F* kept) {
+    using Item = typename Kind::Item;
+    constexpr int kStep = kStepBytes / int(sizeof(Item));
+    const Item* rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = x + r * stride;
+    const Item* group = (const Item*)p.linear.groups + (size_t(block.group) * p.steps + first) * kStep;
+    bool last = first + count == p.steps;
+    for (int column = 0; column < kGroupColumns; column += kTileColumns) {
+        const Item* weights[kTileColumns];
+        Sums<R, kTileColumns> sums;
+        F* part = kept + row * kGroupColumns + column;
+        for (int c = 0; c < kTileColumns; ++c) weights[c] = group + (column + c) * (kStep / kGroupColumns);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < kTileColumns; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
+        multiply_tile<Kind, R, kTileColumns>(rows, weights, count, kStep, column ? Ahead{nullptr, 0} : ahead, sums.at);
+        int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
+        if (!last) keep(part, sums);
+        else if (block.to_gates) keep(block.to_gates + at, sums);
+        else if (block.gates) write_gated<Kind>(p, block.row + row, output, block.gates + at, sums);
+        else write_floats(p, block.row + row, output, sums);
+    }
+}
+
+template <class Kind>
+using TileCall = void (*)(const Product&, const Block&, const typename Kind::Item*, int64_t, int, int, int, Ahead, F*);
+
+template <class Kind, int R = 1> TileCall<Kind> tile_of(int rows) {
+    if constexpr (R > kTileRows) return nullptr;
+    else return rows == R ? &run_tile<Kind, R> : tile_of<Kind, R + 1>(rows);
+}
+
+template <class Kind> void run_block(const Product& p, const Block& block) {
+    using Item = typename Kind::Item;
+    // Tiles of about the same height: 7 rows are 4 and 3, not 6 and 1.
+    int tiles = (block.rows + kTileRows - 1) / kTileRows;
+    F kept[kBlockRows * kGroupColumns];
+    bool direct = readable<Kind>(p);
+    for (int first = 0; first < p.steps; first += kBlockSteps) {
+        int count = std::min(kBlockSteps, p.steps - first);
+        // A lone tile reads its weights from memory itself: nothing is gained by asking twice.
+        int lines = tiles > 1 ? kChunk * kGroupColumns / tiles + 1 : 0;
+        const char* next = (const char*)p.linear.groups + (size_t(block.group) * p.steps + first + count) * kStepBytes;
+        for (int tile = 0; tile < tiles; ++tile) {
+            int from = block.rows * tile / tiles, to = block.rows * (tile + 1) / tiles;
+            Ahead ahead{next + tile * lines * 64 * (count / kChunk), lines};
+            auto call = tile_of<Kind>(to - from);
+            if (direct) {
+                auto* x = (const Item*)p.x.data + (block.row + from) * p.x.stride + first * Kind::kItems;
+                call(p, block, x, p.x.stride, from, first, count, ahead, kept);
+                continue;
+            }
+            static thread_local Copied<Kind> copied;
+            int begin = first * Kind::kItems, padded = count * Kind::kItems;
+            int items = std::min(padded, p.linear.in - begin);
+            for (int r = from; r < to; ++r)
+                copy_row(copied.items + (r - from) * copied.kStride, p.x, block.row + r, begin, items, padded);
+            call(p, block, copied.items, copied.kStride, from, first, count, ahead, kept);
+        }
+    }
+}
+
+template <class Kind> void multiply_kind(Pool& pool, const Product& p) {
+    bool gated = p.target.kind == Out::kGated;
+    int row_blocks = (p.x.count + kBlockRows - 1) / kBlockRows;
+    int groups = groups_of(p.linear.out) / (gated ? 2 : 1);
+    pool.run(row_blocks * groups, [&](int tile, int) {
+        int part = tile % row_blocks, group = tile / row_blocks;
+        int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
+        if (!gated) return run_block<Kind>(p, {row, end - row, group, nullptr, nullptr});
+        F gates[kBlockRows * kGroupColumns];
+        run_block<Kind>(p, {row, end - row, group, nullptr, gates});
+        run_block<Kind>(p, {row, end - row, groups + group, gates, nullptr});
+    });
+}
+
+template <class Item> void pack_group(const Item* weight, int out, int in, int group, Item* to) {
+    constexpr int kItems = 4 / int(sizeof(Item));
+    int padded = (in + kItems - 1) / kItems * kItems;
+    for (int lane = 0; lane < kGroupOutputs; ++lane) {
+        int64_t output = int64_t(group) * kGroupOutputs + lane;
+        for (int i = 0; i < padded; ++i)
+            to[(i / kItems * kGroupOutputs + lane) * kItems + i % kItems] = output < out && i < in ? weight[output * in + i] : Item(0);
+    }
+}
+
+}  // namespace
+
+int64_t packed_bytes(Number number, int out, int in) { return int64_t(groups_of(out)) * steps_of(number, in) * kStepBytes; }
+
+void pack(Pool& pool, Number number, const void* weight, int out, int in, void* groups) {
+    int64_t each = packed_bytes(number, kGroupOutputs, in);
+    pool.run(groups_of(out), [&](int group, int) {
+        void* to = (char*)groups + group * each;
+        if (number == Number::kHalf) pack_group((const Bf16*)weight, out, in, group, (Bf16*)to);
+        else pack_group((const float*)weight, out, in, group, (float*)to);
+    });
+}
+
+void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target) {
+    Product product{x, linear, target, steps_of(linear.number, linear.in)};
+    if (linear.number == Number::kHalf) multiply_kind<Half>(pool, product);
+    else multiply_kind<Single>(pool, product);
+}

@@ -1,0 +1,53 @@
+// Products with packed weights, and what may be done to them on the way out.
+#pragma once
+#include "lanes.h"
+#include "threads.h"
+
+enum class Number : int { kSingle = 0, kHalf = 1 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+
+// weights [out, in] as groups of 64 outputs. A group holds, for each step (two bf16 inputs or one float), 256 bytes: the
+// step's weights of its outputs in turn. Missing outputs and inputs are zeros. So a product reads a group from its start
+// to its end, and the next group after it, as fast as memory gives them.
+constexpr int kGroupColumns = 4;
+constexpr int kGroupOutputs = kGroupColumns * kLanes;
+constexpr int kStepBytes = 64 * kGroupColumns;
+
+struct Linear {
+    Number number;
+    int out;
+    int in;
+    const void* groups;
+    const float* bias;  // [out], or null
+};
+
+int64_t packed_bytes(Number number, int out, int in);
+// `groups` must be aligned to 64 bytes.
+void pack(Pool& pool, Number number, const void* weight, int out, int in, void* groups);
+
+struct Rows {
+    const void* data;
+    Number number;
+    int64_t stride;  // items from row to row
+    int count;
+};
+
+// How a product's sums leave the registers.
+enum class Out : int {
+    kFloat = 0,  // to = sums + bias, floats
+    kAdded = 1,  // to += sums + bias, floats: the residual
+    kGated = 2,  // to = act(gate) * up, in the kind of the weights: gates are the outputs' first half, `up` the second
+};
+
+// Whether kGated can be asked of it: a group must be all gates or all up.
+inline bool can_gate(const Linear& linear) { return linear.out % (2 * kGroupOutputs) == 0; }
+
+struct Target {
+    Out kind;
+    Activation activation;
+    void* data;
+    int64_t stride;  // items from row to row
+};
+
+// Each element's sum runs over the inputs in ascending order, whatever the number of rows and of threads.
+void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target);

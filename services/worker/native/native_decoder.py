@@ -1,0 +1,113 @@
+"""A whole forward pass in one call of the library: for one rank, where nothing is exchanged between operations.
+
+It computes what the decoder computes by single operations, bit for bit where the model has no post norms, and saves
+their overhead: about seventy calls and as many allocations and wake-ups for each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from services.worker.model.config import ModelConfig
+from services.worker.model.decoder import KvCaches, Layer, Weights
+from services.worker.native import library
+from services.worker.native.memory import zeroed
+from services.worker.native.native_ops import _ACTIVATIONS, NativeOps, Packed, _address
+from services.worker.ops import BatchMeta, PackedLinear
+
+
+class NativeDecoder:
+    """Holds the weights, and the library's workspace, which grows to the largest batch. Used from one thread."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: NativeOps) -> None:
+        """`weights` must be whole and packed by `ops`."""
+        self._ops = ops
+        self._weights = weights
+        self._vocab_size = config.vocab_size
+        # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
+        self._embedding = weights.embedding.to(ops.dtype).contiguous()
+        layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
+        described = self._described(config)
+        kernels = ops.kernels
+        self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
+        self._caches: tuple[KvCaches, object, object] | None = None
+        self._logits = torch.empty(0)
+
+    def __del__(self) -> None:
+        if getattr(self, "_decoder", None):
+            self._ops.kernels.library.baton_decoder_free(self._decoder)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
+        """As the decoder's; the logits are overwritten by the next call."""
+        rows = len(meta.logits_rows)
+        logits = self._room(rows)
+        keys, values = self._pointers(caches)
+        asked = library.Forward(
+            *(ids.data_ptr(), self._ops.batch_of(meta), meta.logits_rows.data_ptr(), rows),
+            *(keys, values, logits.data_ptr()),
+        )
+        if not self._ops.kernels.library.baton_decoder_run(self._decoder, ctypes.byref(asked)):
+            raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+        return logits if rows else None
+
+    def _room(self, rows: int) -> Tensor:
+        """[rows, vocab]; kept, for fresh memory costs a page fault for each 4 kB."""
+        if len(self._logits) < rows:
+            self._logits = zeroed(rows * self._vocab_size * 4).view(torch.float32).view(rows, self._vocab_size)
+        return self._logits[:rows]
+
+    def _pointers(self, caches: KvCaches) -> tuple[object, object]:
+        if self._caches is None or self._caches[0] is not caches:
+            array = ctypes.c_void_p * len(caches)
+            keys = array(*(cache[0].data_ptr() for cache in caches))
+            values = array(*(cache[1].data_ptr() for cache in caches))
+            self._caches = (caches, keys, values)
+        return self._caches[1:]
+
+    def _described(self, config: ModelConfig) -> library.DecoderConfig:
+        scale = config.embedding_scale
+        rounded = 1.0 if scale is None else float(self._weights.embedding.new_tensor(scale))
+        return library.DecoderConfig(
+            number=self._ops.number,
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            activation=_ACTIVATIONS[config.activation],
+            eps=config.norm_eps,
+            attention_scale=config.attention_scale,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
+            embedding_scale=rounded,
+            embedding=self._embedding.data_ptr(),
+            final_norm=self._weights.final_norm.data_ptr(),
+            head=_linear(self._weights.head),
+        )
+
+
+def _layer(layer: Layer) -> library.DecoderLayer:
+    return library.DecoderLayer(
+        input_norm=layer.input_norm.data_ptr(),
+        q_norm=_address(layer.q_norm),
+        k_norm=_address(layer.k_norm),
+        attention_post_norm=_address(layer.attention_post_norm),
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        mlp_post_norm=_address(layer.mlp_post_norm),
+        cos_sin=layer.cos_sin.data_ptr(),
+        qkv=_linear(layer.qkv),
+        output=_linear(layer.output),
+        gate_up=_linear(layer.gate_up),
+        down=_linear(layer.down),
+        window=layer.window or 0,
+    )
+
+
+def _linear(packed: PackedLinear) -> library.Linear:
+    assert isinstance(packed, Packed)
+    return packed.linear

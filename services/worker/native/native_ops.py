@@ -1,0 +1,238 @@
+"""The operations in C++ for CPUs; see :class:`services.worker.ops.Ops` for what each promises.
+
+Weights are bf16 or float32 (float16 models run in float32, their weights converted). Between operations the residual
+and what linears give are float32; what goes into a linear, and the keys and values, are in the weights' type.
+
+**Batch invariance.** A row's result depends on that row and its own context alone, to the last bit: not on the other
+rows of the batch, nor on the cutting of a prompt into steps, nor on the number of threads. Sums over a linear's inputs
+run in ascending order in one accumulator, whatever the number of rows; softmax runs over chunks of the context whose
+bounds are fixed. So 64 concurrent streams equal their 64 sequential runs, and a stream dispatched again goes on as it
+would have. (It does depend on the machine's instructions: AVX512-BF16 rounds otherwise than AVX2 does.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.native import library
+from services.worker.native.build import BuildError, Level, best_level, library_path
+from services.worker.native.memory import Arena, zeroed
+from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedLinear
+from shared.blocks import BLOCK_SIZE
+
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+_LANES = 16
+_MOST_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight in the kernels' layout, and what keeps its memory alive."""
+
+    linear: library.Linear
+    groups: Tensor
+    bias: Tensor | None
+    out: int
+    inputs: int
+
+
+class Kernels:
+    """The loaded library and a pool of threads that lives as long as this object."""
+
+    def __init__(self, threads: int, level: Level) -> None:
+        try:
+            self.library = library.load(library_path(level))
+        except (BuildError, OSError, AttributeError) as error:
+            raise OpsUnavailable(str(error)) from None
+        self.pool: int = self.library.baton_pool(threads)
+        self.threads = threads
+
+    def __del__(self) -> None:
+        if getattr(self, "pool", None):
+            self.library.baton_pool_free(self.pool)
+
+
+class NativeOps:
+    """See the module and :class:`services.worker.ops.Ops`."""
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, threads: int | None = None, level: Level | None = None
+    ) -> None:
+        """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has."""
+        if device.type != "cpu":
+            raise OpsUnavailable(f"the native operations run on CPUs, not on {device}")
+        if dtype not in (torch.bfloat16, torch.float32, torch.float16):
+            raise OpsUnavailable(f"the native operations know no {dtype}")
+        self.kernels = Kernels(threads or torch.get_num_threads(), level or best_level())
+        self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
+        self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self._library = self.kernels.library
+        self._pool = self.kernels.pool
+        self._arena = Arena()
+        self._batch: tuple[BatchMeta, library.Batch] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"native ({self._library.baton_instructions().decode()}, {self.kernels.threads} threads)"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        out, inputs = weight.shape
+        weight = weight.to(self.dtype).contiguous()
+        floats = None if bias is None else bias.float().contiguous()
+        groups = self._arena.take(self._library.baton_packed_bytes(self.number, out, inputs))
+        self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
+        linear = library.Linear(self.number, out, inputs, groups.data_ptr(), _address(floats))
+        return PackedLinear(Packed(linear, groups, floats, out, inputs))
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        assert isinstance(packed, Packed)
+        to = torch.empty(len(x), packed.out)
+        x, number = self._known(x)
+        self._library.baton_multiply(
+            self._pool,
+            ctypes.byref(packed.linear),
+            *(x.data_ptr(), number, len(x), packed.inputs),
+            *(library.OUT_FLOAT, 0, to.data_ptr(), packed.out),
+        )
+        return to
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        if table.dtype != self.dtype:
+            return F.embedding(ids, table).float()
+        vocab, hidden = table.shape
+        to = torch.empty(len(ids), hidden)
+        if not self._library.baton_embed(
+            self._pool, ids.data_ptr(), len(ids), self.number, table.data_ptr(), vocab, hidden, to.data_ptr()
+        ):
+            raise IndexError(f"a token id is outside of the vocabulary of {vocab}")
+        return to
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normed(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual = residual.float()
+        return self._normed(x, residual, weight, eps), residual
+
+    def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        to = torch.empty(x.shape, dtype=self.dtype)
+        x, number = self._known(x)
+        rows, hidden = x.shape
+        self._library.baton_norm(
+            *(self._pool, x.data_ptr(), number, rows, hidden, _address(residual), weight.data_ptr(), eps),
+            *(self.number, to.data_ptr()),
+        )
+        return to
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        gate_up = gate_up.float()
+        rows, both = gate_up.shape
+        to = torch.empty(rows, both // 2, dtype=self.dtype)
+        self._library.baton_gate(
+            *(self._pool, gate_up.data_ptr(), rows, both // 2, _ACTIVATIONS[kind], self.number, to.data_ptr())
+        )
+        return to
+
+    def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
+        return 2 * kv_heads * BLOCK_SIZE * _padded(head_dim) * self.dtype.itemsize
+
+    def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Blocks are laid out inside as attention.h says; the last dimension is padded to 16."""
+        shape = (num_blocks, kv_heads, BLOCK_SIZE, _padded(head_dim))
+        each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
+        keys, values = (zeroed(each).view(self.dtype).view(shape) for _ in range(2))
+        return keys, values
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        qkv = qkv.float()
+        rows, width = qkv.shape
+        head_dim = cos_sin.shape[1]
+        queries = torch.empty(rows, heads, head_dim, dtype=self.dtype)
+        what = library.RopeAndStore(
+            *(qkv.data_ptr(), width, heads, cos_sin.data_ptr(), _address(q_norm), _address(k_norm), eps),
+            *(queries.data_ptr(), heads * head_dim),
+        )
+        cache = self.cache_of(k_cache, v_cache, head_dim)
+        self._library.baton_rope_and_store(
+            self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
+        )
+        return queries
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: BatchMeta,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        q = q.to(self.dtype)
+        rows, heads, head_dim = q.shape
+        to = torch.empty(rows, heads * head_dim, dtype=self.dtype)
+        what = library.Attention(
+            *(q.data_ptr(), heads * head_dim, heads, scale, window or 0, softcap or 0.0),
+            *(to.data_ptr(), heads * head_dim),
+        )
+        cache = self.cache_of(k_cache, v_cache, head_dim)
+        self._library.baton_attend(
+            self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
+        )
+        return to
+
+    def cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
+        """One layer's caches, for the library."""
+        assert head_dim % 2 == 0 and head_dim <= _MOST_HEAD_DIM, f"heads of {head_dim} elements are not supported"
+        return library.Cache(self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim)
+
+    def batch_of(self, meta: BatchMeta) -> library.Batch:
+        """`meta` for the library; made once for all layers of a step."""
+        if self._batch is None or self._batch[0] is not meta:
+            self._batch = (meta, _batch(meta))
+        return self._batch[1]
+
+    def _known(self, x: Tensor) -> tuple[Tensor, int]:
+        """x in a type that the kernels read, and its number."""
+        if x.dtype == torch.bfloat16:
+            return x, library.HALF
+        return x.float(), library.SINGLE
+
+
+def _batch(meta: BatchMeta) -> library.Batch:
+    return library.Batch(
+        len(meta.positions),
+        len(meta.context_lens),
+        meta.query_starts.data_ptr(),
+        meta.context_lens.data_ptr(),
+        meta.block_tables.data_ptr(),
+        meta.block_tables.shape[1],
+        meta.slots.data_ptr(),
+        meta.positions.data_ptr(),
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // _LANES) * _LANES

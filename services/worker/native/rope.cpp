@@ -1,0 +1,107 @@
+// Rotary positions, and the writing of keys and values.
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+
+namespace {
+
+constexpr int kMostDim = 1024;
+constexpr int kRowsOfTile = 8;
+
+float sum_of_squares(const float* x, int count) {
+    F squares = zeros();
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        F v = load(x + i);
+        squares = fma(v, v, squares);
+    }
+    float total = sum(squares);
+    for (; i < count; ++i) total += x[i] * x[i];
+    return total;
+}
+
+// RoFormer's rotation in the NeoX pairing: element i with i + dim / 2.
+void rotate(float* x, const float* cos_sin, int dim) {
+    int half = dim / 2, i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        F low = load(x + i), high = load(x + half + i), c = load(cos_sin + i), s = load(cos_sin + half + i);
+        store(x + i, low * c - high * s);
+        store(x + half + i, high * c + low * s);
+    }
+    for (; i < half; ++i) {
+        float low = x[i], high = x[half + i], c = cos_sin[i], s = cos_sin[half + i];
+        x[i] = low * c - high * s;
+        x[half + i] = high * c + low * s;
+    }
+}
+
+template <class Item> void narrow(Item* to, const float* from, int count) {
+    if constexpr (sizeof(Item) == 4) {
+        memcpy(to, from, size_t(count) * 4);
+    } else {
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+        for (; i < count; ++i) to[i] = bf16_of(from[i]);
+    }
+}
+
+// One head of one row: a copy of it, normed and rotated.
+template <class Item>
+void prepare(Item* to, const float* from, const float* norm, float eps, const float* cos_sin, int dim) {
+    alignas(64) float x[kMostDim];
+    memcpy(x, from, size_t(dim) * 4);
+    if (norm) {
+        float scale = 1.0f / std::sqrt(sum_of_squares(x, dim) / float(dim) + eps);
+        for (int i = 0; i < dim; ++i) x[i] = x[i] * scale * norm[i];
+    }
+    rotate(x, cos_sin, dim);
+    narrow(to, x, dim);
+}
+
+template <class Item> void store_key(Item* block, int offset, const Item* key, int dim) {
+    constexpr int kItems = 4 / int(sizeof(Item));
+    for (int d = 0; d < dim; d += kItems) memcpy(block + d * kBlockTokens + offset * kItems, key + d, 4);
+}
+
+// A pair's second half is cleared with its first where nothing follows yet: what an earlier owner of the block left
+// there must not meet the weight 0 of a token that does not exist, for 0 * infinity is not 0.
+template <class Item> void store_value(Item* block, int offset, const Item* value, int dim, int padded, bool followed) {
+    constexpr int kItems = 4 / int(sizeof(Item));
+    Item* to = block + offset / kItems * padded * kItems + offset % kItems;
+    bool clear = kItems == 2 && offset % 2 == 0 && !followed;
+    for (int d = 0; d < dim; ++d) {
+        to[d * kItems] = value[d];
+        if (clear) to[d * kItems + 1] = 0;
+    }
+}
+
+template <class Item> void store_row(const RopeAndStore& what, const Batch& batch, const Cache& cache, int row) {
+    int dim = cache.head_dim;
+    const float* from = what.qkv + row * what.qkv_stride;
+    const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * dim;
+    Item* query = (Item*)what.queries + row * what.query_stride;
+    for (int h = 0; h < what.heads; ++h) prepare(query + h * dim, from + h * dim, what.q_norm, what.eps, cos_sin, dim);
+    int slot = batch.slots[row];
+    bool followed = row + 1 < batch.rows && batch.slots[row + 1] == slot + 1;
+    alignas(64) Item item[kMostDim];
+    for (int h = 0; h < cache.kv_heads; ++h) {
+        int64_t at = cache.at(slot / kBlockTokens, h);
+        prepare(item, from + (what.heads + h) * dim, what.k_norm, what.eps, cos_sin, dim);
+        store_key((Item*)cache.keys + at, slot % kBlockTokens, item, dim);
+        narrow(item, from + (what.heads + cache.kv_heads + h) * dim, dim);
+        store_value((Item*)cache.values + at, slot % kBlockTokens, item, dim, cache.padded_dim(), followed);
+    }
+}
+
+}  // namespace
+
+void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, const Cache& cache) {
+    pool.run((batch.rows + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
+        int end = std::min(batch.rows, (tile + 1) * kRowsOfTile);
+        for (int row = tile * kRowsOfTile; row < end; ++row) {
+            if (cache.number == Number::kHalf) store_row<Bf16>(what, batch, cache, row);
+            else store_row<float>(what, batch, cache, row);
+        }
+    });
+}

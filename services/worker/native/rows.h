@@ -1,0 +1,22 @@
+// Operations that work on each row alone.
+#pragma once
+#include "lanes.h"
+#include "linear.h"
+#include "threads.h"
+
+// ids [count] → to [count, hidden] floats = table[id] * scale. False where an id is not in [0, vocab).
+bool embed(Pool& pool, const int* ids, int count, Number number, const void* table, int vocab, int hidden, float scale,
+           float* to, int64_t to_stride);
+
+struct Norm {
+    const float* weight;  // [hidden]
+    float eps;
+    int hidden;
+};
+
+// to = x / sqrt(mean(x^2) + eps) * weight. Where `residual` is given, it becomes x + residual, and its norm is taken.
+void norm(Pool& pool, const Rows& x, float* residual, int64_t residual_stride, const Norm& what, Number to_number, void* to,
+          int64_t to_stride);
+
+// gate_up [count, 2 * width] floats, gates first → to [count, width] = act(gate) * up.
+void gate(Pool& pool, const Rows& gate_up, int width, Activation activation, Number to_number, void* to, int64_t to_stride);

@@ -1,0 +1,139 @@
+// The pool's waiting and waking.
+#include "threads.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr uint64_t kTileBits = 20;
+constexpr uint64_t kTileMask = (uint64_t(1) << kTileBits) - 1;
+
+uint64_t end_of(uint64_t word) { return (word >> kTileBits) & kTileMask; }
+uint64_t next_of(uint64_t word) { return word & kTileMask; }
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Waking a sleeping thread takes 5 to 50 µs, and the jobs of one forward pass follow each other within a few: so a
+// waiter spins first, then lets others have the core, then sleeps. The cores are shared with other processes, which
+// is why the spinning is short.
+template <class Ready> bool spin(const Ready& ready) {
+    using Clock = std::chrono::steady_clock;
+    for (int i = 0; i < 200; ++i) {
+        if (ready()) return true;
+        relax();
+    }
+    auto end = Clock::now() + std::chrono::microseconds(60);
+    do {
+        for (int i = 0; i < 20; ++i) {
+            if (ready()) return true;
+            relax();
+        }
+        std::this_thread::yield();
+    } while (Clock::now() < end);
+    return ready();
+}
+
+}  // namespace
+
+Pool::Pool(int helpers) : ranges_(size_t(helpers) + 1) {
+    for (int i = 0; i < helpers; ++i) helpers_.emplace_back([this, i] { help(i + 1); });
+}
+
+Pool::~Pool() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopping_ = true;
+    }
+    work_came_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+}
+
+void Pool::publish(int tiles, Call call, const void* context) {
+    if (tiles <= 0) return;
+    call_ = call;
+    context_ = context;
+    tiles_ = tiles;
+    done_.store(0, std::memory_order_relaxed);
+    job_ = (job_ + 1) & 0xffffff;
+    int64_t count = int64_t(ranges_.size());
+    for (int64_t i = 0; i < count; ++i) {
+        uint64_t first = uint64_t(tiles * i / count), end = uint64_t(tiles * (i + 1) / count);
+        ranges_[i].word.store((job_ << (2 * kTileBits)) | (end << kTileBits) | first, std::memory_order_seq_cst);
+    }
+    if (sleepers_.load(std::memory_order_seq_cst)) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        work_came_.notify_all();
+    }
+    while (claim(0)) {
+    }
+    await_done(tiles);
+}
+
+// Runs one tile of the current job, if one is left.
+bool Pool::claim(int thread) {
+    int count = int(ranges_.size());
+    for (int i = 0; i < count; ++i)
+        if (claim_from(ranges_[(thread + i) % count], thread)) return true;
+    return false;
+}
+
+bool Pool::claim_from(Range& range, int thread) {
+    uint64_t word = range.word.load(std::memory_order_acquire);
+    do {
+        if (next_of(word) >= end_of(word)) return false;
+    } while (!range.word.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    // The job cannot end before this tile does, so what describes it stays as it is.
+    int tiles = tiles_;
+    call_(context_, int(next_of(word)), thread);
+    if (done_.fetch_add(1, std::memory_order_seq_cst) + 1 == tiles && caller_sleeps_.load(std::memory_order_seq_cst)) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        work_done_.notify_one();
+    }
+    return true;
+}
+
+bool Pool::unclaimed() const {
+    for (auto& range : ranges_) {
+        uint64_t word = range.word.load(std::memory_order_seq_cst);
+        if (next_of(word) < end_of(word)) return true;
+    }
+    return false;
+}
+
+void Pool::await_done(int tiles) {
+    auto ready = [&] { return done_.load(std::memory_order_seq_cst) == tiles; };
+    if (spin(ready)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    caller_sleeps_.store(true, std::memory_order_seq_cst);
+    work_done_.wait(lock, ready);
+    caller_sleeps_.store(false, std::memory_order_seq_cst);
+}
+
+void Pool::help(int thread) {
+    while (true) {
+        if (claim(thread)) continue;
+        if (!await_job()) return;
+    }
+}
+
+// Returns when a tile can be claimed; false when the pool stops.
+bool Pool::await_job() {
+    auto ready = [&] { return stopping_.load(std::memory_order_relaxed) || unclaimed(); };
+    if (!spin(ready)) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+        work_came_.wait(lock, ready);
+        sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+    return !stopping_.load(std::memory_order_relaxed);
+}
