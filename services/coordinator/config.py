@@ -19,9 +19,12 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
         float, Meta(ge=0, description="Seconds after its last sign that a model's engine is still waited for.")
     ] = 15.0
     engine_fill: Annotated[
-        float,
-        Meta(ge=1, description="An engine gets no more once it has this many times its running limit in hand."),
-    ] = 4.0
+        Annotated[float, Meta(ge=1)] | None,
+        Meta(
+            description="An engine gets no more once it has this many times its running limit in hand; "
+            "none: until its own queue is full."
+        ),
+    ] = None
     scale_timeout: Annotated[float, Meta(gt=0, description="Seconds the supervisor gets for `admin.scale`.")] = 30.0
 
     def limits(self) -> Limits:

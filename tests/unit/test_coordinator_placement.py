@@ -136,9 +136,9 @@ def test_an_engine_whose_context_is_too_short_is_passed_over() -> None:
 
 
 def test_a_free_slot_is_no_room_while_something_waits() -> None:
-    assert room(report(waiting=0, running=1), fill=9) == 11
-    assert room(report(waiting=1, running=1), fill=9) == 7
-    assert room(report(waiting=8, running=1), fill=9) == 0
+    assert room(report(waiting=0, running=1), fill=None) == 11
+    assert room(report(waiting=1, running=1), fill=None) == 7
+    assert room(report(waiting=8, running=1), fill=None) == 0
     assert room(report(waiting=3, running=4), fill=2) == 1
 
 

@@ -12,8 +12,10 @@ class Limits(NamedTuple):
     """How long a request may wait here before it is rejected."""
     expect_seconds: float = 15.0
     """How long after the last sign of a model's engines one is still expected back."""
-    engine_fill: float = 4.0
-    """An engine takes no more once it has this many times `max_running` in hand; never over its `max_waiting`."""
+    engine_fill: float | None = None
+    """An engine takes no more once it has this many times `max_running` in hand; None: until `max_waiting` is
+    reached. Low values bind requests later, so that they go where work ends first; but that work has ended is only
+    heard with the next report, half a second late."""
     settle_seconds: float = 0.1
     """A placement younger than this, when an engine's report comes in, may not be counted in it yet."""
     renew_seconds: float = 1.0

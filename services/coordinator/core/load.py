@@ -8,13 +8,15 @@ WAITING_WEIGHT = 4
 """A waiting request is work that has yet to begin; a running one shares each step with the others."""
 
 
-def room(report: EngineReport, fill: float) -> int:
+def room(report: EngineReport, fill: float | None) -> int:
     """Requests that the engine can take beyond those it reported; never negative.
 
     Where something waits already, a free running slot is no room: blocks may be what is short.
     """
     slots = 0 if report.waiting else report.max_running - report.running
     by_bounds = report.max_waiting - report.waiting + slots
+    if fill is None:
+        return max(0, by_bounds)
     by_fill = int(fill * report.max_running) - report.waiting - report.running
     return max(0, min(by_bounds, by_fill))
 
