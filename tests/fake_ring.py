@@ -50,7 +50,7 @@ DETOKENIZER = DetokenizerId("detokenizer-1")
 CARD = ModelCard(
     name=MODEL, max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1_700_000_000
 )
-WORDS = ("Paris", " is", " the", " capital", " of", " France", ".", " Ünïcödé", " \u2028\"quoted\"\n", " 🎉")
+WORDS = ("Paris", " is", " the", " capital", " of", " France", ".", " Ünïcödé", ' \u2028"quoted"\n', " 🎉")
 """What the model says, over and over: token i is word i modulo their number."""
 
 IDENTITY: dict[Service, str] = {

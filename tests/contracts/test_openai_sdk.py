@@ -167,12 +167,15 @@ async def test_a_verdict_of_the_ring_is_the_clients_error(stack: GatewayStack) -
 
 async def test_an_error_inside_a_stream_is_an_event(memory_bus: MemoryBus) -> None:
     async with gateway_stack(memory_bus, attempts=2) as stack:
-        text = ""
+        pieces: list[str] = []
+
+        async def read() -> None:
+            async for chunk in await stack.openai.completions.create(model=MODEL, prompt="FAIL ALWAYS", stream=True):
+                pieces.append(chunk.choices[0].text)
+
         with pytest.raises(openai.APIError, match="attempts failed"):
-            stream = await stack.openai.completions.create(model=MODEL, prompt="FAIL ALWAYS", stream=True)
-            async for chunk in stream:
-                text += chunk.choices[0].text
-        assert text == said(3)
+            await read()
+        assert "".join(pieces) == said(3)
 
 
 async def test_a_key_is_asked_for_where_keys_are_set(memory_bus: MemoryBus) -> None:

@@ -278,11 +278,11 @@ class Supervision:
             yield from self._retry(r, "not placed in time", now, at_once=True)
 
     def _look_after(self, r: OpenRequest, now: float) -> list[Effect]:
-        silent = now - r.quiet_since > self._policy.silence_s
-        if r.asking or not (silent or (r.ask_at is not None and now >= r.ask_at)):
+        due = r.quiet_since + self._policy.silence_s if r.ask_at is None else r.ask_at
+        if r.asking or now <= due:
             return []
         if r.engine is None:
-            return self._retry(r, "silent, and its engine is unknown", now, at_once=True) if silent else []
+            return self._retry(r, "silent, and its engine is unknown", now, at_once=True)
         r.asking, r.asked_at, r.ask_at = True, now, None
         return [Ask(r.engine, Probe(r.request, r.attempt))]
 
