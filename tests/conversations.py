@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from openai import AsyncOpenAI
 
+from tests.stack import RunningStack
+
 QUESTIONS = (
     "What is the capital of France?",
     "What is the capital of Japan?",
@@ -61,3 +63,15 @@ async def stream_chat(
                 seen.finishes.append(choice.finish_reason)
                 seen.finish = choice.finish_reason
     return seen
+
+
+async def blocks_in_use(stack: RunningStack) -> int:
+    """KV blocks held by sequences, over all engines, once the last cancels have arrived: within 5 s or as it is then."""
+    for _ in range(50):
+        reports = [life.engine for life in (await stack.ps()).values() if life.engine is not None]
+        assert reports, "no engine reports"
+        used = sum(report.blocks_total - report.blocks_free for report in reports)
+        if used == 0:
+            break
+        await asyncio.sleep(0.1)
+    return used

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 from openai import AsyncOpenAI
 
-from tests.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat
-from tests.stack import Stack, running_stack
+from tests.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
+from tests.stack import RunningStack, running_stack
 
 STREAMS = 16
-TOKENS = 400
+TOKENS = 300
 """`ignore_eos` keeps every stream open long enough to be cut in the middle."""
 VICTIMS = ("tokenizer-1", "coordinator-1", "detokenizer-1", "engine-1", "engine-1-rank0")
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("pairs")
     with running_stack(folder, engines=2, tokenizers=2, detokenizers=2, coordinators=2) as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
-def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     with running_stack(tmp_path_factory.mktemp("lone")) as stack:
         yield stack
 
 
 @pytest.fixture
-async def client(stack: Stack) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(stack.url) as client:
+async def client(pairs: RunningStack) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(pairs.url) as client:
         yield client
 
 
@@ -47,14 +47,15 @@ async def many(client: AsyncOpenAI, model: str, started: asyncio.Event | None = 
         )
 
 
-async def interrupted(stack: Stack, client: AsyncOpenAI, interrupt: object) -> list[Streamed]:
+async def interrupted(client: AsyncOpenAI, model: str, interrupt: Callable[[], object]) -> list[Streamed]:
+    """Streams that are all open, and not all at their end, when `interrupt` is called."""
     started = asyncio.Event()
-    streams = asyncio.create_task(many(client, stack.model, started))
+    streams = asyncio.create_task(many(client, model, started))
     async with asyncio.timeout(DEADLINE):
         await started.wait()
     await asyncio.sleep(0.1)
-    assert callable(interrupt)
-    await asyncio.to_thread(interrupt)
+    assert not streams.done(), "the streams ended before anything happened to them"
+    interrupt()
     return await streams
 
 
@@ -65,25 +66,38 @@ def assert_complete(seen: list[Streamed], undisturbed: list[Streamed]) -> None:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-async def test_streams_survive_a_kill(stack: Stack, client: AsyncOpenAI, victim: str) -> None:
-    undisturbed = await many(client, stack.model)
-    seen = await interrupted(stack, client, lambda: stack.kill(victim))
+async def test_streams_survive_a_kill(pairs: RunningStack, client: AsyncOpenAI, victim: str) -> None:
+    undisturbed = await many(client, pairs.model)
+    pid = pairs.pid(victim)
+    seen = await interrupted(client, pairs.model, lambda: pairs.kill(victim))
     assert_complete(seen, undisturbed)
-    await asyncio.to_thread(stack.wait_ready)
-    assert stack.blocks_in_use() == 0
+    pairs.replaced(victim, pid)
+    await until_all_ready(pairs)
+    assert await blocks_in_use(pairs) == 0
 
 
-async def test_streams_survive_a_restart_of_the_bus(stack: Stack, client: AsyncOpenAI) -> None:
-    undisturbed = await many(client, stack.model)
-    seen = await interrupted(stack, client, lambda: stack.kill("nats"))
+async def test_streams_survive_a_restart_of_the_bus(pairs: RunningStack, client: AsyncOpenAI) -> None:
+    undisturbed = await many(client, pairs.model)
+    seen = await interrupted(client, pairs.model, pairs.kill_nats)
     assert_complete(seen, undisturbed)
+    await until_all_ready(pairs)
+    assert await blocks_in_use(pairs) == 0
 
 
 @pytest.mark.parametrize("victim", ["engine-1", "engine-1-rank0"])
-async def test_streams_survive_the_death_of_a_lone_engine(lone: Stack, victim: str) -> None:
+async def test_streams_survive_the_death_of_a_lone_engine(lone: RunningStack, victim: str) -> None:
     async with client_of(lone.url) as client:
         undisturbed = await many(client, lone.model)
-        seen = await interrupted(lone, client, lambda: lone.kill(victim))
+        seen = await interrupted(client, lone.model, lambda: lone.kill(victim))
         assert_complete(seen, undisturbed)
-    await asyncio.to_thread(lone.wait_ready)
-    assert lone.blocks_in_use() == 0
+    await until_all_ready(lone)
+    assert await blocks_in_use(lone) == 0
+
+
+async def until_all_ready(stack: RunningStack) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            heard = await stack.ps()
+            if {m.instance for m in stack.state.members} == {i for i, h in heard.items() if h.phase == "ready"}:
+                return
+            await asyncio.sleep(0.1)
