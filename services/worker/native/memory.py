@@ -18,9 +18,7 @@ _MADV_HUGEPAGE = 14
 def zeroed(num_bytes: int) -> Tensor:
     """`num_bytes` zero bytes that start on a huge page's bound, as a uint8 tensor; pages come when first touched."""
     room = num_bytes + _HUGE_PAGE
-    # Anonymous memory of its own, not malloc's: what nobody touches takes no memory, and it is zero without writing.
-    mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if sys.platform != "win32" else None
-    whole = torch.frombuffer(mapping, dtype=torch.uint8) if mapping is not None else torch.zeros(room, dtype=torch.uint8)
+    whole = torch.frombuffer(_mapping(room), dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     aligned = whole[start : start + num_bytes]
     if sys.platform == "linux":
@@ -28,6 +26,11 @@ def zeroed(num_bytes: int) -> Tensor:
         length = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(aligned.data_ptr()), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return aligned
+
+
+def _mapping(num_bytes: int) -> mmap.mmap:
+    """Anonymous memory of its own, not malloc's: zero without being written, and taken only as it is touched."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Arena:

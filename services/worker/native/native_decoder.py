@@ -14,31 +14,32 @@ from torch import Tensor
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import KvCaches, Layer, Weights
 from services.worker.native import library
+from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import zeroed
-from services.worker.native.native_ops import _ACTIVATIONS, NativeOps, Packed, _address
 from services.worker.ops import BatchMeta, PackedLinear
 
 
 class NativeDecoder:
     """Holds the weights, and the library's workspace, which grows to the largest batch. Used from one thread."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: NativeOps) -> None:
-        """`weights` must be whole and packed by `ops`."""
-        self._ops = ops
+    def __init__(
+        self, config: ModelConfig, weights: Weights, kernels: Kernels, number: int, dtype: torch.dtype
+    ) -> None:
+        """`weights` must be whole, and packed as `number` (library.SINGLE or HALF), which holds a `dtype`."""
+        self._kernels = kernels
         self._weights = weights
         self._vocab_size = config.vocab_size
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
-        self._embedding = weights.embedding.to(ops.dtype).contiguous()
+        self._embedding = weights.embedding.to(dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
-        described = self._described(config)
-        kernels = ops.kernels
+        described = self._described(config, number)
         self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
         self._caches: tuple[KvCaches, object, object] | None = None
         self._logits = torch.empty(0)
 
     def __del__(self) -> None:
         if getattr(self, "_decoder", None):
-            self._ops.kernels.library.baton_decoder_free(self._decoder)
+            self._kernels.library.baton_decoder_free(self._decoder)
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
         """As the decoder's; the logits are overwritten by the next call."""
@@ -46,10 +47,10 @@ class NativeDecoder:
         logits = self._room(rows)
         keys, values = self._pointers(caches)
         asked = library.Forward(
-            *(ids.data_ptr(), self._ops.batch_of(meta), meta.logits_rows.data_ptr(), rows),
+            *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows),
             *(keys, values, logits.data_ptr()),
         )
-        if not self._ops.kernels.library.baton_decoder_run(self._decoder, ctypes.byref(asked)):
+        if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(asked)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
         return logits if rows else None
 
@@ -67,11 +68,11 @@ class NativeDecoder:
             self._caches = (caches, keys, values)
         return self._caches[1:]
 
-    def _described(self, config: ModelConfig) -> library.DecoderConfig:
+    def _described(self, config: ModelConfig, number: int) -> library.DecoderConfig:
         scale = config.embedding_scale
         rounded = 1.0 if scale is None else float(self._weights.embedding.new_tensor(scale))
         return library.DecoderConfig(
-            number=self._ops.number,
+            number=number,
             layers=config.num_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -79,7 +80,7 @@ class NativeDecoder:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab=config.vocab_size,
-            activation=_ACTIVATIONS[config.activation],
+            activation=ACTIVATIONS[config.activation],
             eps=config.norm_eps,
             attention_scale=config.attention_scale,
             attention_softcap=config.attention_softcap or 0.0,
@@ -94,11 +95,11 @@ class NativeDecoder:
 def _layer(layer: Layer) -> library.DecoderLayer:
     return library.DecoderLayer(
         input_norm=layer.input_norm.data_ptr(),
-        q_norm=_address(layer.q_norm),
-        k_norm=_address(layer.k_norm),
-        attention_post_norm=_address(layer.attention_post_norm),
+        q_norm=address_of(layer.q_norm),
+        k_norm=address_of(layer.k_norm),
+        attention_post_norm=address_of(layer.attention_post_norm),
         mlp_norm=layer.mlp_norm.data_ptr(),
-        mlp_post_norm=_address(layer.mlp_post_norm),
+        mlp_post_norm=address_of(layer.mlp_post_norm),
         cos_sin=layer.cos_sin.data_ptr(),
         qkv=_linear(layer.qkv),
         output=_linear(layer.output),

@@ -13,48 +13,23 @@ would have. (It does depend on the machine's instructions: AVX512-BF16 rounds ot
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.model.config import ModelConfig
+from services.worker.model.decoder import ForwardPass, Weights
 from services.worker.native import library
-from services.worker.native.build import BuildError, Level, best_level, library_path
+from services.worker.native.build import Level, best_level
+from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import Arena, zeroed
+from services.worker.native.native_decoder import NativeDecoder
 from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedLinear
 from shared.blocks import BLOCK_SIZE
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 _LANES = 16
 _MOST_HEAD_DIM = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A weight in the kernels' layout, and what keeps its memory alive."""
-
-    linear: library.Linear
-    groups: Tensor
-    bias: Tensor | None
-    out: int
-    inputs: int
-
-
-class Kernels:
-    """The loaded library and a pool of threads that lives as long as this object."""
-
-    def __init__(self, threads: int, level: Level) -> None:
-        try:
-            self.library = library.load(library_path(level))
-        except (BuildError, OSError, AttributeError) as error:
-            raise OpsUnavailable(str(error)) from None
-        self.pool: int = self.library.baton_pool(threads)
-        self.threads = threads
-
-    def __del__(self) -> None:
-        if getattr(self, "pool", None):
-            self.library.baton_pool_free(self.pool)
 
 
 class NativeOps:
@@ -78,7 +53,11 @@ class NativeOps:
 
     @property
     def name(self) -> str:
-        return f"native ({self._library.baton_instructions().decode()}, {self.kernels.threads} threads)"
+        return f"native ({self.kernels.instructions}, {self.kernels.threads} threads)"
+
+    def fuse(self, config: ModelConfig, weights: Weights) -> ForwardPass:
+        """See :class:`services.worker.model.decoder.FusesDecoders`."""
+        return NativeDecoder(config, weights, self.kernels, self.number, self.dtype).forward
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         out, inputs = weight.shape
@@ -86,7 +65,7 @@ class NativeOps:
         floats = None if bias is None else bias.float().contiguous()
         groups = self._arena.take(self._library.baton_packed_bytes(self.number, out, inputs))
         self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
-        linear = library.Linear(self.number, out, inputs, groups.data_ptr(), _address(floats))
+        linear = library.Linear(self.number, out, inputs, groups.data_ptr(), address_of(floats))
         return PackedLinear(Packed(linear, groups, floats, out, inputs))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -124,7 +103,7 @@ class NativeOps:
         x, number = self._known(x)
         rows, hidden = x.shape
         self._library.baton_norm(
-            *(self._pool, x.data_ptr(), number, rows, hidden, _address(residual), weight.data_ptr(), eps),
+            *(self._pool, x.data_ptr(), number, rows, hidden, address_of(residual), weight.data_ptr(), eps),
             *(self.number, to.data_ptr()),
         )
         return to
@@ -134,7 +113,7 @@ class NativeOps:
         rows, both = gate_up.shape
         to = torch.empty(rows, both // 2, dtype=self.dtype)
         self._library.baton_gate(
-            *(self._pool, gate_up.data_ptr(), rows, both // 2, _ACTIVATIONS[kind], self.number, to.data_ptr())
+            *(self._pool, gate_up.data_ptr(), rows, both // 2, ACTIVATIONS[kind], self.number, to.data_ptr())
         )
         return to
 
@@ -166,12 +145,12 @@ class NativeOps:
         head_dim = cos_sin.shape[1]
         queries = torch.empty(rows, heads, head_dim, dtype=self.dtype)
         what = library.RopeAndStore(
-            *(qkv.data_ptr(), width, heads, cos_sin.data_ptr(), _address(q_norm), _address(k_norm), eps),
+            *(qkv.data_ptr(), width, heads, cos_sin.data_ptr(), address_of(q_norm), address_of(k_norm), eps),
             *(queries.data_ptr(), heads * head_dim),
         )
-        cache = self.cache_of(k_cache, v_cache, head_dim)
+        cache = self._cache_of(k_cache, v_cache, head_dim)
         self._library.baton_rope_and_store(
-            self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
+            self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
         )
         return queries
 
@@ -193,21 +172,22 @@ class NativeOps:
             *(q.data_ptr(), heads * head_dim, heads, scale, window or 0, softcap or 0.0),
             *(to.data_ptr(), heads * head_dim),
         )
-        cache = self.cache_of(k_cache, v_cache, head_dim)
+        cache = self._cache_of(k_cache, v_cache, head_dim)
         self._library.baton_attend(
-            self._pool, ctypes.byref(what), ctypes.byref(self.batch_of(meta)), ctypes.byref(cache)
+            self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
         )
         return to
 
-    def cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
+    def _cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
         """One layer's caches, for the library."""
-        assert head_dim % 2 == 0 and head_dim <= _MOST_HEAD_DIM, f"heads of {head_dim} elements are not supported"
+        if head_dim % 2 or head_dim > _MOST_HEAD_DIM:
+            raise ValueError(f"heads of {head_dim} elements are not supported")
         return library.Cache(self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim)
 
-    def batch_of(self, meta: BatchMeta) -> library.Batch:
+    def _batch_of(self, meta: BatchMeta) -> library.Batch:
         """`meta` for the library; made once for all layers of a step."""
         if self._batch is None or self._batch[0] is not meta:
-            self._batch = (meta, _batch(meta))
+            self._batch = (meta, batch_of(meta))
         return self._batch[1]
 
     def _known(self, x: Tensor) -> tuple[Tensor, int]:
@@ -215,23 +195,6 @@ class NativeOps:
         if x.dtype == torch.bfloat16:
             return x, library.HALF
         return x.float(), library.SINGLE
-
-
-def _batch(meta: BatchMeta) -> library.Batch:
-    return library.Batch(
-        len(meta.positions),
-        len(meta.context_lens),
-        meta.query_starts.data_ptr(),
-        meta.context_lens.data_ptr(),
-        meta.block_tables.data_ptr(),
-        meta.block_tables.shape[1],
-        meta.slots.data_ptr(),
-        meta.positions.data_ptr(),
-    )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _padded(head_dim: int) -> int:
