@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +37,7 @@ def fed(scan: StopScan, pieces: list[str], free: int) -> tuple[list[str], StopHi
 
 def cut(text: str, cuts: list[int]) -> list[str]:
     at = sorted({min(c, len(text)) for c in cuts} | {0, len(text)})
-    return [text[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(at)]
 
 
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 12), max_size=5), include=st.booleans())

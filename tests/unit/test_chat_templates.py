@@ -239,10 +239,12 @@ def test_text_parts_stay_parts_where_the_template_goes_through_them() -> None:
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "string"),
         ("{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}", "openai"),
-        ("{% set ms = messages[1:] %}{% for m in ms %}{% for p in m.content | list %}{% endfor %}{% endfor %}", "openai"),
+        ("{% set ms = messages[1:] %}"
+         "{% for m in ms %}{% for p in m.content | list %}{% endfor %}{% endfor %}", "openai"),
         ("{% macro show(c) %}{% for p in c %}{% endfor %}{% endmacro %}"
          "{% for m in messages %}{{ show(m.content) }}{% endfor %}", "openai"),
-        ("{% for m in messages %}{% set content = m.content %}{% for p in content %}{% endfor %}{% endfor %}", "openai"),
+        ("{% for m in messages %}{% set content = m.content %}"
+         "{% for p in content %}{% endfor %}{% endfor %}", "openai"),
         ("{% for m in messages %}{% for c in m.tool_calls %}{% endfor %}{{ m.content }}{% endfor %}", "string"),
     ],
 )  # fmt: skip

@@ -108,9 +108,7 @@ class Detokenizer:
         if opened.model != self._model:
             return Failed(request, attempt, f"detokenizer {self._instance} serves {self._model}, not {opened.model}")
         if len(self.streams) >= self._max_streams and request not in self.streams:
-            return Failed(
-                request, attempt, f"detokenizer {self._instance} is full: {self._max_streams} streams"
-            )
+            return Failed(request, attempt, f"detokenizer {self._instance} is full: {self._max_streams} streams")
         if len(opened.context) % TOKEN_BYTES or not 0 <= opened.resumed * TOKEN_BYTES <= len(opened.context):
             return Failed(request, attempt, "the context does not hold the tokens that it should")
         if sum(map(len, opened.stop)) > MAX_STOP_CHARS:
