@@ -48,6 +48,8 @@ class FakeOpenAI:
         if path == "/v1/models":
             return self._json(writer, {"data": [{"id": "fake", "object": "model"}]})
         if path == "/tokenize":
+            if body.get("prompt") == "":
+                return self._json(writer, {"error": {"message": "prompt: at least one token is needed"}}, 400)
             return self._json(writer, {"count": count(body), "tokens": token_ids(body), "max_model_len": 4096})
         self.bodies.append(body)
         if self.fail_every and len(self.bodies) % self.fail_every == 0:

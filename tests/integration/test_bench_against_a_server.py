@@ -96,6 +96,12 @@ def test_chat_prompts_have_their_length_by_the_servers_own_count(server: FakeOpe
     assert all(body["ignore_eos"] and "messages" in body for body in server.bodies)
 
 
+def test_text_prompts_have_their_length_by_the_servers_own_count(server: FakeOpenAI, tmp_path: Path) -> None:
+    bench("serve", server, "--prompt-format text --num-prompts 4 --input-len 9 --output-len 1", file=tmp_path / "r")
+    assert [count(body) for body in server.bodies] == [9] * 5
+    assert all(isinstance(body["prompt"], str) for body in server.bodies)
+
+
 def test_shared_prefixes_reach_the_server(server: FakeOpenAI, tmp_path: Path) -> None:
     sizes = "--prefix-groups 3 --prefix-questions 4 --prefix-len 32 --question-len 8 --output-len 2"
     result = bench("serve", server, f"--dataset shared-prefix --warmup 0 {sizes}", file=tmp_path / "r")

@@ -59,18 +59,18 @@ class TextWriter:
 
     async def prompt(self, tokens: int, random: Random, prefix: str | list[int] | None = None) -> PromptBody:
         start = prefix if isinstance(prefix, str) else None
-        bare = await self._count(self._body(start, []))
-        words = self._draw(tokens - bare, random)
+        bare = await self._count(self._body(start, self._units[:1])) - 1  # servers refuse an empty prompt
+        words = self._draw(max(1, tokens - bare), random)
         for _ in range(ATTEMPTS):
             counted = await self._count(self._body(start, words))
             if counted == tokens:
                 return self._body(start, words)
             if counted < tokens:
                 words += random.choices(self._units, k=tokens - counted)
-            elif words:
+            elif len(words) > 1:
                 self._drop(words, counted - tokens)
             else:
-                raise ApiError(f"a prompt of {tokens} tokens is too short: without any text it has {counted} already")
+                raise ApiError(f"a prompt of {tokens} tokens is too short: with one word it has {counted} already")
         raise ApiError(f"no text of exactly {tokens} tokens was found in {ATTEMPTS} attempts; use token ids")
 
     def _body(self, prefix: str | None, words: list[str]) -> PromptBody:
@@ -90,7 +90,7 @@ class TextWriter:
         return words
 
     def _drop(self, words: list[str], tokens: int) -> None:
-        while words and tokens > 0:
+        while len(words) > 1 and tokens > 0:
             tokens -= self._costs[words.pop()]
 
 
@@ -119,7 +119,7 @@ async def _cost(word: str, count: Count) -> int | None:
 async def seen_vocabulary(tokenize: Callable[[PromptBody], Awaitable[list[int]]]) -> list[int]:
     """Token ids that a tokenizer gives for ordinary text: valid, and none of them special. Raises ApiError."""
     random = Random(0)
-    special = set(await tokenize(""))
+    special = set.intersection(*[set(await tokenize(letter)) for letter in "abc"])  # around any text
     syllables = ["".join(random.choices(SYLLABLES, k=random.randint(1, 4))) for _ in range(400)]
     letters = [chr(code) for code in range(33, 127)]
     seen = set(await tokenize(" ".join([*COMMON_WORDS, *syllables, *letters])))
