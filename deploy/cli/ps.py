@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from deploy.supervisor.state_file import MemberRecord, StackState
 from shared import topics
 from shared.messages.lifecycle import Lifecycle
 
+WIDE = 200
+"""Columns where no terminal says how many it has: nothing is cut or wrapped for `grep`."""
 LISTEN = 1.2
 """Seconds; everybody speaks twice a second."""
 
@@ -118,7 +121,9 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("SERVICE", "INSTANCE", "PID", "PHASE", "LOAD", "UPTIME", "RESTARTS", "MEMORY", ""):
         table.add_column(
-            heading, justify="right" if heading in ("PID", "LOAD", "UPTIME", "RESTARTS", "MEMORY") else "left"
+            heading,
+            no_wrap=True,
+            justify="right" if heading in ("PID", "LOAD", "UPTIME", "RESTARTS", "MEMORY") else "left",
         )
     styles = {"ready": "green", "draining": "cyan", "silent": "red", "failed": "red"}
     for row in rows:
@@ -134,11 +139,11 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
             "-" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
             _sentence(row["detail"]),
         )
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(
         f"[bold]{state.name}[/bold] {state.phase}  {state.url}  model {state.model}", highlight=False, soft_wrap=True
     )
-    console.print(table, soft_wrap=not console.is_terminal)
+    console.print(table)
 
 
 def _shown(value: object) -> str:
