@@ -19,7 +19,7 @@ from services.gateway.api.fields import (
     stream_options,
 )
 from services.gateway.api.job import Job, Limits
-from services.gateway.api.reading import read
+from services.gateway.api.reading import check_depth, read
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 
@@ -91,6 +91,12 @@ def chat_prompt(given: list[dict[str, Any]], fields: Templated, limits: Limits) 
         raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
     if fields.chat_template is not None and not limits.allow_request_template:
         raise invalid("chat_template", "this server takes no chat templates from clients")
+    for name, value in (
+        ("messages", given),
+        ("tools", fields.tools),
+        ("chat_template_kwargs", fields.chat_template_kwargs),
+    ):
+        check_depth(name, value)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
     return ChatPrompt(
         messages=msgspec.json.encode(messages),
@@ -105,7 +111,7 @@ def chat_prompt(given: list[dict[str, Any]], fields: Templated, limits: Limits) 
 def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
     """One message: a known role, and content that is text."""
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{path}.role", f"{shown(role)} is not allowed; one of {', '.join(sorted(ROLES))}")
     content = message.get("content")
     match content:

@@ -16,7 +16,8 @@ T = TypeVar("T")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
+"""Levels of lists and objects within a field that is passed on as it is."""
 
 
 def read(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -27,6 +28,18 @@ def read(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _mistyped(body, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(body, error) from None
+
+
+def check_depth(field: str, value: Any, depth: int = 0) -> None:
+    """Refuses what is nested so deeply that it might not get through the next encoder. Raises ApiError 400."""
+    if depth > MAX_DEPTH:
+        raise invalid(field, f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return
+    for item in value:
+        check_depth(field, item, depth + 1)
 
 
 def _mistyped(body: bytes, text: str) -> ApiError:
@@ -74,7 +87,7 @@ def _malformed(body: bytes, error: Exception) -> ApiError:
 
 def _foreign(value: Any, path: str, depth: int) -> str | None:
     """The path of the first value that strict JSON in UTF-8 cannot hold."""
-    if depth > _MAX_DEPTH:
+    if depth > MAX_DEPTH:
         return None
     if isinstance(value, float):
         return None if math.isfinite(value) else path
