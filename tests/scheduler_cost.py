@@ -50,7 +50,7 @@ def measure(sequences: int, steps: int) -> None:
         outputs += engine.handle(generate(f"request-{i:030}", [5 + i % 50] * 128, ignore_eos=True), 0.0)
     in_flight = [o for o in outputs if isinstance(o, SendPlan)]
     planning, results, encoding, decoding = [], [], [], []
-    for step in range(steps + 64):
+    for _ in range(steps + 64):
         finished = sampled_of(in_flight.pop(0))
         payload = encode(finished)
         started = time.perf_counter()
@@ -73,7 +73,7 @@ def measure(sequences: int, steps: int) -> None:
     assert all(s.phase == "decoding" for s in engine.requests.values()), "everybody decodes"
     parts = {"plan": planning, "results": results, "decode": decoding, "encode": encoding}
     shown = [
-        f"{name} {statistics.median(values[64:]) * 1e6 / sequences:5.2f} µs (p99 {_p99(values[64:]) * 1e3:5.2f} ms a step)"
+        f"{name} {statistics.median(values[64:]) * 1e6 / sequences:.2f} µs (p99 {_p99(values[64:]) * 1e3:.2f} ms)"
         for name, values in parts.items()
     ]
     whole = statistics.median([p + r for p, r in zip(planning[64:], results[64:], strict=True)])
