@@ -30,6 +30,7 @@ from shared.actor import Actor, Hears, Tick
 from shared.bus import Bus, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, new_incarnation
 from shared.messages.detokenizer import TokenBatch
+from shared.messages.gateway import Failed, Rejected
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase
 from shared.messages.scheduler import Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
@@ -118,13 +119,10 @@ class SchedulerActor(Actor):
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
             case SendTokens(detokenizer, batch):
                 metrics.note_batch(batch)
+                _log_batch(batch)
                 await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)
             case TellGateway(gateway, message):
-                kind = getattr(message, "kind", "failed")
-                metrics.REFUSED.labels(kind).inc()
-                reason = getattr(message, "message", None) or getattr(message, "reason", None)
-                extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}
-                log.info("refused", extra=extra)
+                _note_refusal(message)
                 await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
             case GiveUp(reason):
                 await self.bus.flush()
@@ -199,3 +197,24 @@ class SchedulerActor(Actor):
         if self.is_idle() and self._worked_since_check and alive_now - self._checked_at > CHECK_EVERY:
             self._checked_at, self._worked_since_check = alive_now, False
             check(self.core)
+
+
+def _log_batch(batch: TokenBatch) -> None:
+    """A request's life here, to be followed by its id."""
+    for opened in batch.opened:
+        extra = {"prompt_tokens": opened.prompt_tokens, "cached_tokens": opened.cached_tokens}
+        log.info("started", extra={"request": opened.request, "attempt": opened.attempt, **extra})
+    for entry in batch.entries:
+        if entry.finish is not None:
+            tokens = entry.position + len(entry.tokens)
+            extra = {"request": entry.request, "attempt": entry.attempt, "output_tokens": tokens}
+            log.info("finished", extra={**extra, "finish": entry.finish})
+    for abandoned in batch.abandoned:
+        log.info("given up", extra={"request": abandoned.request, "attempt": abandoned.attempt})
+
+
+def _note_refusal(message: Rejected | Failed) -> None:
+    kind, reason = (message.kind, message.message) if isinstance(message, Rejected) else ("failed", message.reason)
+    metrics.REFUSED.labels(kind).inc()
+    extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}
+    log.info("refused", extra=extra)

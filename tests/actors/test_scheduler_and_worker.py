@@ -219,6 +219,7 @@ async def test_a_worker_says_which_plan_never_came(memory_bus: MemoryBus, model:
     actor = engine.runtimes[worker][0].actor
     await engine.until(lambda: actor.worker_report() is not None, "the backend is loaded")
     await memory_bus.publish(steps, StepPlan(epoch=epoch, step=0))
+    await engine.until(lambda: len(said) == 1, "the first step is computed")
     await memory_bus.publish(steps, StepPlan(epoch=epoch, step=0))
     await memory_bus.publish(steps, StepPlan(epoch=epoch, step=2))
     await memory_bus.publish(steps, StepPlan(epoch=other, step=1))

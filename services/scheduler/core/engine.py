@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from services.scheduler.core.admission import Admission
+from services.scheduler.core import results
 from services.scheduler.core.events import (
     DetokenizerGone,
     Event,
@@ -25,16 +25,12 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.fence import Fence
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.planner import Planner
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.steps import Steps
-from services.scheduler.core.streams import Streams
+from services.scheduler.core.serving import Serving
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
-from shared.messages.detokenizer import NewTokens
 from shared.messages.gateway import Failed, Rejected
-from shared.messages.generation import FinishReason, TokenLogprobs
-from shared.messages.lifecycle import EngineReport, ModelCard
+from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import (
     Cancel,
     DetokenizerLost,
@@ -53,19 +49,6 @@ OVERLOADED_RETRY = 1.0
 
 class Stuck(AssertionError):
     """Nothing is on its way and nothing can be planned: a bug that would leave requests waiting for ever."""
-
-
-class Serving:
-    """Owns what one epoch is made of; a new epoch starts from nothing."""
-
-    def __init__(self, engine: EngineId, epoch: Incarnation, limits: Limits, workers: WorkersReady) -> None:
-        self.workers = workers
-        self.card: ModelCard = workers.card
-        self.limits = limits
-        self.admission = Admission(workers.card, workers.num_blocks, limits.policy)
-        self.planner = Planner(limits, workers.num_blocks)
-        self.steps = Steps(epoch)
-        self.streams = Streams(engine, epoch)
 
 
 class Engine:
@@ -171,7 +154,7 @@ class Engine:
         serving.planner.accept(sequence)
         if len(sequence.tokens) >= sequence.limit:  # earlier attempts gave all that was asked for
             serving.streams.open(sequence, 0)
-            serving.streams.add(sequence, _entry(sequence, (), "length"))
+            serving.streams.add(sequence, results.entry(sequence, (), "length"))
             self._end(sequence, tell_detokenizer=False)
 
     def _overloaded(self, request: RequestId, attempt: Attempt) -> Rejected:
@@ -240,19 +223,12 @@ class Engine:
                 self._take_token(serving, sequence, sampled)
 
     def _take_token(self, serving: Serving, sequence: Sequence, sampled: Sampled) -> None:
-        (token,) = sampled.tokens
-        sequence.learn(token)
+        entry = results.take(sequence, sampled)
         self.tokens += 1
-        known = len(sequence.tokens)
-        finish: FinishReason | None = None
-        if token in sequence.stops and known > sequence.min_length:
-            finish = "stop"
-        elif known >= sequence.limit:
-            finish = "length"
-        serving.streams.add(sequence, _entry(sequence, sampled.tokens, finish, sampled.logprobs))
-        if not known % BLOCK_SIZE:
+        serving.streams.add(sequence, entry)
+        if not len(sequence.tokens) % BLOCK_SIZE:
             serving.planner.memory.index_full_blocks(sequence)
-        if finish is not None:
+        if entry.finish is not None:
             self._end(sequence, tell_detokenizer=False)
         elif sequence.phase == "returning" and not sequence.awaits_token:
             serving.planner.wait(sequence)
@@ -272,8 +248,7 @@ class Engine:
     def _workers_ready(self, workers: WorkersReady) -> None:
         if self.serving is not None:
             self._stop_serving("the engine's workers were exchanged")
-        limits = self.limits.bounded(workers.max_running, workers.max_batch_tokens)
-        self.serving = Serving(self._engine, self._epoch, limits, workers)
+        self.serving = Serving(self._engine, self._epoch, self.limits, workers)
 
     def _start_anew(self, reason: str) -> None:
         """A message to or from the workers was lost, so they and we may disagree on everything: a new epoch."""
@@ -298,23 +273,3 @@ class Engine:
     def _flush(self) -> None:
         if self.serving is not None:
             self._out += self.serving.streams.flush()
-
-
-def _entry(
-    sequence: Sequence,
-    tokens: tuple[int, ...],
-    finish: FinishReason | None,
-    logprobs: tuple[TokenLogprobs, ...] | None = None,
-) -> NewTokens:
-    """What the detokenizer hears of `tokens`, which `sequence` has learnt already."""
-    generation = sequence.generation
-    asked_to_stop = finish == "stop" and tokens[-1] in generation.stopping.stop_token_ids
-    return NewTokens(
-        generation.request,
-        generation.attempt,
-        sequence.produced - len(tokens),
-        tokens,
-        finish,
-        tokens[-1] if asked_to_stop else None,
-        logprobs,
-    )
