@@ -24,6 +24,11 @@ from shared.registry import Gone, Registry
 log = logging.getLogger(__name__)
 
 
+SILENCE = 10.0
+"""Seconds until a silent engine or gateway counts as gone here. Longer than elsewhere: dropping what they left is
+housekeeping, while the gateways notice a dead engine sooner, and a dead gateway takes no deltas."""
+
+
 class DetokenizerActor(Actor):
     """Owns a core that owns the streams, and a registry that says whose streams can be dropped."""
 
@@ -41,7 +46,7 @@ class DetokenizerActor(Actor):
         super().__init__(bus, instance)
         self._id = DetokenizerId(instance)
         self.core = Detokenizer(self._id, new_incarnation(), model, vocabulary, max_streams)
-        self._registry = Registry()
+        self._registry = Registry(SILENCE)
         self._published = metrics.Published()
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -82,7 +87,7 @@ class DetokenizerActor(Actor):
             if last.service == "scheduler":
                 await self._send(self.core.handle(EngineGone(EngineId(last.instance), reason)))
             elif last.service == "gateway":
-                await self._send(self.core.handle(GatewayGone(GatewayId(last.instance))))
+                await self._send(self.core.handle(GatewayGone(GatewayId(last.instance), reason)))
 
     async def _returned(self, undelivered: Undelivered) -> None:
         """Nobody took a gateway's deltas: it is gone, and so is what it asked for."""
@@ -90,7 +95,7 @@ class DetokenizerActor(Actor):
         for gateway in gateways:
             if topics.gateway_inbox(gateway) == undelivered.topic:
                 log.warning("gateway gone", extra={"gateway": gateway})
-                await self._send(self.core.handle(GatewayGone(gateway)))
+                await self._send(self.core.handle(GatewayGone(gateway, "took no deltas")))
 
     async def _send(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -120,11 +125,12 @@ class DetokenizerActor(Actor):
         """Only log-probabilities of very many requests at once come to this. The gateway will see a gap in the
         numbers, so every request of its fails."""
         log.error("deltas too large", extra={"gateway": gateway, "error": str(error)})
-        if not isinstance(message, Deltas):
-            return
-        for delta in message.deltas:
-            await self._tell_gateway(gateway, Failed(delta.request, delta.attempt, "the deltas were too large to send"))
-        await self._send(self.core.handle(GatewayGone(gateway)))
+        if isinstance(message, Deltas):
+            reason = "the deltas were too large to send"
+            await self._send(self.core.handle(GatewayGone(gateway, reason)))
+            for delta in message.deltas:
+                if delta.finish is not None:
+                    await self._tell_gateway(gateway, Failed(delta.request, delta.attempt, reason))
 
 
 def _note(message: SchedulerControl) -> None:

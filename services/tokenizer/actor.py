@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple, assert_never
 
@@ -42,6 +42,9 @@ INLINE_BYTES = 4096
 """Prompts up to this size are tokenized on the event loop: about a millisecond, less than a thread's detour
 under load would cost the others."""
 
+MAX_LONG = 16
+"""Long prompts on their way at a time; short ones overtake them until the next long one has to wait."""
+
 
 class TokenizerActor(Actor):
     """Holds what is being tokenized, and nothing of any request once it has been sent on."""
@@ -57,8 +60,8 @@ class TokenizerActor(Actor):
         self._encoding = encoding
         self._client_templates = ClientTemplates()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._places = asyncio.Semaphore(2 * threads)
-        self._long: set[asyncio.Task[None]] = set()
+        self._places = asyncio.Semaphore(MAX_LONG)
+        self._long: set[asyncio.Task[Any]] = set()
         self._bug: BaseException | None = None
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -80,20 +83,22 @@ class TokenizerActor(Actor):
             case _:
                 raise TypeError(f"a tokenizer hears no {type(message).__name__}")
 
-    async def answer(self, question: TokenizerQuestion) -> TokenizerAnswer:
+    async def answer(self, question: TokenizerQuestion) -> TokenizerAnswer | asyncio.Future[TokenizerAnswer]:
         match question:
             case Encode():
-                size = _size(question.prompt)
-                try:
-                    question = Encode(await self._rendered(question.prompt), question.return_strings)
-                except PromptRefused as refused:
-                    return Refused(refused.message, refused.field)
+                short = self._is_short(question.prompt)
             case Decode():
-                size = len(question.tokens)
+                short = len(question.tokens) <= INLINE_BYTES
             case _:
                 assert_never(question)
-        if size <= INLINE_BYTES:
-            return self._encoding.answer(question)
+        return self._encoding.answer(question) if short else await self._aside(self._answer_long(question))
+
+    async def _answer_long(self, question: TokenizerQuestion) -> TokenizerAnswer:
+        if isinstance(question, Encode):
+            try:
+                question = Encode(await self._rendered(question.prompt), question.return_strings)
+            except PromptRefused as refused:
+                return Refused(refused.message, refused.field)
         return await self._on_thread(self._encoding.answer, question)
 
     def is_idle(self) -> bool:
@@ -106,19 +111,26 @@ class TokenizerActor(Actor):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _tokenize(self, message: Tokenize) -> None:
-        """Either at once, or on its own task; waits for a free place where too many are on their way."""
         started = time.monotonic()
-        if _size(message.prompt) <= INLINE_BYTES and not self._encoding.brings_template(message.prompt):
+        if self._is_short(message.prompt):
             await self._send(message, self._encoding.route(message, message.prompt), started)
-            return
+        else:
+            await self._aside(self._tokenize_long(message, started))
+
+    def _is_short(self, prompt: Prompt) -> bool:
+        return _size(prompt) <= INLINE_BYTES and not self._encoding.brings_template(prompt)
+
+    async def _aside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Goes on with `work` beside the next messages; waits for a place where too much is going on already."""
         await self._places.acquire()
-        task = asyncio.create_task(self._tokenize_long(message, started))
+        task = asyncio.create_task(work)
         self._long.add(task)
         metrics.IN_FLIGHT.set(len(self._long))
-        task.add_done_callback(self._finished_long)
+        task.add_done_callback(self._finished)
+        return task
 
-    def _finished_long(self, task: asyncio.Task[None]) -> None:
-        """A bug on a task is raised at the next message or tick, where it ends the process as any other."""
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        """A bug in a task is raised at the next message or tick, where it ends the process as any other."""
         self._long.discard(task)
         self._places.release()
         metrics.IN_FLIGHT.set(len(self._long))
@@ -196,13 +208,18 @@ def _size(prompt: Prompt) -> int:
     """About how many bytes there are to go through."""
     match prompt:
         case ChatPrompt():
-            return len(prompt.messages) + len(prompt.tools or b"")
+            return len(prompt.messages) + len(prompt.tools or b"") + sum(map(_weight, prompt.template_kwargs.values()))
         case TextPrompt():
             return len(prompt.text)
         case TokenPrompt():
             return len(prompt.tokens) // 16
         case _:
             assert_never(prompt)
+
+
+def _weight(value: Any) -> int:
+    """A template variable's size; documents and the like are taken for long ones."""
+    return len(value) if isinstance(value, str) else INLINE_BYTES if isinstance(value, (list, dict)) else 0
 
 
 def _kind(prompt: Prompt) -> str:

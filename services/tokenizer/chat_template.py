@@ -39,7 +39,7 @@ class ChatTemplate:
         try:
             self._template = ENVIRONMENT.from_string(source)
             tree = ENVIRONMENT.parse(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise PromptRefused("chat_template", f"chat_template does not compile: {error}") from None
         self._source = source
         self.content_format: ContentFormat = content_format or detect(tree)

@@ -44,7 +44,10 @@ class ClientTemplates:
         try:
             rendered = msgspec.msgpack.decode(output, type=RenderedChat)
         except msgspec.DecodeError:
-            raise PromptRefused("chat_template", "chat_template: takes too much time or memory") from None
+            raise PromptRefused(
+                "chat_template",
+                f"chat_template: not rendered within {CPU_SECONDS} s of CPU time and {ADDRESS_SPACE // 2**20} MiB",
+            ) from None
         if rendered.text is None:
             raise PromptRefused(rendered.field or "chat_template", rendered.message or "chat_template: refused")
         return rendered.text

@@ -69,7 +69,8 @@ class Actor:
         raise NotImplementedError
 
     async def answer(self, question: Any) -> Any:
-        """Answers a question of a topic with `asked`."""
+        """Answers a question of a topic with `asked`. A future as the answer is passed on once it is done, and the
+        next message handled meanwhile."""
         raise NotImplementedError
 
     async def undelivered(self, message: Undelivered) -> None:

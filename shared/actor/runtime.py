@@ -120,7 +120,7 @@ class ActorRuntime:
             self._busy = True
             match message:
                 case Asked(question, reply):
-                    reply.set_result(await self.actor.answer(question))
+                    _pass_on(await self.actor.answer(question), reply)
                 case Undelivered():
                     await self.actor.undelivered(message)
                 case Drain() | Undrain():
@@ -211,6 +211,19 @@ class ActorRuntime:
             engine=actor.engine_report(),
             worker=actor.worker_report(),
         )
+
+
+def _pass_on(answer: Any, reply: asyncio.Future[Any]) -> None:
+    """Answers a question, now or when the answer is there. An exception in its making is the actor's to raise."""
+    if not isinstance(answer, asyncio.Future):
+        reply.set_result(answer)
+        return
+
+    def pass_on(done: asyncio.Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None and not reply.done():
+            reply.set_result(done.result())
+
+    answer.add_done_callback(pass_on)
 
 
 def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]], service: str) -> None:

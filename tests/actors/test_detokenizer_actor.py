@@ -181,7 +181,7 @@ async def test_deltas_too_large_for_the_bus_fail_their_requests_and_no_other() -
     tokens = (TOKENIZER.token_to_id("a"),) * 40
     logprobs = tuple(TokenLogprobs(token, -1.0, tuple((n, -1.0) for n in range(20))) for token in tokens)
     await ring.batch(entries=(NewTokens(R, ONE, 0, tokens, None, None, logprobs),))
-    assert await heard(ring.at_gateway) == Failed(R, ONE, "the deltas were too large to send")
+    assert await heard(ring.at_gateway) == Failed(R, ONE, "gateway gateway-1: the deltas were too large to send")
     assert await heard(ring.at_engine) == Cancel(R, ONE)
     await ring.batch(opened=(opened(RequestId("s")),))
     assert isinstance(await heard(ring.at_gateway), Deltas)

@@ -176,6 +176,17 @@ async def test_questions_are_answered(ring: Ring) -> None:
     assert await ring.ask(Encode(ChatPrompt(messages=b"[]"))) == Refused("messages: at least one is needed", "messages")
 
 
+async def test_a_long_question_holds_up_no_request(ring: Ring) -> None:
+    question = asyncio.create_task(ring.ask(Encode(TextPrompt("Hello world, how are you? " * 20_000))))
+    await asyncio.sleep(0)
+    await ring.tokenize(TextPrompt("Hello"))
+    await heard(ring.routed)
+    assert not question.done()
+    answer = await question
+    assert isinstance(answer, Encoded)
+    assert count(answer.tokens) > 100_000
+
+
 async def test_a_template_of_the_clients_own_is_rendered(ring: Ring) -> None:
     prompt = ChatPrompt(messages=MESSAGES, template="{{ bos_token }}{{ messages[0].content }}")
     encoded = await ring.ask(Encode(prompt))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ FALLBACK: Kinds = {
     "gemma": lambda: tiny_tokenizers.byte_fallback(strip=False),
 }
 if DEMO.is_file():
-    EXACT["demo model"] = lambda: Tokenizer.from_file(str(DEMO))
+    EXACT["demo model"] = cache(lambda: Tokenizer.from_file(str(DEMO)))
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=24)
 """Taken modulo a little more than the vocabulary, so that some are unknown."""

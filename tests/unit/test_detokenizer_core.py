@@ -329,7 +329,10 @@ def test_requests_of_an_engine_that_is_gone_fail(bench: Bench) -> None:
 
 def test_requests_of_a_gateway_that_is_gone_are_cancelled_and_its_numbers_begin_anew(bench: Bench) -> None:
     bench.batch(opened=(opened(R), opened(S, gateway=GatewayId("gateway-2"))))
-    assert bench.core.handle(GatewayGone(GATEWAY)) == [ToEngine(ENGINE, Cancel(R, ONE))]
+    assert bench.core.handle(GatewayGone(GATEWAY, "restarted")) == [
+        ToEngine(ENGINE, Cancel(R, ONE)),
+        ToGateway(GATEWAY, Failed(R, ONE, "gateway gateway-1: restarted")),
+    ]
     assert set(bench.core.streams) == {S}
     assert bench.batch(opened=(opened(R, TWO),)) == [deltas(0, opened=(StreamOpened(R, TWO, 40, 16),))]
 

@@ -17,9 +17,10 @@ class EngineGone(NamedTuple):
 
 
 class GatewayGone(NamedTuple):
-    """A gateway that died, fell silent or started anew: nobody waits for its requests."""
+    """A gateway that died, fell silent, started anew or takes nothing: nobody waits for its requests."""
 
     gateway: GatewayId
+    reason: str
 
 
 class ToGateway(NamedTuple):

@@ -50,8 +50,8 @@ class Detokenizer:
             case EngineGone(engine, reason):
                 self._sources.forget(engine)
                 return self._fail(lambda stream: stream.engine == engine, f"engine {engine}: {reason}")
-            case GatewayGone(gateway):
-                return self._gateway_gone(gateway)
+            case GatewayGone(gateway, reason):
+                return self._gateway_gone(gateway, reason)
             case _:
                 assert_never(message)
 
@@ -159,10 +159,9 @@ class Detokenizer:
         self.tally.failed += len(failed)
         return [ToGateway(opened.gateway, Failed(opened.request, opened.attempt, reason)) for opened in failed]
 
-    def _gateway_gone(self, gateway: GatewayId) -> list[Action]:
+    def _gateway_gone(self, gateway: GatewayId, reason: str) -> list[Action]:
+        """Frees what the engines hold for it. It is told too: it may have been cut off for a moment only."""
         self._outbox.forget(gateway)
         dropped = [stream for stream in self.streams.values() if stream.opened.gateway == gateway]
-        for stream in dropped:
-            del self.streams[stream.opened.request]
-        self.tally.failed += len(dropped)
-        return [ToEngine(s.engine, Cancel(s.opened.request, s.opened.attempt)) for s in dropped]
+        cancelled: list[Action] = [ToEngine(s.engine, Cancel(s.opened.request, s.opened.attempt)) for s in dropped]
+        return cancelled + self._fail(lambda stream: stream.opened.gateway == gateway, f"gateway {gateway}: {reason}")
