@@ -85,13 +85,14 @@ def prompt_text(prompt: Any) -> str:
 class FakeRing:
     """Owns what each request has been through. `seen` holds every message that the gateway sent."""
 
-    def __init__(self, bus: Bus, step: float = 0.0) -> None:
-        self.bus, self.step = bus, step
+    def __init__(self, bus: Bus, step: float = 0.0, longest: int = 10**9) -> None:
+        self.bus, self.step, self.longest = bus, step, longest
         self.seen: list[Any] = []
-        self.cancelled: set[str] = set()
+        self.cancelled: dict[str, int] = {}
+        """The newest attempt that was cancelled, by request."""
         self.withdrawn: set[str] = set()
         self.running: dict[str, int] = {}
-        self.incarnation = Incarnation(1)
+        self.lives: dict[Service, Incarnation] = dict.fromkeys(IDENTITY, Incarnation(1))
         self.absent: set[Service] = set()
         self._numbers: dict[GatewayId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,7 +100,7 @@ class FakeRing:
         """Prompts with HOLD in them go on when it is set."""
 
     async def start(self) -> None:
-        await self.bus.subscribe(topics.tokenize(MODEL), self._tokenize)
+        self.intake = await self.bus.subscribe(topics.tokenize(MODEL), self._tokenize)
         await self.bus.answer(topics.tokenizer_questions(MODEL), self._question)
         await self.bus.subscribe(topics.engine_control(ENGINE), self._control)
         await self.bus.answer(topics.engine_probes(ENGINE), self._probe)
@@ -142,7 +143,7 @@ class FakeRing:
         life = Lifecycle(
             service=service,
             instance=InstanceId(instance),
-            incarnation=self.incarnation,
+            incarnation=self.lives[service],
             phase=phase,
             pid=1,
             host="h",
@@ -154,7 +155,7 @@ class FakeRing:
     async def die(self, service: Service) -> None:
         """The instance is announced dead and begins a new life."""
         await self.say(service, IDENTITY[service], "failed")
-        self.incarnation = Incarnation(self.incarnation + 1)
+        self.lives[service] = Incarnation(self.lives[service] + 1)
         if service == "detokenizer":
             self._numbers.clear()
 
@@ -174,7 +175,7 @@ class FakeRing:
     async def _control(self, message: SchedulerControl) -> None:
         self.seen.append(message)
         if isinstance(message, Cancel):
-            self.cancelled.add(message.request)
+            self.cancelled[message.request] = message.attempt
 
     async def _withdraw(self, message: Withdraw) -> None:
         self.seen.append(message)
@@ -191,7 +192,9 @@ class FakeRing:
     async def deltas(self, message: Tokenize, opened: tuple[Any, ...], deltas: tuple[Any, ...]) -> None:
         number = self._numbers.get(message.gateway, 0)
         self._numbers[message.gateway] = number + 1
-        batch = Deltas(detokenizer=DETOKENIZER, epoch=self.incarnation, number=number, opened=opened, deltas=deltas)
+        batch = Deltas(
+            detokenizer=DETOKENIZER, epoch=self.lives["detokenizer"], number=number, opened=opened, deltas=deltas
+        )
         await self.tell(message, batch)
 
     def lose_one(self, gateway: GatewayId) -> None:
@@ -221,12 +224,12 @@ class FakeRing:
 
     async def _generate(self, message: Tokenize, until: int | None = None, lose: int | None = None) -> None:
         """Tokens from where the attempt resumes; `until` ends it in the middle, `lose` drops that position."""
-        length = message.stopping.max_tokens or 8
+        length = min(message.stopping.max_tokens or 8, self.longest)
         finish = "length" if message.stopping.max_tokens else "stop"
         position = count(message.resume)
         prompt_tokens = len(prompt_text(message.prompt).split(" "))
         opened = (StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2),)
-        while position < length and position != until and message.request not in self.cancelled:
+        while position < length and position != until and message.attempt > self.cancelled.get(message.request, 0):
             self.running[message.request] = position + 1
             last = position + 1 == length
             delta = Delta(

@@ -71,7 +71,7 @@ class SteppingRing(FakeRing):
         number, self._step_number = self._step_number, self._step_number + 1
         return Deltas(
             detokenizer=DETOKENIZER,
-            epoch=self.incarnation,
+            epoch=self.lives["detokenizer"],
             number=number,
             opened=tuple(opened),
             deltas=tuple(deltas),

@@ -40,17 +40,20 @@ async def gateway_stack(
     gateway = Gateway(bus, GatewayConfig(**(defaults | settings)))
     runtime = ActorRuntime(gateway, drain_timeout=2.0)
     task = asyncio.create_task(runtime.run())
-    await eventually(lambda: gateway.server.listening or task.done())
-    if wait:
-        await ring.start()
-        await eventually(lambda: runtime.phase == "ready")
-    url = f"http://127.0.0.1:{gateway.server.port}"
-    async with (
-        httpx2.AsyncClient(base_url=url, timeout=20) as http,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="key-1", max_retries=0, timeout=20) as openai,
-    ):
-        yield GatewayStack(gateway, runtime, ring, http, openai, task)
-    await ring.stop()
-    runtime.stop()
-    async with asyncio.timeout(10):
-        await task
+    try:
+        await eventually(lambda: gateway.server.listening or task.done())
+        if wait:
+            await ring.start()
+            await eventually(lambda: runtime.phase == "ready")
+        url = f"http://127.0.0.1:{gateway.server.port}"
+        # No TLS is spoken; loading certificates would be the slowest part of every test.
+        async with (
+            httpx2.AsyncClient(base_url=url, timeout=20, verify=False) as http,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="key-1", max_retries=0, timeout=20, http_client=http) as openai,
+        ):
+            yield GatewayStack(gateway, runtime, ring, http, openai, task)
+    finally:
+        await ring.stop()
+        runtime.stop()
+        async with asyncio.timeout(10):
+            await task

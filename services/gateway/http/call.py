@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 import secrets
@@ -22,6 +23,10 @@ BODY_TIMEOUT = 60.0
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
+LINGER_SECONDS = 2.0
+LINGER_BYTES = 64 * 2**20
+"""What is still taken in of a body that was refused."""
+
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -30,6 +35,8 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self.send = scope, receive, send
+        self._read = False
+        """Whether the body has been read to its end."""
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self._headers.get(b"x-request-id", b"")
         self.given_id = given.decode() if _REQUEST_ID.fullmatch(given) else None
@@ -53,19 +60,25 @@ class Call:
         size = 0
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "the client closed the connection within the body")
-                    part = message.get("body", b"")
+                while not self._read:
+                    part = await self._part()
                     size += len(part)
                     if size > limit:
                         raise _too_large(limit)
                     parts.append(part)
-                    if not message.get("more_body"):
-                        return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s") from None
+        return b"".join(parts)
+
+    async def _part(self) -> bytes:
+        """The next piece of the body. Raises ApiError where the client has left."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._read = True
+            raise ApiError(400, "the client closed the connection within the body")
+        self._read = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
 
     async def start(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
         own = [(b"content-type", content_type), (b"x-request-id", self.id.encode())]
@@ -90,9 +103,24 @@ class Call:
             headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if error.status in (408, 413):
-            headers.append((b"connection", b"close"))
-        await self.respond(error.body(), error.status, JSON, headers)
+        if error.status not in (408, 413):
+            await self.respond(error.body(), error.status, JSON, headers)
+            return
+        body = error.body()
+        headers += [(b"connection", b"close"), (b"content-length", str(len(body)).encode())]
+        await self.start(error.status, JSON, headers)
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._linger()
+        await self.end()
+
+    async def _linger(self) -> None:
+        """Takes in what the client is still sending: closing on unread data would reset the connection, and the
+        client might never see its answer."""
+        taken = 0
+        with contextlib.suppress(TimeoutError, ApiError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while taken < LINGER_BYTES and not self._read:
+                    taken += len(await self._part())
 
 
 def _too_large(limit: int) -> ApiError:
