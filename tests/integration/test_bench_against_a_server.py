@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from services.bench.__main__ import main
 from services.bench.processes import find_stack, used
@@ -107,6 +108,27 @@ def test_shared_prefixes_reach_the_server(server: FakeOpenAI, tmp_path: Path) ->
     result = bench("serve", server, f"--dataset shared-prefix --warmup 0 {sizes}", file=tmp_path / "r")
     assert result["num_prompts"] == result["completed"] == 12
     assert len({tuple(body["prompt"][:32]) for body in server.bodies}) == 3
+
+
+def test_conversations_from_a_file_reach_the_server(server: FakeOpenAI, tmp_path: Path) -> None:
+    turns = [(f"what is the number after {i}", f"the number after that one is {i + 1}") for i in range(6)]
+    entries = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps(entries))
+    flags = f"--dataset sharegpt --dataset-path {path} --endpoint chat --num-prompts 5 --warmup 1"
+    result = bench("serve", server, flags, file=tmp_path / "r")
+    assert (result["completed"], result["total_output_tokens"]) == (5, 35)
+    assert {body["messages"][0]["content"] for body in server.bodies} == {question for question, _ in turns}
+
+
+def test_a_local_tokenizer_is_enough(server: FakeOpenAI, tmp_path: Path) -> None:
+    tokenizer = Path(__file__).parents[2] / "deploy" / "demo" / "model"
+    flags = f"--tokenizer {tokenizer} --num-prompts 3 --input-len 12 --output-len 1 --warmup 0"
+    bench("serve", server, flags, file=tmp_path / "r")
+    assert all(len(body["prompt"]) == 12 for body in server.bodies)
+    bench("serve", server, f"{flags} --prompt-format text", file=tmp_path / "r")
+    local = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    assert [len(local.encode(body["prompt"]).ids) for body in server.bodies[3:]] == [12] * 3
 
 
 def test_the_same_seed_asks_the_same(server: FakeOpenAI, tmp_path: Path) -> None:
