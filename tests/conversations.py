@@ -66,7 +66,7 @@ async def stream_chat(
 
 
 async def blocks_in_use(stack: RunningStack) -> int:
-    """KV blocks held by sequences, over all engines, once the last cancels have arrived: within 5 s or as it is then."""
+    """KV blocks held by sequences, over all engines, once the last cancels have arrived (5 s at most)."""
     for _ in range(50):
         reports = [life.engine for life in (await stack.ps()).values() if life.engine is not None]
         assert reports, "no engine reports"

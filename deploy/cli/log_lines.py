@@ -15,7 +15,7 @@ class LogQuery(NamedTuple):
     service: str | None
     """A service or an instance."""
     request: str | None
-    """A request's id, or the beginning that its choices have in common."""
+    """A request's id, the beginning that its choices have in common, or the client's own `X-Request-Id`."""
     lines: int | None
 
 
@@ -61,12 +61,23 @@ def matches(line: LogLine, query: LogQuery) -> bool:
 def _is_about(fields: dict[str, Any] | None, request: str) -> bool:
     if fields is None:
         return False
+    if fields.get("client_request") == request:
+        return True
     named = (fields.get("request"), *(fields.get("requests") or ()))
     return any(isinstance(each, str) and (each == request or each.startswith(f"{request}-")) for each in named)
 
 
+def ring_names(paths: Iterable[Path], request: str) -> frozenset[str]:
+    """`request`, and what the ring calls it where it is the client's own `X-Request-Id`: the gateway logs both."""
+    called = (line.fields for path in paths for line in lines_of(path) if line.fields)
+    return frozenset({request, *(f["request"] for f in called if f.get("client_request") == request)})
+
+
 def merged(paths: Iterable[Path], query: LogQuery) -> Iterable[LogLine]:
     """In time order; each file is in order already, a rotated one continues in its successor."""
+    paths = list(paths)
+    names = [None] if query.request is None else sorted(ring_names(paths, query.request))
+    queries = [query._replace(request=name) for name in names]
     by_time = heapq.merge(*(lines_of(path) for path in paths), key=lambda line: line.time)
-    wanted = (line for line in by_time if matches(line, query))
+    wanted = (line for line in by_time if any(matches(line, each) for each in queries))
     return wanted if query.lines is None else deque(wanted, maxlen=query.lines)
