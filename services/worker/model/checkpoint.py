@@ -57,8 +57,9 @@ class Checkpoint:
             tensor = part[:, columns[0] : columns[1]]
         else:
             tensor = part[:]
-        whole: Tensor = tensor.to(self._dtype).contiguous()
-        return whole
+        # A copy, always: a tensor that lies in the mapped file would keep all of the file's pages in memory.
+        copy: Tensor = tensor.to(self._dtype, memory_format=torch.contiguous_format, copy=True)
+        return copy
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
     """Everything that can change which token is the likeliest; overwrites `logits`."""
     device = logits.device
     if choices.features & (Feature.BIAS | Feature.MIN_TOKENS):
-        rows, tokens, values = (torch.from_numpy(part).to(device) for part in choices.bias)
+        rows, tokens, values = (torch.from_numpy(part).to(device) for part in choices.additions())
         logits.index_put_((rows, tokens), values, accumulate=True)
     if choices.features & Feature.PENALTIES:
         numbers = choices.rows_with(Feature.PENALTIES)
@@ -88,7 +88,8 @@ def _processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
 
 
 def _penalties(choices: Choices, rows: NDArray[np.intp], history: History, device: torch.device) -> Penalties:
-    tokens, lengths, prompts = history(choices.slots[rows])
+    slots = choices.slots[rows]
+    tokens, lengths, prompts = history(slots)
 
     def column(values: NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values).to(device).unsqueeze(1)
@@ -97,9 +98,9 @@ def _penalties(choices: Choices, rows: NDArray[np.intp], history: History, devic
         tokens=torch.from_numpy(tokens.astype(np.int64)).to(device),
         lengths=column(lengths),
         prompt_lengths=column(prompts),
-        presence=column(choices.presence[rows]),
-        frequency=column(choices.frequency[rows]),
-        repetition=column(choices.repetition[rows]),
+        presence=column(choices.table.presence[slots]),
+        frequency=column(choices.table.frequency[slots]),
+        repetition=column(choices.table.repetition[slots]),
     )
 
 
@@ -119,14 +120,15 @@ def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp]) -> Tensor:
     """A random token of each row; overwrites `logits`."""
 
     def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values[rows]).to(logits.device).unsqueeze(1)
+        return torch.from_numpy(values[slots]).to(logits.device).unsqueeze(1)
 
-    weights = _weights(logits.div_(column(choices.temperature)))
+    table, slots = choices.table, choices.slots[rows]
+    weights = _weights(logits.div_(column(table.temperature)))
     if choices.features & Feature.MIN_P:
-        weights = kept(weights, min_p_threshold(weights, column(choices.min_p)))
+        weights = kept(weights, min_p_threshold(weights, column(table.min_p)))
     if choices.features & Feature.TOP:
-        weights = kept(weights, top_threshold(weights, column(choices.top_k), column(choices.top_p)))
-    chances = torch.from_numpy(uniforms(choices.seed[rows], choices.position[rows])).to(logits.device)
+        weights = kept(weights, top_threshold(weights, column(table.top_k), column(table.top_p)))
+    chances = torch.from_numpy(uniforms(table.seed[slots], choices.position[rows])).to(logits.device)
     return inverse_cdf(weights, chances)
 
 
@@ -166,15 +168,14 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 def _logprobs(raw: Tensor, tokens: list[int], choices: Choices) -> dict[int, TokenLogprobs]:
     numbers = choices.rows_with(Feature.LOGPROBS)
+    wanted = choices.table.logprobs[choices.slots[numbers]]
     rows = torch.from_numpy(numbers).to(raw.device)
     logprobs = torch.log_softmax(raw.index_select(0, rows), dim=1)
     chosen = torch.tensor([tokens[row] for row in numbers], device=raw.device).unsqueeze(1)
     of_chosen = logprobs.gather(1, chosen).squeeze(1).tolist()
-    top = torch.topk(logprobs, min(int(choices.logprobs[numbers].max()), raw.shape[1]), dim=1)
-    values, ids = top.values.tolist(), top.indices.tolist()
+    top = torch.topk(logprobs, min(int(wanted.max()), raw.shape[1]), dim=1)
+    entries = zip(numbers.tolist(), wanted, of_chosen, top.indices.tolist(), top.values.tolist(), strict=True)
     return {
-        int(row): TokenLogprobs(
-            tokens[row], of_chosen[i], tuple(zip(ids[i], values[i], strict=True))[: choices.logprobs[row]]
-        )
-        for i, row in enumerate(numbers)
+        row: TokenLogprobs(tokens[row], logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for row, count, logprob, ids, values in entries
     }
