@@ -177,9 +177,11 @@ class SchedulerActor(Actor):
 
     async def _returned(self, undelivered: Undelivered) -> None:
         match undelivered.message:
-            case StepPlan():
-                self._ranks.forget()
-                await self._workers_lost("no worker takes plans")
+            case StepPlan(epoch=epoch):
+                serving = self.core.serving
+                if serving is not None and serving.steps.epoch == epoch:
+                    self._ranks.forget()
+                    await self._workers_lost("no worker takes plans")
             case TokenBatch():
                 detokenizer = undelivered.topic.subject.split(".")[1]
                 await self._tell(DetokenizerGone(DetokenizerId(detokenizer)))
@@ -206,9 +208,8 @@ def _log_batch(batch: TokenBatch) -> None:
         log.info("started", extra={"request": opened.request, "attempt": opened.attempt, **extra})
     for entry in batch.entries:
         if entry.finish is not None:
-            tokens = entry.position + len(entry.tokens)
-            extra = {"request": entry.request, "attempt": entry.attempt, "output_tokens": tokens}
-            log.info("finished", extra={**extra, "finish": entry.finish})
+            life = {"request": entry.request, "attempt": entry.attempt, "finish": entry.finish}
+            log.info("finished", extra={**life, "output_tokens": entry.position + len(entry.tokens)})
     for abandoned in batch.abandoned:
         log.info("given up", extra={"request": abandoned.request, "attempt": abandoned.attempt})
 

@@ -1,0 +1,201 @@
+"""The small parts of the scheduler's core, and what a scheduler is told at its start."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.events import GatewayGone, Output, SendPlan, SendTokens, WorkersReady
+from services.scheduler.core.fence import Fence
+from services.scheduler.core.invariants import BrokenInvariant, check
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.line import Line
+from services.scheduler.core.ranks import Ranks, Unequal
+from services.scheduler.core.sequence import IllegalStep, Rank, Sequence
+from shared.config import ConfigError, load_config
+from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
+from shared.messages.lifecycle import Lifecycle, Phase, WorkerReport
+from tests.honest_worker import GATEWAY, card, generate
+
+ENGINE = EngineId("e")
+CARD = card()
+
+
+def sequence(name: str, ticket: int, priority: int = 0, arrival: float = 0.0) -> Sequence:
+    return Sequence(generate(name, [4]), Rank(priority, arrival, ticket), 10, frozenset())
+
+
+def life(
+    rank: int,
+    *,
+    incarnation: int = 1,
+    phase: Phase = "ready",
+    blocks: int = 10,
+    world_size: int = 2,
+    created: int = 0,
+    dtype: str = "float32",
+    engine: EngineId = ENGINE,
+    seqs: int | None = None,
+) -> Lifecycle:
+    return Lifecycle(
+        service="worker",
+        instance=InstanceId(f"{engine}-rank{rank}"),
+        incarnation=Incarnation(incarnation),
+        phase=phase,
+        pid=1,
+        host="h",
+        started=0.0,
+        worker=WorkerReport(
+            engine=engine,
+            rank=rank,
+            world_size=world_size,
+            model=replace(CARD, created=created, dtype=dtype),
+            num_blocks=blocks,
+            device="cpu",
+            max_num_seqs=seqs,
+        ),
+    )
+
+
+def test_a_line_is_served_in_order_of_rank() -> None:
+    line = Line()
+    late, urgent, early = sequence("late", 1, 0, 9.0), sequence("urgent", 2, -1, 9.0), sequence("early", 3)
+    for member in (late, urgent, early):
+        line.add(member)
+    assert line.members() == [urgent, early, late]
+    assert (line.first, line.last) == (urgent, late)
+    line.remove(early)
+    with pytest.raises(ValueError, match="early is not in this line"):
+        line.remove(early)
+    assert len(line) == 2
+
+
+def test_a_fence_bars_attempts_up_to_the_one_that_ended_and_forgets_the_oldest() -> None:
+    fence = Fence(remembered=2)
+    fence.close(RequestId("a"), Attempt(3))
+    fence.close(RequestId("a"), Attempt(1))
+    assert [fence.bars(RequestId("a"), Attempt(n)) for n in (1, 3, 4)] == [True, True, False]
+    fence.close(RequestId("b"), Attempt(1))
+    fence.close(RequestId("c"), Attempt(1))
+    assert not fence.bars(RequestId("a"), Attempt(1))
+
+
+def test_an_illegal_phase_raises_with_the_history() -> None:
+    member = sequence("a", 1)
+    member.move("prefilling")
+    with pytest.raises(IllegalStep, match="a: waiting → prefilling → returning"):
+        member.move("returning")
+
+
+def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each() -> None:
+    ranks = Ranks(ENGINE, None)
+    assert ranks.assemble() is None
+    ranks.heard(life(1, blocks=7, created=5, seqs=64), 0.0)
+    ranks.heard(life(0, phase="starting"), 0.0)
+    ranks.heard(life(0, engine=EngineId("other")), 0.0)
+    assert ranks.assemble() is None
+    ranks.heard(life(0, blocks=9), 0.1)
+    assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None)
+
+
+def test_a_configured_world_size_is_waited_for() -> None:
+    ranks = Ranks(ENGINE, 2)
+    ranks.heard(life(0, world_size=1), 0.0)
+    assert ranks.assemble() is None
+
+
+def test_ranks_with_different_models_do_not_work_together() -> None:
+    ranks = Ranks(ENGINE, None)
+    ranks.heard(life(0), 0.0)
+    ranks.heard(life(1, dtype="bfloat16"), 0.0)
+    assert isinstance(ranks.assemble(), Unequal)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (life(1, incarnation=2, phase="starting"), "worker e-rank1: restarted"),
+        (life(1, phase="failed"), "worker e-rank1: failed"),
+        (life(1, phase="draining"), None),
+        (life(1), None),
+    ],
+)
+def test_a_member_that_is_not_what_it_was_is_lost(event: Lifecycle, reason: str | None) -> None:
+    ranks = Ranks(ENGINE, None)
+    ranks.heard(life(0), 0.0)
+    ranks.heard(life(1), 0.0)
+    ranks.assemble()
+    assert ranks.heard(event, 0.5) == reason
+
+
+def test_a_member_that_falls_silent_is_lost_once() -> None:
+    ranks = Ranks(ENGINE, None)
+    ranks.heard(life(0), 0.0)
+    ranks.heard(life(1), 0.0)
+    ranks.assemble()
+    ranks.heard(life(0), 2.5)
+    assert ranks.expire(2.6) == "worker e-rank1: silent for 2 s"
+    assert ranks.expire(9.0) is None
+
+
+def started(limits: Limits) -> Engine:
+    engine = Engine(ENGINE, Incarnation(1), limits)
+    engine.handle(WorkersReady(CARD, 64, max_running=3, max_batch_tokens=40), 0.0)
+    return engine
+
+
+def new_in(outputs: list[Output]) -> list[int]:
+    return [len(o.plan.new) for o in outputs if isinstance(o, SendPlan)]
+
+
+def test_workers_that_hold_less_bound_the_engine() -> None:
+    engine = started(Limits(max_running=10, max_batch_tokens=64))
+    report = engine.report()
+    assert report is not None
+    assert report.max_running == 3
+    (plan, *_) = engine.handle(generate("a", [4] * 60), 0.0)
+    assert isinstance(plan, SendPlan)
+    assert plan.plan.work[0].count == 40
+
+
+def test_one_plan_carries_only_so_many_bytes_of_new_prompts() -> None:
+    engine = started(Limits(max_running=10, max_batch_tokens=64, max_new_bytes=100, run_ahead=0))
+    engine.handle(generate("first", [4] * 4, max_tokens=5), 0.0)
+    engine.handle(generate("a", [4] * 30, max_tokens=1), 0.0)
+    engine.handle(generate("b", [5] * 4, max_tokens=1), 0.0)
+    assert engine.serving is not None
+    planned = engine.serving.planner.plan()
+    assert planned is not None
+    assert [len(n.tokens) for n in planned.new] == [120], "a single one always may, a second one may not"
+
+
+def test_a_gateway_that_is_gone_takes_its_requests_along() -> None:
+    engine = started(Limits(max_running=10, max_batch_tokens=64))
+    engine.handle(generate("a", [4] * 20), 0.0)
+    (tokens,) = engine.handle(GatewayGone(GATEWAY), 0.0)
+    assert isinstance(tokens, SendTokens)
+    assert [a.request for a in tokens.batch.abandoned] == ["a"]
+    assert not engine.requests
+
+
+def test_a_broken_pool_is_noticed() -> None:
+    engine = started(Limits(max_running=10, max_batch_tokens=64))
+    engine.handle(generate("a", [4] * 20), 0.0)
+    check(engine)
+    engine.requests[RequestId("a")].blocks.pop()
+    with pytest.raises(BrokenInvariant):
+        check(engine)
+
+
+def test_a_scheduler_is_its_engine() -> None:
+    config = load_config("scheduler", SchedulerConfig, ["--instance=engine-1", "--policy=priority"], {})
+    assert (config.engine_id(), config.limits().policy) == ("engine-1", "priority")
+    with pytest.raises(ConfigError, match="must be the instance name"):
+        load_config("scheduler", SchedulerConfig, ["--instance=engine-1", "--engine=engine-2"], {})
+
+
+def test_limits_that_contradict_each_other_stop_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"max_batch_tokens \(8\) must be at least max_running \(256\)"):
+        load_config("scheduler", SchedulerConfig, ["--max-batch-tokens=8"], {})
