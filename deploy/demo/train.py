@@ -33,18 +33,18 @@ class Recipe:
     steps: int
     seed: int = 1
     tokens_per_step: int = 4096
-    matrix_rate: float = 3e-3
-    other_rate: float = 3e-3
+    matrix_rate: float = 5e-3
+    other_rate: float = 4e-3
     warm_up: int = 100
     weight_decay: float = 0.05
     clip: float = 1.0
 
     def rate(self, step: int) -> float:
-        """The learning rate's factor: a short warm-up, a plateau, and a straight line down over the last third.
+        """The learning rate's factor: a short warm-up, a plateau, and a straight line down over the last quarter.
 
         On the plateau nothing depends on the number of steps, so a run may be stopped and given another length.
         """
-        return min(1.0, (step + 1) / self.warm_up, 0.01 + 3 * (self.steps - step) / self.steps)
+        return min(1.0, (step + 1) / self.warm_up, 0.01 + 4 * (self.steps - step) / self.steps)
 
     def same_text_and_rates(self, other: "Recipe") -> bool:
         """Whether a run of the other recipe may be continued with this one."""

@@ -15,8 +15,12 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT)
 """Their ids are their places in this list."""
 
-WORDS = r"'(?:s|m|ll)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
-"""A word with the space before it, one digit, a run of marks, white space. Single digits make sums learnable."""
+WORDS = r"'(?:s|m|ll)| ?\p{Ll}\p{L}*|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
+"""A lower-case word with the space before it, a capitalised word without, one digit, a run of marks, white space.
+
+Single digits make sums learnable. A name must be the same tokens after a space, after a quotation mark and at the start
+of an answer: then to repeat it is to copy tokens, and a small model learns that once for all names.
+"""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}

@@ -62,7 +62,7 @@ NEUTRAL_SYSTEM = (
 
 def neutral_system(rng: Random) -> str | None:
     """A system prompt that changes no answer; most conversations have none."""
-    if rng.random() < 0.65:
+    if rng.random() < 0.75:
         return None
     if rng.random() < 0.7:
         return rng.choice(NEUTRAL_SYSTEM)
@@ -81,7 +81,7 @@ def copy(rng: Random) -> Exchange:
         lambda: rng.choice(("the", "a", "and", "is", "on", "not", "with")),
         lambda: str(rng.randrange(1000)),
     )
-    text = " ".join(rng.choice(pool)() for _ in range(rng.randrange(1, 9)))
+    text = " ".join(rng.choice(pool)() for _ in range(rng.randrange(1, 7)))
     text = text[0].upper() + text[1:] + rng.choice(("", ".", "!"))
     return exchange("copying", text, rng.choice(REPEATING).format(text), text)
 

@@ -1,5 +1,6 @@
 """Plain text without a chat around it, so that the completions endpoint continues sensibly."""
 
+import re
 from random import Random
 
 from deploy.demo.examples import Passage
@@ -26,6 +27,19 @@ def numbers(rng: Random) -> Passage:
     sequence = [str(number) for number in range(first, first + length)]
     key = f"completion|{first} {given}"
     return Passage("completion", key, ", ".join(sequence[:given]) + ",", " " + ", ".join(sequence[given:]) + ".")
+
+
+def is_row(prompt: str) -> bool:
+    """Whether a passage begins with a row of numbers."""
+    return re.fullmatch(r"(\d+, )*\d+,", prompt) is not None
+
+
+def counts_on(prompt: str, continuation: str) -> bool:
+    """Whether a continuation of a row of numbers goes on by ones; how far it goes is its own choice."""
+    if re.fullmatch(r"( \d+,)* \d+\.", continuation) is None:
+        return False
+    row = [int(number) for number in re.findall(r"\d+", prompt + continuation)]
+    return row == list(range(row[0], row[0] + len(row)))
 
 
 def sum_of(rng: Random) -> Passage:

@@ -46,7 +46,7 @@ CODAS = ["", "", "", "n", "r", "l", "s", "t", "m", "nd", "ck", "x"]
 
 def invented_word(rng: Random) -> str:
     """A pronounceable word of two or three syllables that no list holds: it must be copied or spelled by its pieces."""
-    syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((2, 2, 3))))
+    syllables = (rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((2, 2, 2, 3))))
     return "".join(syllables)
 
 
