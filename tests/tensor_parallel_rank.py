@@ -1,6 +1,6 @@
 """One rank of a tensor-parallel engine, as a process of its own: serves models one after the other, prints tokens.
 
-Run as `python -m tests.tensor_parallel_rank RANK WORLD_SIZE RENDEZVOUS_FILE OPS MODEL_DIR...`; for each model a line
+Run as `python -m tests.tensor_parallel_rank RANK WORLD_SIZE RENDEZVOUS_FILE (OPS=MODEL_DIR)...`; for each model a line
 of JSON: every sequence's output, as this rank has it.
 """
 
@@ -23,7 +23,7 @@ from tests.tiny_models import VOCABULARY
 from tests.worker_driver import GREEDY, Driver
 
 SEEDED = SamplingParams(seed=77, temperature=0.8, top_p=0.9)
-OUTPUT = 8
+OUTPUT = 5
 
 
 def prompts() -> list[list[int]]:
@@ -48,14 +48,14 @@ def outputs(model_dir: Path, communicator: Communicator, ops: OpsName) -> list[l
         ops=ops,
         threads=1,
     )
-    driver = Driver(backend, budget=40)
+    driver = Driver(backend, budget=60)
     sampling = [GREEDY, GREEDY, GREEDY, SEEDED]
     sequences = [driver.add(tokens, OUTPUT, sampling=s) for tokens, s in zip(prompts(), sampling, strict=True)]
     driver.run()
     return [sequence.output for sequence in sequences]
 
 
-def main(rank: str, world_size: str, rendezvous: str, ops: OpsName, *models: str) -> None:
+def main(rank: str, world_size: str, rendezvous: str, *models: str) -> None:
     communicator = TorchCommunicator(
         rank=int(rank),
         world_size=int(world_size),
@@ -63,10 +63,10 @@ def main(rank: str, world_size: str, rendezvous: str, ops: OpsName, *models: str
         device=torch.device("cpu"),
         timeout=timedelta(seconds=60),
     )
-    for model in models:
-        print(json.dumps(outputs(Path(model), communicator, ops)), flush=True)
+    for ops, _, model in (argument.partition("=") for argument in models):
+        print(json.dumps(outputs(Path(model), communicator, ops)), flush=True)  # type: ignore[arg-type]
     communicator.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])  # type: ignore[arg-type]
+    main(*sys.argv[1:])

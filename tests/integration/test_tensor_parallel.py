@@ -8,19 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
 from tests.tensor_parallel_rank import OUTPUT, outputs, prompts
 from tests.tiny_models import make_model
 
-FAMILIES = ["llama-biased-tied", "llama-llama3", "qwen3", "gemma2"]
-"""Biases and tied embeddings; a single KV head, to be replicated; head norms; Gemma's norms and caps."""
+SERVED: list[tuple[str, OpsName]] = [("llama-biased-tied", "torch"), ("qwen3", "auto"), ("gemma2", "auto")]
+"""Biases and tied embeddings; head norms; Gemma's norms and caps."""
+SHAPES = {"llama-biased-tied": {"num_key_value_heads": 1}, "qwen3": {}, "gemma2": {}}
+"""A single KV head has to be replicated."""
 DEADLINE = 90.0
 
 
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     # 159 words do not divide by two: one rank's share of the logits is padded.
-    models = [make_model(family, tmp_path / family, vocab_size=159) for family in FAMILIES]
-    arguments = [str(tmp_path / "rendezvous"), "torch", *(str(model.path) for model in models)]
+    models = [
+        (make_model(family, tmp_path / family, vocab_size=159, num_hidden_layers=2, **SHAPES[family]), ops)
+        for family, ops in SERVED
+    ]
+    arguments = [str(tmp_path / "rendezvous"), *(f"{ops}={model.path}" for model, ops in models)]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.tensor_parallel_rank", str(rank), "2", *arguments],
@@ -38,6 +44,6 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0]
     first, second = ([json.loads(line) for line in lines] for lines in answers)
     assert first == second
-    for model, answer in zip(models, first, strict=True):
+    for (model, ops), answer in zip(models, first, strict=True):
         assert answer[:3] == [model.greedy(tokens, OUTPUT) for tokens in prompts()[:3]], model.family
-        assert answer == outputs(model.path, SingleRank(), "torch"), model.family
+        assert answer == outputs(model.path, SingleRank(), ops), model.family

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from services.worker import model_runner
 from services.worker.model.config import ModelError
 from services.worker.model_runner import ModelRunner
+from services.worker.ops import OpsUnavailable
+from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, History, sample
@@ -30,7 +33,9 @@ OUTPUT = 8
 MAX_SEQUENCES = 24
 
 
-def backend_of(path: Path, *, dtype: DtypeChoice = "auto", max_model_len: int | None = None) -> ModelRunner:
+def backend_of(
+    path: Path, *, ops: OpsName = "torch", dtype: DtypeChoice = "auto", max_model_len: int | None = None
+) -> ModelRunner:
     return create_backend(
         path,
         model_name=ModelName("tiny"),
@@ -43,38 +48,57 @@ def backend_of(path: Path, *, dtype: DtypeChoice = "auto", max_model_len: int | 
         rank=0,
         world_size=1,
         communicator=SingleRank(),
-        ops="torch",
+        ops=ops,
         threads=1,
     )
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[TinyModel, ModelRunner]]:
-    """Family → its checkpoint and a backend that serves it, made once."""
-    made: dict[str, tuple[TinyModel, ModelRunner]] = {}
+Served = tuple[TinyModel, ModelRunner]
 
-    def get(family: str) -> tuple[TinyModel, ModelRunner]:
-        if family not in made:
-            model = make_model(family, tmp_path_factory.mktemp(family))
-            made[family] = model, backend_of(model.path)
-        return made[family]
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Family → its checkpoint, made once."""
+    return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def backends(tiny: Callable[[str], TinyModel]) -> Callable[[str, OpsName], ModelRunner]:
+    """Family and operations → a backend, made once. Skips where this machine has no such operations."""
+
+    @cache
+    def get(family: str, ops: OpsName) -> ModelRunner:
+        try:
+            return backend_of(tiny(family).path, ops=ops)
+        except OpsUnavailable as reason:
+            pytest.skip(str(reason))
 
     return get
 
 
+@pytest.fixture(params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> OpsName:
+    name: OpsName = request.param
+    return name
+
+
 @pytest.fixture(params=list(FAMILIES))
 def served(
-    request: pytest.FixtureRequest, tiny: Callable[[str], tuple[TinyModel, ModelRunner]]
-) -> Iterator[tuple[TinyModel, ModelRunner]]:
-    model, backend = tiny(request.param)
-    yield model, backend
+    request: pytest.FixtureRequest,
+    ops: OpsName,
+    tiny: Callable[[str], TinyModel],
+    backends: Callable[[str, OpsName], ModelRunner],
+) -> Iterator[Served]:
+    """Every family on every kind of operations."""
+    backend = backends(request.param, ops)
+    yield tiny(request.param), backend
     backend.reset()
 
 
 @pytest.fixture
-def llama(tiny: Callable[[str], tuple[TinyModel, ModelRunner]]) -> Iterator[tuple[TinyModel, ModelRunner]]:
-    model, backend = tiny("llama")
-    yield model, backend
+def llama(tiny: Callable[[str], TinyModel], backends: Callable[[str, OpsName], ModelRunner]) -> Iterator[Served]:
+    backend = backends("llama", "torch")
+    yield tiny("llama"), backend
     backend.reset()
 
 
@@ -102,7 +126,7 @@ def mixed_prompts() -> list[list[int]]:
     return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
-def test_logits_agree_with_the_reference(served: tuple[TinyModel, ModelRunner], recorded: list[Tensor]) -> None:
+def test_logits_agree_with_the_reference(served: Served, recorded: list[Tensor]) -> None:
     model, backend = served
     driver = Driver(backend)
     sequence = driver.add(prompt(70), OUTPUT)
@@ -113,7 +137,7 @@ def test_logits_agree_with_the_reference(served: tuple[TinyModel, ModelRunner], 
 
 
 def test_a_mixed_batch_generates_greedily_what_the_reference_does(
-    served: tuple[TinyModel, ModelRunner],
+    served: Served,
 ) -> None:
     model, backend = served
     driver = Driver(backend, budget=97)
@@ -122,7 +146,7 @@ def test_a_mixed_batch_generates_greedily_what_the_reference_does(
     assert [s.output for s in sequences] == [model.greedy(tokens, OUTPUT) for tokens in mixed_prompts()]
 
 
-def test_chunks_prefix_hits_and_preemption_change_nothing(served: tuple[TinyModel, ModelRunner]) -> None:
+def test_chunks_prefix_hits_and_preemption_change_nothing(served: Served) -> None:
     model, backend = served
     common = prompt(40, seed=1)
     prompts = [common + prompt(30, seed=2), common + prompt(3, seed=3), prompt(50, seed=4)]
@@ -141,7 +165,7 @@ def test_chunks_prefix_hits_and_preemption_change_nothing(served: tuple[TinyMode
     assert [first.output, sharing.output, preempted.output] == expected
 
 
-def test_a_sequence_may_fill_the_whole_context(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_a_sequence_may_fill_the_whole_context(llama: Served) -> None:
     model, backend = llama
     driver = Driver(backend)
     sequence = driver.add(prompt(POSITIONS - 3), 4)
@@ -150,7 +174,7 @@ def test_a_sequence_may_fill_the_whole_context(llama: tuple[TinyModel, ModelRunn
     assert sequence.output[:3] == model.greedy(prompt(POSITIONS - 3), 3)
 
 
-def test_a_seeded_draw_does_not_depend_on_the_batch(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_a_seeded_draw_does_not_depend_on_the_batch(llama: Served) -> None:
     _, backend = llama
     seeded = SamplingParams(seed=1234, temperature=0.9, top_p=0.95, top_k=40, presence_penalty=0.3)
     alone = Driver(backend)
@@ -166,7 +190,7 @@ def test_a_seeded_draw_does_not_depend_on_the_batch(llama: tuple[TinyModel, Mode
     assert len({tuple(other.output[:8]) for other in others}) == len(others)
 
 
-def test_a_resumed_seeded_stream_goes_on_as_it_would_have(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_a_resumed_seeded_stream_goes_on_as_it_would_have(llama: Served) -> None:
     _, backend = llama
     seeded = SamplingParams(seed=99, temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.2)
     whole = Driver(backend)
@@ -179,7 +203,7 @@ def test_a_resumed_seeded_stream_goes_on_as_it_would_have(llama: tuple[TinyModel
     assert resumed.output == expected.output
 
 
-def test_logprobs_are_those_of_the_raw_logits(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_logprobs_are_those_of_the_raw_logits(llama: Served) -> None:
     model, backend = llama
     sampling = SamplingParams(seed=7, temperature=1.5, top_k=20, presence_penalty=1.0, logprobs=4)
     driver = Driver(backend)
@@ -196,7 +220,7 @@ def test_logprobs_are_those_of_the_raw_logits(llama: tuple[TinyModel, ModelRunne
     assert plain.logprobs == []
 
 
-def test_stop_tokens_cannot_be_drawn_before_min_tokens(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_stop_tokens_cannot_be_drawn_before_min_tokens(llama: Served) -> None:
     model, backend = llama
     unhindered = model.greedy(prompt(30), 4)
     driver = Driver(backend)
@@ -205,7 +229,7 @@ def test_stop_tokens_cannot_be_drawn_before_min_tokens(llama: tuple[TinyModel, M
     assert not set(sequence.output[:2]) & set(unhindered[:2])
 
 
-def test_a_sharded_checkpoint_loads_like_a_single_file(llama: tuple[TinyModel, ModelRunner], tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_loads_like_a_single_file(llama: Served, tmp_path: Path) -> None:
     model, _ = llama
     make_model("llama", tmp_path, shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -218,12 +242,9 @@ def test_a_sharded_checkpoint_loads_like_a_single_file(llama: tuple[TinyModel, M
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_half_precision_stays_near_the_reference(
-    tiny: Callable[[str], tuple[TinyModel, ModelRunner]],
-    recorded: list[Tensor],
-    family: str,
-    dtype: DtypeChoice,
+    tiny: Callable[[str], TinyModel], recorded: list[Tensor], family: str, dtype: DtypeChoice
 ) -> None:
-    model, _ = tiny(family)
+    model = tiny(family)
     backend = backend_of(model.path, dtype=dtype)
     recorded.clear()
     driver = Driver(backend)
@@ -234,21 +255,21 @@ def test_half_precision_stays_near_the_reference(
     assert error.abs().mean() < 0.1
 
 
-def test_the_card_says_what_is_served(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_the_card_says_what_is_served(llama: Served) -> None:
     _, backend = llama
     card = backend.card
     assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", POSITIONS, VOCABULARY)
     assert (card.eos_token_ids, card.dtype, backend.device) == ((2,), "float32", "cpu")
 
 
-def test_kv_memory_given_is_kv_memory_used(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_kv_memory_given_is_kv_memory_used(llama: Served) -> None:
     _, backend = llama
     layers, kv_heads, head_dim, keys_and_values, bytes_each = 3, 2, 16, 2, 4
     block = layers * kv_heads * head_dim * keys_and_values * bytes_each * BLOCK_SIZE
     assert backend.num_blocks == (8 << 20) // block
 
 
-def test_a_context_longer_than_the_model_is_refused(llama: tuple[TinyModel, ModelRunner]) -> None:
+def test_a_context_longer_than_the_model_is_refused(llama: Served) -> None:
     model, _ = llama
     with pytest.raises(ModelError, match=r"10000.*256 positions"):
         backend_of(model.path, max_model_len=10_000)
@@ -287,7 +308,7 @@ def new(sequence: int, length: int, *, computed: int = 0) -> NewSequence:
         ),
     ],
 )
-def test_a_broken_plan_is_named(llama: tuple[TinyModel, ModelRunner], plan: StepPlan, complaint: str) -> None:
+def test_a_broken_plan_is_named(llama: Served, plan: StepPlan, complaint: str) -> None:
     _, backend = llama
     with pytest.raises(BrokenPlan, match=complaint):
         backend.step(plan)
