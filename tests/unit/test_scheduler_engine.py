@@ -160,6 +160,40 @@ def test_another_cache_salt_shares_nothing() -> None:
     assert plan.new[0].computed == 0
 
 
+def test_the_salt_of_a_prompt_shorter_than_a_block_salts_its_output_too() -> None:
+    ring = Ring()
+    ring.send(generate("a", PROMPT[:5], max_tokens=30, ignore_eos=True, cache_salt="x"))
+    ring.finish()
+    second_turn = PROMPT[:5] + ring.output_of("a")
+    (plan, *_) = plans(ring.send(generate("b", second_turn, max_tokens=1)))
+    assert plan.new[0].computed == 0
+    (plan, *_) = plans(ring.send(generate("c", second_turn, max_tokens=1, cache_salt="x")))
+    assert plan.new[0].computed == 32
+
+
+def test_a_newcomer_waits_until_all_of_its_prompt_fits_beside_a_block_for_each_that_runs() -> None:
+    ring = Ring(Limits(max_batch_tokens=16, max_running=4, run_ahead=0), num_blocks=8)
+    ring.send(generate("a", PROMPT, max_tokens=5, ignore_eos=True))
+    ring.step()
+    ring.send(generate("b", [5] * 90, max_tokens=1))
+    ring.step()
+    assert [len(plan.new) for plan in ring.plans] == [0], "its first chunk would fit, and 6 blocks are free"
+    ring.finish()
+    assert len(ring.output_of("b")) == 1
+
+
+def test_a_cached_block_that_is_free_is_not_counted_twice() -> None:
+    ring = Ring(Limits(run_ahead=0), num_blocks=5)
+    ring.send(generate("a", [5] * 33, max_tokens=1))
+    ring.finish()
+    ring.send(generate("running", PROMPT, max_tokens=9, ignore_eos=True))
+    ring.send(generate("b", [5] * 64, max_tokens=1))
+    ring.step()
+    assert [len(plan.new) for plan in ring.plans] == [0], "2 are cached, 2 more needed, 1 is promised, 3 are free"
+    ring.finish()
+    assert len(ring.output_of("b")) == 1
+
+
 def test_a_long_prompt_is_cut_to_chunks_beside_decodes() -> None:
     ring = Ring(Limits(max_batch_tokens=16, max_running=4, run_ahead=0))
     ring.send(generate("a", PROMPT[:4], max_tokens=9, ignore_eos=True))
@@ -281,6 +315,19 @@ def test_under_pressure_the_latest_is_preempted_and_still_gives_the_same_tokens(
     assert [ring.output_of(n) for n in "abc"] == [expected] * 3
     assert next(e.request for e in ring.entries if e.finish) == "a"
     assert ring.free == 6
+
+
+def test_a_prompt_under_way_that_came_last_is_preempted_before_anybody_who_decodes() -> None:
+    ring = Ring(Limits(max_batch_tokens=4, max_running=3, run_ahead=0), num_blocks=11)
+    for arrival, (name, prompt) in enumerate([("a", [5] * 16), ("c", [6] * 16), ("b", [7] * 80)]):
+        ring.send(generate(name, prompt, max_tokens=60, ignore_eos=True, arrival=arrival))
+    assert ring.engine.serving is not None
+    while ring.engine.serving.planner.preemptions == 0:
+        ring.step()
+    phases = {name: sequence.phase for name, sequence in ring.engine.requests.items()}
+    assert phases == {"a": "decoding", "c": "decoding", "b": "waiting"}
+    ring.finish()
+    assert all(len(ring.output_of(name)) == 60 for name in "abc")
 
 
 def test_a_cancel_frees_everything_and_tells_the_detokenizer() -> None:
