@@ -34,7 +34,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
     attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 3
     silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is asked about a request.")] = 2.0
-    placement_s: Annotated[Seconds, Meta(description="Time to hear where a request went, before another try.")] = 10.0
+    placement_s: Annotated[Seconds, Meta(description="Time to hear where a request went, before another try.")] = 5.0
     queue_s: Annotated[Seconds, Meta(description="How long a request waits for an engine; then 503.")] = 120.0
     request_s: Annotated[Seconds, Meta(description="How long a request may take in all.")] = 3600.0
     keep_alive_s: Annotated[Seconds, Meta(description="Silence in a stream before a comment is sent.")] = 15.0

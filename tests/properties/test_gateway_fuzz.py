@@ -128,7 +128,7 @@ def check(response: httpx2.Response) -> None:
         assert response.status_code != 400 or isinstance(error["param"], str), error
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(path=st.sampled_from(sorted(VALID)), changes=fields)
 def test_any_value_of_any_field_is_served_or_refused(
     gateway: httpx2.Client, path: str, changes: dict[str, Any]
@@ -137,7 +137,7 @@ def test_any_value_of_any_field_is_served_or_refused(
     check(gateway.post(path, content=body.encode()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(path=st.sampled_from(sorted(VALID)), body=st.binary(max_size=60), cut=st.integers(0, 60))
 def test_what_is_no_json_is_refused(gateway: httpx2.Client, path: str, body: bytes, cut: int) -> None:
     valid = json.dumps(VALID[path]).encode()

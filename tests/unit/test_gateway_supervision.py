@@ -254,11 +254,20 @@ def test_where_no_tokenizer_is_there_the_request_waits_for_one_but_not_for_ever(
     assert watched.supervision.undelivered(message, 0.0) == []
     now = 0.0
     while now < 29.0:
-        now += 0.3
+        now += 1.1
         message = dispatched(watched.supervision.tick(now))
         assert watched.supervision.undelivered(message, now) == []
     *_, rejected = watched.supervision.tick(30.1)
     assert isinstance(rejected, Rejected)
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    watched, now, message = Watched(), 0.0, first_message()
+    for pause in (0.25, 0.5, 1.0, 1.0):
+        watched.supervision.undelivered(message, now)
+        assert watched.supervision.tick(now + pause - 0.01) == []
+        now += pause
+        message = dispatched(watched.supervision.tick(now))
 
 
 def test_a_request_that_queues_is_patient_until_its_deadline() -> None:

@@ -14,7 +14,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     """A suspicious answer is checked again after this: the last tokens may still be on their way."""
     unanswered_probes: int = 3
     """Probes in a row that an engine may leave unanswered."""
-    placement_s: float = 10.0
+    placement_s: float = 5.0
     """First limit for tokenizer and coordinator to say where a request went; doubled with each try."""
     queue_s: float = 120.0
     """How long a request may be without an engine, in one stretch."""
@@ -25,7 +25,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     attempts_in_all: int = 8
     """Placed attempts: what bounds a request that kills every engine that computes it."""
     pause_s: float = 0.25
-    """Before a further try, where trying at once has just not helped."""
+    """Before a further try, where trying at once has just not helped; doubled with each."""
+    pause_limit_s: float = 1.0
     departed_limit: int = 4096
     """Requests of clients that left, remembered so that late messages about them are answered by a cancel."""
     recancel_s: float = 1.0

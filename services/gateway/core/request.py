@@ -51,6 +51,8 @@ class OpenRequest:
     usage_told: bool = False
     silent_tries: int = 0
     """Times in this stretch that tokenizer and coordinator left it unplaced and silent."""
+    pauses: int = 0
+    """Pauses since it was last placed."""
     fruitless: int = 0
     """Placed attempts in a row that brought no token."""
     failed: int = 0
@@ -76,7 +78,7 @@ class OpenRequest:
     def place(self, engine: EngineId | None, detokenizer: DetokenizerId, now: float) -> None:
         self.move("placed")
         self.engine, self.detokenizer, self.quiet_since = engine, detokenizer, now
-        self.silent_tries = 0
+        self.silent_tries = self.pauses = 0
 
     def take(self, tokens: tuple[int, ...], text: str, now: float) -> None:
         """New output arrived where it was expected."""

@@ -16,7 +16,7 @@ EXTENSION = "baton.connection"
 """Key in the ASGI scope's extensions under which the connection is found."""
 MAX_HEAD_BYTES = 65_536
 HEAD_TIMEOUT = 30.0
-"""Seconds from connecting to the end of the first request's head."""
+"""Seconds from connecting, or from a further request's first byte, to the end of its head."""
 
 REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -28,7 +28,7 @@ class Connection(HttpToolsProtocol):
         self.on_lost: Callable[[], None] | None = None
         self._head_bytes = 0
         self._in_head = True
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_overdue)
+        self._expect_head()
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -41,6 +41,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        self._head_timer.cancel()
+        self._expect_head()
         self.scope["extensions"] = {EXTENSION: self}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
@@ -57,6 +59,9 @@ class Connection(HttpToolsProtocol):
                 self.transport.write(REFUSED_HEAD)
                 self.transport.close()
 
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_overdue)
+
     def _head_overdue(self) -> None:
         self.transport.close()
 
@@ -69,6 +74,9 @@ class Connection(HttpToolsProtocol):
         return self.transport.get_write_buffer_size() if self.flow.write_paused else 0
 
     def abort(self) -> None:
+        """Cuts the client off in the middle of its answer."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # so that uvicorn does not take the missing end for a bug of ours
         self.transport.abort()
 
 

@@ -49,6 +49,8 @@ class HttpServer:
         listener = socket.create_server(
             (self._host, self.port), family=family, backlog=BACKLOG, reuse_port=self._reuse_port
         )
+        # Inherited by what is accepted. asyncio would not set it, as this socket was made without naming its protocol.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         await self._server.startup(sockets=[listener])
         self._sockets = [listener]
