@@ -22,7 +22,7 @@ from shared.messages.tokenizer import ChatPrompt
 MAX_TEMPLATE_CHARS = 65_536
 CPU_SECONDS = 1
 WALL_SECONDS = 5.0
-ADDRESS_SPACE = 512 * 2**20
+ADDRESS_SPACE = 256 * 2**20
 MAX_OUTPUT = 16 * 2**20
 """Bytes of rendered text, and then some; the bus takes less."""
 CONCURRENT = 2
@@ -90,7 +90,8 @@ def _limit_this_process() -> None:
     except ImportError:  # Windows has none; the wall time limits it
         return
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    with contextlib.suppress(OSError, ValueError):  # macOS knows the limit and takes none
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
 
 def main() -> None:

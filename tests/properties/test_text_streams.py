@@ -35,6 +35,8 @@ FALLBACK: Kinds = {
 if DEMO.is_file():
     EXACT["demo model"] = cache(lambda: Tokenizer.from_file(str(DEMO)))
 
+ALL: Kinds = EXACT | FALLBACK | {"regex": tiny_tokenizers.regex_byte_fallback}
+
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=24)
 """Taken modulo a little more than the vocabulary, so that some are unknown."""
 
@@ -97,10 +99,10 @@ def test_behind_a_context_the_text_is_what_decode_adds(
 
 
 @given(text=st.text(st.sampled_from(tiny_tokenizers.TEXT), max_size=40), cut=st.integers(0, 40), skip=st.booleans())
-@pytest.mark.parametrize("kind", EXACT | FALLBACK)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_context_cut_off_anywhere_changes_nothing(kind: str, text: str, cut: int, skip: bool) -> None:
     """The detokenizer is sent the last few prompt tokens only; they may begin within a character."""
-    tokenizer = (EXACT | FALLBACK)[kind]()
+    tokenizer = ALL[kind]()
     tokens = tokenizer.encode("Hello " + text, add_special_tokens=False).ids
     at = min(cut, len(tokens) - 1) + 1
     context, output = tokens[:at], tokens[at:]
@@ -165,9 +167,9 @@ def test_text_from_byte_fallback_is_what_decode_makes_of_it(kind: str, runs: lis
 
 
 @given(text=st.text(st.sampled_from(tiny_tokenizers.TEXT), max_size=40), skip=st.booleans())
-@pytest.mark.parametrize("kind", EXACT | FALLBACK | {"regex": tiny_tokenizers.regex_byte_fallback})
+@pytest.mark.parametrize("kind", ALL)
 def test_a_character_is_delivered_whole_and_with_its_last_token(kind: str, text: str, skip: bool) -> None:
-    tokenizer = (EXACT | FALLBACK | {"regex": tiny_tokenizers.regex_byte_fallback})[kind]()
+    tokenizer = ALL[kind]()
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     texts = deliveries(vocabulary_of(tokenizer), [], tokens, skip, True)
     assert "".join(texts) == tokenizer.decode(tokens, skip_special_tokens=skip)
@@ -218,3 +220,17 @@ def test_a_token_that_continues_a_word_is_spelled_as_it_continues_it() -> None:
     tokens = tokenizer.encode("hello brown").ids
     spelled = "".join(vocabulary.spelling(token).text for token in tokens)
     assert spelled == " hello brown"
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("number", [-1, 2**31, 2**32, 2**63, -(2**63)])
+def test_a_number_that_is_no_token_is_no_text(kind: str, number: int) -> None:
+    tokenizer = ALL[kind]()
+    vocabulary = vocabulary_of(tokenizer)
+    word = tokenizer.encode("hello", add_special_tokens=False).ids
+    assert deliveries(vocabulary, [number], [*word, number], True, True) == [
+        *deliveries(vocabulary, [], word, True, True)[:-1],
+        "",
+        "",
+    ]
+    assert vocabulary.spelling(number) == ("", b"")

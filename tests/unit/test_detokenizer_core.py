@@ -354,7 +354,7 @@ def test_more_streams_than_the_limit_are_turned_away(bench: Bench) -> None:
         ),
         (
             {"resumed": 1, "context": ()},
-            Failed(R, ONE, "the context does not hold the tokens that it should"),
+            Failed(R, ONE, "the context does not hold what it should"),
         ),
         (
             {"stop": ("x" * MAX_STOP_CHARS, "y")},

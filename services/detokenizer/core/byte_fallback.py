@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling
+from services.detokenizer.core.text import REPLACEMENT, Spelling, spelled
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 CONTINUATION = range(0x80, 0xC0)
@@ -31,12 +31,12 @@ class PieceTable(dict[int, str | bytes | None]):
         self._hidden = hidden
 
     def __missing__(self, token: int) -> str | bytes | None:
-        spelled = None if token in self._hidden else self._tokenizer.id_to_token(token)
-        if spelled is None:
+        piece = None if token in self._hidden else spelled(self._tokenizer, token)
+        if piece is None:
             return None
-        spelled = spelled.replace(self._space, " ")
-        byte = _BYTE_TOKEN.fullmatch(spelled)
-        self[token] = bytes.fromhex(byte[1]) if byte else spelled
+        piece = piece.replace(self._space, " ")
+        byte = _BYTE_TOKEN.fullmatch(piece)
+        self[token] = bytes.fromhex(byte[1]) if byte else piece
         return self[token]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import Spelling
+from services.detokenizer.core.text import Spelling, spelled
 
 
 def _alphabet() -> dict[int, int]:
@@ -34,10 +34,10 @@ class ByteTable(dict[int, str | bytes]):
         self._hidden = hidden
 
     def __missing__(self, token: int) -> str | bytes:
-        spelled = None if token in self._hidden else self._tokenizer.id_to_token(token)
-        if spelled is None:
+        letters = None if token in self._hidden else spelled(self._tokenizer, token)
+        if letters is None:
             return ""  # as `decode` does; not kept, as ids that are none have no bound
-        raw = token_bytes(spelled)
+        raw = token_bytes(letters)
         try:
             self[token] = raw.decode()
         except UnicodeDecodeError:
@@ -45,9 +45,9 @@ class ByteTable(dict[int, str | bytes]):
         return self[token]
 
 
-def token_bytes(spelled: str) -> bytes:
+def token_bytes(letters: str) -> bytes:
     """The bytes of a token as the vocabulary spells it; one with letters outside the alphabet stands for itself."""
-    return spelled.translate(ALPHABET).encode("latin-1") if _LETTERS.issuperset(spelled) else spelled.encode()
+    return letters.translate(ALPHABET).encode("latin-1") if _LETTERS.issuperset(letters) else letters.encode()
 
 
 class ByteLevelStream:

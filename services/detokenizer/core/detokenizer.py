@@ -109,8 +109,9 @@ class Detokenizer:
             return Failed(request, attempt, f"detokenizer {self._instance} serves {self._model}, not {opened.model}")
         if len(self.streams) >= self._max_streams and request not in self.streams:
             return Failed(request, attempt, f"detokenizer {self._instance} is full: {self._max_streams} streams")
-        if len(opened.context) % TOKEN_BYTES or not 0 <= opened.resumed * TOKEN_BYTES <= len(opened.context):
-            return Failed(request, attempt, "the context does not hold the tokens that it should")
+        whole = len(opened.context) % TOKEN_BYTES == 0
+        if not whole or not 0 <= opened.resumed * TOKEN_BYTES <= len(opened.context) or opened.sent_chars < 0:
+            return Failed(request, attempt, "the context does not hold what it should")
         if sum(map(len, opened.stop)) > MAX_STOP_CHARS:
             message = f"stop: {MAX_STOP_CHARS} characters at most, all stop strings together"
             return Rejected(request=request, attempt=attempt, kind="invalid_request", message=message, field="stop")

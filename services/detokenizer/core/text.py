@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from tokenizers import Tokenizer
+
 REPLACEMENT = "\ufffd"
 
 
@@ -19,6 +21,11 @@ class Spelling(NamedTuple):
 
     text: str
     raw: bytes
+
+
+def spelled(tokenizer: Tokenizer, token: int) -> str | None:
+    """A token as the vocabulary spells it; None for what is no token of it, numbers beyond all vocabularies too."""
+    return tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
 
 
 class TextStream(Protocol):

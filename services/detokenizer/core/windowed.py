@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling
+from services.detokenizer.core.text import REPLACEMENT, Spelling, spelled
 
 MOST_PENDING = 8
 """Tokens that may wait for the end of a character. None has more than 4 bytes; what still ends in U+FFFD then is it."""
@@ -28,7 +28,7 @@ class WindowedStream:
         self._prefix = self._decode(anchors)
 
     def push(self, token: int) -> str:
-        if token in self._hidden or self._tokenizer.id_to_token(token) is None:
+        if token in self._hidden or spelled(self._tokenizer, token) is None:
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
@@ -61,7 +61,7 @@ class WindowedVocabulary:
 
     def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> WindowedStream:
         hidden = self._special if skip_special_tokens else frozenset()
-        visible = [i for i in context if i not in hidden and self._tokenizer.id_to_token(i) is not None]
+        visible = [i for i in context if i not in hidden and spelled(self._tokenizer, i) is not None]
         if not begins:
             visible = self._whole_characters(visible) or list(self._anchor)
         return WindowedStream(self._tokenizer, hidden, visible)
@@ -74,6 +74,8 @@ class WindowedVocabulary:
         return ids
 
     def spelling(self, token: int) -> Spelling:
+        if spelled(self._tokenizer, token) is None:
+            return Spelling("", b"")
         before = self._tokenizer.decode(self._anchor, skip_special_tokens=False)
         text = self._tokenizer.decode([*self._anchor, token], skip_special_tokens=False)[len(before) :]
         return Spelling(text, text.encode())
