@@ -1,0 +1,32 @@
+"""A container's health: 0 while its service says that it is ready, or drains. Standard library only, one file.
+
+Reads the service's own metrics: the phase in there is what the actor itself holds, so an engine without its workers
+is not healthy although its process lives.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.request
+
+HEALTHY = ('phase="ready"', 'phase="draining"')
+
+
+def is_healthy(metrics: str) -> bool:
+    lines = (line for line in metrics.splitlines() if line.startswith("baton_phase{"))
+    return any(line.endswith(" 1.0") and any(phase in line for phase in HEALTHY) for line in lines)
+
+
+def main() -> int:
+    port = os.environ.get("BATON_METRICS_PORT", "9090")
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=3) as response:
+            return 0 if is_healthy(response.read().decode()) else 1
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
