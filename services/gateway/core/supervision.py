@@ -232,7 +232,7 @@ class Supervision:
 
     def _pause(self, current: OpenRequest, now: float) -> None:
         current.move("paused")
-        current.resume_at = now + min(self._policy.pause_s * 2**current.pauses, self._policy.pause_limit_s)
+        current.resume_at = now + min(self._policy.pause_s * 2 ** min(current.pauses, 8), self._policy.pause_limit_s)
         current.pauses += 1
 
     def _give_up(self, current: OpenRequest, why: str) -> list[Effect]:
