@@ -32,6 +32,7 @@ class Observer:
         self.entries: list[NewTokens] = []
         self.final: list[Failed | Rejected] = []
         self.phases: dict[str, str] = {}
+        self.loads: dict[str, int] = {}
 
     async def listen(self) -> None:
         await self.bus.subscribe(topics.detokenizer_tokens(DETOKENIZER), self._tokens)
@@ -48,6 +49,7 @@ class Observer:
 
     async def _life(self, life: Lifecycle) -> None:
         self.phases[life.instance] = life.phase
+        self.loads[life.instance] = life.load
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         try:
@@ -116,3 +118,32 @@ def test_a_model_that_is_not_there_is_said_so_in_one_line(own_nats: NatsServer) 
     assert done.returncode == 1
     assert "/nowhere: no such directory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_a_restart_of_the_bus_leaves_no_request_without_an_end(own_nats: NatsServer, tmp_path: Path) -> None:
+    """What the engine says meanwhile may be lost to us; but it must not hold a request for ever, and serve again."""
+    model = make_model(tmp_path / "model")
+    flags = [f"--model={model}", f"--engine={ENGINE}", "--served-model-name=m", "--device=sim", "--sim-step-ms=5"]
+    async with observed(own_nats) as seen:
+        scheduler = seen.spawn("scheduler", ENGINE, "--step-timeout-s=30")
+        worker = seen.spawn("worker", "rank-0", *flags)
+        try:
+            await seen.until(lambda: seen.phases.get(ENGINE) == "ready", "the engine is ready")
+            for i in range(16):
+                await seen.bus.publish(topics.engine_requests(ENGINE), generate(f"r{i}", PROMPT, max_tokens=480))
+            await seen.until(lambda: len({e.request for e in seen.entries}) == 16, "all run")
+            own_nats.kill()
+            seen.loads.clear()
+            own_nats.start()
+            await seen.until(lambda: ENGINE in seen.loads, "the engine is heard again")
+            await seen.until(lambda: seen.loads.get(ENGINE) == 0, "the engine holds nothing")
+            await seen.until(lambda: seen.phases.get(ENGINE) == "ready", "the engine is ready")
+            await seen.bus.publish(topics.engine_requests(ENGINE), generate("after", PROMPT, max_tokens=5))
+            await seen.until(lambda: "after/1" in seen.finished(), "a new request finishes")
+            assert scheduler.poll() is None
+            assert worker.poll() is None
+        finally:
+            for process in (scheduler, worker):
+                process.terminate()
+            for process in (scheduler, worker):
+                await asyncio.to_thread(process.wait, 10)
