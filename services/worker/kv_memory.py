@@ -11,6 +11,8 @@ from shared.blocks import BLOCK_SIZE
 _DEFAULT_MOST_ON_CPU = 4 << 30
 """Main memory belongs to others too; whoever wants more says so."""
 _DEFAULT_SHARE_ON_CPU = 0.25
+_MEAN_FILL_ON_CPU = 0.25
+"""Of the context: sequences seldom fill it, and a block once written stays resident."""
 _DEFAULT_SHARE_ON_CUDA = 0.9
 
 
@@ -58,7 +60,9 @@ def _default(demand: KvDemand, usable: int, device: torch.device) -> int:
     needed = demand.max_num_seqs * blocks_for(demand.max_model_len) * demand.block_bytes
     if device.type == "cuda":
         return min(needed, int(usable * _DEFAULT_SHARE_ON_CUDA))
-    return min(needed, int(usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU)
+    one = blocks_for(demand.max_model_len) * demand.block_bytes
+    expected = max(one, int(needed * _MEAN_FILL_ON_CPU))
+    return min(expected, int(usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU)
 
 
 def _gib(size: int) -> str:

@@ -29,13 +29,15 @@ def test_memory_given_is_taken() -> None:
     assert size_kv(demand(given=3 * GIB), free=8 * GIB, activations=GIB, device=CPU) == KvSize(3072, 4096)
 
 
-def test_no_more_is_taken_than_every_sequence_could_use() -> None:
-    assert size_kv(demand(sequences=2), free=64 * GIB, activations=0, device=CPU).num_blocks == 512
+def test_no_more_is_taken_than_sequences_are_likely_to_use() -> None:
+    assert size_kv(demand(sequences=2), free=64 * GIB, activations=0, device=CUDA).num_blocks == 512
+    assert size_kv(demand(sequences=8), free=64 * GIB, activations=0, device=CPU).num_blocks == 512
+    assert size_kv(demand(sequences=1), free=64 * GIB, activations=0, device=CPU).num_blocks == 256
 
 
 def test_a_cpu_gives_a_modest_share_and_a_gpu_nearly_everything() -> None:
     assert size_kv(demand(), free=9 * GIB, activations=GIB, device=CPU).num_blocks == 2048
-    assert size_kv(demand(), free=999 * GIB, activations=0, device=CPU).num_blocks == 4096
+    assert size_kv(demand(sequences=256), free=999 * GIB, activations=0, device=CPU).num_blocks == 4096
     assert size_kv(demand(), free=11 * GIB, activations=GIB, device=CUDA).num_blocks == 9216
 
 
