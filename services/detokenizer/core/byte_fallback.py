@@ -8,17 +8,12 @@ breaks later, what was delivered of it stays, and only the rest becomes U+FFFD. 
 
 from __future__ import annotations
 
-import re
 from codecs import utf_8_decode
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling, spelled
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-CONTINUATION = range(0x80, 0xC0)
-"""Bytes that go on with a character and begin none."""
+from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled
 
 
 class PieceTable(dict[int, str | bytes | None]):
@@ -35,8 +30,8 @@ class PieceTable(dict[int, str | bytes | None]):
         if piece is None:
             return None
         piece = piece.replace(self._space, " ")
-        byte = _BYTE_TOKEN.fullmatch(piece)
-        self[token] = bytes.fromhex(byte[1]) if byte else piece
+        byte = fallback_byte(piece)
+        self[token] = piece if byte is None else byte
         return self[token]
 
 
@@ -118,4 +113,4 @@ class ByteFallbackVocabulary:
 
 
 def _is_continuation(piece: str | bytes | None) -> bool:
-    return isinstance(piece, bytes) and piece[0] in CONTINUATION
+    return isinstance(piece, bytes) and goes_on(piece)

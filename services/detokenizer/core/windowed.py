@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling, spelled
+from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled
 
 MOST_PENDING = 8
 """Tokens that may wait for the end of a character. None has more than 4 bytes; what still ends in U+FFFD then is it."""
@@ -61,17 +61,19 @@ class WindowedVocabulary:
 
     def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> WindowedStream:
         hidden = self._special if skip_special_tokens else frozenset()
-        visible = [i for i in context if i not in hidden and spelled(self._tokenizer, i) is not None]
+        stream = WindowedStream(self._tokenizer, hidden, [] if begins else list(self._anchor))
+        start = 0
         if not begins:
-            visible = self._whole_characters(visible) or list(self._anchor)
-        return WindowedStream(self._tokenizer, hidden, visible)
+            # The context may have been cut within a character: half of one would break a run of bytes.
+            while start < len(context) and self._goes_on(context[start]):
+                start += 1
+        for token in context[start:]:
+            stream.push(token)
+        return stream
 
-    def _whole_characters(self, ids: list[int]) -> list[int]:
-        """`ids` without the end of a character whose beginning was cut off."""
-        for cut in range(min(MOST_PENDING, len(ids))):
-            if not self._tokenizer.decode(ids[cut:], skip_special_tokens=False).startswith(REPLACEMENT):
-                return ids[cut:]
-        return ids
+    def _goes_on(self, token: int) -> bool:
+        piece = spelled(self._tokenizer, token)
+        return piece is not None and goes_on(fallback_byte(piece))
 
     def spelling(self, token: int) -> Spelling:
         if spelled(self._tokenizer, token) is None:
