@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
 
@@ -41,6 +43,9 @@ log = logging.getLogger(__name__)
 CHECK_EVERY = 30.0
 """Seconds between two looks at the invariants of an idle engine: they take a while on a large pool."""
 
+ALARM_RESOLUTION = 0.001
+"""Seconds: timers are no finer."""
+
 
 class EngineWedged(Exception):
     """A step did not end in time. Every request was failed; the process ends, and its supervisor starts a new one."""
@@ -61,6 +66,10 @@ class SchedulerActor(Actor):
         """Gateways and detokenizers."""
         self._gauges = metrics.EngineGauges()
         self._unequal: Unequal | None = None
+        self._outbox: deque[Output] = deque()
+        self._sending = False
+        self._alarm = asyncio.Event()
+        self._alarm_at: float | None = None
         self._worked_since_check = False
         self._checked_at = 0.0
 
@@ -109,8 +118,35 @@ class SchedulerActor(Actor):
             self._worked_since_check = True
             metrics.STEPS.inc()
             metrics.DECISION.observe(time.perf_counter() - started)
-        for output in outputs:
-            await self._send(output)
+        self._outbox += outputs
+        self._set_alarm()
+        if not self._sending:
+            await self._empty_outbox()
+
+    async def _empty_outbox(self) -> None:
+        """Sends in order, whoever put it in: inbox and alarm are two tasks, and a detokenizer counts our messages."""
+        self._sending = True
+        try:
+            while self._outbox:
+                await self._send(self._outbox.popleft())
+        finally:
+            self._sending = False
+
+    def _set_alarm(self) -> None:
+        """Rings when the core wants to plan ahead; soon after at the latest, as the bus's clock may stand still."""
+        due = self.core.plan_due
+        if due is None or self._alarm_at == due:
+            return
+        self._alarm_at = due
+        delay = max(ALARM_RESOLUTION, due - self.bus.liveness_now())
+        asyncio.get_running_loop().call_later(delay, self._alarm.set)
+
+    async def background(self) -> None:
+        while True:
+            await self._alarm.wait()
+            self._alarm.clear()
+            self._alarm_at = None
+            await self._tell(TimePassed())
 
     async def _send(self, output: Output) -> None:
         match output:

@@ -25,6 +25,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Literal["fcfs", "priority"], Meta(description="Who goes first: by arrival, or by priority (lower first).")
     ] = "fcfs"
     run_ahead: Annotated[int, Meta(ge=0, le=2, description="Plans sent beyond the one that is being computed.")] = 1
+    plan_late: Annotated[
+        bool, Meta(description="Make the last plan ahead only when the step before it is half over.")
+    ] = True
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds that a step may take before this process ends as wedged.")
     ] = 60.0
@@ -45,5 +48,6 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             max_waiting=self.max_waiting,
             policy=self.policy,
             run_ahead=self.run_ahead,
+            plan_late=self.plan_late,
             step_timeout=self.step_timeout_s,
         )

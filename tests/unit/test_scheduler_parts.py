@@ -7,17 +7,27 @@ from msgspec.structs import replace
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.engine import Engine
-from services.scheduler.core.events import GatewayGone, Output, SendPlan, SendTokens, WorkersReady
+from services.scheduler.core.events import (
+    Event,
+    GatewayGone,
+    Output,
+    SendPlan,
+    SendTokens,
+    TimePassed,
+    WorkersReady,
+)
 from services.scheduler.core.fence import Fence
 from services.scheduler.core.invariants import BrokenInvariant, check
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.line import Line
+from services.scheduler.core.pace import Pace
 from services.scheduler.core.ranks import Ranks, Unequal
 from services.scheduler.core.sequence import IllegalStep, Rank, Sequence
 from shared.config import ConfigError, load_config
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.lifecycle import Lifecycle, Phase, WorkerReport
-from tests.honest_worker import GATEWAY, card, generate
+from shared.messages.worker import StepPlan
+from tests.honest_worker import GATEWAY, HonestWorker, card, generate
 
 ENGINE = EngineId("e")
 CARD = card()
@@ -199,3 +209,50 @@ def test_a_scheduler_is_its_engine() -> None:
 def test_limits_that_contradict_each_other_stop_the_start() -> None:
     with pytest.raises(ConfigError, match=r"max_batch_tokens \(8\) must be at least max_running \(256\)"):
         load_config("scheduler", SchedulerConfig, ["--max-batch-tokens=8"], {})
+
+
+def test_a_plan_may_wait_for_half_of_the_shortest_recent_step_of_its_size() -> None:
+    pace = Pace()
+    assert pace.patience(16) == 0.0, "a size that was not seen yet"
+    for seconds in (0.03, 0.02, 0.05):
+        pace.took(17, seconds)
+    assert pace.patience(31) == 0.01
+    assert pace.patience(32) == 0.0
+    for _ in range(8):
+        pace.took(17, 0.1)
+    assert pace.patience(16) == 0.05, "only the last ones count"
+
+
+def test_a_plan_is_never_so_late_that_the_device_would_wait_for_it() -> None:
+    pace = Pace()
+    pace.took(1, 0.005)
+    assert pace.patience(1) == pytest.approx(0.001)
+    pace.took(1, 0.003)
+    assert pace.patience(1) == 0.0
+
+
+def test_the_plan_ahead_waits_and_takes_in_who_came_meanwhile() -> None:
+    engine = started(Limits(max_running=10, max_batch_tokens=64))
+    worker = HonestWorker(64)
+
+    def issued(event: Event, now: float) -> list[StepPlan]:
+        return [o.plan for o in engine.handle(event, now) if isinstance(o, SendPlan)]
+
+    first, second = issued(generate("a", [4] * 8, ignore_eos=True), 0.0)
+    assert issued(worker.step(first), 0.1) != [], "a decode was never timed, so nothing waits"
+    assert issued(worker.step(second), 0.2) == []
+    assert engine.plan_due == pytest.approx(0.25)
+    assert issued(generate("b", [5] * 8, ignore_eos=True), 0.24) == []
+    (plan,) = issued(TimePassed(), 0.25)
+    assert (len(plan.new), len(plan.work)) == (1, 2)
+    assert engine.plan_due is None
+
+
+def test_plans_can_be_made_at_once() -> None:
+    engine = started(Limits(max_running=10, max_batch_tokens=64, plan_late=False))
+    worker = HonestWorker(64)
+    plans = [o.plan for o in engine.handle(generate("a", [4] * 8, ignore_eos=True), 0.0) if isinstance(o, SendPlan)]
+    for now in range(1, 9):
+        outputs = engine.handle(worker.step(plans.pop(0)), float(now))
+        plans += [o.plan for o in outputs if isinstance(o, SendPlan)]
+        assert len(plans) == 2

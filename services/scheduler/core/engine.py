@@ -60,6 +60,8 @@ class Engine:
         self.requests: dict[RequestId, Sequence] = {}
         self.tokens = 0
         """Output tokens since the start."""
+        self.plan_due: float | None = None
+        """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
         self._engine = engine
         self._epoch = epoch
         self._fence = Fence()
@@ -190,7 +192,10 @@ class Engine:
 
     def _plan(self, now: float) -> None:
         serving = self.serving
+        self.plan_due = None
         while serving is not None and serving.steps.in_flight <= self.limits.run_ahead:
+            if self._may_wait(serving, now):
+                return
             planned = serving.planner.plan()
             if planned is None:
                 if self.requests and serving.steps.in_flight == 0:
@@ -198,7 +203,7 @@ class Engine:
                 return
             for sequence, cached in planned.started:
                 serving.streams.open(sequence, cached)
-            step = serving.steps.issue(planned.samples, now)
+            step = serving.steps.issue(samples=planned.samples, tokens=planned.tokens, now=now)
             plan = StepPlan(
                 epoch=serving.steps.epoch,
                 step=step,
@@ -207,6 +212,14 @@ class Engine:
                 work=planned.work,
             )
             self._out.append(SendPlan(plan))
+
+    def _may_wait(self, serving: Serving, now: float) -> bool:
+        """Whether the plan is the last one ahead, and not due yet; then sets `plan_due`."""
+        last_ahead = 0 < serving.steps.in_flight == self.limits.run_ahead
+        if self.limits.plan_late and last_ahead and now < serving.steps.next_due():
+            self.plan_due = serving.steps.next_due()
+            return True
+        return False
 
     def _step_finished(self, result: StepFinished, now: float) -> None:
         serving = self.serving

@@ -55,7 +55,7 @@ class GatewayGone:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time to look for a step that takes too long."""
+    """Time to look for a step that takes too long, and for a plan that is due (`Engine.plan_due`)."""
 
 
 Event = (

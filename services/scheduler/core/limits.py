@@ -22,6 +22,8 @@ class Limits:
     """Token ids that newcomers may add to one plan, in bytes: a plan must fit the bus. A single one always may."""
     run_ahead: int = 1
     """Plans issued beyond the one that is being computed."""
+    plan_late: bool = True
+    """Make the last plan ahead only when the step before it is half over, for the sake of who arrives meanwhile."""
     step_timeout: float = 60.0
     """Seconds that the oldest step in flight may take before the engine counts as wedged."""
 

@@ -6,11 +6,19 @@ from collections import deque
 from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
+from services.scheduler.core.pace import Pace
 from shared.ids import Incarnation
 
 REPORT_APART = 0.4
 """Seconds between two reports of a rank that are compared; anything that was sent before the first has arrived by
 the second."""
+
+
+class _Expected(NamedTuple):
+    """What is known of a step in flight."""
+
+    samples: int
+    tokens: int
 
 
 class _Seen(NamedTuple):
@@ -24,11 +32,12 @@ class _Seen(NamedTuple):
 class Steps:
     """Owns the numbering of one epoch's plans. (epoch, step) are consecutive from step 0."""
 
-    def __init__(self, epoch: Incarnation) -> None:
+    def __init__(self, epoch: Incarnation, pace: Pace) -> None:
         self.epoch = epoch
         self.issued = 0
         self.finished = 0
-        self._samples: deque[int] = deque()
+        self._expected: deque[_Expected] = deque()
+        self._pace = pace
         self._awaited_since = 0.0
         self._seen: dict[int, _Seen] = {}
 
@@ -36,9 +45,9 @@ class Steps:
     def in_flight(self) -> int:
         return self.issued - self.finished
 
-    def issue(self, samples: int, now: float) -> int:
-        """The next plan's number; its result will hold `samples` tokens."""
-        self._samples.append(samples)
+    def issue(self, *, samples: int, tokens: int, now: float) -> int:
+        """The next plan's number; it computes `tokens`, and its result will hold `samples`."""
+        self._expected.append(_Expected(samples, tokens))
         if self.in_flight == 0:
             self._awaited_since = now
         self.issued += 1
@@ -47,11 +56,18 @@ class Steps:
     def finish(self, samples: int, now: float) -> None:
         """The oldest step in flight has its result. Raises ValueError where tokens are missing: its sequences would
         wait for them for ever."""
-        expected = self._samples.popleft()
-        if samples != expected:
-            raise ValueError(f"step {self.finished}: {samples} sampled, {expected} were planned")
+        expected = self._expected.popleft()
+        if samples != expected.samples:
+            raise ValueError(f"step {self.finished}: {samples} sampled, {expected.samples} were planned")
+        self._pace.took(expected.tokens, now - self._awaited_since)
         self.finished += 1
         self._awaited_since = now
+
+    def next_due(self) -> float:
+        """When the plan behind those in flight should be made. Past, where nothing is in flight."""
+        if not self._expected:
+            return self._awaited_since
+        return self._awaited_since + self._pace.patience(self._expected[0].tokens)
 
     def overdue(self, now: float, timeout: float) -> bool:
         return self.in_flight > 0 and now - self._awaited_since > timeout
