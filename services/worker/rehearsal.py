@@ -9,7 +9,6 @@ from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
 
-_GREEDY = SamplingParams(seed=0, temperature=0.0)
 _EVERYTHING = SamplingParams(
     seed=0,
     top_p=0.9,
@@ -24,13 +23,12 @@ _EVERYTHING = SamplingParams(
 
 
 def rehearse(backend: Backend, *, rows: int, sequences: int) -> None:
-    """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, twice:
-    all greedy, and with everything that can be asked of the sampler. Leaves no sequence behind."""
+    """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
+    everything that can be asked of the sampler. Leaves no sequence behind."""
     lengths = _lengths(rows, sequences, min(backend.card.max_model_len - 1, backend.num_blocks * BLOCK_SIZE - 1))
-    for step, sampling in enumerate((_GREEDY, _EVERYTHING)):
-        backend.step(_prefills(step, lengths, sampling))
-        backend.step(_decodes(step, len(lengths)))
-        backend.reset()
+    backend.step(_prefills(lengths))
+    backend.step(_decodes(len(lengths)))
+    backend.reset()
 
 
 def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
@@ -40,7 +38,7 @@ def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
     return [max(1, min(longest, rows - even * (count - 1))), *[even] * (count - 1)]
 
 
-def _prefills(step: int, lengths: list[int], sampling: SamplingParams) -> StepPlan:
+def _prefills(lengths: list[int]) -> StepPlan:
     """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business."""
     new = [
         NewSequence(
@@ -49,14 +47,14 @@ def _prefills(step: int, lengths: list[int], sampling: SamplingParams) -> StepPl
             prompt_length=length,
             computed=0,
             blocks=pack(range(length // BLOCK_SIZE + 1)),
-            sampling=sampling,
+            sampling=_EVERYTHING,
         )
         for number, length in enumerate(lengths)
     ]
     work = [Work(SequenceId(number), length, b"", True) for number, length in enumerate(lengths)]
-    return StepPlan(epoch=Incarnation(0), step=2 * step, new=tuple(new), work=tuple(work))
+    return StepPlan(epoch=Incarnation(0), step=0, new=tuple(new), work=tuple(work))
 
 
-def _decodes(step: int, sequences: int) -> StepPlan:
+def _decodes(sequences: int) -> StepPlan:
     work = tuple(Work(SequenceId(number), 1, b"", True) for number in range(sequences))
-    return StepPlan(epoch=Incarnation(0), step=2 * step + 1, work=work)
+    return StepPlan(epoch=Incarnation(0), step=1, work=work)
