@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 
 from rich.console import Console
@@ -17,17 +18,21 @@ from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack, StartFailed
 from deploy.supervisor.state_file import StackRunning
 from shared.bus import BusError
+from shared.ids import InstanceId
 
 QUESTION = "What is the capital of France?"
 FIRST_ANSWER_DEADLINE = 30.0
 
 
-def run_stack(spec: StackSpec) -> None:
-    """Returns when the stack has ended in order. Raises CommandError."""
+def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
+    """Returns when the stack has ended in order. Raises CommandError.
+
+    A byte on `ready_fd` tells whoever started this in the background that the stack is up.
+    """
     begun = time.monotonic()
     console = Console(stderr=False)
     try:
-        asyncio.run(_run(spec, console, begun))
+        asyncio.run(_run(spec, console, begun, ready_fd))
     except StackRunning:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
@@ -36,19 +41,29 @@ def run_stack(spec: StackSpec) -> None:
         raise CommandError(str(error)) from None
 
 
-async def _run(spec: StackSpec, console: Console, begun: float) -> None:
+async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | None) -> None:
     stack = Stack(spec)
 
     async def show() -> None:
         await follow(stack, console)
-        if stack.phase == "ready" and await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
-            _say_ready(stack, console, time.monotonic() - begun)
+        if stack.phase == "ready":
+            await _greet(stack, console, begun, ready_fd)
         await stack.stop_asked.wait()
         console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
 
     console.print(f"Starting stack [bold]{spec.name}[/bold] with {spec.model}", highlight=False, soft_wrap=True)
     await stack.run(beside=(show,))
     console.print("Stopped.", style="dim")
+
+
+async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:
+    if not await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
+        gateway = InstanceId("gateway-1")
+        stack.give_up(gateway, f"is up, but {stack.url}/ready did not say 200 within {FIRST_ANSWER_DEADLINE:g} s")
+        return
+    _say_ready(stack, console, time.monotonic() - begun)
+    if ready_fd is not None:
+        os.write(ready_fd, b"!")
 
 
 def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
@@ -59,7 +74,8 @@ def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
         soft_wrap=True,
     )
     console.print(curl_line(stack), markup=False, highlight=False, soft_wrap=True)
-    console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
+    if console.is_terminal:
+        console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
 
 
 def curl_line(stack: Stack) -> str:

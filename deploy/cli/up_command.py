@@ -72,6 +72,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when ready; the stack goes on.", rich_help_panel=PLACE)
     ] = False,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
@@ -130,5 +131,6 @@ def up(
             log_level=log_level,
             drain_timeout=drain_timeout,
             start_timeout=start_timeout,
-        )
+        ),
+        ready_fd,
     )

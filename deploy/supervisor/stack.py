@@ -203,7 +203,7 @@ class Stack:
         late = [m.seat for m in self.fleet.members() if not m.is_ready]
         if not self.fleet.settled and late:
             slowest = next((seat for seat in late if seat.service == "worker"), late[0])
-            self._give_up(slowest.instance, f"was not ready after {self.spec.start_timeout:g} s")
+            self.give_up(slowest.instance, f"was not ready after {self.spec.start_timeout:g} s")
 
     # ---- what is done about it
 
@@ -229,7 +229,7 @@ class Stack:
             case Announce(lifecycle):
                 self._announce(lifecycle)
             case GiveUp(instance, status):
-                self._give_up(instance, f"ended with status {status}")
+                self.give_up(instance, f"ended with status {status}")
             case Answer():
                 pass  # `_scale` sends it
             case _:
@@ -265,7 +265,8 @@ class Stack:
             with contextlib.suppress(BusError):
                 await self._bus.publish(topics.lifecycle_of(message.service, message.instance), message)
 
-    def _give_up(self, instance: InstanceId, reason: str) -> None:
+    def give_up(self, instance: InstanceId, reason: str) -> None:
+        """Ends the stack soon; `run` raises StartFailed."""
         if self._failure is None:
             last = "\n".join(f"  {line}" for line in self.logs.last_lines(instance))
             self._failure = StartFailed(f"{instance} {reason}. Its last words ({self.logs.of(instance)}):\n{last}")
