@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,6 +22,7 @@ from services.worker.sim.accelerator import PROFILES
 from services.worker.sim_backend import create_sim_backend
 from shared import topics
 from shared.actor import ActorRuntime
+from shared.bus import Bus, UndeliveredHandler
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.detokenizer import NewTokens, OpenStream, TokenBatch
@@ -88,6 +90,20 @@ class Notes:
         return any((e.request, e.attempt) == (request, attempt) and e.finish for e in self.entries)
 
 
+class _WorkersBus:
+    """The shared bus as a worker's connection: a bus has one handler of undelivered messages, and that is the
+    scheduler's here."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self._bus = bus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    def on_undelivered(self, handler: UndeliveredHandler) -> None:
+        pass
+
+
 class EngineOnABus:
     def __init__(self, bus: MemoryBus, limits: Limits | None = None) -> None:
         self.bus = bus
@@ -115,7 +131,8 @@ class EngineOnABus:
 
     def add_worker(self, make: Callable[[], Backend], rank: int = 0, world_size: int = 1) -> str:
         instance = InstanceId(f"{ENGINE}-rank{rank}")
-        self._run(WorkerActor(self.bus, instance, Place(ENGINE, rank, world_size), make))
+        bus = cast(Bus, _WorkersBus(self.bus))
+        self._run(WorkerActor(bus, instance, Place(ENGINE, rank, world_size), make))
         return instance
 
     def _run(self, actor: SchedulerActor | WorkerActor) -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from services.scheduler.core.limits import Limits
+from services.worker.actor import OutOfStep
 from services.worker.backend import Backend, StepOutput
 from services.worker.sim_backend import SimBackend
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
-from shared.ids import Attempt, Incarnation, InstanceId, RequestId
+from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId
+from shared.messages.gateway import Failed
 from shared.messages.generation import SamplingParams
-from shared.messages.lifecycle import Drain
+from shared.messages.lifecycle import Drain, Lifecycle, WorkerReport
 from shared.messages.scheduler import (
     Cancel,
     DetokenizerLost,
@@ -235,6 +237,56 @@ async def test_a_worker_says_which_plan_never_came(memory_bus: MemoryBus, model:
     runtime, task = engine.runtimes[worker]
     runtime.stop()
     await task
+
+
+async def test_a_rank_of_several_that_missed_a_plan_ends(memory_bus: MemoryBus, model: Path) -> None:
+    """The others wait for it inside that step, and nothing it could say would help them."""
+    engine = EngineOnABus(memory_bus)
+    worker = engine.add_worker(lambda: sim_backend(model), rank=1, world_size=2)
+    runtime, task = engine.runtimes[worker]
+    await engine.until(lambda: runtime.actor.worker_report() is not None, "the backend is loaded")
+    await memory_bus.publish(topics.engine_steps(ENGINE), StepPlan(epoch=Incarnation(1), step=1))
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(task, 5)
+    assert raised.group_contains(OutOfStep, match="expected step 0, came 1")
+
+
+async def test_plans_that_nobody_takes_fail_their_requests(memory_bus: MemoryBus, model: Path) -> None:
+    async with engine_on_a_bus(memory_bus) as engine:
+        worker = InstanceId("engine-1-rank0")
+        backend = sim_backend(model)
+        report = WorkerReport(
+            engine=ENGINE, rank=0, world_size=1, model=backend.card, num_blocks=8, device="a device that is gone"
+        )
+        life = Lifecycle(
+            service="worker",
+            instance=worker,
+            incarnation=Incarnation(1),
+            phase="ready",
+            pid=1,
+            host="h",
+            started=0.0,
+            worker=report,
+        )
+        await engine.until(lambda: ENGINE in engine.notes.lives, "the scheduler is there")
+        await memory_bus.publish(topics.lifecycle_of("worker", worker), life)
+        await engine.ready()
+        await engine.generate(generate("a", PROMPT))
+        await engine.until(lambda: bool(engine.notes.final), "the request fails")
+        assert engine.notes.final == [Failed(RequestId("a"), Attempt(1), "no worker takes plans")]
+        assert engine.scheduler.wanted_phase() == "starting"
+
+
+async def test_tokens_that_no_detokenizer_takes_fail_their_request(memory_bus: MemoryBus, model: Path) -> None:
+    async with engine_on_a_bus(memory_bus) as engine:
+        engine.add_worker(lambda: sim_backend(model))
+        await engine.ready()
+        nobody = DetokenizerId("detokenizer-9")
+        await engine.generate(generate("a", PROMPT, detokenizer=nobody))
+        await engine.generate(generate("b", PROMPT, max_tokens=5))
+        await engine.finished("b")
+        assert engine.notes.final == [Failed(RequestId("a"), Attempt(1), "its detokenizer was lost")]
+        assert len(set(engine.free_blocks)) == 1
 
 
 class Broken(SimBackend):
