@@ -43,6 +43,10 @@ log = logging.getLogger(__name__)
 CHECK_EVERY = 30.0
 """Seconds between two looks at the invariants of an idle engine: they take a while on a large pool."""
 
+OTHERS_SILENCE = 10.0
+"""Seconds. That a detokenizer is gone shows at once, by messages that come back; for a gateway that is gone we only
+compute in vain. So neither need be declared dead early for being slow."""
+
 ALARM_RESOLUTION = 0.001
 """Seconds: timers are no finer."""
 
@@ -62,7 +66,7 @@ class SchedulerActor(Actor):
         self.engine_id = EngineId(instance)
         self.core = Engine(self.engine_id, new_incarnation(), limits)
         self._ranks = Ranks(self.engine_id, world_size)
-        self._others = Registry()
+        self._others = Registry(OTHERS_SILENCE)
         """Gateways and detokenizers."""
         self._gauges = metrics.EngineGauges()
         self._unequal: Unequal | None = None
