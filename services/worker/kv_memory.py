@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from msgspec import Struct
 
+from services.worker.memory import gib
 from services.worker.model.config import ModelError
 from shared.blocks import BLOCK_SIZE
 
@@ -38,15 +39,15 @@ def size_kv(demand: KvDemand, *, free: int, activations: int, device: torch.devi
     usable = free - activations
     if demand.given is not None and demand.given > usable:
         raise ModelError(
-            f"{_gib(demand.given)} of KV memory do not fit: {_gib(free)} are free, "
-            f"of which a step of the largest batch takes {_gib(activations)}"
+            f"{gib(demand.given)} of KV memory do not fit: {gib(free)} are free, "
+            f"of which a step of the largest batch takes {gib(activations)}"
         )
     num_blocks = (_default(demand, usable, device) if demand.given is None else demand.given) // demand.block_bytes
     per_sequence = blocks_for(demand.max_model_len)
     if num_blocks < 1 or (demand.explicit_model_len and num_blocks < per_sequence):
         raise ModelError(
-            f"one sequence of {demand.max_model_len} tokens needs {_gib(per_sequence * demand.block_bytes)} of KV "
-            f"memory and there are {_gib(num_blocks * demand.block_bytes)}: give more KV memory, or lower the "
+            f"one sequence of {demand.max_model_len} tokens needs {gib(per_sequence * demand.block_bytes)} of KV "
+            f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory, or lower the "
             f"maximum model length to {num_blocks * BLOCK_SIZE}"
         )
     return KvSize(num_blocks, min(demand.max_model_len, num_blocks * BLOCK_SIZE))
@@ -63,7 +64,3 @@ def _default(demand: KvDemand, usable: int, device: torch.device) -> int:
     one = blocks_for(demand.max_model_len) * demand.block_bytes
     expected = max(one, int(needed * _MEAN_FILL_ON_CPU))
     return min(expected, int(usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU)
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"

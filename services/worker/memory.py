@@ -16,6 +16,11 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def gib(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / (1 << 30):.2f} GiB"
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory of `device` that could be had now."""
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from services.worker.kv_memory import KvDemand, blocks_for, size_kv
-from services.worker.memory import free_bytes, peak_bytes
+from services.worker.memory import free_bytes, gib, peak_bytes
 from services.worker.model.checkpoint import open_checkpoint
 from services.worker.model.config import Dtype, ModelConfig, ModelError
 from services.worker.model.decoder import Decoder
@@ -66,6 +66,7 @@ def create_backend(
     config = read_model_config(model_dir)
     chosen = _dtype(dtype, config, place)
     length = _model_len(config, max_model_len)
+    _check_weights_fit(config, chosen, world_size, free_bytes(place))
     torch.set_num_threads(threads or max(1, _cores() // world_size))
     decoder = _load(model_dir, config, place, chosen, length, communicator, ops)
 
@@ -111,6 +112,15 @@ def _dtype(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dt
     if choice != "auto":
         return choice
     return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
+
+
+def _check_weights_fit(config: ModelConfig, dtype: Dtype, world_size: int, free: int) -> None:
+    needed = config.parameters * _DTYPES[dtype].itemsize // world_size
+    if needed > free:
+        raise ModelError(
+            f"the weights take {gib(needed)} in {dtype} and {gib(free)} are free: "
+            "choose a smaller dtype, more ranks or a smaller model"
+        )
 
 
 def _model_len(config: ModelConfig, asked: int | None) -> int:

@@ -26,7 +26,7 @@ from shared.ids import Incarnation, ModelName, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
-from tests.tiny_models import FAMILIES, POSITIONS, VOCABULARY, TinyModel, make_model
+from tests.tiny_models import FAMILIES, POSITIONS, VOCABULARY, TinyModel, make_config, make_model
 from tests.worker_driver import GREEDY, Driver
 
 OUTPUT = 8
@@ -273,6 +273,14 @@ def test_a_context_longer_than_the_model_is_refused(llama: Served) -> None:
     model, _ = llama
     with pytest.raises(ModelError, match=r"10000.*256 positions"):
         backend_of(model.path, max_model_len=10_000)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    make_config("llama", architectures=["LlamaForCausalLM"], hidden_size=2**20, vocab_size=2**24).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ModelError, match=r"weights take [\d.]+ GiB in float32 and [\d.]+ GiB are free"):
+        backend_of(tmp_path, dtype="float32")
 
 
 def work(sequence: int, count: int, *blocks: int, sample: bool = True) -> Work:
