@@ -32,6 +32,7 @@ app.command(rich_help_panel=OPERATE)(operate_commands.logs)
 app.command(rich_help_panel=OPERATE)(operate_commands.drain)
 app.command(rich_help_panel=OPERATE)(operate_commands.undrain)
 app.command(rich_help_panel=OPERATE)(operate_commands.scale)
+app.command(rich_help_panel=OPERATE)(operate_commands.nats_env)
 app.command(rich_help_panel=OPERATE)(use_commands.doctor)
 app.command(rich_help_panel=OPERATE)(use_commands.version)
 

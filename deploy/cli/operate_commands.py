@@ -85,3 +85,11 @@ def scale(
     from deploy.cli.stack_lookup import running_stack
 
     scale_service(running_stack(name, run_dir), service, as_json=as_json)
+
+
+def nats_env(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:
+    """Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls."""
+    from deploy.cli.nats_env import show_nats_environment
+    from deploy.cli.stack_lookup import running_stack
+
+    show_nats_environment(running_stack(name, run_dir), as_json=as_json)

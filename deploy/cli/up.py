@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -45,15 +46,17 @@ async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | 
     stack = Stack(spec)
 
     async def show() -> None:
-        await follow(stack, console)
-        if stack.phase == "ready":
-            await _greet(stack, console, begun, ready_fd)
-        await stack.stop_asked.wait()
-        console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
+        with contextlib.suppress(OSError):  # the terminal may go away; the stack does not hang on it
+            await follow(stack, console)
+            if stack.phase == "ready":
+                await _greet(stack, console, begun, ready_fd)
+            await stack.stop_asked.wait()
+            console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
 
     console.print(f"Starting stack [bold]{spec.name}[/bold] with {spec.model}", highlight=False, soft_wrap=True)
     await stack.run(beside=(show,))
-    console.print("Stopped.", style="dim")
+    with contextlib.suppress(OSError):
+        console.print("Stopped.", style="dim")
 
 
 async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:

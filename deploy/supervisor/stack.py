@@ -30,19 +30,19 @@ from deploy.supervisor.core.events import (
     Ticked,
 )
 from deploy.supervisor.core.fleet import Fleet, StopDeadlines
-from deploy.supervisor.core.plan import Seat
 from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
 from deploy.supervisor.gateway_port import reserved_port
-from deploy.supervisor.launch import Launch, Whereabouts, secret_settings, service_command
+from deploy.supervisor.launch import Launch, service_command
 from deploy.supervisor.log_files import LogFolder
-from deploy.supervisor.nats_server import HOST, NAME, free_port
+from deploy.supervisor.nats_server import HOST, NAME
+from deploy.supervisor.orders import Orders
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.spec import StackSpec
-from deploy.supervisor.state_file import MemberRecord, StackPhase, StackState, held, write_state
+from deploy.supervisor.state_file import StackPhase, StackState, held, recorded, write_state
 from shared import topics
-from shared.bus import Bus, BusError
+from shared.bus import Bus
 from shared.config import process_environment
-from shared.ids import EngineId, InstanceId
+from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleAnswer
 from shared.telemetry.logs import set_up_logs
@@ -52,8 +52,7 @@ log = logging.getLogger(__name__)
 TICK = 0.2
 LOG_BOUND_EVERY = 5.0
 HEARD_LIMIT = 10_000
-"""Lifecycle messages waiting in either direction; above it the bus's own bounded queue fills."""
-NOT_EXECUTABLE = 127
+"""Lifecycle messages waiting; above it the bus's own bounded queue fills."""
 
 
 Beside = Callable[[], Coroutine[Any, Any, None]]
@@ -72,14 +71,12 @@ class Stack:
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
         self.children = ChildProcesses(process_environment())
-        self._launch = launch
         self._access = BusAccess(spec)
+        self._orders = Orders(spec, launch, self._access, self.children, self.logs)
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit))
-        self._rendezvous: dict[EngineId, str] = {}
         self._failure: StartFailed | None = None
         self._started = time.time()
         self._heard: asyncio.Queue[Lifecycle] = asyncio.Queue(HEARD_LIMIT)
-        self._to_announce: asyncio.Queue[Lifecycle] = asyncio.Queue(HEARD_LIMIT)
         self._saved_phase: StackPhase | None = None
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
@@ -129,7 +126,7 @@ class Stack:
         await self._bus.answer(topics.scaling(), self._scale)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
-                waiting = (self._listen, self._speak, self._watch, self._start_deadline, *beside)
+                waiting = (self._listen, self._announce, self._watch, self._start_deadline, *beside)
                 background = [tasks.create_task(each()) for each in waiting]
                 self._wake.set()
                 await self._ended.wait()
@@ -149,6 +146,9 @@ class Stack:
                 loop.remove_signal_handler(number)
 
     # ---- what happens
+
+    async def _announce(self) -> None:
+        await self._orders.announce(self._bus)
 
     async def _listen(self) -> None:
         while True:
@@ -219,51 +219,16 @@ class Stack:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Start(seat, new_rendezvous):
-                self._start(seat, new_rendezvous)
-            case Terminate(instance):
-                self.children.signal(instance, signal.SIGTERM)
-            case Kill(instance):
-                log.warning("killed", extra=_of(instance))
-                self.children.signal(instance, signal.SIGKILL)
-            case Announce(lifecycle):
-                self._announce(lifecycle)
+            case Start() | Terminate() | Kill() | Announce():
+                came_of_it = self._orders.carry_out(command, self.port)
+                if came_of_it is not None:
+                    self._handle(came_of_it)
             case GiveUp(instance, status):
                 self.give_up(instance, f"ended with status {status}")
             case Answer():
                 pass  # `_scale` sends it
             case _:
                 assert_never(command)
-
-    def _start(self, seat: Seat, new_rendezvous: bool) -> None:
-        if new_rendezvous and seat.engine is not None:
-            self._rendezvous[seat.engine] = f"{HOST}:{free_port()}"
-        where = Whereabouts(
-            port=self.port,
-            supervisor_fd=self.children.pipe,
-            rendezvous=self._rendezvous.get(seat.engine) if seat.engine else None,
-        )
-        environment = {**self._access.environment(seat.service), **secret_settings(self.spec, seat)}
-        argv = self._launch(self.spec, seat, where)
-        try:
-            pid = self.children.start(seat.instance, argv, self.logs.of(seat.instance), environment)
-        except OSError as error:
-            log.error("not started", extra=_of(seat.instance, error=str(error)))
-            self._handle(Exited(seat.instance, NOT_EXECUTABLE))
-        else:
-            log.info("started", extra=_of(seat.instance, pid=pid))
-            self._handle(Spawned(seat.instance, pid))
-
-    def _announce(self, lifecycle: Lifecycle) -> None:
-        """The others learn of a death now, not by the silence after it."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._to_announce.put_nowait(lifecycle)
-
-    async def _speak(self) -> None:
-        while True:
-            message = await self._to_announce.get()
-            with contextlib.suppress(BusError):
-                await self._bus.publish(topics.lifecycle_of(message.service, message.instance), message)
 
     def give_up(self, instance: InstanceId, reason: str) -> None:
         """Ends the stack soon; `run` raises StartFailed."""
@@ -285,18 +250,13 @@ class Stack:
             model=self.spec.served_model_name,
             model_dir=str(self.spec.model),
             namespace=self.spec.namespace,
-            nats_url=self._access.urls,
             api_key=next(iter(self.spec.api_keys), None),
+            nats_url=self._access.urls,
             nats_user=user,
             nats_password=password,
             nats_pid=embedded.pid if embedded else None,
             started=self._started,
-            members=tuple(
-                MemberRecord(
-                    service=m.seat.service, instance=m.seat.instance, pid=m.pid, state=m.state, restarts=m.restarts
-                )
-                for m in self.fleet.members()
-            ),
+            members=tuple(map(recorded, self.fleet.members())),
         )
         write_state(self.spec.run_dir, state)
         self._saved_phase = state.phase

@@ -14,6 +14,8 @@ from typing import Literal, TextIO
 import msgspec
 from msgspec import Struct
 
+from deploy.supervisor.core.members import Member
+
 STATE = "state.json"
 LOCK = "lock"
 LOCK_TRIES = 5
@@ -28,6 +30,13 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     pid: int | None
     state: str
     restarts: int
+
+
+def recorded(member: Member) -> MemberRecord:
+    seat = member.seat
+    return MemberRecord(
+        service=seat.service, instance=seat.instance, pid=member.pid, state=member.state, restarts=member.restarts
+    )
 
 
 class StackState(Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shared.bus.nats_bus import NatsOptions, connect
 from tests.nats_server import free_port
 from tests.tiny_stack.running import DEADLINE, REPOSITORY, TinyStack
 
@@ -111,6 +112,17 @@ def test_logs_merge_all_services_in_time_order(stack: TinyStack) -> None:
 def test_logs_of_a_service_or_an_instance(stack: TinyStack, asked: str, instances: set[str]) -> None:
     done = baton("logs", asked, "--json", run_dir=stack.run_dir)
     assert {json.loads(line)["instance"] for line in done.stdout.splitlines()} == instances
+
+
+async def test_any_nats_program_can_operate_the_stack_with_what_nats_env_says(stack: TinyStack) -> None:
+    known = answered("nats-env", run_dir=stack.run_dir)
+    options = NatsOptions(servers=(known["NATS_URL"],), user=known["NATS_USER"], password=known["NATS_PASSWORD"])
+    bus = await connect(options)
+    try:
+        answer = json.loads(await bus.ask_raw("admin.list", b"", DEADLINE))
+    finally:
+        await bus.close()
+    assert {each["instance"] for each in answer["instances"]} >= stack.instances()
 
 
 def test_doctor_finds_the_running_stack_s_bus(stack: TinyStack) -> None:
