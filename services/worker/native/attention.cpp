@@ -54,6 +54,7 @@ template <class Kind> struct Task {
     const Batch& batch;
     const Cache& cache;
     const AttentionTask& task;
+    const AttentionTask* next;  // what the thread is likely to do then, or null
     Scratch& scratch;
     int group;  // query heads of the key/value head
     int padded;
@@ -67,6 +68,20 @@ template <class Kind> struct Task {
     const Item* block(const void* items, int index) const {
         int id = batch.block_tables[int64_t(task.sequence) * batch.table_width + index];
         return (const Item*)items + cache.at(id, task.head);
+    }
+    // Asks for a block: blocks lie anywhere in memory, so the processor cannot guess where it goes on.
+    void fetch(const Item* block) const {
+        const char* from = (const char*)block;
+        for (int64_t byte = 0; byte < cache.head_items() * int64_t(sizeof(Item)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    }
+    void fetch_next_keys(int index) const {
+        if (!next || index >= blocks_of(*next)) return;
+        int id = batch.block_tables[int64_t(next->sequence) * batch.table_width + next->first_chunk * kChunkBlocks + index];
+        fetch((const Item*)cache.keys + cache.at(id, next->head));
+    }
+    int blocks_of(const AttentionTask& other) const {
+        int last = batch.positions[other.row + other.rows - 1] / kBlockTokens;
+        return std::min(last + 1 - other.first_chunk * kChunkBlocks, kChunkBlocks);
     }
     const Item* weights(int row) const {
         if constexpr (Kind::kItems == 2) return scratch.weights + row * kChunkTokens;
@@ -82,8 +97,11 @@ template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row
         x[r] = t.query(row + r);
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     }
-    for (int c = 0; c < C; ++c) w[c] = t.block(t.cache.keys, first_block + c);
-    multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kBlockTokens * Kind::kItems, Ahead{nullptr, 0}, sums);
+    for (int c = 0; c < C; ++c) {
+        w[c] = t.block(t.cache.keys, first_block + c);
+        if (row == 0) t.fetch(t.block(t.cache.values, first_block + c));
+    }
+    multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kBlockTokens * Kind::kItems, sums);
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kBlockTokens, sums[r][c]);
 }
@@ -101,6 +119,7 @@ template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, 
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     for (int b = 0; b * kBlockTokens < tokens; ++b) {
+        if (row == 0 && column == 0) t.fetch_next_keys(b);
         const typename Kind::Item *x[R], *w[C];
         for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kBlockTokens;
         const auto* values = t.block(t.cache.values, first_block + b) + column * Kind::kItems;
@@ -249,7 +268,8 @@ void attend_kind(Pool& pool, const Attention& what, const Batch& batch, const Ca
         pool.run(int(tasks.size()), [&](int index, int) {
             static thread_local Scratch scratch;
             scratch.fit(tasks[index].rows * group, padded);
-            call(Task<Kind>{what, batch, cache, tasks[index], scratch, group, padded}, partials);
+            const AttentionTask* next = index + 1 < int(tasks.size()) ? &tasks[index + 1] : nullptr;
+            call(Task<Kind>{what, batch, cache, tasks[index], next, scratch, group, padded}, partials);
         });
     };
     run(plan.tasks, run_task<Kind>);

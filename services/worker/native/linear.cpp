@@ -125,18 +125,15 @@ void run_tile(const Product& p, const Block& block, const typename Kind::Item* x
               Ahead ahead, F* kept) {
     using Item = typename Kind::Item;
     constexpr int kStep = kStepBytes / int(sizeof(Item));
-    const Item* rows[R];
-    for (int r = 0; r < R; ++r) rows[r] = x + r * stride;
     const Item* group = (const Item*)p.linear.groups + (size_t(block.group) * p.steps + first) * kStep;
     bool last = first + count == p.steps;
     for (int column = 0; column < kGroupColumns; column += kTileColumns) {
-        const Item* weights[kTileColumns];
         Sums<R, kTileColumns> sums;
         F* part = kept + row * kGroupColumns + column;
-        for (int c = 0; c < kTileColumns; ++c) weights[c] = group + (column + c) * (kStep / kGroupColumns);
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < kTileColumns; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
-        multiply_tile<Kind, R, kTileColumns>(rows, weights, count, kStep, column ? Ahead{nullptr, 0} : ahead, sums.at);
+        const Item* weights = group + column * (kStep / kGroupColumns);
+        multiply_panel<Kind, R, kTileColumns, kStep>(x, stride, weights, count, column ? Ahead{nullptr, 0} : ahead, sums.at);
         int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
         if (!last) keep(part, sums);
         else if (block.to_gates) keep(block.to_gates + at, sums);
@@ -188,7 +185,8 @@ template <class Kind> void multiply_kind(Pool& pool, const Product& p) {
     int row_blocks = (p.x.count + kBlockRows - 1) / kBlockRows;
     int groups = groups_of(p.linear.out) / (gated ? 2 : 1);
     pool.run(row_blocks * groups, [&](int tile, int) {
-        int part = tile % row_blocks, group = tile / row_blocks;
+        // Group after group for the same rows: those stay in cache, and the weights come in the order they lie in.
+        int part = tile / groups, group = tile % groups;
         int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
         if (!gated) return run_block<Kind>(p, {row, end - row, group, nullptr, nullptr});
         F gates[kBlockRows * kGroupColumns];

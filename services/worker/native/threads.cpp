@@ -6,6 +6,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -20,6 +23,14 @@ void relax() {
     _mm_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
+#endif
+}
+
+int this_core() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return 0;
 #endif
 }
 
@@ -46,6 +57,9 @@ template <class Ready> bool spin(const Ready& ready) {
 }  // namespace
 
 Pool::Pool(int helpers) : ranges_(size_t(helpers) + 1) {
+#if defined(__linux__)
+    if (sched_getaffinity(0, sizeof allowed_, &allowed_) != 0) CPU_ZERO(&allowed_);
+#endif
     for (int i = 0; i < helpers; ++i) helpers_.emplace_back([this, i] { help(i + 1); });
 }
 
@@ -63,6 +77,7 @@ void Pool::publish(int tiles, Call call, const void* context) {
     call_ = call;
     context_ = context;
     tiles_ = tiles;
+    callers_core_.store(this_core(), std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     job_ = (job_ + 1) & 0xffffff;
     int64_t count = int64_t(ranges_.size());
@@ -123,7 +138,21 @@ void Pool::help(int thread) {
     while (true) {
         if (claim(thread)) continue;
         if (!await_job()) return;
+        leave_callers_core();
     }
+}
+
+// The system wakes a thread on its waker's core if it can, and may leave it there for seconds, taking turns with the caller
+// instead of helping it, while another group of processes is busy on the other cores. So a helper that finds itself there
+// asks for any other core that it may use.
+void Pool::leave_callers_core() {
+#if defined(__linux__)
+    int core = this_core();
+    if (core < 0 || core >= CPU_SETSIZE || core != callers_core_.load(std::memory_order_relaxed)) return;
+    cpu_set_t others = allowed_;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others)) sched_setaffinity(0, sizeof others, &others);
+#endif
 }
 
 // Returns when a tile can be claimed; false when the pool stops.

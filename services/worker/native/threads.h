@@ -6,6 +6,9 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 // Runs jobs of independent tiles; the calling thread takes part, `helpers` threads join it.
 //
@@ -40,6 +43,7 @@ class Pool {
     bool claim(int thread);
     void help(int thread);
     bool await_job();
+    void leave_callers_core();
     void await_done(int tiles);
 
     // Of each thread's range: the number of the job (24 bits), the end (20), the next unclaimed tile (20). In one word,
@@ -56,6 +60,7 @@ class Pool {
     alignas(64) Call call_ = nullptr;
     const void* context_ = nullptr;
     uint64_t job_ = 0;
+    std::atomic<int> callers_core_{0};
 
     alignas(64) std::mutex mutex_;
     std::condition_variable work_came_;
@@ -63,5 +68,8 @@ class Pool {
     std::atomic<int> sleepers_{0};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stopping_{false};
+#if defined(__linux__)
+    cpu_set_t allowed_;  // the cores that this process may use
+#endif
     std::vector<std::thread> helpers_;
 };

@@ -25,7 +25,7 @@ struct Ahead {
     const char* from;
     int lines;  // for each chunk of kChunk steps
 };
-constexpr int kChunk = 16;
+constexpr int kChunk = 8;  // more at once stall the loads of the tile itself
 
 template <class Kind, int Rows, int Columns>
 BATON_INLINE void multiply_step(const typename Kind::Item* const x[Rows], const typename Kind::Item* const w[Columns],
@@ -42,16 +42,38 @@ BATON_INLINE void multiply_step(const typename Kind::Item* const x[Rows], const 
 // does not depend on the tile's shape. `weight_step` is the distance of two steps' weights, in items.
 template <class Kind, int Rows, int Columns>
 BATON_INLINE void multiply_tile(const typename Kind::Item* const x[Rows], const typename Kind::Item* const w[Columns],
-                                int steps, int weight_step, Ahead ahead, F sums[Rows][Columns]) {
+                                int steps, int weight_step, F sums[Rows][Columns]) {
     F sum[Rows][Columns];
     for (int r = 0; r < Rows; ++r)
         for (int c = 0; c < Columns; ++c) sum[r][c] = sums[r][c];
-    int step = 0;
-    for (; step + kChunk <= steps; step += kChunk) {
+    for (int step = 0; step < steps; ++step) multiply_step<Kind, Rows, Columns>(x, w, step, weight_step, sum);
+    for (int r = 0; r < Rows; ++r)
+        for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
+}
+
+// The same for rows `stride` items apart and columns that lie side by side in steps of kStep items. A function of its own
+// with few arguments: inlined among others, compilers run out of registers and keep weights on the stack.
+template <class Kind, int Rows, int Columns, int kStep>
+__attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int64_t stride, const typename Kind::Item* w,
+                                              int steps, Ahead ahead, F sums[Rows][Columns]) {
+    F sum[Rows][Columns];
+    for (int r = 0; r < Rows; ++r)
+        for (int c = 0; c < Columns; ++c) sum[r][c] = sums[r][c];
+    auto step = [&] {
+        decltype(Kind::weights(w)) weights[Columns];
+        for (int c = 0; c < Columns; ++c) weights[c] = Kind::weights(w + c * kLanes * Kind::kItems);
+        for (int r = 0; r < Rows; ++r) {
+            auto factor = Kind::broadcast(x + r * stride);
+            for (int c = 0; c < Columns; ++c) sum[r][c] = Kind::multiply(sum[r][c], weights[c], factor);
+        }
+        w += kStep;
+        x += Kind::kItems;
+    };
+    for (; steps >= kChunk; steps -= kChunk) {
         for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) __builtin_prefetch(ahead.from, 0, 2);
-        for (int i = 0; i < kChunk; ++i) multiply_step<Kind, Rows, Columns>(x, w, step + i, weight_step, sum);
+        for (int i = 0; i < kChunk; ++i) step();
     }
-    for (; step < steps; ++step) multiply_step<Kind, Rows, Columns>(x, w, step, weight_step, sum);
+    for (; steps > 0; --steps) step();
     for (int r = 0; r < Rows; ++r)
         for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
 }
