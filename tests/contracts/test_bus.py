@@ -19,7 +19,7 @@ CANCEL = Cancel(RequestId("r"), Attempt(1))
 DEADLINE = 5
 
 
-async def collect(bus: Bus, topic: Topic[object], count: int) -> "asyncio.Future[list[object]]":
+async def collect(bus: Bus, topic: Topic[object], count: int) -> asyncio.Future[list[object]]:
     heard: list[object] = []
     done: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
 
