@@ -45,10 +45,12 @@ class SteppingRing(FakeRing):
         await self.tell(message, Placed(message.request, message.attempt, ENGINE, DETOKENIZER))
         self._active[message.request] = (message, 0)
 
-    async def run(self, streams: int) -> None:
-        """Waits until every stream is there, then steps until all have ended."""
+    async def all_there(self, streams: int) -> None:
         while len(self._active) < streams:
             await asyncio.sleep(0.01)
+
+    async def run(self) -> None:
+        """Steps until every stream has ended."""
         due = time.monotonic()
         while self._active:
             due += self.step
@@ -95,6 +97,20 @@ async def read_stream(port: int, tokens: int) -> int:
     return events
 
 
+async def until_ready(port: int) -> None:
+    async with asyncio.timeout(30):
+        answer = b""
+        while b" 200 " not in answer:
+            await asyncio.sleep(0.05)
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                continue
+            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = await reader.read(1000)
+            writer.close()
+
+
 async def clients(port: int, streams: int, tokens: int) -> None:
     counts = await asyncio.gather(*(read_stream(port, tokens) for _ in range(streams)))
     wanted = tokens + 2  # the role, and [DONE]
@@ -111,15 +127,15 @@ async def measure(url: str, port: int, pid: int, streams: int, tokens: int, step
     bus = await connect(NatsOptions(servers=(url,)))
     ring = SteppingRing(bus, step)
     await ring.start()
-    await asyncio.sleep(1.0)
+    await until_ready(port)
     program = [sys.executable, "-m", "tests.gateway_cost", "--client-port", str(port)]
     program += ["--streams", str(streams), "--tokens", str(tokens)]
     reader = await asyncio.create_subprocess_exec(*program)
-    while len(ring._active) < streams:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        await ring.all_there(streams)
     user, system = cpu_seconds(pid)
     began = time.monotonic()
-    await ring.run(streams)
+    await ring.run()
     assert await reader.wait() == 0
     user, system = (after - before for after, before in zip(cpu_seconds(pid), (user, system), strict=True))
     wall, total = time.monotonic() - began, streams * tokens
