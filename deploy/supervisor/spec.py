@@ -42,3 +42,5 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     """Seconds until everybody must have been ready once."""
     step_limit: float = 90.0
     """Seconds after which an engine that has work and finishes no step is restarted; above the scheduler's own."""
+    silence_limit: float = 15.0
+    """Seconds without a word after which a process that was ready is replaced."""

@@ -30,6 +30,7 @@ from deploy.supervisor.core.events import (
     Ticked,
 )
 from deploy.supervisor.core.fleet import Fleet, StopDeadlines
+from deploy.supervisor.core.watch_clock import WatchClock
 from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
 from deploy.supervisor.gateway_port import reserved_port
 from deploy.supervisor.launch import Launch, service_command
@@ -73,7 +74,8 @@ class Stack:
         self.children = ChildProcesses(process_environment())
         self._access = BusAccess(spec)
         self._orders = Orders(spec, launch, self._access, self.children, self.logs)
-        self._watchdog = Watchdog(WatchLimits(step=spec.step_limit))
+        self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
+        self._watch_clock = WatchClock()
         self._failure: StartFailed | None = None
         self._started = time.time()
         self._heard: asyncio.Queue[Lifecycle] = asyncio.Queue(HEARD_LIMIT)
@@ -153,7 +155,7 @@ class Stack:
     async def _listen(self) -> None:
         while True:
             message = await self._heard.get()
-            self._watchdog.heard(message, self._bus.liveness_now())
+            self._watchdog.heard(message, self._watch_clock.now(self._bus.liveness_now()))
             self._handle(Heard(message))
 
     async def _scale(self, question: Scale) -> ScaleAnswer:
@@ -189,7 +191,7 @@ class Stack:
             self.save()
 
     def _judge(self) -> None:
-        for instance, reason in self._watchdog.stalled(self._bus.liveness_now()):
+        for instance, reason in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
             log.error("stalled", extra=_of(instance, reason=reason))
             self._handle(Stalled(self._with_its_engine(instance)))
 

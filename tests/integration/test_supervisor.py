@@ -184,6 +184,18 @@ def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:
     assert stack.nobody_left()
 
 
+def test_a_process_that_stands_still_is_replaced(start: Start) -> None:
+    stack = start(silence_limit=2.0)
+    stack.ready()
+    stopped = stack.pid("detokenizer-1")
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    stack.until(
+        lambda state: any(m.instance == "detokenizer-1" and m.pid not in (None, stopped) for m in state.members)
+    )
+    assert "silent" in (stack.run_dir / "logs" / "supervisor.log").read_text()
+
+
 async def test_scaling_starts_and_drains_processes(lasting: TinyStack) -> None:
     state = lasting.ready()
     async with bus_of(state, lasting.run_dir) as bus:

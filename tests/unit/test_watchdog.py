@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.supervisor.core.watch_clock import WatchClock
 from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
 from shared.ids import Incarnation, InstanceId, ModelName
 from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase
@@ -97,3 +98,17 @@ def test_silence_while_a_model_is_loaded_is_not_blamed() -> None:
 
 def test_who_took_leave_may_be_silent() -> None:
     assert reasons(watched((0, said()), (1, said(phase="stopped"))), 300.0) == []
+
+
+def test_time_that_the_supervisor_itself_stood_still_blames_nobody() -> None:
+    clock = WatchClock()
+    dog = watched((clock.now(1000.0), said()))
+    assert reasons(dog, clock.now(1300.0)) == []
+    assert reasons(dog, sum(0.2 for _ in range(80)) + clock.now(1300.0)) == ["silent for 15 s"]
+
+
+def test_the_watch_clock_goes_with_the_real_one_while_it_is_looked_at() -> None:
+    clock = WatchClock()
+    readings = [clock.now(1000.0 + tick * 0.25) for tick in range(9)]
+    assert readings == [tick * 0.25 for tick in range(9)]
+    assert clock.now(900.0) == 2.0

@@ -1,0 +1,157 @@
+"""Whatever happens in whatever order: one process per seat, ranks together, and a stop that comes to an end."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from deploy.supervisor.core.events import (
+    Announce,
+    Answer,
+    Command,
+    Event,
+    Exited,
+    GiveUp,
+    Heard,
+    Kill,
+    ScaleAsked,
+    Spawned,
+    Stalled,
+    Start,
+    StopAsked,
+    Terminate,
+    Ticked,
+)
+from deploy.supervisor.core.fleet import Fleet
+from deploy.supervisor.core.plan import SCALABLE, Counts
+from shared.ids import EngineId, Incarnation, InstanceId
+from shared.messages.lifecycle import Lifecycle, Phase
+
+COUNT = st.integers(1, 3)
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Plays the shell and the processes: `alive` is what really runs."""
+
+    @initialize(engines=COUNT, ranks=COUNT, tokenizers=COUNT)
+    def begin(self, engines: int, ranks: int, tokenizers: int) -> None:
+        self.fleet = Fleet(Counts(engines=engines, ranks=ranks, tokenizer=tokenizers))
+        self.now = 0.0
+        self.alive: dict[InstanceId, int] = {}
+        self.told_to_end: set[InstanceId] = set()
+        self.stops = 0
+        self._pids = 1
+        self.ranks = ranks
+        self._happens(Ticked())
+
+    def _happens(self, event: Event) -> list[Command]:
+        commands = self.fleet.handle(event, self.now)
+        self._check_ranks_start_together(commands)
+        for command in commands:
+            self._obey(command)
+        return commands
+
+    def _check_ranks_start_together(self, commands: list[Command]) -> None:
+        started = [c.seat for c in commands if isinstance(c, Start) and c.seat.service == "worker"]
+        for engine in {seat.engine for seat in started}:
+            assert sorted(seat.rank or 0 for seat in started if seat.engine == engine) == list(range(self.ranks))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Start(seat, _):
+                assert seat.instance not in self.alive, "two processes in one seat"
+                self._pids += 1
+                self.alive[seat.instance] = self._pids
+                self.told_to_end.discard(seat.instance)
+                assert self.fleet.handle(Spawned(seat.instance, self._pids), self.now) == []
+            case Terminate(instance) | Kill(instance):
+                assert instance in self.alive, "an order to nobody"
+                self.told_to_end.add(instance)
+            case Announce(lifecycle):
+                assert lifecycle.phase == "failed"
+            case Answer() | GiveUp():
+                pass
+
+    def _ends(self, instance: InstanceId, status: int) -> None:
+        del self.alive[instance]
+        self.told_to_end.discard(instance)
+        self._happens(Exited(instance, status))
+
+    @rule(seconds=st.sampled_from((0.0, 0.2, 1.0, 11.0, 40.0)))
+    def time_goes_on(self, seconds: float) -> None:
+        self.now += seconds
+        self._happens(Ticked())
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), status=st.sampled_from((-9, 0, 1, 2)))
+    def somebody_dies(self, data: st.DataObject, status: int) -> None:
+        self._ends(data.draw(st.sampled_from(sorted(self.alive))), status)
+
+    @precondition(lambda self: self.told_to_end)
+    @rule()
+    def whoever_was_told_ends(self) -> None:
+        for instance in sorted(self.told_to_end):
+            if instance in self.alive:
+                self._ends(instance, 0)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), phase=st.sampled_from(("starting", "ready", "draining", "stopped")))
+    def somebody_speaks(self, data: st.DataObject, phase: Phase) -> None:
+        instance = data.draw(st.sampled_from(sorted(self.alive)))
+        self._happens(Heard(self._said(instance, phase)))
+
+    def _said(self, instance: InstanceId, phase: Phase) -> Lifecycle:
+        return Lifecycle(
+            service="tokenizer",
+            instance=instance,
+            incarnation=Incarnation(1),
+            phase=phase,
+            pid=self.alive[instance],
+            host="h",
+            started=0.0,
+        )
+
+    @rule(what=st.sampled_from(SCALABLE), count=st.integers(0, 4))
+    def somebody_scales(self, what: str, count: int) -> None:
+        assert sum(isinstance(c, Answer) for c in self._happens(ScaleAsked(what, count))) == 1
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def somebody_stalls(self, data: st.DataObject) -> None:
+        self._happens(Stalled((data.draw(st.sampled_from(sorted(self.alive))),)))
+
+    @precondition(lambda self: self.stops < 3)
+    @rule()
+    def a_stop_is_asked(self) -> None:
+        self.stops += 1
+        self._happens(StopAsked())
+
+    @invariant()
+    def the_fleet_knows_exactly_who_lives(self) -> None:
+        known = {m.seat.instance for m in self.fleet.members() if m.state != "waiting"}
+        assert known == set(self.alive)
+
+    @invariant()
+    def an_engine_has_all_its_seats_or_is_leaving(self) -> None:
+        wanted = [m.seat for m in self.fleet.members() if m.wanted and m.seat.engine is not None]
+        for engine in {EngineId(str(seat.engine)) for seat in wanted if seat.service == "scheduler"}:
+            if not self.stops:
+                assert sum(seat.engine == engine for seat in wanted) == 1 + self.ranks
+
+    def teardown(self) -> None:
+        """From wherever it is, a stop comes to an end when processes obey a kill."""
+        if not hasattr(self, "fleet"):
+            return
+        self.a_stop_is_asked()
+        for _ in range(200):
+            if self.fleet.is_empty:
+                break
+            self.whoever_was_told_ends()
+            self.time_goes_on(1.0)
+        assert self.fleet.is_empty
+        assert not self.alive
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
