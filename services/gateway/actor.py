@@ -51,6 +51,9 @@ class Gateway(Actor):
     async def set_up(self) -> None:
         await self._listen()
 
+    async def background(self) -> None:
+        await self.desk.probes.run()
+
     async def _listen(self) -> None:
         try:
             await self.server.listen()
@@ -87,7 +90,7 @@ class Gateway(Actor):
         await self._listen()
 
     async def tear_down(self) -> None:
-        await self.desk.stop()
+        self.desk.stop()
         await self.server.close(CLOSE_PATIENCE)
 
     def is_idle(self) -> bool:

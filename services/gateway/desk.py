@@ -53,7 +53,7 @@ class Desk:
         self.accepting = True
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
         self._supervision = Supervision(policy)
-        self._probes = Probes(bus, self._probed)
+        self.probes = Probes(bus, self._probed)
         self._routes: dict[RequestId, tuple[Exchange, ChoiceState]] = {}
         self._exchanges: set[Exchange] = set()
 
@@ -191,10 +191,9 @@ class Desk:
             await self._perform(self._supervision.undelivered(message, self._bus.liveness_now()))
 
     async def tick(self, now: float) -> None:
-        self._probes.raise_bugs()
         alive_now = self._bus.liveness_now()
         for gone in self.ring.expire(alive_now):
-            await self._perform(self._supervision.gone(gone.last, gone.reason, alive_now))
+            await self._perform(self._supervision.unheard(gone.last, gone.reason, alive_now))
         await self._perform(self._supervision.tick(alive_now))
         for exchange in self._exchanges:
             exchange.tick(now)
@@ -202,11 +201,10 @@ class Desk:
         OPEN.labels("queued").set(queued)
         OPEN.labels("running").set(len(self._supervision) - queued)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Ends what is still open, with a word to each client."""
         for exchange in list(self._exchanges):
             exchange.fail(ApiError(503, "this gateway is stopping", retry_after=1.0))
-        await self._probes.stop()
 
     # What the supervision wants done.
 
@@ -231,7 +229,7 @@ class Desk:
                 case Withdraw():
                     await self._publish(topics.withdrawals(), effect)
                 case Ask():
-                    self._probes.ask(effect)
+                    self.probes.ask(effect)
                 case Retried():
                     self._retried(effect)
                 case _:

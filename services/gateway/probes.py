@@ -8,24 +8,27 @@ from collections.abc import Awaitable, Callable
 from services.gateway.core.effects import Ask
 from services.gateway.core.supervision import NoAnswer
 from shared import topics
-from shared.bus import AnswerError, AnswerTimeout, Bus, BusError, NoResponders
+from shared.bus import Bus, BusError, NoResponders
 from shared.messages.scheduler import ProbeReply
 
 ANSWER_TIMEOUT = 1.0
 
 
 class Probes:
-    """Owns the questions under way: one for each open request at the most."""
+    """Owns the questions: one for each open request at the most, so that the queue is bounded by their number."""
 
     def __init__(self, bus: Bus, answered: Callable[[Ask, ProbeReply | NoAnswer], Awaitable[None]]) -> None:
         self._bus, self._answered = bus, answered
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._bugs: list[BaseException] = []
+        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
 
     def ask(self, ask: Ask) -> None:
-        task = asyncio.create_task(self._ask(ask))
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        self._asked.put_nowait(ask)
+
+    async def run(self) -> None:
+        """Asks until it is cancelled. What a question raises, a bug, is raised here."""
+        async with asyncio.TaskGroup() as questions:
+            while True:
+                questions.create_task(self._ask(await self._asked.get()))
 
     async def _ask(self, ask: Ask) -> None:
         answer: ProbeReply | NoAnswer
@@ -33,21 +36,6 @@ class Probes:
             answer = await self._bus.ask(topics.engine_probes(ask.engine), ask.probe, ProbeReply, ANSWER_TIMEOUT)
         except NoResponders:
             answer = "nobody there"
-        except (AnswerTimeout, AnswerError, BusError):
+        except BusError:
             answer = "no answer in time"
         await self._answered(ask, answer)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (bug := task.exception()) is not None:
-            self._bugs.append(bug)
-
-    def raise_bugs(self) -> None:
-        """A bug in a question ends the process like one in the actor itself."""
-        if self._bugs:
-            raise self._bugs.pop()
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)

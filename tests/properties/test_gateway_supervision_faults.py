@@ -172,7 +172,8 @@ class RingWithFaults:
         which %= 2
         for key in [key for key, run in self.runs.items() if run.engine == ENGINES[which]]:
             del self.runs[key]
-        self.perform(self.supervision.gone(life("scheduler", ENGINES[which]), "failed", self.now))
+        end = self.supervision.gone if self.opened % 2 else self.supervision.unheard
+        self.perform(end(life("scheduler", ENGINES[which]), "away", self.now))
 
     def kill_detokenizer(self, which: int) -> None:
         which %= 2

@@ -211,6 +211,16 @@ def test_the_death_of_an_engine_or_detokenizer_is_acted_on_at_once() -> None:
     assert streaming(2).supervision.gone(life("tokenizer", "t"), "failed", 1.1) == []
 
 
+def test_a_silent_engine_or_detokenizer_is_asked_about_before_it_counts_as_dead() -> None:
+    for service, instance in (("scheduler", ENGINE), ("detokenizer", DETOKENIZER)):
+        watched = streaming(2)
+        assert watched.supervision.unheard(life(service, instance), "silent", 1.1) == []  # type: ignore[arg-type]
+        assert watched.supervision.tick(1.5) == [Ask(ENGINE, Probe(R, Attempt(1)))]
+        assert watched.probed(ProbeReply("running", 2), 1.6) == []
+        assert len(watched.delta(2, 1.7)) == 1
+    assert dispatched(Watched().supervision.unheard(life("tokenizer", "t"), "silent", 1.1)).attempt == 2
+
+
 def test_the_death_of_a_tokenizer_or_coordinator_concerns_what_is_not_placed() -> None:
     for service in ("tokenizer", "coordinator"):
         effects = Watched().supervision.gone(life(service, "x"), "failed", 0.1)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ class Supervision:
         return []
 
     def gone(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
-        """An instance stopped, fell silent or was started anew: whatever it had is tried again."""
+        """An instance stopped or was started anew: whatever it had is tried again."""
         why = f"{last.service} {last.instance} {reason}"
         match last.service:
             case "scheduler":
@@ -100,6 +100,18 @@ class Supervision:
                 return self._retry_all(lambda r: r.stage in ("dispatched", "queued"), why, now)
             case _:
                 return []
+
+    def unheard(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
+        """An instance says nothing of itself. It may be dead, or starved of CPU for a moment: engines can be asked."""
+        match last.service:
+            case "scheduler":
+                self._suspect(lambda r: r.engine == EngineId(last.instance), now)
+                return []
+            case "detokenizer":
+                self._suspect(lambda r: r.detokenizer == DetokenizerId(last.instance), now)
+                return []
+            case _:
+                return self.gone(last, reason, now)
 
     def probed(self, request: RequestId, attempt: Attempt, answer: ProbeReply | NoAnswer, now: float) -> list[Effect]:
         """What an engine answered to `Ask`."""
@@ -123,8 +135,8 @@ class Supervision:
         order = self._numbers.take(message.detokenizer, message.epoch, message.number)
         if order == "stale":
             return effects
-        if order == "gap":
-            self._suspect(message.detokenizer, now)
+        if order == "gap":  # whose next token is not where it should be, or who gets none, has lost something
+            self._suspect(lambda r: r.detokenizer == message.detokenizer, now)
         for opened in message.opened:
             effects += self._stream_opened(opened, message.detokenizer, now)
         for delta in message.deltas:
@@ -255,11 +267,10 @@ class Supervision:
 
     # Silence and suspicion.
 
-    def _suspect(self, detokenizer: DetokenizerId, now: float) -> None:
-        """A message of `detokenizer` was lost: whoever streams from there is asked after soon, unless its next
-        tokens show that the message was not about it."""
+    def _suspect(self, which: Callable[[OpenRequest], bool], now: float) -> None:
+        """Has requests asked after soon, unless their next tokens show before that all is well with them."""
         for request in self._open.values():
-            if request.detokenizer == detokenizer:
+            if which(request):
                 request.ask_at = now + self._policy.confirm_s
 
     def _overdue(self, r: OpenRequest, now: float) -> Iterator[Effect]:
