@@ -19,29 +19,16 @@ from services.gateway.core.ring import Ring
 from services.gateway.core.supervision import Supervision
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS
 from services.gateway.probes import Probes
+from services.gateway.questions import Questions
 from shared import topics
-from shared.bus import AnswerError, AnswerTimeout, Bus, BusError, NoResponders, PayloadTooLarge
+from shared.bus import Bus, BusError, PayloadTooLarge
 from shared.ids import Attempt, GatewayId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import Delta, GatewayMessage, Rejected, StreamOpened
-from shared.messages.lifecycle import Lifecycle, ModelCard
-from shared.messages.tokenizer import (
-    Decode,
-    Decoded,
-    Encode,
-    Encoded,
-    Refused,
-    TextPrompt,
-    Tokenize,
-    TokenizerAnswer,
-    TokenizerQuestion,
-    TokenPrompt,
-)
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.tokenizer import Tokenize
 
 log = logging.getLogger(__name__)
-
-QUESTION_TIMEOUT = 10.0
-"""Seconds that a tokenizer may take to answer `/tokenize`, `/detokenize` or for an `echo`."""
 
 
 class Desk:
@@ -54,6 +41,7 @@ class Desk:
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
         self._supervision = Supervision(policy)
         self.probes = Probes(bus, self._probed)
+        self.questions = Questions(bus)
         self._routes: dict[RequestId, tuple[Exchange, ChoiceState]] = {}
         self._exchanges: set[Exchange] = set()
 
@@ -79,40 +67,6 @@ class Desk:
             raise ApiError(503, "this gateway is draining", retry_after=1.0)
         if len(self._supervision) + size > self._max_open:
             raise ApiError(429, f"{self._max_open} requests are open, which is the limit", retry_after=1.0)
-
-    async def echoes(self, job: Job) -> list[str]:
-        """The texts of the prompts. Raises ApiError."""
-        texts = []
-        for prompt in job.prompts:
-            if isinstance(prompt, TextPrompt):
-                texts.append(prompt.text)
-            elif isinstance(prompt, TokenPrompt):
-                texts.append((await self.decode(job.model, Decode(prompt.tokens))).text)
-        return texts
-
-    async def encode(self, model: ModelCard, question: Encode) -> Encoded:
-        answer = await self._ask(model, question)
-        if not isinstance(answer, Encoded):
-            raise ApiError(503, "the tokenizer answered another question", retry_after=1.0)
-        return answer
-
-    async def decode(self, model: ModelCard, question: Decode) -> Decoded:
-        answer = await self._ask(model, question)
-        if not isinstance(answer, Decoded):
-            raise ApiError(503, "the tokenizer answered another question", retry_after=1.0)
-        return answer
-
-    async def _ask(self, model: ModelCard, question: TokenizerQuestion) -> TokenizerAnswer:
-        topic = topics.tokenizer_questions(model.name)
-        try:
-            answer = await self._bus.ask(topic, question, TokenizerAnswer, QUESTION_TIMEOUT)
-        except PayloadTooLarge as error:
-            raise ApiError(413, str(error), param="body", code="too_large") from None
-        except (NoResponders, AnswerTimeout, AnswerError) as error:
-            raise ApiError(503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0) from None
-        if isinstance(answer, Refused):
-            raise ApiError(400, answer.message, param=answer.field)
-        return answer  # type: ignore[no-any-return]
 
     def heading(self, job: Job) -> Heading:
         prefix = "chatcmpl" if job.kind == "chat" else "cmpl"

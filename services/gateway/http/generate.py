@@ -53,7 +53,7 @@ class Generate:
         desk.admit(1)
         job = self._read(await call.body(self._max_body), desk.ring.models(), desk.limits)
         desk.admit(job.size)
-        echoes = await desk.echoes(job) if job.echo else []
+        echoes = await desk.questions.echoes(job) if job.echo else []
         heading = desk.heading(job)
         _log_start(heading, job, call)
         if job.stream is None:

@@ -63,7 +63,7 @@ class Pages:
     async def tokenize(self, call: Call) -> None:
         desk = self._desk
         card, question = read_tokenize(await call.body(self._max_body), desk.ring.models(), desk.limits)
-        encoded = await desk.encode(card, question)
+        encoded = await desk.questions.encode(card, question)
         tokens = unpack(encoded.tokens)
         await call.respond_json(
             {
@@ -76,7 +76,8 @@ class Pages:
 
     async def detokenize(self, call: Call) -> None:
         card, question = read_detokenize(await call.body(self._max_body), self._desk.ring.models())
-        await call.respond_json({"prompt": (await self._desk.decode(card, question)).text})
+        decoded = await self._desk.questions.decode(card, question)
+        await call.respond_json({"prompt": decoded.text})
 
 
 def _model(card: ModelCard) -> dict[str, Any]:
