@@ -26,7 +26,17 @@ from deploy.supervisor.core.events import (
     Ticked,
 )
 from deploy.supervisor.core.members import Member
-from deploy.supervisor.core.plan import LARGEST_COUNT, SCALABLE, Counts, Scalable, Seat, all_seats, seats, stage
+from deploy.supervisor.core.plan import (
+    LARGEST_COUNT,
+    SCALABLE,
+    STOP_ORDER,
+    Counts,
+    Scalable,
+    Seat,
+    all_seats,
+    seats,
+    stage,
+)
 from deploy.supervisor.core.restarts import RestartPolicy
 from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import Lifecycle
@@ -184,23 +194,29 @@ class Fleet:
     def _ends(self, now: float) -> list[Command]:
         """Tells those to end who are not wanted and whose turn it is."""
         if self.stopping:
-            self._release_stage()
+            self._release_stages()
+        self._drop_waiting()
         commands: list[Command] = []
-        for member in [m for m in self._members.values() if not m.wanted]:
-            if member.state == "waiting":
-                del self._members[member.seat.instance]
-            elif member.state == "running" and self._is_its_turn(member.seat):
+        for member in self._members.values():
+            if not member.wanted and member.state == "running" and self._is_its_turn(member.seat):
                 member.move("ending")
                 member.deadline = now + self._patience(member.seat)
                 commands.append(Terminate(member.seat.instance))
         return commands
 
-    def _release_stage(self) -> None:
-        """Lets the next stage go, and no later one: whoever the gateways still need is still restarted."""
-        present = [stage(member.seat.service) for member in self._members.values()]
-        for member in self._members.values():
-            if self._stops_asked > 1 or stage(member.seat.service) == min(present):
+    def _release_stages(self) -> None:
+        """Lets the first stage go that has processes, and no later one: whoever they still need is still restarted."""
+        for number in range(len(STOP_ORDER)):
+            of_stage = [m for m in self._members.values() if stage(m.seat.service) == number]
+            for member in of_stage:
                 member.wanted = False
+            if self._stops_asked == 1 and any(member.state != "waiting" for member in of_stage):
+                return
+
+    def _drop_waiting(self) -> None:
+        gone = [m.seat.instance for m in self._members.values() if not m.wanted and m.state == "waiting"]
+        for instance in gone:
+            del self._members[instance]
 
     def _is_its_turn(self, seat: Seat) -> bool:
         """An engine's ranks end after its scheduler: what it still has, they compute."""
