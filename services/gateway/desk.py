@@ -58,7 +58,7 @@ class Desk:
         """Why the ring cannot serve at the moment, or None."""
         if not self._bus.connected:
             return "the bus is away"
-        missing = self.ring.missing()
+        missing = self.ring.missing
         return f"no {' and no '.join(missing)} is ready" if missing else None
 
     def admit(self, size: int) -> None:

@@ -17,18 +17,29 @@ class Ring:
     def __init__(self) -> None:
         self._registry = Registry()
         self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
+        self.missing: tuple[Service, ...] = NEEDED
+        """The services of which none is ready; the ring serves when there are none such."""
 
     def heard(self, message: Lifecycle, now: float) -> Gone | None:
         if message.engine is not None:
             self._cards[message.engine.model.name] = (message.engine.model, now)
-        return self._registry.heard(message, now)
+        gone = self._registry.heard(message, now)
+        self._take_stock()
+        return gone
 
     def expire(self, now: float) -> list[Gone]:
         """Forgets whoever was silent for too long, and answers with them."""
         old = [name for name, (_, heard) in self._cards.items() if now - heard > MODEL_MEMORY_S]
         for name in old:
             del self._cards[name]
-        return self._registry.expire(now)
+        gone = self._registry.expire(now)
+        if gone:
+            self._take_stock()
+        return gone
+
+    def _take_stock(self) -> None:
+        ready = {message.service for message in self._registry.all(phase="ready")}
+        self.missing = tuple(service for service in NEEDED if service not in ready)
 
     def models(self) -> list[ModelCard]:
         return [card for card, _ in self._cards.values()]
@@ -36,8 +47,3 @@ class Ring:
     def model(self, name: ModelName) -> ModelCard | None:
         entry = self._cards.get(name)
         return entry[0] if entry else None
-
-    def missing(self) -> list[Service]:
-        """The services of which none is ready; the ring serves when there are none such."""
-        ready = {message.service for message in self._registry.all(phase="ready")}
-        return [service for service in NEEDED if service not in ready]
