@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "decoder.h"
 #include "linear.h"
+#include "probe.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -54,5 +55,7 @@ Decoder* baton_decoder(Pool* pool, const DecoderConfig* config, const DecoderLay
     return new Decoder(*pool, *config, layers);
 }
 void baton_decoder_free(Decoder* decoder) { delete decoder; }
+float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
+int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
 }

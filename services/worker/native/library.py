@@ -142,6 +142,8 @@ _SIGNATURES = {
     "baton_attend": (None, (c_void_p, POINTER(Attention), POINTER(Batch), POINTER(Cache))),
     "baton_decoder": (c_void_p, (c_void_p, POINTER(DecoderConfig), POINTER(DecoderLayer))),
     "baton_decoder_free": (None, (c_void_p,)),
+    "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
+    "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
 }
 

@@ -119,6 +119,13 @@ template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row
         }
 }
 
+// Has the lines that will be written brought near while the tile is computed.
+template <int R, int C> BATON_INLINE void expect_floats(const Product& p, int row, int column) {
+    const float* to = (const float*)p.target.data + row * p.target.stride + column;
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) __builtin_prefetch(to + r * p.target.stride + c * kLanes, 1, 3);
+}
+
 // One tile over one block of steps; sums wait in `kept` [rows][kGroupColumns] for the next one.
 template <class Kind, int R>
 void run_tile(const Product& p, const Block& block, const typename Kind::Item* x, int64_t stride, int row, int first, int count,
@@ -132,9 +139,10 @@ void run_tile(const Product& p, const Block& block, const typename Kind::Item* x
         F* part = kept + row * kGroupColumns + column;
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < kTileColumns; ++c) sums.at[r][c] = first ? part[r * kGroupColumns + c] : zeros();
+        int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
+        if (last && !block.to_gates && !block.gates) expect_floats<R, kTileColumns>(p, block.row + row, output);
         const Item* weights = group + column * (kStep / kGroupColumns);
         multiply_panel<Kind, R, kTileColumns, kStep>(x, stride, weights, count, column ? Ahead{nullptr, 0} : ahead, sums.at);
-        int output = block.group * kGroupOutputs + column * kLanes, at = row * kGroupColumns + column;
         if (!last) keep(part, sums);
         else if (block.to_gates) keep(block.to_gates + at, sums);
         else if (block.gates) write_gated<Kind>(p, block.row + row, output, block.gates + at, sums);
