@@ -2,11 +2,12 @@
 
 Reads the service's own metrics: the phase in there is what the actor itself holds, so an engine without its workers
 is not healthy although its process lives.
+
+    python healthcheck.py PORT
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import urllib.request
 
@@ -18,8 +19,7 @@ def is_healthy(metrics: str) -> bool:
     return any(line.endswith(" 1.0") and any(phase in line for phase in HEALTHY) for line in lines)
 
 
-def main() -> int:
-    port = os.environ.get("BATON_METRICS_PORT", "9090")
+def main(port: str) -> int:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=3) as response:
             return 0 if is_healthy(response.read().decode()) else 1
@@ -29,4 +29,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1]))
