@@ -110,6 +110,7 @@ template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int f
     int b = 0;
     for (; b + kTileColumns <= blocks; b += kTileColumns)
         score_tile<Kind, R, kTileColumns>(t, row, first_block + b, b * kBlockTokens);
+    for (; kTileColumns > 2 && b + 2 <= blocks; b += 2) score_tile<Kind, R, 2>(t, row, first_block + b, b * kBlockTokens);
     for (; b < blocks; ++b) score_tile<Kind, R, 1>(t, row, first_block + b, b * kBlockTokens);
 }
 
@@ -136,6 +137,8 @@ template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int fir
     int column = 0;
     for (; column + kTileColumns * kLanes <= t.padded; column += kTileColumns * kLanes)
         mix_tile<Kind, R, kTileColumns>(t, row, first_block, tokens, column);
+    for (; kTileColumns > 2 && column + 2 * kLanes <= t.padded; column += 2 * kLanes)
+        mix_tile<Kind, R, 2>(t, row, first_block, tokens, column);
     for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_block, tokens, column);
 }
 
