@@ -92,8 +92,9 @@ void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_
     norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
     float* residual = (float*)residual_.data();
     const float* from = (const float*)output_.data();
-    for (int row = 0; row < x.count; ++row)
+    pool_.run(x.count, [&](int row, int) {
         for (int i = 0; i < config_.hidden; ++i) residual[row * residual_.stride + i] += from[row * output_.stride + i];
+    });
 }
 
 void Decoder::mlp(const DecoderLayer& layer, int rows, const float* following_norm) {
