@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t kPiece = 256 << 10;
 
 // Keeps the compiler from computing ahead of time or twice what changes nothing.
-BATON_INLINE void opaque(F& x) {
+template <class R> BATON_INLINE void opaque(Sixteen<R>& x) {
 #if defined(__x86_64__)
     BATON_EACH asm volatile("" : "+v"(x.part[i_]));
 #elif defined(__aarch64__)
@@ -19,19 +19,19 @@ BATON_INLINE void opaque(F& x) {
 }
 
 template <class Kind> float multiply_registers(int64_t steps, const typename Kind::Item* items) {
-    F sums[kTileRows * kTileColumns];
-    for (auto& sum : sums) sum = zeros();
+    F sums[kTileRows][kTileColumns];
+    for (int r = 0; r < kTileRows; ++r)
+        for (int c = 0; c < kTileColumns; ++c) sums[r][c] = zeros();
     auto weights = Kind::weights(items);
     auto factor = Kind::broadcast(items);
     for (int64_t step = 0; step < steps; ++step) {
-#pragma GCC unroll 32
-        for (int i = 0; i < kTileRows * kTileColumns; ++i) {
-            sums[i] = Kind::multiply(sums[i], weights, factor);
-            opaque(sums[i]);
-        }
+        opaque(factor);
+        for (int r = 0; r < kTileRows; ++r)
+            for (int c = 0; c < kTileColumns; ++c) sums[r][c] = Kind::multiply(sums[r][c], weights, factor);
     }
     F total = zeros();
-    for (auto& sum : sums) total = total + sum;
+    for (int r = 0; r < kTileRows; ++r)
+        for (int c = 0; c < kTileColumns; ++c) total = total + sums[r][c];
     return sum(total);
 }
 
