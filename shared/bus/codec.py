@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
 import msgspec
+
+from shared.telemetry.metrics import UNDECODABLE
+from shared.topics import Topic
+
+log = logging.getLogger(__name__)
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
@@ -26,3 +32,13 @@ def decode(payload: bytes, type_: Any) -> Any:
         return _decoder(type_).decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Undecodable(str(error)) from None
+
+
+def decode_heard(payload: bytes, topic: Topic[Any]) -> Any:
+    """A message heard on `topic`. What is none of ours is counted and logged before Undecodable is raised."""
+    try:
+        return decode(payload, topic.type)
+    except Undecodable as error:
+        UNDECODABLE.labels(topic.subject).inc()
+        log.warning("undecodable message", extra={"subject": topic.subject, "error": str(error)})
+        raise

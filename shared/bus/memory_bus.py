@@ -22,8 +22,7 @@ from shared.bus import (
     Undelivered,
     UndeliveredHandler,
 )
-from shared.bus.codec import Undecodable, decode, encode
-from shared.telemetry.metrics import UNDECODABLE
+from shared.bus.codec import Undecodable, decode, decode_heard, encode
 from shared.topics import Topic
 
 M = TypeVar("M")
@@ -120,20 +119,18 @@ class MemoryBus:
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
         async def deliver(payload: bytes, reply: _Reply | None) -> None:
             try:
-                message = decode(payload, topic.type)
-            except Undecodable as error:
-                report_undecodable(topic.subject, error)
-            else:
-                await handler(message)
+                message = decode_heard(payload, topic)
+            except Undecodable:
+                return
+            await handler(message)
 
         return self._add(topic, deliver)
 
     async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> MemorySubscription:
         async def deliver(payload: bytes, reply: _Reply | None) -> None:
             try:
-                message = decode(payload, topic.type)
+                message = decode_heard(payload, topic)
             except Undecodable as error:
-                report_undecodable(topic.subject, error)
                 if reply is not None:
                     reply(AnswerError(str(error)))
                 return
@@ -192,9 +189,3 @@ class MemoryBus:
         for subscription in self._subscriptions:
             await subscription.join()
         self._subscriptions.clear()
-
-
-def report_undecodable(subject: str, error: Undecodable) -> None:
-    """A payload that is none of ours is counted and logged, never dropped in silence."""
-    UNDECODABLE.labels(subject).inc()
-    log.warning("undecodable message", extra={"subject": subject, "error": str(error)})

@@ -38,9 +38,8 @@ from shared.bus import (
     Undelivered,
     UndeliveredHandler,
 )
-from shared.bus.codec import Undecodable, decode, encode
+from shared.bus.codec import Undecodable, decode, decode_heard, encode
 from shared.bus.liveness import LivenessClock
-from shared.bus.memory_bus import report_undecodable
 from shared.telemetry.metrics import BUS_CONNECTED
 from shared.topics import Topic
 
@@ -146,20 +145,18 @@ class NatsBus:
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> NatsSubscription:
         async def received(msg: Msg) -> None:
             try:
-                message = decode(msg.data, topic.type)
-            except Undecodable as error:
-                report_undecodable(topic.subject, error)
-            else:
-                await handler(message)
+                message = decode_heard(msg.data, topic)
+            except Undecodable:
+                return
+            await handler(message)
 
         return await self._subscribe(topic, received)
 
     async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> NatsSubscription:
         async def received(msg: Msg) -> None:
             try:
-                message = decode(msg.data, topic.type)
+                message = decode_heard(msg.data, topic)
             except Undecodable as error:
-                report_undecodable(topic.subject, error)
                 if msg.reply:
                     await self._client.publish(msg.reply, b"", headers={ERROR_REPLY: str(error)[:200]})
                 return
