@@ -32,7 +32,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="top_logprobs and logprobs at the most.")] = 20
     allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
-    attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 3
+    attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 6
     silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is asked about a request.")] = 2.0
     placement_s: Annotated[Seconds, Meta(description="Time to hear where a request went, before another try.")] = 5.0
     queue_s: Annotated[Seconds, Meta(description="How long a request waits for an engine; then 503.")] = 120.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from services.gateway.core.effects import Ask, Dispatch, Retried, Stop
 from services.gateway.core.policy import Policy
 from services.gateway.core.supervision import Supervision
@@ -247,6 +249,21 @@ def test_three_attempts_in_a_row_without_a_token_are_the_end() -> None:
     assert isinstance(rejected, Rejected)
     assert (rejected.kind, rejected.retry_after) == ("unavailable", 1.0)
     assert len(watched.supervision) == 0
+
+
+def test_placed_attempts_that_keep_failing_are_tried_ever_more_slowly_until_a_token_comes() -> None:
+    watched, now = Watched(replace(POLICY, attempts=9)), 0.0
+    for attempt, pause in ((1, 0.0), (2, 0.25), (3, 0.5), (4, 1.0)):
+        watched.placed(now, attempt=attempt)
+        effects = watched.supervision.handle(Failed(R, Attempt(attempt), "no luck"), now)
+        if pause:
+            assert watched.supervision.tick(now + pause - 0.01) == []
+            now += pause
+            effects = watched.supervision.tick(now)
+        assert dispatched(effects).attempt == attempt + 1
+    watched.placed(now, attempt=5)
+    watched.delta(0, now, attempt=5)
+    assert dispatched(watched.supervision.handle(Failed(R, Attempt(5), "no luck"), now)).attempt == 6
 
 
 def test_attempts_that_bring_tokens_do_not_count_as_a_row_but_are_bounded_in_all() -> None:

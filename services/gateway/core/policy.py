@@ -20,9 +20,10 @@ class Policy(Struct, frozen=True, kw_only=True):
     """How long a request may be without an engine, in one stretch."""
     request_s: float = 3600.0
     """How long a request may take in all."""
-    attempts: int = 3
-    """Placed attempts in a row that may end without a single new token."""
-    attempts_in_all: int = 8
+    attempts: int = 6
+    """Placed attempts in a row that may end without a single new token. A bus that was away can cost one request three:
+    its detokenizer comes back after its engine, then a step turns out to be lost, then a placement."""
+    attempts_in_all: int = 10
     """Placed attempts: what bounds a request that kills every engine that computes it."""
     pause_s: float = 0.25
     """Before a further try, where trying at once has just not helped; doubled with each."""

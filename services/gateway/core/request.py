@@ -52,7 +52,7 @@ class OpenRequest:
     silent_tries: int = 0
     """Times in this stretch that tokenizer and coordinator left it unplaced and silent."""
     pauses: int = 0
-    """Pauses since it was last placed."""
+    """Pauses since its last new token."""
     fruitless: int = 0
     """Placed attempts in a row that brought no token."""
     failed: int = 0
@@ -78,14 +78,14 @@ class OpenRequest:
     def place(self, engine: EngineId | None, detokenizer: DetokenizerId, now: float) -> None:
         self.move("placed")
         self.engine, self.detokenizer, self.quiet_since = engine, detokenizer, now
-        self.silent_tries = self.pauses = 0
+        self.silent_tries = 0
 
     def take(self, tokens: tuple[int, ...], text: str, now: float) -> None:
         """New output arrived where it was expected."""
         self.quiet_since = now
         if tokens:
             self.tokens.extend(tokens)
-            self.fruitless = 0
+            self.fruitless = self.pauses = 0
         self.chars += len(text)
         if self.doubts or self.unanswered or self.ask_at is not None:
             self.calm()

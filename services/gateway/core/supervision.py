@@ -203,7 +203,8 @@ class Supervision:
     ) -> list[Effect]:
         """Gives the attempt up and begins the next, or ends the request where that has no promise.
 
-        A placed attempt that failed is tried again at once, a second one in a row after a pause.
+        A placed attempt that failed is tried again at once, further ones in a row after ever longer pauses: what ails
+        the ring, a bus that was away, has time to pass.
         """
         effects = self._leave(current, now)
         if blame and current.stage == "placed":
