@@ -29,11 +29,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml | $(BIN)/python
-	$(PIP) install --quiet --editable '.[worker,cli]'
+	$(PIP) install --quiet --editable '.[worker,kvstore,cli]'
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
-	$(PIP) install --quiet --editable '.[worker,cli,dev]'
+	$(PIP) install --quiet --editable '.[worker,kvstore,cli,dev]'
 	@touch $@ $(RUNTIME)
 
 # Built here, the first start need not; without a compiler the worker uses torch's own operators.

@@ -15,6 +15,8 @@ InstanceId = NewType("InstanceId", str)
 GatewayId = NewType("GatewayId", str)
 EngineId = NewType("EngineId", str)
 DetokenizerId = NewType("DetokenizerId", str)
+NodeId = NewType("NodeId", str)
+"""A machine, or whatever else shares one memory: the engines and the KV store on it name the same node."""
 ModelName = NewType("ModelName", str)
 """The name clients send in ``model``; may hold slashes, see :func:`subject_token`."""
 
@@ -26,6 +28,12 @@ SequenceId = NewType("SequenceId", int)
 
 Incarnation = NewType("Incarnation", int)
 """Differs between two starts of the same instance; also the epoch of whatever that process numbers."""
+
+LeaseId = NewType("LeaseId", int)
+"""What a client of a KV store reserved or pinned together; unique per process of the client."""
+
+ArenaId = NewType("ArenaId", int)
+"""One file of KV blocks in shared memory, 63 random bits; kept over a restart of the store that finds the file."""
 
 _SUBJECT_SAFE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, subject_token
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, NodeId, subject_token
 from shared.messages import (
     coordinator,
     detokenizer,
     gateway,
+    kvstore,
     lifecycle,
     scheduler,
     supervisor,
     tokenizer,
     worker,
 )
+from shared.messages import kv_events as kv_events_messages
 
 M = TypeVar("M")
 
@@ -77,6 +79,36 @@ def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
 def engine_probes(engine: EngineId) -> Topic[scheduler.Probe]:
     """gateway → scheduler, answered with a `ProbeReply`."""
     return Topic(f"engine.{engine}.probe", scheduler.Probe)
+
+
+def kvstore_questions(node: NodeId) -> Topic[kvstore.KvStoreQuestion]:
+    """scheduler → the KV store of its node, answered with a `KvStoreAnswer`."""
+    return Topic(f"kvstore.{node}.ask", kvstore.KvStoreQuestion)
+
+
+def kvstore_releases(node: NodeId) -> Topic[kvstore.Release]:
+    """scheduler → the KV store of its node: leases that are not needed any more."""
+    return Topic(f"kvstore.{node}.release", kvstore.Release)
+
+
+def kv_events(source: InstanceId) -> Topic[kv_events_messages.KvEvents]:
+    """scheduler, KV store → every coordinator: blocks stored and removed, numbered."""
+    return Topic(f"events.kv.{source}", kv_events_messages.KvEvents)
+
+
+def all_kv_events() -> Topic[kv_events_messages.KvEvents]:
+    """Subscribe: everyone's."""
+    return Topic("events.kv.*", kv_events_messages.KvEvents)
+
+
+def kv_dump_requests(source: InstanceId) -> Topic[kv_events_messages.DumpRequest]:
+    """coordinator → scheduler, KV store: tell me everything that you hold."""
+    return Topic(f"kv.{source}.dump", kv_events_messages.DumpRequest)
+
+
+def kv_dumps(coordinator_: InstanceId) -> Topic[kv_events_messages.KvDump]:
+    """scheduler, KV store → the coordinator that asked."""
+    return Topic(f"coordinator.{coordinator_}.kv", kv_events_messages.KvDump)
 
 
 def detokenizer_tokens(instance: DetokenizerId) -> Topic[detokenizer.TokenBatch]:

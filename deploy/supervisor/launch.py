@@ -81,7 +81,7 @@ def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
                 return alone
             ranks = {"rank": str(seat.rank), "world_size": str(spec.counts.ranks), "rendezvous": where.rendezvous}
             return alone | ranks
-        case "coordinator" | "supervisor":
+        case "coordinator" | "kvstore" | "supervisor":
             return {}
 
 

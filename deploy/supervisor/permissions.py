@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from msgspec import Struct
 
 from shared import topics
-from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId
 from shared.messages.lifecycle import Service
 
 Operator = Literal["operator"]
@@ -43,6 +43,11 @@ _DELTAS = topics.gateway_inbox(GatewayId(_ANY)).subject
 _INSTANCES = topics.instance_control(InstanceId(_ANY)).subject
 _LIFECYCLES = topics.lifecycles().subject
 _SCALING = topics.scaling().subject
+_STORE_QUESTIONS = topics.kvstore_questions(NodeId(_ANY)).subject
+_STORE_RELEASES = topics.kvstore_releases(NodeId(_ANY)).subject
+_KV_EVENTS = topics.all_kv_events().subject
+_KV_DUMP_REQUESTS = topics.kv_dump_requests(InstanceId(_ANY)).subject
+_KV_DUMPS = topics.kv_dumps(InstanceId(_ANY)).subject
 _ADMIN = f"{topics.ADMIN}.>"
 
 
@@ -57,20 +62,29 @@ def permissions_of(user: User) -> Permissions:
         case "coordinator":
             return _service(
                 user,
-                publish=(_REQUESTS, _DELTAS, _INSTANCES, _SCALING),
-                subscribe=(_ROUTE, _WITHDRAWALS, _ADMIN),
+                publish=(_REQUESTS, _DELTAS, _INSTANCES, _SCALING, _KV_DUMP_REQUESTS),
+                subscribe=(_ROUTE, _WITHDRAWALS, _ADMIN, _KV_EVENTS, _KV_DUMPS),
                 micro=True,
             )
         case "scheduler":
             return _service(
                 user,
-                publish=(_STEPS, _TOKENS, _DELTAS),
-                subscribe=(_REQUESTS, _CONTROL, _PROBES, _RESULTS),
+                publish=(
+                    *(_STEPS, _TOKENS, _DELTAS, _REQUESTS, _CONTROL),
+                    *(_STORE_QUESTIONS, _STORE_RELEASES, _KV_EVENTS, _KV_DUMPS),
+                ),
+                subscribe=(_REQUESTS, _CONTROL, _PROBES, _RESULTS, _KV_DUMP_REQUESTS),
             )
         case "worker":
             return _service(user, publish=(_RESULTS,), subscribe=(_STEPS,))
         case "detokenizer":
             return _service(user, publish=(_DELTAS, _CONTROL), subscribe=(_TOKENS,))
+        case "kvstore":
+            return _service(
+                user,
+                publish=(_KV_EVENTS, _KV_DUMPS),
+                subscribe=(_STORE_QUESTIONS, _STORE_RELEASES, _KV_DUMP_REQUESTS),
+            )
         case "supervisor":
             return Permissions(publish=(_LIFECYCLES,), subscribe=(_LIFECYCLES, _SCALING))
         case "operator":

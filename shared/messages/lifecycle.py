@@ -6,9 +6,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import EngineId, Incarnation, InstanceId, ModelName
+from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
+from shared.messages.kvstore import KvLayout
+from shared.messages.scheduler import Transferred
 
-Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "supervisor"]
+Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
 Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
@@ -22,6 +24,11 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     dtype: str
     created: int
     """Unix seconds."""
+
+
+Role = Literal["mixed", "prefill", "decode"]
+"""mixed: an engine that does everything. prefill: computes prompts and hands over. decode: takes over; where prefill
+engines are busy or gone it computes prompts, too."""
 
 
 class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
@@ -39,6 +46,29 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Steps finished in this epoch: what progress is judged by."""
     tokens: int
     """Output tokens since the start."""
+    role: Role = "mixed"
+    node: NodeId | None = None
+    """Where its KV store is; None without one."""
+    prefill_tokens: int = 0
+    """Prompt tokens accepted and yet to be computed."""
+
+
+class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """A node's KV store."""
+
+    node: NodeId
+    slots: int
+    """Over all layouts."""
+    committed: int
+    reserved: int
+    pinned: int
+    bytes_used: int
+    bytes_total: int
+    hits: int
+    """Blocks found since the start, in any tier."""
+    misses: int
+    lower_hits: int = 0
+    """Those of `hits` that came from Redis or from another node."""
 
 
 class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
@@ -60,6 +90,9 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     max_num_seqs: int | None = None
     """Sequences and tokens that a step may hold at the most; the scheduler keeps to them."""
     max_batch_tokens: int | None = None
+    layout: KvLayout | None = None
+    """None: this worker's KV memory cannot be shared (the simulated one)."""
+    transfers: Transferred | None = None
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
@@ -78,6 +111,7 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     metrics_port: int | None = None
     engine: EngineReport | None = None
     worker: WorkerReport | None = None
+    store: StoreReport | None = None
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=True):

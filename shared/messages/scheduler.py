@@ -6,15 +6,35 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId, SequenceId
+from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, NodeId, RequestId, SequenceId
 from shared.messages.generation import Generation, TokenLogprobs
 
 
+class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a prefill engine adds when it passes a request on. `Generation.tokens` ends with the token it has drawn."""
+
+    prefilled_by: EngineId
+    node: NodeId | None
+    """Whose KV store holds the blocks."""
+    partial: bytes = b""
+    """The hash under which the prompt's last, partial block lies in that store; empty where there is none."""
+    cached_tokens: int = 0
+    """What the prefill engine did not have to compute; the client has been told."""
+
+
 class Generate(Struct, frozen=True, array_like=True, tag=True):
-    """coordinator → the engine it chose: generate this; tokens go to `detokenizer`."""
+    """coordinator → the engine it chose: generate this; tokens go to `detokenizer`.
+
+    Also prefill engine → decode engine, with `handed`.
+    """
 
     generation: Generation
     detokenizer: DetokenizerId
+    decode_on: EngineId | None = None
+    """Draw one token only, and hand the request over to this engine."""
+    handed: HandOver | None = None
+    kv_source: NodeId | None = None
+    """A node whose KV store holds more of the prompt than the engine's own, as the coordinator sees it."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):
@@ -89,4 +109,15 @@ class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     expected: int
 
 
-WorkerResult = StepFinished | StepMissed
+class Transferred(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """any rank → scheduler: how far its transfers are. Cumulative, and part of its lifecycle too: a lost one heals."""
+
+    rank: int
+    epoch: Incarnation
+    done: int
+    """Transfers of `epoch` that are over: all numbers below this."""
+    failed: tuple[int, ...] = ()
+    """Those of them that failed, the newest 256."""
+
+
+WorkerResult = StepFinished | StepMissed | Transferred

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
-from shared.ids import Incarnation, SequenceId
+from shared.ids import ArenaId, Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
 
 
@@ -37,10 +39,32 @@ class Work(Struct, frozen=True, array_like=True):
     """Draw a token from the last position; the worker appends it to the sequence itself."""
 
 
+class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
+    """KV blocks to copy between a rank's memory and the node's KV store, beside computing; each rank its heads.
+
+    A load begins when all plans before this one are computed, a save when this one is. Transfers are done in order.
+    Nobody else uses the blocks or writes the slots until every rank has reported it (`Transferred`).
+    """
+
+    number: int
+    """Consecutive within the epoch, from 0."""
+    kind: Literal["load", "save"]
+    arena: ArenaId
+    path: str
+    """The arena's file below the directory that worker and store were given."""
+    blocks: bytes
+    """Packed uint32 block ids of the rank."""
+    slots: bytes
+    """Packed uint32, one for each block."""
+    generations: bytes
+    """Packed uint64: a slot that has another generation is not what it was, and the transfer has failed."""
+
+
 class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     """scheduler → every rank. (epoch, step) are consecutive from step 0; a new epoch drops every sequence.
 
     Order of effect: `released`, then `new`, then `work`. All blocks' contents survive until they are written again.
+    A plan may hold nothing but transfers.
     """
 
     epoch: Incarnation
@@ -48,3 +72,4 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     released: tuple[SequenceId, ...] = ()
     new: tuple[NewSequence, ...] = ()
     work: tuple[Work, ...] = ()
+    transfers: tuple[Transfer, ...] = ()

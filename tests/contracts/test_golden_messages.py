@@ -14,13 +14,16 @@ import pytest
 
 from shared.bus.codec import Undecodable, decode, encode
 from shared.ids import (
+    ArenaId,
     Attempt,
     DetokenizerId,
     EngineId,
     GatewayId,
     Incarnation,
     InstanceId,
+    LeaseId,
     ModelName,
+    NodeId,
     RequestId,
     SequenceId,
 )
@@ -29,6 +32,8 @@ from shared.messages import (
     detokenizer,
     gateway,
     generation,
+    kv_events,
+    kvstore,
     lifecycle,
     scheduler,
     supervisor,
@@ -55,6 +60,10 @@ GENERATION = generation.Generation(
     sampling=SAMPLING,
     stopping=STOPPING,
 )
+NODE, HASH = NodeId("node-1"), bytes(range(16))
+LAYOUT = kvstore.KvLayout(model="m", dtype="float32", layers=2, kv_heads=4, head_dim=8)
+OWNER = kvstore.Owner(InstanceId("engine-1"), Incarnation(1))
+SOURCE = kv_events.KvSource(instance=InstanceId("engine-1"), model=ModelName("demo"), node=NODE)
 ENGINE_REPORT = lifecycle.EngineReport(
     model=CARD,
     waiting=1,
@@ -99,6 +108,14 @@ MESSAGES: list[Any] = [
         sampled=(scheduler.Sampled(SequenceId(0), (9,), (LOGPROBS,)),),
         timing=scheduler.StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.5),
     ),
+    scheduler.Generate(
+        GENERATION,
+        DetokenizerId("detokenizer-1"),
+        decode_on=E,
+        handed=scheduler.HandOver(prefilled_by=E, node=NODE, partial=HASH, cached_tokens=16),
+        kv_source=NODE,
+    ),
+    scheduler.Transferred(rank=1, epoch=Incarnation(1), done=2, failed=(1,)),
     scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),
     worker.StepPlan(
         epoch=Incarnation(1),
@@ -115,6 +132,17 @@ MESSAGES: list[Any] = [
             ),
         ),
         work=(worker.Work(SequenceId(0), 1, b"", True),),
+        transfers=(
+            worker.Transfer(
+                number=0,
+                kind="load",
+                arena=ArenaId(5),
+                path="a",
+                blocks=b"\2\0\0\0",
+                slots=b"\7\0\0\0",
+                generations=b"\1\0\0\0\0\0\0\0",
+            ),
+        ),
     ),
     detokenizer.TokenBatch(
         engine=E,
@@ -158,11 +186,44 @@ MESSAGES: list[Any] = [
         engine=ENGINE_REPORT,
         worker=WORKER_REPORT,
     ),
+    lifecycle.Lifecycle(
+        service="kvstore",
+        instance=InstanceId("kvstore-1"),
+        incarnation=Incarnation(1),
+        phase="ready",
+        pid=1,
+        host="h",
+        started=1.5,
+        store=lifecycle.StoreReport(
+            node=NODE,
+            slots=8,
+            committed=3,
+            reserved=1,
+            pinned=2,
+            bytes_used=4096,
+            bytes_total=8192,
+            hits=5,
+            misses=6,
+        ),
+    ),
     lifecycle.Drain(),
     lifecycle.Undrain(),
     supervisor.Scale("engines", 2),
     supervisor.Scaled(("engine-2",), ()),
     supervisor.ScaleRefused("no"),
+    kvstore.Attach(LAYOUT, ModelName("demo")),
+    kvstore.Find(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH, deadline=0.25, source=NODE),
+    kvstore.Reserve(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH, parents=bytes(16), tokens=b"\x10"),
+    kvstore.Commit(layout="f", owner=OWNER, lease=LeaseId(4)),
+    kvstore.Release(layout="f", owner=OWNER, lease=LeaseId(4), drop=HASH),
+    kvstore.Attached("f", ArenaId(5), "f.kv", 8, 10.0),
+    kvstore.NotServed("no"),
+    kvstore.Found(arena=ArenaId(5), slots=b"\7\0\0\0", generations=b"\1\0\0\0\0\0\0\0", from_lower=1),
+    kvstore.Reserved(arena=ArenaId(5), slots=b"\7\0\0\0", generations=b"\1\0\0\0\0\0\0\0"),
+    kvstore.Committed(1),
+    kv_events.KvEvents(source=SOURCE, epoch=Incarnation(1), number=0, stored=HASH, removed=HASH, cleared=True),
+    kv_events.DumpRequest(InstanceId("coordinator-1")),
+    kv_events.KvDump(source=SOURCE, epoch=Incarnation(1), number=-1, part=0, parts=1, hashes=HASH),
 ]
 
 
@@ -194,7 +255,19 @@ def _structs_within(value: Any) -> set[type]:
 
 
 def test_every_message_is_among_them() -> None:
-    modules = (coordinator, detokenizer, gateway, generation, lifecycle, scheduler, supervisor, tokenizer, worker)
+    modules = (
+        coordinator,
+        detokenizer,
+        gateway,
+        generation,
+        kv_events,
+        kvstore,
+        lifecycle,
+        scheduler,
+        supervisor,
+        tokenizer,
+        worker,
+    )
     declared = {
         cls
         for module in modules
@@ -231,6 +304,8 @@ def test_unions_tell_their_members_apart() -> None:
         tokenizer.TokenizerAnswer,
         lifecycle.InstanceControl,
         supervisor.ScaleAnswer,
+        kvstore.KvStoreQuestion,
+        kvstore.KvStoreAnswer,
     ]
     for union in unions:
         assert get_origin(union) is types.UnionType

@@ -45,8 +45,8 @@ class Seat(NamedTuple):
                 return self.service
             case "scheduler" | "worker":
                 return "engines"
-            case "supervisor":
-                raise ValueError("a supervisor does not start supervisors")
+            case "kvstore" | "supervisor":
+                raise ValueError(f"a user does not count {self.service} processes")
 
 
 def seats(what: Scalable, number: int, ranks: int) -> list[Seat]:

@@ -40,6 +40,7 @@ from shared.messages.scheduler import (
     StepFinished,
     StepMissed,
     StopMatched,
+    Transferred,
 )
 from shared.messages.worker import StepPlan
 
@@ -87,6 +88,8 @@ class Engine:
                     self._end(sequence, tell_detokenizer=True)
             case RankProgress():
                 self._rank_progress(event, now)
+            case Transferred():
+                pass  # no plan holds transfers yet
             case StepMissed():
                 if self.serving is not None and event.epoch == self.serving.steps.epoch:
                     self._start_anew(f"{event.worker} never received step {event.expected}")

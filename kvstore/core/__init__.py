@@ -1,0 +1,1 @@
+"""What the KV store decides: slots, index, eviction, leases. Pure."""

@@ -1,0 +1,114 @@
+"""Where everything lies in an arena: the one description that the store, its ranks and its other nodes share.
+
+An arena is a file in shared memory, one for each `KvLayout`:
+
+    file header   4,096 bytes: `FILE_HEADER`, then the layout as MessagePack
+    slot headers  one after the other, `header_stride` bytes each
+    payloads      one after the other from a page's start, `payload_stride` bytes each
+
+A slot's payload is one block of `BLOCK_SIZE` tokens, C order, little endian:
+
+    [kv_heads][layers][2: keys, values][BLOCK_SIZE][head_dim]
+
+Heads come first so that the heads of one rank are one run of bytes, whatever the tensor-parallel size: a rank of any
+size writes and reads just its own, and nothing need be rearranged between engines of different sizes.
+
+A slot's header is `SLOT_HEADER`, then one checksum for each KV head: xxh3-64 over that head's bytes, 1 where that
+would be 0. The store is the only writer of headers, but for the checksums: whoever writes a head's bytes writes its
+checksum afterwards. Reserving sets them to 0, so that a commit sees whether every head was written.
+
+The state is written last and read first: one aligned 8-byte word, which x86-64 and arm64 store whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+import msgspec
+from msgspec import Struct
+
+from shared.blocks import BLOCK_SIZE
+from shared.messages.kvstore import KvLayout
+
+PAGE = 4096
+LINE = 64
+"""Bytes of a cache line: two slots' headers share none."""
+
+MAGIC = b"BATONKV1"
+FILE_HEADER = struct.Struct("<8sQQQQ")
+"""MAGIC, arena id, slots, length of the layout that follows, and 0."""
+
+SLOT_HEADER = struct.Struct("<QQ16s16sIIQ")
+"""state, generation, hash, hash of the block before (zeros: none), tokens, 0, order of use (larger: more recent)."""
+CHECKSUM = struct.Struct("<Q")
+STATE = struct.Struct("<Q")
+GENERATION = struct.Struct("<Q")
+GENERATION_AT = 8
+
+FREE, RESERVED, COMMITTED = 0, 1, 2
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+class UnknownDtype(ValueError):
+    """A dtype that arenas do not hold; the text names those that they do."""
+
+
+def fingerprint(layout: KvLayout) -> str:
+    """The layout's name: equal for equal layouts, safe in file names and Redis keys."""
+    return blake2b(msgspec.msgpack.encode(layout), digest_size=12).hexdigest()
+
+
+class Geometry(Struct, frozen=True, kw_only=True):
+    """Sizes and places, in bytes from the file's start."""
+
+    kv_heads: int
+    head_bytes: int
+    slots: int
+    header_stride: int
+    payload_stride: int
+    payloads_at: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of one block, without what fills the last page."""
+        return self.kv_heads * self.head_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.payloads_at + self.slots * self.payload_stride
+
+    def header_at(self, slot: int) -> int:
+        return PAGE + slot * self.header_stride
+
+    def checksum_at(self, slot: int, head: int) -> int:
+        return self.header_at(slot) + LINE + head * CHECKSUM.size
+
+    def payload_at(self, slot: int, head: int = 0) -> int:
+        return self.payloads_at + slot * self.payload_stride + head * self.head_bytes
+
+
+def head_bytes(layout: KvLayout) -> int:
+    """Of one KV head in one block, over all layers. Raises UnknownDtype."""
+    if layout.dtype not in ITEM_BYTES:
+        raise UnknownDtype(f"dtype {layout.dtype!r}: {', '.join(ITEM_BYTES)} are known")
+    return layout.layers * 2 * BLOCK_SIZE * layout.head_dim * ITEM_BYTES[layout.dtype]
+
+
+def geometry(layout: KvLayout, slots: int) -> Geometry:
+    """The arena of `slots` blocks of `layout`. Raises UnknownDtype."""
+    per_head = head_bytes(layout)
+    header_stride = LINE + _rounded(layout.kv_heads * CHECKSUM.size, LINE)
+    return Geometry(
+        kv_heads=layout.kv_heads,
+        head_bytes=per_head,
+        slots=slots,
+        header_stride=header_stride,
+        payload_stride=_rounded(layout.kv_heads * per_head, PAGE),
+        payloads_at=_rounded(PAGE + slots * header_stride, PAGE),
+    )
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
