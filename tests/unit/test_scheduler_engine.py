@@ -120,13 +120,15 @@ def test_no_plan_goes_beyond_the_last_token_that_was_asked_for() -> None:
     assert ring.free == 32
 
 
-def test_the_stream_is_opened_with_the_first_plan_and_says_what_was_cached() -> None:
+def test_the_stream_is_opened_with_the_first_tokens_and_says_what_was_cached() -> None:
     ring = Ring()
     ring.send(generate("a", PROMPT, max_tokens=1))
     ring.finish()
     outputs = ring.send(generate("b", PROMPT, max_tokens=1))
-    (batch,) = (o.batch for o in outputs if isinstance(o, SendTokens))
-    (opened,) = batch.opened
+    assert not any(isinstance(o, SendTokens) for o in outputs)
+    (batch,) = (o.batch for o in ring.step() if isinstance(o, SendTokens))
+    (opened,), (entry,) = batch.opened, batch.entries
+    assert entry.request == opened.request
     assert (opened.request, opened.prompt_tokens, opened.cached_tokens) == ("b", 20, 16)
     assert (unpack(opened.context), opened.resumed) == (PROMPT[-8:], 0)
     assert [p.new[0].computed for p in plans(outputs)] == [16]
@@ -390,6 +392,18 @@ def test_a_lost_detokenizer_fails_its_requests_only() -> None:
     assert ring.free == 32
 
 
+def test_a_detokenizer_in_place_of_one_that_is_gone_hears_nothing_of_its_requests() -> None:
+    ring = Ring()
+    ring.send(generate("a", PROMPT, max_tokens=3))
+    ring.send(DetokenizerGone(DETOKENIZER))
+    ring.send(generate("b", PROMPT, max_tokens=1))
+    outputs: list[Output] = []
+    while ring.plans:
+        outputs += ring.step()
+    batches = [output.batch for output in outputs if isinstance(output, SendTokens)]
+    assert [opened.request for batch in batches for opened in batch.opened] == ["b"]
+
+
 def test_batches_to_each_detokenizer_are_numbered_from_zero() -> None:
     ring = Ring()
     other = DetokenizerId("detokenizer-2")
@@ -401,7 +415,7 @@ def test_batches_to_each_detokenizer_are_numbered_from_zero() -> None:
     for output in outputs:
         if isinstance(output, SendTokens):
             numbers[output.detokenizer].append(output.batch.number)
-    assert numbers == {DETOKENIZER: [0, 1, 2, 3], other: [0, 1, 2, 3]}
+    assert numbers == {DETOKENIZER: [0, 1, 2], other: [0, 1, 2]}
 
 
 def test_a_missed_step_fails_everything_and_begins_a_new_epoch() -> None:

@@ -82,6 +82,8 @@ class Engine:
                 self._call_off(event.request, event.attempt, tell_detokenizer=False)
             case DetokenizerLost() | DetokenizerGone():
                 reached = isinstance(event, DetokenizerLost)
+                if self.serving is not None and not reached:
+                    self.serving.streams.forget(event.detokenizer)
                 self._fail_where(lambda s: s.detokenizer == event.detokenizer, "its detokenizer was lost", reached)
             case GatewayGone():
                 for sequence in [s for s in self.requests.values() if s.generation.gateway == event.gateway]:

@@ -44,6 +44,10 @@ class Streams:
             generation = sequence.generation
             self._for(sequence).abandoned.append(Abandon(generation.request, generation.attempt))
 
+    def forget(self, detokenizer: DetokenizerId) -> None:
+        """It is gone: what it has not been sent yet would mean nothing to the one that is started in its place."""
+        self._gathered.pop(detokenizer, None)
+
     def _for(self, sequence: Sequence) -> _Gathered:
         gathered = self._gathered.get(sequence.detokenizer)
         if gathered is None:
@@ -51,15 +55,17 @@ class Streams:
         return gathered
 
     def flush(self) -> list[Output]:
-        """One batch for each detokenizer that there is something for."""
-        if not self._gathered:
-            return []
-        batches: list[Output] = [
-            SendTokens(detokenizer, self._batch(detokenizer, gathered))
-            for detokenizer, gathered in self._gathered.items()
+        """One batch for each detokenizer that there is news for.
+
+        A request's opening alone is none: it travels with its first tokens, and does not go round the ring while its
+        prompt is computed, which costs more than it tells.
+        """
+        due = [
+            detokenizer for detokenizer, gathered in self._gathered.items() if gathered.entries or gathered.abandoned
         ]
-        self._gathered.clear()
-        return batches
+        return [
+            SendTokens(detokenizer, self._batch(detokenizer, self._gathered.pop(detokenizer))) for detokenizer in due
+        ]
 
     def _batch(self, detokenizer: DetokenizerId, gathered: _Gathered) -> TokenBatch:
         number = self._numbers.get(detokenizer, 0)
