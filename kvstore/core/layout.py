@@ -44,7 +44,10 @@ SLOT_HEADER = struct.Struct("<QQ16s16sIIQ")
 CHECKSUM = struct.Struct("<Q")
 STATE = struct.Struct("<Q")
 GENERATION = struct.Struct("<Q")
-GENERATION_AT = 8
+GENERATION_AT, HASH_AT, TOKENS_AT, USED_AT = 8, 16, 48, 56
+"""Bytes into a slot's header. Its words are written whole, one at a time: the state, the generation, the order of use,
+and the tokens together with the 0 behind them."""
+WORD = 8
 
 FREE, RESERVED, COMMITTED = 0, 1, 2
 

@@ -1,0 +1,195 @@
+"""Maps an arena for whoever reads and writes blocks in it: ranks, tiers, the store. No bookkeeping, no bus, no numpy.
+
+Where everything lies is said in `kvstore/core/layout.py`. Ranks write payloads and their checksums, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvstore.carried import CarriedBlock, Shape, checksum
+from kvstore.core.layout import (
+    CHECKSUM,
+    FILE_HEADER,
+    GENERATION_AT,
+    MAGIC,
+    PAGE,
+    SLOT_HEADER,
+    WORD,
+    Geometry,
+    geometry,
+)
+from shared.blocks import BlockHash
+from shared.ids import ArenaId
+from shared.messages.kvstore import KvLayout
+
+
+class ArenaError(Exception):
+    """An arena file that cannot be used; the text names it."""
+
+
+class ArenaMissing(ArenaError):
+    """There is no such file (any more)."""
+
+
+class ArenaReplaced(ArenaError):
+    """The file is another arena than the one asked for."""
+
+
+class ArenaUnreadable(ArenaError):
+    """The file is no arena, or not a whole one."""
+
+
+class SlotHeader(NamedTuple):
+    """What a slot's header says, without the checksums. `used` is an order, not a time: larger is more recent."""
+
+    state: int
+    generation: int
+    hash: BlockHash
+    parent: BlockHash
+    tokens: int
+    used: int
+
+
+class MappedArena:
+    """Owns the mapping of one arena file. Views of it may outlive it; the memory stays mapped as long as they do."""
+
+    def __init__(self, path: Path, arena: ArenaId, layout: KvLayout, geometry: Geometry, mapping: mmap.mmap) -> None:
+        self.path = path
+        self.arena = arena
+        self.layout = layout
+        self.geometry = geometry
+        self._map = mapping
+        self._bytes = memoryview(mapping)
+        # Words are stored whole by a memoryview of words; `struct` would write them byte by byte.
+        self._words = self._bytes.cast("Q")
+
+    @classmethod
+    def open(cls, path: Path, arena: ArenaId | None = None) -> MappedArena:
+        """Maps the file, which must be `arena` unless None. Raises ArenaMissing, ArenaReplaced, ArenaUnreadable."""
+        return cls._opened(path, arena)
+
+    @classmethod
+    def _opened(cls, path: Path, arena: ArenaId | None) -> MappedArena:
+        _require_little_endian()
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ArenaMissing(f"{path}: no such arena") from None
+        except OSError as error:
+            raise ArenaUnreadable(f"{path}: {error.strerror}") from None
+        try:
+            found, layout, shape = _read_file_header(path, file)
+            if arena is not None and found != arena:
+                raise ArenaReplaced(f"{path}: holds arena {found:x}, not {arena:x}")
+            mapping = mmap.mmap(file, shape.file_bytes)
+        finally:
+            os.close(file)
+        return cls(path, found, layout, shape, mapping)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.geometry.kv_heads, self.geometry.head_bytes)
+
+    @property
+    def slots(self) -> int:
+        return self.geometry.slots
+
+    def heads(self, slot: int, first: int, count: int) -> memoryview:
+        """The bytes of `count` KV heads from head `first` on, writable, `count * geometry.head_bytes` long."""
+        shape = self.geometry
+        if not (0 <= slot < shape.slots and 0 <= first < first + count <= shape.kv_heads):
+            raise IndexError(f"slot {slot}, heads {first}..{first + count}: {shape.slots} slots of {shape.kv_heads}")
+        start = shape.payload_at(slot, first)
+        return self._bytes[start : start + count * shape.head_bytes]
+
+    def payload(self, slot: int) -> memoryview:
+        """All heads."""
+        return self.heads(slot, 0, self.geometry.kv_heads)
+
+    def state(self, slot: int) -> int:
+        """FREE, RESERVED or COMMITTED."""
+        return self._words[self._header_word(slot)]
+
+    def generation(self, slot: int) -> int:
+        """Differs after each reservation: while it has not changed, neither has what may be written there."""
+        return self._words[self._header_word(slot) + GENERATION_AT // WORD]
+
+    def checksum(self, slot: int, head: int) -> int:
+        """0: this head has not been written since the slot was reserved."""
+        return self._words[self.geometry.checksum_at(slot, head) // WORD]
+
+    def write_checksum(self, slot: int, head: int) -> None:
+        """Call after the head's bytes are written."""
+        self._words[self.geometry.checksum_at(slot, head) // WORD] = checksum(self.heads(slot, head, 1))
+
+    def verify(self, slot: int, head: int) -> bool:
+        """Whether the head's bytes are those that its checksum was made of."""
+        return self.checksum(slot, head) == checksum(self.heads(slot, head, 1))
+
+    def whole(self, slot: int) -> bool:
+        """Whether every head has been written since the slot was reserved."""
+        return all(self.checksum(slot, head) for head in range(self.geometry.kv_heads))
+
+    def sound(self, slot: int) -> bool:
+        """Whether every head's bytes match its checksum. Reads the whole payload."""
+        return all(self.verify(slot, head) for head in range(self.geometry.kv_heads))
+
+    def header(self, slot: int) -> SlotHeader:
+        start = self.geometry.header_at(slot)
+        state, generation, name, parent, tokens, _, used = SLOT_HEADER.unpack_from(self._bytes, start)
+        return SlotHeader(state, generation, BlockHash(name), BlockHash(parent), tokens, used)
+
+    def headers(self) -> Iterator[SlotHeader]:
+        """Every slot's, in order."""
+        return (self.header(slot) for slot in range(self.slots))
+
+    def carried(self, slot: int) -> CarriedBlock:
+        """The whole block, to be taken elsewhere. Its payload is a view: copy it, or keep the slot pinned."""
+        header = self.header(slot)
+        sums = self._checksums_at(slot)
+        return CarriedBlock(header.hash, header.parent, header.tokens, bytes(self._bytes[sums]), self.payload(slot))
+
+    def close(self) -> None:
+        """Gives the mapping back once the last view of it is gone. Safe to call again."""
+        self._words.release()
+        self._bytes.release()
+        with contextlib.suppress(BufferError):  # somebody still has a view: the mapping goes with it
+            self._map.close()
+
+    def _header_word(self, slot: int) -> int:
+        if not 0 <= slot < self.geometry.slots:
+            raise IndexError(f"slot {slot} of {self.geometry.slots}")
+        return self.geometry.header_at(slot) // WORD
+
+    def _checksums_at(self, slot: int) -> slice:
+        start = self.geometry.checksum_at(slot, 0)
+        return slice(start, start + self.geometry.kv_heads * CHECKSUM.size)
+
+
+def _read_file_header(path: Path, file: int) -> tuple[ArenaId, KvLayout, Geometry]:
+    start = os.pread(file, PAGE, 0)
+    if len(start) < PAGE or not start.startswith(MAGIC):
+        raise ArenaUnreadable(f"{path}: no arena file")
+    _, arena, slots, layout_bytes, _ = FILE_HEADER.unpack_from(start)
+    try:
+        layout = msgspec.msgpack.decode(start[FILE_HEADER.size :][:layout_bytes], type=KvLayout)
+        shape = geometry(layout, slots)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ArenaUnreadable(f"{path}: {error}") from None
+    if (size := os.fstat(file).st_size) != shape.file_bytes:
+        raise ArenaUnreadable(f"{path}: {size} bytes, {shape.file_bytes} expected")
+    return ArenaId(arena), layout, shape
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise ArenaError("arenas are little endian, this machine is not")

@@ -1,0 +1,122 @@
+"""The store's own hold on an arena: makes the file, writes slot headers, gives memory back. Decides nothing.
+
+Each step is safe to be killed in: the state is written last when a slot gains contents, and first when it loses them.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+
+from kvstore.arena import ArenaError, ArenaUnreadable, MappedArena
+from kvstore.carried import CarriedBlock
+from kvstore.core.layout import (
+    COMMITTED,
+    FILE_HEADER,
+    FREE,
+    GENERATION_AT,
+    HASH_AT,
+    MAGIC,
+    PAGE,
+    RESERVED,
+    TOKENS_AT,
+    USED_AT,
+    WORD,
+    geometry,
+)
+from shared.blocks import BlockHash
+from shared.ids import ArenaId
+from shared.messages.kvstore import KvLayout
+
+
+class OwnedArena(MappedArena):
+    """An arena whose headers this process writes. One process at a time; see `kvstore/directory.py`."""
+
+    @classmethod
+    def open(cls, path: Path, arena: ArenaId | None = None) -> OwnedArena:
+        opened = cls._opened(path, arena)
+        assert isinstance(opened, OwnedArena)
+        return opened
+
+    @classmethod
+    def create(cls, path: Path, arena: ArenaId, layout: KvLayout, slots: int) -> OwnedArena:
+        """A new, sparse file with every slot free, in place of whatever was at `path`. Raises ArenaUnreadable,
+        UnknownDtype."""
+        head = msgspec.msgpack.encode(layout)
+        if len(head) > PAGE - FILE_HEADER.size:
+            raise ArenaUnreadable(f"{path}: the layout's description takes {len(head)} bytes")
+        shape = geometry(layout, slots)
+        # Made aside and renamed: nobody ever opens half an arena.
+        making = path.with_suffix(".making")
+        with making.open("wb") as file:
+            file.write(FILE_HEADER.pack(MAGIC, arena, slots, len(head), 0) + head)
+            file.truncate(shape.file_bytes)
+        making.replace(path)
+        return cls.open(path, arena)
+
+    def reserve(self, slot: int, generation: int, name: BlockHash, parent: bytes, tokens: int) -> None:
+        """The slot is being written to from now on; no head counts as written."""
+        word = self._header_word(slot)
+        self._words[word] = RESERVED
+        self._words[word + GENERATION_AT // WORD] = generation
+        self._clear_checksums(slot)
+        self._write_names(slot, name, parent, tokens)
+
+    def commit(self, slot: int, used: int) -> None:
+        self.touch(slot, used)
+        self._words[self._header_word(slot)] = COMMITTED
+
+    def touch(self, slot: int, used: int) -> None:
+        """Notes the order of use, for the store that comes after this one."""
+        self._words[self._header_word(slot) + USED_AT // WORD] = used
+
+    def free(self, slot: int) -> None:
+        self._words[self._header_word(slot)] = FREE
+
+    def fill(self, slot: int, block: CarriedBlock) -> bool:
+        """Copies a block that came from elsewhere to a reserved slot; whether it is what its checksums say."""
+        sums = self._checksums_at(slot)
+        if len(block.payload) != self.geometry.payload_bytes or len(block.checksums) != sums.stop - sums.start:
+            return False
+        self.payload(slot)[:] = block.payload
+        self._bytes[sums] = block.checksums
+        return self.sound(slot)
+
+    def take_memory(self, slot: int) -> bool:
+        """Has the system set memory aside for the payload; False where there is none left.
+
+        A write to a page that a full tmpfs cannot provide kills the writer (SIGBUS); this asks beforehand.
+        """
+        shape = self.geometry
+        try:
+            with self.path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), shape.payload_at(slot), shape.payload_stride)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT, errno.ENOENT):
+                return False
+            raise ArenaError(f"{self.path}: {error.strerror}") from None
+        return True
+
+    def give_memory_back(self, first: int, count: int = 1) -> None:
+        """Returns the payloads of `count` slots from `first` on to the system; they read as zeros afterwards.
+
+        Raises ArenaError where the file system cannot do that: the arena must be on tmpfs (or ext4, xfs, btrfs).
+        """
+        shape = self.geometry
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, shape.payload_at(first), count * shape.payload_stride)
+        except OSError as error:
+            raise ArenaError(f"{self.path}: cannot give memory back: {error.strerror}") from None
+
+    def _clear_checksums(self, slot: int) -> None:
+        sums = self._checksums_at(slot)
+        self._bytes[sums] = bytes(sums.stop - sums.start)
+
+    def _write_names(self, slot: int, name: BlockHash, parent: bytes, tokens: int) -> None:
+        start = self.geometry.header_at(slot)
+        self._bytes[start + HASH_AT : start + TOKENS_AT] = name + parent
+        self._words[(start + TOKENS_AT) // WORD] = tokens
