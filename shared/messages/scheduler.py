@@ -35,6 +35,8 @@ class Generate(Struct, frozen=True, array_like=True, tag=True):
     handed: HandOver | None = None
     kv_source: NodeId | None = None
     """A node whose KV store holds more of the prompt than the engine's own, as the coordinator sees it."""
+    predicted_cached: int = 0
+    """Tokens that the coordinator expects the engine not to have to compute: what its index is judged by."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):

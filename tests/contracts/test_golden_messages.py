@@ -114,6 +114,7 @@ MESSAGES: list[Any] = [
         decode_on=E,
         handed=scheduler.HandOver(prefilled_by=E, node=NODE, partial=HASH, cached_tokens=16),
         kv_source=NODE,
+        predicted_cached=32,
     ),
     scheduler.Transferred(rank=1, epoch=Incarnation(1), done=2, failed=(1,)),
     scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),

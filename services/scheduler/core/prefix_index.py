@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared.blocks import BlockHash
+from shared.kv_journal import KvChanges
 
 
 class PrefixIndex:
-    """Owns the two-way map between block hashes and blocks."""
+    """Owns the two-way map between block hashes and blocks, and what changed in it since somebody was told."""
 
     def __init__(self) -> None:
+        self.changes = KvChanges()
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
 
@@ -28,10 +30,13 @@ class PrefixIndex:
         if hash_ not in self._block_of:
             self._block_of[hash_] = block
             self._hash_of[block] = hash_
+            self.changes.stored(hash_)
 
     def forget(self, block: int) -> None:
         """The block's slot is taken again: its contents are about to be overwritten."""
-        del self._block_of[self._hash_of.pop(block)]
+        hash_ = self._hash_of.pop(block)
+        del self._block_of[hash_]
+        self.changes.removed(hash_)
 
     @property
     def hash_of(self) -> Mapping[int, BlockHash]:
