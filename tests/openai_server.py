@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import takewhile
 from typing import Any
 
 HEAD = b"HTTP/1.1 %d X\r\nContent-Type: %b\r\n"
@@ -15,9 +16,15 @@ HEAD = b"HTTP/1.1 %d X\r\nContent-Type: %b\r\n"
 class FakeOpenAI:
     """Owns a listening socket and what clients asked of it."""
 
-    def __init__(self, interval: float = 0.0, fail_every: int | None = None) -> None:
+    def __init__(
+        self, interval: float = 0.0, fail_every: int | None = None, prefix_cache: bool = False, verbose: bool = False
+    ) -> None:
+        """`prefix_cache`: usage tells how much of the prompt was in an earlier one. `verbose`: answers differ."""
         self.interval = interval
         self.fail_every = fail_every
+        self.prefix_cache = prefix_cache
+        self.verbose = verbose
+        self._seen: list[list[Any]] = []
         self.bodies: list[dict[str, Any]] = []
         self.concurrent = self.most_concurrent = 0
         self.connections = 0
@@ -65,25 +72,34 @@ class FakeOpenAI:
         finally:
             self.concurrent -= 1
 
+    def _cached(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not self.prefix_cache:
+            return {}
+        prompt = pieces(body)
+        longest = max((common(prompt, seen) for seen in self._seen), default=0)
+        self._seen.append(prompt)
+        return {"prompt_tokens_details": {"cached_tokens": longest}}
+
     def _json(self, writer: asyncio.StreamWriter, value: Any, status: int = 200) -> None:
         body = json.dumps(value).encode()
         writer.write(HEAD % (status, b"application/json") + b"Content-Length: %d\r\n\r\n" % len(body) + body)
 
     async def _stream(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD % (200, b"text/event-stream") + b"Transfer-Encoding: chunked\r\n\r\n")
-        wanted = body["max_tokens"]
+        wanted, number, cached = body["max_tokens"], len(self.bodies), self._cached(body)
         if chat:
             self._event(writer, chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}))
         for i in range(wanted):
             if self.interval:
                 await asyncio.sleep(self.interval)
-            text = {"delta": {"content": " word"}} if chat else {"text": " word"}
+            word = f" said{number}-{i}" if self.verbose else " word"
+            text = {"delta": {"content": word}} if chat else {"text": word}
             finish = "length" if i == wanted - 1 and not chat else None
             self._event(writer, chunk({**text, "finish_reason": finish}))
             await writer.drain()
         if chat:
             self._event(writer, chunk({"delta": {}, "finish_reason": "length"}))
-        usage = {"prompt_tokens": count(body), "completion_tokens": wanted}
+        usage = {"prompt_tokens": count(body), "completion_tokens": wanted, **cached}
         self._event(writer, json.dumps({"id": "x", "choices": [], "usage": usage}))
         self._event(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")
@@ -109,3 +125,15 @@ def count(body: dict[str, Any]) -> int:
 def token_ids(body: dict[str, Any]) -> list[int]:
     text = body.get("prompt") if isinstance(body.get("prompt"), str) else ""
     return [sum(word.encode()) % 1000 for word in (text or "").split()]
+
+
+def pieces(body: dict[str, Any]) -> list[Any]:
+    """What `count` counts: the prompt's tokens."""
+    if "messages" in body:
+        return [piece for m in body["messages"] for piece in ["<", m["role"], ">", *m["content"].split(), "\n"]]
+    prompt = body["prompt"]
+    return prompt.split() if isinstance(prompt, str) else list(prompt)
+
+
+def common(one: list[Any], other: list[Any]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

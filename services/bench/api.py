@@ -24,8 +24,8 @@ class Prompt(NamedTuple):
     """One request to make."""
 
     body: PromptBody
-    tokens: int
-    """How long the prompt is meant to be; the server's own count is what is reported."""
+    tokens: int | None
+    """How long the prompt is meant to be, where that is known; the server's own count is what is reported."""
     output_tokens: int
 
 
@@ -51,10 +51,10 @@ class Api:
         self._extra = {**({"ignore_eos": True} if ignore_eos else {}), **(extra_body or {})}
         self._timeout = timeout
 
-    async def stream(self, prompt: Prompt) -> Outcome:
-        """Makes a streaming request and times its tokens. Failures are in the outcome."""
+    async def stream(self, prompt: Prompt, keep_text: bool = False) -> Outcome:
+        """Makes a streaming request and times its tokens. Failures are in the outcome; so is the answer, if kept."""
         body = self._body(prompt, {"stream": True, "stream_options": {"include_usage": True}})
-        scanner = FrameScanner()
+        scanner = FrameScanner(keep_text)
         start = time.perf_counter()
         try:
             status = await self.client.post(self._path, body, scanner.feed, self._timeout)
@@ -65,8 +65,15 @@ class Api:
             return _failure(start, str(error))
         if not stream.token_times:
             return _failure(start, "a stream without any token")
-        counted = prompt.tokens if stream.prompt_tokens is None else stream.prompt_tokens
-        return Outcome(start, stream.token_times[-1], counted, stream.output_tokens, stream.token_times)
+        return Outcome(
+            start=start,
+            end=stream.token_times[-1],
+            prompt_tokens=(prompt.tokens or 0) if stream.prompt_tokens is None else stream.prompt_tokens,
+            output_tokens=stream.output_tokens,
+            token_times=stream.token_times,
+            cached_tokens=stream.cached_tokens,
+            text=stream.text,
+        )
 
     async def whole(self, prompt: Prompt) -> Outcome:
         """Makes a request whose answer comes in one piece."""

@@ -12,6 +12,8 @@ from services.bench.api import Prompt
 from services.bench.core.outcome import Outcome, Run
 
 Send = Callable[[Prompt], Awaitable[Outcome]]
+Session = Callable[[Send], Awaitable[list[Outcome]]]
+"""One client's requests, one after the other: it is given what makes a request, and answers with all outcomes."""
 SPARE_FILES = 256
 
 
@@ -28,16 +30,24 @@ class Load:
 
     async def run(self, prompts: Sequence[Prompt], starts: Sequence[float]) -> Run:
         """Starts each prompt at its time, in seconds from now; a busy slot delays it, as does the machine."""
-        allow_open_files(len(prompts) + SPARE_FILES)
+        return await self.run_sessions([_single(prompt) for prompt in prompts], starts)
+
+    async def run_sessions(self, sessions: Sequence[Session], starts: Sequence[float]) -> Run:
+        """As `run`, for clients that make several requests each; every request waits for a slot of its own."""
+        allow_open_files(len(sessions) + SPARE_FILES)
         cpu, begin = time.process_time(), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             started = []
-            for prompt, start in zip(prompts, starts, strict=True):
+            for session, start in zip(sessions, starts, strict=True):
                 if (wait := begin + start - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
-                started.append(tasks.create_task(self._one(prompt)))
+                started.append(tasks.create_task(self._of(session)))
         duration = time.perf_counter() - begin
-        return Run([task.result() for task in started], duration, self._peak, time.process_time() - cpu)
+        outcomes = [outcome for task in started for outcome in task.result()]
+        return Run(outcomes, duration, self._peak, time.process_time() - cpu)
+
+    async def _of(self, session: Session) -> list[Outcome]:
+        return await session(self._one)
 
     async def _one(self, prompt: Prompt) -> Outcome:
         async with self._slots:
@@ -47,6 +57,13 @@ class Load:
             self._open -= 1
         self._done(outcome)
         return outcome
+
+
+def _single(prompt: Prompt) -> Session:
+    async def ask(send: Send) -> list[Outcome]:
+        return [await send(prompt)]
+
+    return ask
 
 
 def allow_open_files(count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,55 @@ def test_shared_prefixes_reach_the_server(server: FakeOpenAI, tmp_path: Path) ->
     assert len({tuple(body["prompt"][:32]) for body in server.bodies}) == 3
 
 
+def test_vllms_names_for_shared_prefixes_are_understood(server: FakeOpenAI, tmp_path: Path) -> None:
+    flags = "--dataset-name prefix_repetition --num-prompts 10 --warmup 0 --prefix-repetition-num-prefixes 5"
+    sizes = "--prefix-repetition-prefix-len 16 --prefix-repetition-suffix-len 4 --prefix-repetition-output-len 3"
+    result = bench("serve", server, f"{flags} {sizes}", file=tmp_path / "r")
+    assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (10, 200, 30)
+    beginnings = [tuple(body["prompt"][:16]) for body in server.bodies]
+    assert [beginnings.count(each) for each in set(beginnings)] == [2] * 5
+
+
+def test_the_hit_rate_is_what_the_server_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-prefixes 2 --prefix-questions 5 --prefix-len 24 --suffix-len 6 --output-len 2 --vocab-size 100000"
+    with Server(prefix_cache=True) as fake:
+        flags = f"--dataset shared-prefix --warmup 0 --max-concurrency 1 --detailed {sizes}"
+        result = bench("serve", fake, flags, file=tmp_path / "r")
+    assert sorted(result["cached_tokens"]) == [0, 0, *[24] * 8]
+    assert result["cache_hit_rate"] == pytest.approx(8 * 24 / 300)
+    assert (result["cached_requests"], result["uncached_requests"]) == (8, 2)
+    assert "Requests half or more cached:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_conversations_go_on_from_the_servers_own_answers(
+    endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--num-conversations 4 --num-turns 3 --user-len 8 --output-len 5 --system-len 10"
+    flags = f"--dataset multi-turn --endpoint {endpoint} --warmup 0 --max-concurrency 2 {sizes}"
+    with Server(prefix_cache=True, verbose=True) as fake:
+        result = bench("serve", fake, flags, file=tmp_path / "r")
+        assert fake.most_concurrent <= 2
+    assert (result["completed"], result["num_prompts"]) == (12, 12)
+    first, second, third = result["turns"]
+    assert [turn["completed"] for turn in (first, second, third)] == [4, 4, 4]
+    assert third["mean_input_tokens"] > second["mean_input_tokens"] > first["mean_input_tokens"]
+    assert third["cache_hit_rate"] > second["cache_hit_rate"] > 0.5
+    for body in fake.bodies:
+        said = re.findall(r"said\d+-\d", json.dumps(body))
+        assert len(said) in (0, 5, 10)
+        assert [number[-1] for number in said] == list("01234") * (len(said) // 5)
+    assert "By turn (ms)" in capsys.readouterr().out
+
+
+def test_a_conversation_ends_with_its_first_failure(tmp_path: Path) -> None:
+    with Server(fail_every=2) as fake:
+        flags = ["--dataset", "multi-turn", "--num-conversations", "1", "--num-turns", "5", "--warmup", "0"]
+        assert main(["serve", "--base-url", fake.url, "--result-file", str(tmp_path / "r"), *flags]) == 1
+    result = json.loads((tmp_path / "r").read_text())
+    assert (result["completed"], result["failed"], result["num_prompts"]) == (1, 1, 5)
+
+
 def test_conversations_from_a_file_reach_the_server(server: FakeOpenAI, tmp_path: Path) -> None:
     turns = [(f"what is the number after {i}", f"the number after that one is {i + 1}") for i in range(6)]
     entries = [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
@@ -200,7 +250,9 @@ def test_a_server_that_is_not_there_is_said_in_one_line(capsys: pytest.CaptureFi
         ("serve --goodput itl:5", "--goodput"),
         ("serve --percentiles 50,101", "--percentiles"),
         ("serve --dataset sharegpt", "--dataset-path"),
-        ("serve --dataset shared-prefix --num-prompts 3", "--prefix-groups"),
+        ("serve --dataset shared-prefix --prefix-popularity -1", "--prefix-popularity"),
+        ("serve --dataset multi-turn --num-prompts 3", "--num-conversations"),
+        ("serve --dataset multi-turn --prompt-format tokens", "--prompt-format"),
         ("serve --endpoint chat --prompt-format tokens", "--prompt-format"),
         ("serve --pids nonsense", "NAME=PID"),
         ("serve --extra-body []", "JSON object"),

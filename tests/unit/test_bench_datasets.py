@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -10,9 +11,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from services.bench.api import ApiError, Prompt, PromptBody
+from services.bench.conversations import conversation
+from services.bench.core.outcome import Outcome
 from services.bench.datasets.local_tokenizer import LocalTokenizer
+from services.bench.datasets.multi_turn import Script, Turn, TurnsShape, scripts
 from services.bench.datasets.random_lengths import drawn_length, random_prompts
-from services.bench.datasets.shared_prefix import shared_prefix_prompts
+from services.bench.datasets.shared_prefix import PrefixShape, chosen_prefixes, shared_prefix_prompts
 from services.bench.datasets.sharegpt import read_conversations, sharegpt_prompts
 from services.bench.datasets.writers import COMMON_WORDS, TokenWriter, seen_vocabulary, text_writer
 
@@ -81,7 +85,7 @@ async def test_chat_prompts_are_exact_with_their_template(folder: Path) -> None:
     writer = await text_writer(count, chat=True)
     for prompt in await random_prompts(writer, 10, 21, 8, 0.0, Random(1)):
         assert await count(prompt.body) == 21
-    for prompt in await shared_prefix_prompts(writer, 2, 3, 20, 12, 8, Random(1)):
+    for prompt in await shared_prefix_prompts(writer, PrefixShape(2, 20, 12, 8, 0.0), 6, Random(1)):
         assert await count(prompt.body) == 32
         assert isinstance(prompt.body, tuple)
         assert [role for role, _ in prompt.body] == ["system", "user"]
@@ -102,7 +106,10 @@ async def test_a_tokenizer_whose_counts_do_not_add_up_is_said_so() -> None:
 
 
 async def test_groups_share_their_beginning_and_nothing_else() -> None:
-    prompts = await shared_prefix_prompts(TokenWriter(range(1000)), 3, 5, 40, 10, 8, Random(1))
+    prompts = await shared_prefix_prompts(TokenWriter(range(1000)), PrefixShape(3, 40, 10, 8, 0.0), 15, Random(1))
+    assert prompts == await shared_prefix_prompts(
+        TokenWriter(range(1000)), PrefixShape(3, 40, 10, 8, 0.0), 15, Random(1)
+    )
     bodies = [prompt.body for prompt in prompts if isinstance(prompt.body, list)]
     assert len(bodies) == 15
     assert {len(body) for body in bodies} == {50}
@@ -111,6 +118,81 @@ async def test_groups_share_their_beginning_and_nothing_else() -> None:
     assert all(beginnings.count(beginning) == 5 for beginning in beginnings)
     assert len({tuple(body) for body in bodies}) == 15
     assert beginnings != sorted(beginnings)
+
+
+def test_prefixes_are_chosen_by_zipfs_law() -> None:
+    drawn = Counter(chosen_prefixes(4, 1.0, 25_000, Random(2)))
+    for rank in range(4):
+        assert drawn[rank] == pytest.approx(25_000 / (rank + 1) / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.05)
+    assert chosen_prefixes(4, 1.0, 50, Random(2)) == chosen_prefixes(4, 1.0, 50, Random(2))
+
+
+def test_without_a_popularity_every_prefix_is_chosen_as_often() -> None:
+    assert sorted(Counter(chosen_prefixes(4, 0.0, 10, Random(2))).values()) == [2, 2, 3, 3]
+
+
+async def multi_turn_scripts(folder: Path, shape: TurnsShape, count: int = 3) -> list[Script]:
+    writer = await text_writer(LocalTokenizer(folder).count, chat=True)
+    return await scripts(writer, shape, count, Random(4))
+
+
+async def test_conversations_repeat_for_a_seed_and_have_the_lengths_asked_for(folder: Path) -> None:
+    shape = TurnsShape(turns=5, system_len=20, user_len=40, output_len=16, ratio=0.25, pause=2.0)
+    made = await multi_turn_scripts(folder, shape, count=20)
+    assert made == await multi_turn_scripts(folder, shape, count=20)
+    assert len({script.system for script in made}) == 1
+    turns = [turn for script in made for turn in script.turns]
+    assert len(turns) == len({turn.user for turn in turns}) == 100
+    assert all(12 <= turn.output_tokens <= 20 for turn in turns)
+    count = LocalTokenizer(folder).count
+    lengths = [await count(turn.user) for turn in turns]
+    assert (min(lengths) >= 30, max(lengths) <= 51) == (True, True)  # and the special token in front
+    assert all(script.turns[0].pause == 0 for script in made)
+    pauses = [turn.pause for script in made for turn in script.turns[1:]]
+    assert sum(pauses) / len(pauses) == pytest.approx(2.0, rel=0.4)
+
+
+SCRIPT = Script("Be brief.", (Turn("one", 3, 0.0), Turn("two", 4, 0.0), Turn("three", 5, 0.0)))
+
+
+def test_a_chats_turn_repeats_what_was_answered() -> None:
+    first, third = SCRIPT.prompt([], chat=True), SCRIPT.prompt(["A", "B"], chat=True)
+    assert first == Prompt((("system", "Be brief."), ("user", "one")), None, 3)
+    said = (("user", "one"), ("assistant", "A"), ("user", "two"), ("assistant", "B"), ("user", "three"))
+    assert third == Prompt((("system", "Be brief."), *said), None, 5)
+
+
+def test_a_completions_turn_begins_with_the_one_before_and_its_answer() -> None:
+    first, second = SCRIPT.prompt([], chat=False).body, SCRIPT.prompt(["So"], chat=False).body
+    assert first == "Be brief.\none\n"
+    assert second == f"{first}So\ntwo\n"
+
+
+async def hold(script: Script, answers: list[Outcome]) -> tuple[list[Outcome], list[Prompt]]:
+    """What becomes of a conversation with a server that gives these answers."""
+    asked: list[Prompt] = []
+
+    async def send(prompt: Prompt) -> Outcome:
+        asked.append(prompt)
+        return answers[len(asked) - 1]
+
+    return await conversation(script, chat=False)(send), asked
+
+
+async def test_turns_come_in_order_behind_the_real_answers() -> None:
+    outcomes, asked = await hold(SCRIPT, [answered("A"), answered("B"), answered("C")])
+    assert asked == [SCRIPT.prompt(["A", "B"][:n], chat=False) for n in range(3)]
+    assert [outcome.turn for outcome in outcomes] == [0, 1, 2]
+
+
+async def test_a_turn_that_fails_ends_its_conversation() -> None:
+    outcomes, asked = await hold(SCRIPT, [answered("A"), answered("")._replace(error="HTTP 503")])
+    assert [outcome.error for outcome in outcomes] == [None, "HTTP 503"]
+    assert len(asked) == 2
+
+
+def answered(text: str) -> Outcome:
+    return Outcome(0.0, 1.0, 5, 3, [0.5, 1.0], text=text)
 
 
 async def test_the_vocabulary_seen_holds_no_special_token(folder: Path) -> None:
@@ -132,7 +214,7 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
         LocalTokenizer(tmp_path)
 
 
-def conversation(question: object, *answers: str) -> dict[str, object]:
+def sharegpt_entry(question: object, *answers: str) -> dict[str, object]:
     turns = [{"from": "human", "value": question}, *({"from": "gpt", "value": answer} for answer in answers)]
     return {"id": "x", "conversations": turns}
 
@@ -143,14 +225,14 @@ async def words(body: PromptBody) -> int:
 
 async def test_sharegpt_takes_first_turns_of_a_sensible_length(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
-    good = [conversation(f"question number {i} is this", "this is the answer " + "so " * i, "more") for i in range(5)]
+    good = [sharegpt_entry(f"question number {i} is this", "this is the answer " + "so " * i, "more") for i in range(5)]
     bad = [
-        conversation("too short", "an answer of five words"),
-        conversation("a question of five words", "short"),
-        conversation("w " * 1025, "an answer of five words"),
-        conversation("a question of five words", "w " * 2044),
-        conversation("a question without an answer"),
-        conversation(7, "a b c d e"),
+        sharegpt_entry("too short", "an answer of five words"),
+        sharegpt_entry("a question of five words", "short"),
+        sharegpt_entry("w " * 1025, "an answer of five words"),
+        sharegpt_entry("a question of five words", "w " * 2044),
+        sharegpt_entry("a question without an answer"),
+        sharegpt_entry(7, "a b c d e"),
         "nonsense",
     ]
     path.write_text(json.dumps([*bad, *good]))

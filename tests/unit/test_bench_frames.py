@@ -65,6 +65,31 @@ def test_without_usage_frames_are_counted() -> None:
     assert read(text("a"), text("b", "length"), usage=False) == Stream([1.0, 2.0], None, 2, "length")
 
 
+def test_usage_may_tell_what_was_cached() -> None:
+    assert read(text("a")).cached_tokens is None
+    usage = {"prompt_tokens": 7, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert read(text("a"), {"choices": [], "usage": usage}, usage=False).cached_tokens == 4
+    usage |= {"prompt_tokens_details": None}
+    assert read(text("a"), {"choices": [], "usage": usage}, usage=False).cached_tokens is None
+
+
+def test_an_answer_is_kept_only_for_whoever_asks() -> None:
+    said = [f"{i} said, " for i in range(20)]
+    for keep in (True, False):
+        scanner = FrameScanner(keep)
+        events = [delta(role="assistant", content=""), *(delta(content=word) for word in said), delta("stop"), USAGE]
+        for value in (*events, b"[DONE]"):
+            scanner.feed(event(value), 1.0)
+        assert scanner.finish().text == ("".join(said) if keep else "")
+
+
+def test_reasoning_is_no_part_of_an_answer() -> None:
+    scanner = FrameScanner(keep_text=True)
+    for value in (delta(reasoning_content="hm"), delta(content="yes"), delta("stop"), b"[DONE]"):
+        scanner.feed(event(value), 1.0)
+    assert scanner.finish().text == "yes"
+
+
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 9))
 def test_a_stream_may_be_cut_anywhere(cuts: list[int], count: int) -> None:
     whole = b"".join(event(text(f"word data: {i} \n\n")) for i in range(count)) + event(USAGE) + event(b"[DONE]")

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from services.bench.arrivals import arrivals
+from services.bench.core.cache_figures import cache_figures, turn_figures
 from services.bench.core.outcome import Outcome, Run
 from services.bench.core.processor_time import ProcessError, Share, parse_pids, shares, total
 from services.bench.core.statistics import (
@@ -114,6 +115,38 @@ def test_the_table_shows_each_metric_and_the_hungriest_process_first() -> None:
     assert ["P90", "E2EL", "(ms):", "2000.00"] in lines
     assert ["Maximum", "request", "concurrency:", "4"] in lines
     assert lines.index(["b", "2.00", "4.000", "1.00"]) < lines.index(["a", "0.50", "1.000", "0.25"])
+
+
+def told(prompt: int, cached: int | None, ttft: float, turn: int = 0) -> Outcome:
+    return Outcome(0.0, ttft + 1, prompt, 2, [ttft, ttft + 1], cached_tokens=cached, turn=turn)
+
+
+def test_a_hit_rate_is_cached_tokens_of_all_prompt_tokens() -> None:
+    outcomes = [told(100, 80, 0.1), told(300, 0, 0.4), told(100, 49, 0.2), told(50, None, 9.0)]
+    figures = cache_figures(outcomes, [99.0])
+    assert (figures["total_cached_tokens"], figures["cache_hit_rate"]) == (129, 129 / 500)
+    assert (figures["cached_requests"], figures["uncached_requests"]) == (1, 2)
+    assert (figures["mean_cached_ttft_ms"], figures["mean_uncached_ttft_ms"]) == (100, pytest.approx(300))
+    assert cache_figures([told(50, None, 9.0)], [99.0]) == {}
+    assert cache_figures([told(50, 0, 1.0)], [99.0])["median_cached_ttft_ms"] is None
+
+
+def test_turns_have_figures_of_their_own() -> None:
+    outcomes = [told(40, 0, 0.4), told(100, 50, 0.1, turn=1), told(60, 0, 0.6), told(100, 70, 0.3, turn=1)]
+    first, second = turn_figures(outcomes, [50.0])
+    assert (first["turn"], first["completed"], first["mean_input_tokens"]) == (1, 2, 50)
+    assert (first["cache_hit_rate"], second["cache_hit_rate"]) == (0.0, 0.6)
+    assert (second["mean_ttft_ms"], second["p50_ttft_ms"]) == (pytest.approx(200), pytest.approx(200))
+
+
+def test_the_table_tells_of_the_cache_where_the_server_does() -> None:
+    outcomes = [told(100, 80, 0.1), told(100, 0, 0.4, turn=1)]
+    result = summary(Run(outcomes, 2.0, 1, 0.1), [90], {}) | cache_figures(outcomes, [90])
+    table = serve_table(result | {"turns": turn_figures(outcomes, [90])}, [90], [])
+    lines = [line.split() for line in table.splitlines()]
+    assert ["Cache", "hit", "rate", "(%", "of", "prompt", "tokens):", "40.00"] in lines
+    assert ["1", "1", "100", "80.0", "100.0", "100.0"] in lines
+    assert "Prefix cache" not in serve_table(summary(Run([told(9, None, 1.0)], 2.0, 1, 0.1), [90], {}), [90], [])
 
 
 def test_pids_are_named() -> None:

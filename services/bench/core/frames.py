@@ -31,12 +31,18 @@ class Stream(NamedTuple):
     output_tokens: int
     """As the server's usage says; without usage, the number of frames."""
     finish_reason: str | None
+    cached_tokens: int | None = None
+    """None where usage does not tell."""
+    text: str = ""
+    """The whole answer, where it was kept."""
 
 
 class FrameScanner:
     """Owns one stream's frames and their arrival times."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_text: bool = False) -> None:
+        """`keep_text`: every frame is kept, and decoded at the end, for whoever needs the answer."""
+        self._all: list[bytes] | None = [] if keep_text else None
         self._times: list[float] = []
         self._head: list[bytes] = []
         self._tail: deque[bytes] = deque(maxlen=TAIL)
@@ -58,6 +64,8 @@ class FrameScanner:
             return  # a comment that keeps the connection alive
         self._times.append(now)
         self._tail.append(frame)
+        if self._all is not None:
+            self._all.append(frame)
         if len(self._head) < HEAD:
             self._head.append(frame)
 
@@ -86,6 +94,8 @@ class FrameScanner:
             prompt_tokens=usage.get("prompt_tokens"),
             output_tokens=usage.get("completion_tokens", len(times)),
             finish_reason=next((r for e in reversed(tail) if (r := _finish_reason(e)) is not None), None),
+            cached_tokens=_cached_tokens(usage),
+            text="".join(_answer(_choice(_decoded(frame))) for frame in self._all or ()),
         )
 
 
@@ -113,6 +123,19 @@ def _text(choice: dict[str, Any]) -> str:
     if delta is None:
         return choice.get("text") or ""
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+
+
+def _answer(choice: dict[str, Any] | None) -> str:
+    """What the next turn of a conversation repeats: not the reasoning."""
+    if choice is None:
+        return ""
+    delta = choice.get("delta")
+    return (choice.get("text") if delta is None else delta.get("content")) or ""
+
+
+def _cached_tokens(usage: dict[str, Any]) -> int | None:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return cached if isinstance(cached, int) else None
 
 
 def _carries_tokens(event: dict[str, Any] | None) -> bool:

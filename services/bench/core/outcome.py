@@ -16,6 +16,12 @@ class Outcome(NamedTuple):
     output_tokens: int
     token_times: list[float]
     error: str | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, as the server's usage says; None where it does not say."""
+    text: str = ""
+    """The answer, where it was asked for."""
+    turn: int = 0
+    """Which question of its conversation this is, from 0."""
 
     @property
     def latency(self) -> float:

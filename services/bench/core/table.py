@@ -9,6 +9,7 @@ from services.bench.core.processor_time import Share, total
 from services.bench.core.statistics import METRICS, Metric, percent_name
 
 WIDTH = 50
+TURN_WIDTHS = (4, 9, 8, 8, 11, 10)
 TITLES: dict[Metric, str] = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -51,7 +52,36 @@ def serve_table(result: Mapping[str, Any], percents: Sequence[float], shares: Se
         lines.append(rule(TITLES[metric]))
         names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
         lines += [line(f"{name.capitalize()} {metric.upper()} (ms):", result[f"{name}_{metric}_ms"]) for name in names]
+    lines += _cache_lines(result, percents) + _turn_lines(result.get("turns", []), percents)
     return "\n".join([*lines, *share_lines(shares), "=" * WIDTH])
+
+
+def _cache_lines(result: Mapping[str, Any], percents: Sequence[float]) -> list[str]:
+    """Nothing where the server does not tell of cached tokens."""
+    if "cache_hit_rate" not in result:
+        return []
+    lines = [rule("Prefix cache"), line("Cached prompt tokens:", result["total_cached_tokens"])]
+    lines += [line("Cache hit rate (% of prompt tokens):", 100 * (result["cache_hit_rate"] or 0.0))]
+    names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
+    for kind, said in (("cached", "half or more cached"), ("uncached", "less than half cached")):
+        lines.append(line(f"Requests {said}:", result[f"{kind}_requests"]))
+        times = [(name, result[f"{name}_{kind}_ttft_ms"]) for name in names]
+        lines += [line(f"{name.capitalize()} TTFT of these (ms):", ms) for name, ms in times if ms is not None]
+    return lines
+
+
+def _turn_lines(turns: Sequence[Mapping[str, Any]], percents: Sequence[float]) -> list[str]:
+    if not turns:
+        return []
+    last = f"p{percent_name(percents[-1])}" if percents else "mean"
+    heads = ("turn", "requests", "in tok", "hit %", "TTFT p50", last)
+    lines = [rule("By turn (ms)"), "".join(f"{head:>{w}}" for head, w in zip(heads, TURN_WIDTHS, strict=True))]
+    for turn in turns:
+        hit = "-" if turn["cache_hit_rate"] is None else f"{100 * turn['cache_hit_rate']:.1f}"
+        times = f"{turn['median_ttft_ms']:.1f}", f"{turn[f'{last}_ttft_ms']:.1f}"
+        cells = (turn["turn"], turn["completed"], f"{turn['mean_input_tokens']:.0f}", hit, *times)
+        lines.append("".join(f"{cell:>{w}}" for cell, w in zip(cells, TURN_WIDTHS, strict=True)))
+    return lines
 
 
 def share_lines(shares: Sequence[Share]) -> list[str]:

@@ -8,17 +8,23 @@ from typing import NamedTuple
 
 from services.bench.api import Api, Prompt
 from services.bench.datasets.local_tokenizer import LocalTokenizer
+from services.bench.datasets.multi_turn import Script, scripts
 from services.bench.datasets.random_lengths import random_prompts
 from services.bench.datasets.shared_prefix import shared_prefix_prompts
 from services.bench.datasets.sharegpt import read_conversations, sharegpt_prompts
 from services.bench.datasets.writers import TextWriter, TokenWriter, Writer, seen_vocabulary, text_writer
-from services.bench.options import ServeOptions
+from services.bench.serve_options import ServeOptions
 
 
 class Prompts(NamedTuple):
     warm_up: list[Prompt]
     """Others than the measured ones, so that these do not find themselves cached."""
     measured: list[Prompt]
+
+
+class Conversations(NamedTuple):
+    warm_up: list[Prompt]
+    measured: list[Script]
 
 
 async def make_writer(api: Api, text: bool, tokenizer: Path | None, vocab_size: int | None) -> TextWriter | TokenWriter:
@@ -61,8 +67,18 @@ async def _sharegpt(options: ServeOptions, api: Api, random: Random) -> Prompts:
 
 
 async def _shared_prefix(options: ServeOptions, writer: Writer, random: Random) -> Prompts:
-    async def groups(number: int, questions: int) -> list[Prompt]:
-        lengths = options.prefix_len, options.question_len, options.output_len
-        return await shared_prefix_prompts(writer, number, questions, *lengths, random)
+    other = options.prefixes._replace(prefixes=1)
+    return Prompts(
+        await shared_prefix_prompts(writer, other, options.warmup, random),
+        await shared_prefix_prompts(writer, options.prefixes, options.num_prompts, random),
+    )
 
-    return Prompts(await groups(1, options.warmup), await groups(options.prefix_groups, options.prefix_questions))
+
+async def make_conversations(options: ServeOptions, api: Api) -> Conversations:
+    """What users say in the conversations of one run; as `make_prompts`."""
+    random, chat = Random(options.seed), api.endpoint == "chat"
+    writer = await make_writer(api, True, options.tokenizer, None)
+    assert isinstance(writer, TextWriter), "asked for text"
+    others = await scripts(writer, options.turns._replace(turns=1), options.warmup, random)
+    measured = await scripts(writer, options.turns, options.num_conversations, random)
+    return Conversations([script.prompt([], chat) for script in others], measured)
