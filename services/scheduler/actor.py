@@ -27,14 +27,16 @@ from services.scheduler.core.events import (
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.ranks import Ranks, Unequal
+from services.scheduler.kv_publisher import KvPublisher
 from shared import topics
 from shared.actor import Actor, Hears, Tick
 from shared.bus import Bus, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, new_incarnation
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import Failed, Rejected
+from shared.messages.kv_events import DumpRequest
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase
-from shared.messages.scheduler import Probe, ProbeReply, StepFinished
+from shared.messages.scheduler import Generate, Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
 from shared.registry import Gone, Registry
 
@@ -69,6 +71,7 @@ class SchedulerActor(Actor):
         self._others = Registry(OTHERS_SILENCE)
         """Gateways and detokenizers."""
         self._gauges = metrics.EngineGauges()
+        self._kv = KvPublisher(bus, instance)
         self._unequal: Unequal | None = None
         self._outbox: deque[Output] = deque()
         self._sending = False
@@ -83,6 +86,7 @@ class SchedulerActor(Actor):
             Hears(topics.engine_results(self.engine_id)),
             Hears(topics.engine_control(self.engine_id)),
             Hears(topics.engine_probes(self.engine_id), asked=True),
+            Hears(topics.kv_dump_requests(self.instance)),
             Hears(topics.lifecycles()),
         ]
 
@@ -94,6 +98,8 @@ class SchedulerActor(Actor):
                 await self._tick(alive_now)
             case Undelivered():
                 await self._returned(message)
+            case DumpRequest():
+                self._kv.asked(message)
             case _:
                 await self._tell(message)
 
@@ -122,7 +128,10 @@ class SchedulerActor(Actor):
             self._worked_since_check = True
             metrics.STEPS.inc()
             metrics.DECISION.observe(time.perf_counter() - started)
+        elif isinstance(event, Generate):
+            metrics.PREDICTED_CACHED.inc(event.predicted_cached)
         self._outbox += outputs
+        self._kv.look(self.core)
         self._set_alarm()
         if not self._sending:
             await self._empty_outbox()
@@ -146,6 +155,11 @@ class SchedulerActor(Actor):
         asyncio.get_running_loop().call_later(delay, self._alarm.set)
 
     async def background(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._kv.run())
+            tasks.create_task(self._plan_when_due())
+
+    async def _plan_when_due(self) -> None:
         while True:
             await self._alarm.wait()
             self._alarm.clear()

@@ -19,6 +19,11 @@ BATCH_TOKENS = Histogram(
 )
 OUTPUT_TOKENS = Counter("baton_scheduler_output_tokens_total", "Tokens sent to detokenizers.")
 PROMPT_TOKENS = Counter("baton_scheduler_prompt_tokens_total", "Prompt tokens by where they came from.", ["source"])
+PREDICTED_CACHED = Counter(
+    "baton_scheduler_predicted_cached_tokens_total",
+    "Prompt tokens that the coordinators expected to be cached; see baton_scheduler_prompt_tokens_total for what was.",
+)
+KV_EVENTS = Counter("baton_scheduler_kv_events_total", "Messages to coordinators about blocks stored and removed.")
 PREEMPTIONS = Counter("baton_scheduler_preemptions_total", "Sequences that lost their blocks to others.")
 REFUSED = Counter("baton_scheduler_refused_requests_total", "Final words to gateways, by kind.", ["kind"])
 EPOCHS = Counter("baton_scheduler_workers_lost_total", "Times that everything had to begin anew.")
