@@ -16,7 +16,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-slow test-compose lint fmt bench clean
+.PHONY: help setup up down test test-slow test-compose lint fmt proto bench clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ lint: $(DEV) ## ruff, mypy, import-linter
 fmt: $(DEV) ## formats and fixes what can be fixed
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+proto: $(DEV) ## the Python of kvstore/transfer.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. kvstore/transfer.proto
 
 bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
 	@$(BIN)/baton bench $(ARGS)

@@ -1,0 +1,33 @@
+"""Blocks of KV cache with random contents and right checksums, for tests of what carries them."""
+
+from __future__ import annotations
+
+import random
+
+from kvstore.carried import NO_PARENT, CarriedBlock, Shape, checksum
+from kvstore.core.layout import CHECKSUM
+from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
+
+SHAPE = Shape(kv_heads=2, head_bytes=3000)
+
+
+def chain(length: int, shape: Shape = SHAPE, *, seed: int = 0) -> list[CarriedBlock]:
+    """One after the other in a chain; equal for equal seeds."""
+    chance = random.Random(seed)
+    blocks: list[CarriedBlock] = []
+    for _ in range(length):
+        parent = blocks[-1].hash if blocks else NO_PARENT
+        blocks.append(
+            carried(BlockHash(chance.randbytes(HASH_BYTES)), parent, chance.randbytes(shape.payload_bytes), shape)
+        )
+    return blocks
+
+
+def carried(name: BlockHash, parent: bytes, payload: bytes, shape: Shape) -> CarriedBlock:
+    size = shape.head_bytes
+    sums = b"".join(CHECKSUM.pack(checksum(payload[at : at + size])) for at in range(0, len(payload), size))
+    return CarriedBlock(name, parent, BLOCK_SIZE, sums, payload)
+
+
+def hashes(blocks: list[CarriedBlock]) -> list[BlockHash]:
+    return [block.hash for block in blocks]
