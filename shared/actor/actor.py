@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shared.bus import Bus, Undelivered
-from shared.ids import InstanceId
+from shared.ids import InstanceId, new_incarnation
 from shared.messages.lifecycle import EngineReport, Phase, Service, WorkerReport
 from shared.topics import Topic
 
@@ -53,6 +53,8 @@ class Actor:
     def __init__(self, bus: Bus, instance: InstanceId) -> None:
         self.bus = bus
         self.instance = instance
+        self.incarnation = new_incarnation()
+        """As its lifecycle says; what it leases from others ends with it."""
 
     def hears(self) -> Sequence[Hears[Any]]:
         """Every subscription, made before `set_up`."""

@@ -17,7 +17,6 @@ from shared.actor.lifecycle import LifecycleTable
 from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
-from shared.ids import new_incarnation
 from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Phase, Undrain
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, PHASE, UNDELIVERED, metrics_server
@@ -35,7 +34,7 @@ class ActorRuntime:
 
     def __init__(self, actor: Actor, *, drain_timeout: float = 30.0, metrics_port: int | None = None) -> None:
         self.actor = actor
-        self.incarnation = new_incarnation()
+        self.incarnation = actor.incarnation
         self._bus: Bus = actor.bus
         self._drain_timeout = drain_timeout
         self._metrics_port = metrics_port

@@ -57,10 +57,18 @@ class Abandon(Struct, frozen=True, array_like=True):
     attempt: Attempt
 
 
+class Moved(Struct, frozen=True, array_like=True):
+    """The engine has handed the request over: its next tokens come from `engine`, at the position that follows."""
+
+    request: RequestId
+    attempt: Attempt
+    engine: EngineId
+
+
 class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     """scheduler → one detokenizer. `number` counts from 0 per (engine, epoch, detokenizer): a gap is a loss.
 
-    Order of effect: `opened`, `entries`, `abandoned`.
+    Order of effect: `opened`, `entries`, `moved`, `abandoned`.
     """
 
     engine: EngineId
@@ -69,3 +77,4 @@ class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     opened: tuple[OpenStream, ...] = ()
     entries: tuple[NewTokens, ...] = ()
     abandoned: tuple[Abandon, ...] = ()
+    moved: tuple[Moved, ...] = ()

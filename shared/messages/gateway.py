@@ -20,12 +20,17 @@ class Queued(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Placed(Struct, frozen=True, array_like=True, tag=True):
-    """coordinator → gateway: the request went to `engine`; text will come from `detokenizer`."""
+    """coordinator → gateway: the request went to `engine`; text will come from `detokenizer`.
+
+    Also prefill engine → gateway, with `handed_by`: it has drawn a first token and passed the request on.
+    """
 
     request: RequestId
     attempt: Attempt
     engine: EngineId
     detokenizer: DetokenizerId
+    handed_by: EngineId | None = None
+    """Holds whenever it arrives, even before the coordinator's word that the request went to `handed_by`."""
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -164,9 +164,11 @@ MESSAGES: list[Any] = [
         ),
         entries=(detokenizer.NewTokens(R, A, 0, (9,), "stop"),),
         abandoned=(detokenizer.Abandon(R, A),),
+        moved=(detokenizer.Moved(R, A, EngineId("engine-2")),),
     ),
     gateway.Queued(R, A),
     gateway.Placed(R, A, E, DetokenizerId("detokenizer-1")),
+    gateway.Placed(R, A, E, DetokenizerId("detokenizer-1"), EngineId("engine-2")),
     gateway.Rejected(request=R, attempt=A, kind="invalid_request", message="no", field="prompt"),
     gateway.Failed(R, A, "gone"),
     gateway.Deltas(
