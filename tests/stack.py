@@ -1,6 +1,6 @@
 """A whole real stack for a test: `baton up` as a user types it, on free ports, in a run directory of its own.
 
-    with running_stack(tmp_path, engines=2, tokenizers=2) as stack:
+    with running_stack(tmp_path, engines=2, tokenizers=2) as stack:     # or prefill=1, decode=1, tp_decode=2
         stack.url, stack.model                      # OpenAI-compatible server
         stack.kill("tokenizer-1")                   # SIGKILL, and wait until its successor is ready
         await stack.ps()                            # what every process says of itself
@@ -25,6 +25,7 @@ import psutil
 
 from deploy.cli.operator_bus import operator_bus
 from deploy.cli.ps import heard
+from deploy.supervisor.arenas import remove_leftovers
 from deploy.supervisor.log_files import last_lines, log_files
 from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.bus import Bus
@@ -65,7 +66,9 @@ class RunningStack:
         while time.monotonic() < deadline:
             state = read_state(self.run_dir)
             if state is not None:
-                self._pids.update(pid for pid in (state.nats_pid, *(m.pid for m in state.members)) if pid is not None)
+                self._pids.update(
+                    pid for pid in (state.nats_pid, state.redis_pid, *(m.pid for m in state.members)) if pid is not None
+                )
                 return state
             assert self.supervisor.poll() is None, self.last_words()
             time.sleep(LOOK_EVERY)
@@ -145,6 +148,12 @@ class RunningStack:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
+    def kill_redis(self) -> None:
+        """Kills the embedded Redis; the supervisor starts it again, empty, on the same port."""
+        pid = self.state.redis_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
     def baton(self, *argv: str, timeout: float = CHANGE_DEADLINE) -> subprocess.CompletedProcess[str]:
         """Any other command on this stack."""
         return subprocess.run(
@@ -181,6 +190,7 @@ class RunningStack:
         for pid in self.leftovers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        remove_leftovers(self.run_dir)
 
     def wait_until_it_serves(self) -> None:
         """Until GET /ready says 200."""
@@ -204,8 +214,14 @@ def running_stack(
     folder: Path,
     *,
     model: Path | str | None = None,
-    engines: int = 1,
+    engines: int | None = None,
     tp: int = 1,
+    prefill: int = 0,
+    decode: int = 0,
+    tp_prefill: int | None = None,
+    tp_decode: int | None = None,
+    kvstore: str | None = None,
+    redis: bool = False,
     gateways: int = 1,
     tokenizers: int = 1,
     detokenizers: int = 1,
@@ -217,18 +233,26 @@ def running_stack(
 ) -> Iterator[RunningStack]:
     """Starts a stack, yields it when it is ready and `/ready` says so, and ends it.
 
-    Without `model` it serves the demo model. `settings` are `--set`s, `more` any other arguments of `baton up`.
+    Without `model` it serves the demo model. Without `engines` there is one, but none beside pools. `kvstore` is the
+    KV store's memory ("64MiB"), "0" for none; `redis` starts one below it. `settings` are `--set`s, `more` any other
+    arguments of `baton up`.
     """
-    counts = {
+    chosen = {
         "engines": engines,
         "tp": tp,
+        "prefill": prefill,
+        "decode": decode,
+        "tp-prefill": tp_prefill,
+        "tp-decode": tp_decode,
+        "kvstore-memory": kvstore,
         "gateways": gateways,
         "tokenizers": tokenizers,
         "detokenizers": detokenizers,
         "coordinators": coordinators,
     }
-    argv = [f"--{option}={count}" for option, count in counts.items()]
-    argv += ["--port=0", f"--device={device}", *(f"--set={each}" for each in settings), *more]
+    argv = [f"--{option}={value}" for option, value in chosen.items() if value is not None]
+    argv += ["--port=0", f"--device={device}", *(["--redis"] if redis else []), *(f"--set={each}" for each in settings)]
+    argv += more
     if model is not None:
         argv.append(f"--model={model}")
     stack = RunningStack(folder / "stack", argv, environment)

@@ -48,7 +48,7 @@ def logs(
 
 
 def drain(
-    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, e.g. engine-1.")],
+    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, e.g. engine-1; or a pool: prefill, decode.")],
     force: Annotated[bool, typer.Option("--force", help="Even if it is the last of its kind.")] = False,
     as_json: AsJson = False,
     name: Name = DEFAULT,
@@ -62,7 +62,7 @@ def drain(
 
 
 def undrain(
-    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it.")],
+    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, or a pool.")],
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
@@ -75,7 +75,9 @@ def undrain(
 
 
 def scale(
-    service: Annotated[str, typer.Argument(help="gateway, tokenizer, detokenizer, coordinator or engines =N.")],
+    service: Annotated[
+        str, typer.Argument(help="gateway, tokenizer, detokenizer, coordinator, engines, prefill or decode =N.")
+    ],
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,

@@ -10,6 +10,7 @@ from typing import get_args
 
 import deploy
 from deploy.cli.errors import CommandError
+from deploy.supervisor.core.plan import Counts
 from deploy.supervisor.launch import EVERY_SERVICE
 from shared.ids import ModelName
 from shared.messages.lifecycle import Service
@@ -64,12 +65,20 @@ def merged(*layers: Settings) -> dict[str, dict[str, str]]:
     return dict(settings)
 
 
-def cpu_share(engines: int, ranks: int) -> int | None:
+def engines_asked(engines: int | None, prefill: int, decode: int) -> int:
+    """Engines that do everything: one, but none beside pools, unless a number is given. Raises CommandError."""
+    mixed = engines if engines is not None else int(not prefill and not decode)
+    if mixed + decode == 0:
+        raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
+    return mixed
+
+
+def cpu_share(counts: Counts) -> int | None:
     """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine."""
-    if engines == 1:
+    if counts.all_engines == 1:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (engines * ranks))
+    return max(1, cores // counts.all_ranks)
 
 
 def chosen(**settings: object) -> dict[str, str]:

@@ -15,6 +15,7 @@ from deploy.cli.gateway_http import wait_until_ready
 from deploy.cli.up_display import follow
 from deploy.supervisor.gateway_port import PortTaken
 from deploy.supervisor.nats_server import NoNatsServer
+from deploy.supervisor.redis_server import NoRedisServer
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack, StartFailed
 from deploy.supervisor.state_file import StackRunning
@@ -38,7 +39,7 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
         ) from None
-    except (StartFailed, NoNatsServer, PortTaken, BusError, OSError) as error:
+    except (StartFailed, NoNatsServer, NoRedisServer, PortTaken, BusError, OSError) as error:
         raise CommandError(str(error)) from None
 
 

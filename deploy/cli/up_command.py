@@ -10,7 +10,8 @@ import typer
 
 from deploy.cli.options import DEFAULT, Name, RunDir
 
-MODEL, CAPACITY, SIZE, BUS, PLACE = "Model", "Capacity", "How many", "Bus", "Run"
+MODEL, CAPACITY, SIZE, STORE = "Model", "Capacity", "How many", "KV store"
+ROUTING, BUS, PLACE = "Routing", "Bus", "Run"
 
 
 def up(
@@ -36,12 +37,54 @@ def up(
         int | None, typer.Option(help="Sequences running at once per engine.", rich_help_panel=CAPACITY)
     ] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per step.", rich_help_panel=CAPACITY)] = None,
-    engines: Annotated[int, typer.Option(min=1, help="Copies of the model.", rich_help_panel=SIZE)] = 1,
+    engines: Annotated[
+        int | None, typer.Option(min=0, help="Copies of the model; 1, or 0 beside pools.", rich_help_panel=SIZE)
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Worker ranks per engine.", rich_help_panel=SIZE)] = 1,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Engines that compute prompts and hand over.", rich_help_panel=SIZE)
+    ] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Engines that take over from those.", rich_help_panel=SIZE)] = 0,
+    tp_prefill: Annotated[
+        int | None, typer.Option(min=1, help="Worker ranks per prefill engine; --tp.", rich_help_panel=SIZE)
+    ] = None,
+    tp_decode: Annotated[
+        int | None, typer.Option(min=1, help="Worker ranks per decode engine; --tp.", rich_help_panel=SIZE)
+    ] = None,
     gateways: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     tokenizers: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     detokenizers: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     coordinators: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
+    kvstore_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Shared memory for KV blocks, e.g. 4GiB; 0: none.",
+            rich_help_panel=STORE,
+        ),
+    ] = None,
+    node: Annotated[
+        str | None, typer.Option(help="What the stores call this machine; its host name.", rich_help_panel=STORE)
+    ] = None,
+    redis: Annotated[
+        bool, typer.Option("--redis", help="Start a redis-server for evicted blocks.", rich_help_panel=STORE)
+    ] = False,
+    redis_memory: Annotated[str, typer.Option(help="What that server may take.", rich_help_panel=STORE)] = "1GiB",
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            help="A Redis of your own. Better by environment.", envvar="BATON_REDIS_URL", rich_help_panel=STORE
+        ),
+    ] = None,
+    router_policy: Annotated[
+        Literal["kv", "least-loaded", "round-robin", "random"] | None,
+        typer.Option(help="Where requests go; kv: where their prefix is.", rich_help_panel=ROUTING),
+    ] = None,
+    disaggregate_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Prompts with fewer uncached tokens are computed where they decode.", rich_help_panel=ROUTING
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address of the HTTP port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 picks a free one.")] = 8000,
     api_key: Annotated[
@@ -76,9 +119,18 @@ def up(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, detokenizer."""
+    """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
     from deploy.cli.stack_lookup import run_dir_of
-    from deploy.cli.stack_spec import chosen, cpu_share, merged, model_directory, parsed_settings, served_name
+    from deploy.cli.stack_spec import (
+        chosen,
+        cpu_share,
+        engines_asked,
+        merged,
+        model_directory,
+        parsed_settings,
+        served_name,
+    )
+    from deploy.cli.store_choice import store_choice
 
     where = run_dir_of(name, run_dir)
     own = parsed_settings(settings or [])
@@ -89,8 +141,22 @@ def up(
         return
     from deploy.cli.up import run_stack
     from deploy.supervisor.core.plan import Counts
-    from deploy.supervisor.spec import OutsideBus, StackSpec
+    from deploy.supervisor.spec import OutsideBus, StackSpec, StoreSpec
 
+    store = store_choice(memory=kvstore_memory, node=node, redis=redis, redis_memory=redis_memory, redis_url=redis_url)
+    counts = Counts(
+        gateway=gateways,
+        tokenizer=tokenizers,
+        detokenizer=detokenizers,
+        coordinator=coordinators,
+        engines=engines_asked(engines, prefill, decode),
+        ranks=tp,
+        prefill=prefill,
+        prefill_ranks=tp_prefill or tp,
+        decode=decode,
+        decode_ranks=tp_decode or tp,
+        kvstore=int(store is not None),
+    )
     run_stack(
         StackSpec(
             name=name,
@@ -99,18 +165,13 @@ def up(
             served_model_name=served_name(model, served_model_name),
             host=host,
             port=port,
-            counts=Counts(
-                gateway=gateways,
-                tokenizer=tokenizers,
-                detokenizer=detokenizers,
-                coordinator=coordinators,
-                engines=engines,
-                ranks=tp,
-            ),
+            counts=counts,
+            store=store or StoreSpec(),
             settings=merged(
                 {
                     "*": {"log_level": log_level},
                     "scheduler": chosen(max_running=max_num_seqs, max_batch_tokens=max_batch_tokens),
+                    "coordinator": chosen(router_policy=router_policy, disaggregate_tokens=disaggregate_tokens),
                     "worker": chosen(
                         device=device,
                         dtype=dtype,
@@ -119,7 +180,7 @@ def up(
                         max_model_len=max_model_len,
                         max_num_seqs=max_num_seqs,
                         max_batch_tokens=max_batch_tokens,
-                        threads=cpu_share(engines, tp),
+                        threads=cpu_share(counts),
                     ),
                 },
                 own,

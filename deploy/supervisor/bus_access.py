@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import AsyncIterator
 
 from deploy.supervisor.log_files import LogFolder
-from deploy.supervisor.nats_server import NAME, EmbeddedNats
+from deploy.supervisor.nats_server import EmbeddedNats
 from deploy.supervisor.permissions import User
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.spec import StackSpec
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
-
-END_DEADLINE = 2.0
-"""Seconds for nats-server to end before it is killed."""
 
 
 class BusAccess:
@@ -55,11 +50,7 @@ class BusAccess:
         try:
             yield
         finally:
-            children.signal(NAME, signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_DEADLINE):
-                    while not children.has_ended(NAME):
-                        await asyncio.sleep(0.01)
+            await self.embedded.process.end()
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Bus]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from deploy.supervisor.core.plan import Seat
+from deploy.supervisor.core.plan import ROLES, Pool, Seat
 from deploy.supervisor.spec import StackSpec
 
 EVERY_SERVICE = "*"
@@ -20,6 +21,9 @@ class Whereabouts(NamedTuple):
     supervisor_fd: int
     rendezvous: str | None
     """Where the ranks of an engine meet, made anew for each start of an engine."""
+    arenas: Path | None = None
+    """The KV store's directory; None in a stack without a store."""
+    redis_url: str | None = None
 
 
 class Launch(Protocol):
@@ -28,14 +32,15 @@ class Launch(Protocol):
 
 
 def service_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
-    """`python -m services.X --key value …`; the user's own settings come last and win."""
+    """`python -m services.X --key=value …`; the user's own settings come last and win."""
     settings = {
         **_common(spec, seat, where),
         **_own(spec, seat, where),
         **spec.settings.get(EVERY_SERVICE, {}),
         **spec.settings.get(seat.service, {}),
     }
-    return [sys.executable, "-m", f"services.{seat.service}", *flags(settings)]
+    module = seat.service if seat.service == "kvstore" else f"services.{seat.service}"
+    return [sys.executable, "-m", module, *flags(settings)]
 
 
 def flags(settings: Mapping[str, str]) -> list[str]:
@@ -74,19 +79,46 @@ def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
         case "tokenizer" | "detokenizer":
             return model
         case "scheduler":
-            return {"world_size": str(spec.counts.ranks)}
+            return {"world_size": str(_ranks(spec, seat)), **_role(seat.pool), **_node(spec, where)}
         case "worker":
-            alone = {**model, "engine": str(seat.engine)}
-            if spec.counts.ranks == 1 or where.rendezvous is None:
-                return alone
-            ranks = {"rank": str(seat.rank), "world_size": str(spec.counts.ranks), "rendezvous": where.rendezvous}
-            return alone | ranks
-        case "coordinator" | "kvstore" | "supervisor":
+            return {**model, **_rank(spec, seat, where), **_arenas(where, "kvstore_dir")}
+        case "kvstore":
+            memory = {"kvstore_memory": str(spec.store.memory)}
+            return {**_node(spec, where), **_arenas(where, "directory"), **memory}
+        case "coordinator" | "supervisor":
             return {}
 
 
-def secret_settings(spec: StackSpec, seat: Seat) -> dict[str, str]:
+def _ranks(spec: StackSpec, seat: Seat) -> int:
+    return spec.counts.ranks_of(seat.pool) if seat.pool else 1
+
+
+def _rank(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
+    alone = {"engine": str(seat.engine)}
+    ranks = _ranks(spec, seat)
+    if ranks == 1 or where.rendezvous is None:
+        return alone
+    return {**alone, "rank": str(seat.rank), "world_size": str(ranks), "rendezvous": where.rendezvous}
+
+
+def _role(pool: Pool | None) -> dict[str, str]:
+    role = ROLES[pool] if pool else "mixed"
+    return {} if role == "mixed" else {"role": role}
+
+
+def _node(spec: StackSpec, where: Whereabouts) -> dict[str, str]:
+    """Who names no node asks no store."""
+    return {"node": spec.store.node} if where.arenas else {}
+
+
+def _arenas(where: Whereabouts, key: str) -> dict[str, str]:
+    return {key: str(where.arenas)} if where.arenas else {}
+
+
+def secret_settings(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
     """Settings that go by environment, as every user of the machine may read a command line."""
     if seat.service == "gateway" and spec.api_keys:
         return {"BATON_GATEWAY_API_KEYS": ",".join(spec.api_keys)}
+    if seat.service == "kvstore" and where.redis_url is not None:
+        return {"BATON_KVSTORE_REDIS_URL": where.redis_url}
     return {}

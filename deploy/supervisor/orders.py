@@ -9,11 +9,12 @@ import signal
 
 from deploy.supervisor.bus_access import BusAccess
 from deploy.supervisor.core.events import Announce, Exited, Kill, Spawned, Start, Terminate
+from deploy.supervisor.foreign_server import HOST, free_port
 from deploy.supervisor.launch import Launch, Whereabouts, secret_settings
 from deploy.supervisor.log_files import LogFolder
-from deploy.supervisor.nats_server import HOST, free_port
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.store_access import StoreAccess
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import EngineId
@@ -30,11 +31,18 @@ class Orders:
     """Owns where the ranks of each engine meet, and what is still to be announced."""
 
     def __init__(
-        self, spec: StackSpec, launch: Launch, access: BusAccess, children: ChildProcesses, logs: LogFolder
+        self,
+        spec: StackSpec,
+        launch: Launch,
+        access: BusAccess,
+        store: StoreAccess,
+        children: ChildProcesses,
+        logs: LogFolder,
     ) -> None:
         self._spec = spec
         self._launch = launch
         self._access = access
+        self._store = store
         self._children = children
         self._logs = logs
         self._rendezvous: dict[EngineId, str] = {}
@@ -69,8 +77,10 @@ class Orders:
             port=gateway_port,
             supervisor_fd=self._children.pipe,
             rendezvous=self._rendezvous.get(seat.engine) if seat.engine else None,
+            arenas=self._store.arenas,
+            redis_url=self._store.redis_url,
         )
-        environment = {**self._access.environment(seat.service), **secret_settings(self._spec, seat)}
+        environment = {**self._access.environment(seat.service), **secret_settings(self._spec, seat, where)}
         argv = self._launch(self._spec, seat, where)
         try:
             pid = self._children.start(seat.instance, argv, self._logs.of(seat.instance), environment)

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from deploy.supervisor.core.plan import Counts
-from shared.ids import ModelName
+from shared.ids import ModelName, NodeId
 
 
 class OutsideBus(Struct, frozen=True, kw_only=True):
@@ -16,6 +16,29 @@ class OutsideBus(Struct, frozen=True, kw_only=True):
 
     urls: tuple[str, ...]
     """May hold user:password@, so they reach the services by environment, never by flag."""
+
+
+class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
+    """A Redis that somebody else runs."""
+
+    url: str
+    """May hold a password, so it reaches the store by environment, never by flag."""
+
+
+class EmbeddedRedis(Struct, frozen=True, kw_only=True, tag=True):
+    """A redis-server of the stack's own, for this run only."""
+
+    memory: int
+    """Bytes; what was used least goes when they are full."""
+
+
+class StoreSpec(Struct, frozen=True, kw_only=True):
+    """The KV store of this host, for stacks that count one."""
+
+    node: NodeId = NodeId("here")
+    memory: int = 512 * 2**20
+    """Bytes of shared memory."""
+    redis: OutsideRedis | EmbeddedRedis | None = None
 
 
 class StackSpec(Struct, frozen=True, kw_only=True):
@@ -28,6 +51,7 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     port: int = 8000
     """0 picks a free one."""
     counts: Counts = Counts()
+    store: StoreSpec = StoreSpec()
     settings: Mapping[str, Mapping[str, str]] = {}
     """Service → key → value, as flags of that service. The key `*` speaks to every service."""
     api_keys: tuple[str, ...] = ()

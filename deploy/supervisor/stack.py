@@ -32,14 +32,15 @@ from deploy.supervisor.core.events import (
 from deploy.supervisor.core.fleet import Fleet, StopDeadlines
 from deploy.supervisor.core.watch_clock import WatchClock
 from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
+from deploy.supervisor.foreign_server import HOST, ForeignServer
 from deploy.supervisor.gateway_port import reserved_port
 from deploy.supervisor.launch import Launch, service_command
 from deploy.supervisor.log_files import LogFolder
-from deploy.supervisor.nats_server import HOST, NAME
 from deploy.supervisor.orders import Orders
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import StackPhase, StackState, held, recorded, write_state
+from deploy.supervisor.store_access import StoreAccess
 from shared import topics
 from shared.bus import Bus
 from shared.config import process_environment
@@ -73,7 +74,8 @@ class Stack:
         self.port = spec.port
         self.children = ChildProcesses(process_environment())
         self._access = BusAccess(spec)
-        self._orders = Orders(spec, launch, self._access, self.children, self.logs)
+        self._store = StoreAccess(spec)
+        self._orders = Orders(spec, launch, self._access, self._store, self.children, self.logs)
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
         self._watch_clock = WatchClock()
         self._failure: StartFailed | None = None
@@ -105,19 +107,25 @@ class Stack:
     async def run(self, beside: Sequence[Beside] = ()) -> None:
         """Serves until stopped; `beside` are run meanwhile and cancelled at the end.
 
-        Raises StartFailed, NoNatsServer, StackRunning, PortTaken, BusError; whatever was started has ended then.
+        Raises StartFailed, NoNatsServer, NoRedisServer, StackRunning, PortTaken, BusError, OSError; whatever was
+        started has ended then.
         """
         with held(self.spec.run_dir), reserved_port(self.spec.host, self.spec.port) as self.port:
             self.logs.begin_run()
             with self.logs.of("supervisor").open("a") as own_log:
                 set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
-                await self._run_all(beside)
+                with self._store.directory():
+                    await self._run_all(beside)
         if self._failure is not None:
             raise self._failure
 
     async def _run_all(self, beside: Sequence[Beside]) -> None:
         try:
-            async with self._access.server(self.children, self.logs), self._access.connection() as self._bus:
+            async with (
+                self._access.server(self.children, self.logs),
+                self._store.server(self.children, self.logs),
+                self._access.connection() as self._bus,
+            ):
                 await self._serve(beside)
         finally:
             self.children.kill_all()
@@ -180,15 +188,20 @@ class Stack:
                 self.logs.bound()
 
     def _reap(self) -> None:
+        foreign = {server.name: server for server in self._foreign_servers()}
         for name, status in self.children.exited():
             log.log(logging.INFO if self.fleet.stopping else logging.WARNING, "ended", extra=_of(name, status=status))
-            if name == NAME and self._access.embedded is not None:
-                self._access.embedded.exited(time.monotonic())
+            if name in foreign:
+                foreign[name].exited(time.monotonic())
             else:
                 self._watchdog.forget(InstanceId(name))
                 self._handle(Exited(InstanceId(name), status))
-        if self._access.embedded is not None and self._access.embedded.restart_if_due(time.monotonic()):
+        restarted = [server for server in foreign.values() if server.restart_if_due(time.monotonic())]
+        if restarted:
             self.save()
+
+    def _foreign_servers(self) -> list[ForeignServer]:
+        return [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
 
     def _judge(self) -> None:
         for instance, reason in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
@@ -243,7 +256,7 @@ class Stack:
     def save(self) -> None:
         """Writes the state file."""
         user, password = self._access.credentials("operator") or (None, None)
-        embedded = self._access.embedded
+        nats, redis = self._access.embedded, self._store.redis
         state = StackState(
             name=self.spec.name,
             pid=os.getpid(),
@@ -256,7 +269,9 @@ class Stack:
             nats_url=self._access.urls,
             nats_user=user,
             nats_password=password,
-            nats_pid=embedded.pid if embedded else None,
+            nats_pid=nats.process.pid if nats else None,
+            redis_pid=redis.process.pid if redis else None,
+            arenas=str(self._store.arenas) if self._store.arenas else None,
             started=self._started,
             members=tuple(map(recorded, self.fleet.members())),
         )

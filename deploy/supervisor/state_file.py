@@ -57,6 +57,10 @@ class StackState(Struct, frozen=True, kw_only=True):
     nats_user: str | None
     nats_password: str | None
     nats_pid: int | None
+    redis_pid: int | None = None
+    """Of the embedded one."""
+    arenas: str | None = None
+    """The KV store's directory."""
     started: float
     """Unix seconds."""
     members: tuple[MemberRecord, ...] = ()

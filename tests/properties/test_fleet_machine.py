@@ -24,8 +24,8 @@ from deploy.supervisor.core.events import (
     Ticked,
 )
 from deploy.supervisor.core.fleet import Fleet
-from deploy.supervisor.core.plan import SCALABLE, Counts
-from shared.ids import EngineId, Incarnation, InstanceId
+from deploy.supervisor.core.plan import DECODING, SCALABLE, Counts
+from shared.ids import Incarnation, InstanceId
 from shared.messages.lifecycle import Lifecycle, Phase
 
 COUNT = st.integers(1, 3)
@@ -34,15 +34,26 @@ COUNT = st.integers(1, 3)
 class FleetMachine(RuleBasedStateMachine):
     """Plays the shell and the processes: `alive` is what really runs."""
 
-    @initialize(engines=COUNT, ranks=COUNT, tokenizers=COUNT)
-    def begin(self, engines: int, ranks: int, tokenizers: int) -> None:
-        self.fleet = Fleet(Counts(engines=engines, ranks=ranks, tokenizer=tokenizers))
+    @initialize(
+        engines=st.integers(0, 2), prefill=st.integers(0, 2), decode=COUNT, ranks=COUNT, fewer=COUNT, tokenizers=COUNT
+    )
+    def begin(self, engines: int, prefill: int, decode: int, ranks: int, fewer: int, tokenizers: int) -> None:
+        self.counts = Counts(
+            engines=engines,
+            ranks=ranks,
+            prefill=prefill,
+            prefill_ranks=fewer,
+            decode=decode,
+            decode_ranks=ranks,
+            tokenizer=tokenizers,
+            kvstore=1,
+        )
+        self.fleet = Fleet(self.counts)
         self.now = 0.0
         self.alive: dict[InstanceId, int] = {}
         self.told_to_end: set[InstanceId] = set()
         self.stops = 0
         self._pids = 1
-        self.ranks = ranks
         self._happens(Ticked())
 
     def _happens(self, event: Event) -> list[Command]:
@@ -54,8 +65,9 @@ class FleetMachine(RuleBasedStateMachine):
 
     def _check_ranks_start_together(self, commands: list[Command]) -> None:
         started = [c.seat for c in commands if isinstance(c, Start) and c.seat.service == "worker"]
-        for engine in {seat.engine for seat in started}:
-            assert sorted(seat.rank or 0 for seat in started if seat.engine == engine) == list(range(self.ranks))
+        for engine, pool in {(seat.engine, seat.pool) for seat in started}:
+            ranks = sorted(seat.rank or 0 for seat in started if seat.engine == engine)
+            assert ranks == list(range(self.counts.ranks_of(pool or "engines")))
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -67,6 +79,8 @@ class FleetMachine(RuleBasedStateMachine):
                 assert self.fleet.handle(Spawned(seat.instance, self._pids), self.now) == []
             case Terminate(instance) | Kill(instance):
                 assert instance in self.alive, "an order to nobody"
+                if isinstance(command, Terminate) and instance == "kvstore-1" and self.stops == 1:
+                    assert set(self.alive) == {"kvstore-1"}, "the store goes last"
                 self.told_to_end.add(instance)
             case Announce(lifecycle):
                 assert lifecycle.phase == "failed"
@@ -135,9 +149,13 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def an_engine_has_all_its_seats_or_is_leaving(self) -> None:
         wanted = [m.seat for m in self.fleet.members() if m.wanted and m.seat.engine is not None]
-        for engine in {EngineId(str(seat.engine)) for seat in wanted if seat.service == "scheduler"}:
+        for engine, pool in {(seat.engine, seat.pool) for seat in wanted if seat.service == "scheduler"}:
             if not self.stops:
-                assert sum(seat.engine == engine for seat in wanted) == 1 + self.ranks
+                assert sum(seat.engine == engine for seat in wanted) == 1 + self.counts.ranks_of(pool or "engines")
+
+    @invariant()
+    def some_engine_can_see_a_request_to_its_end(self) -> None:
+        assert self.stops or any(m.wanted and m.seat.pool in DECODING for m in self.fleet.members())
 
     def teardown(self) -> None:
         """From wherever it is, a stop comes to an end when processes obey a kill."""

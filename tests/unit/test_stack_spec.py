@@ -69,7 +69,7 @@ def test_switches_are_flags_without_values() -> None:
 
 def test_keys_go_by_environment_to_the_gateways_only() -> None:
     guarded = spec(api_keys=("k1", "k2"))
-    told = {seat.service: secret_settings(guarded, seat) for seat in all_seats(guarded.counts)}
+    told = {seat.service: secret_settings(guarded, seat, WHERE) for seat in all_seats(guarded.counts)}
     assert told.pop("gateway") == {"BATON_GATEWAY_API_KEYS": "k1,k2"}
     assert set(map(str, told.values())) == {"{}"}
     assert not any("k1" in part for argv in commands(guarded).values() for part in argv)

@@ -27,7 +27,9 @@ from deploy.supervisor.core.events import (
 )
 from deploy.supervisor.core.members import Member
 from deploy.supervisor.core.plan import (
+    DECODING,
     LARGEST_COUNT,
+    POOLS,
     SCALABLE,
     STOP_ORDER,
     Counts,
@@ -65,7 +67,7 @@ class Fleet:
     ) -> None:
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
-        self._ranks = counts.ranks
+        self._counts = counts
         self._members = {seat.instance: Member(seat) for seat in all_seats(counts)}
         self._stops_asked = 0
         self.settled = False
@@ -257,14 +259,22 @@ class Fleet:
         what = next((each for each in SCALABLE if each == service), None)
         if what is None:
             return Answer(ScaleRefused(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can"))
-        if not 1 <= count <= LARGEST_COUNT:
-            return Answer(ScaleRefused(f"{service}={count}: from 1 to {LARGEST_COUNT} are possible"))
+        least = self._least(what)
+        if not least <= count <= LARGEST_COUNT:
+            return Answer(ScaleRefused(f"{service}={count}: from {least} to {LARGEST_COUNT} are possible"))
         if self.stopping:
             return Answer(ScaleRefused("the stack is stopping"))
         numbers = self._numbers(what)
         started = self._add(what, count - len(numbers), now)
         stopping = self._let_go(what, sorted(numbers)[count:])
         return Answer(Scaled(started=tuple(started), stopping=tuple(stopping)))
+
+    def _least(self, what: Scalable) -> int:
+        """Prefill engines may all go, and so may others while some remain that finish what was begun."""
+        if what not in POOLS:
+            return 1
+        others = sum(len(self._numbers(pool)) for pool in DECODING if pool != what)
+        return 1 if what in DECODING and not others else 0
 
     def _numbers(self, what: Scalable) -> set[int]:
         return {m.seat.number for m in self._members.values() if m.wanted and m.seat.kind == what}
@@ -275,7 +285,7 @@ class Fleet:
         for _ in range(how_many):
             number = next(n for n in range(1, 2 * LARGEST_COUNT + 2) if n not in taken)
             taken.add(number)
-            for seat in seats(what, number, self._ranks):
+            for seat in seats(what, number, self._counts):
                 self._members[seat.instance] = Member(seat, due=now)
                 added.append(seat.instance)
         return added

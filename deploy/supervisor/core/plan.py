@@ -7,12 +7,21 @@ from typing import Literal, NamedTuple, get_args
 from msgspec import Struct
 
 from shared.ids import EngineId, InstanceId
-from shared.messages.lifecycle import Service
+from shared.messages.lifecycle import Role, Service
 
-Scalable = Literal["gateway", "tokenizer", "detokenizer", "coordinator", "engines"]
-"""What a user counts: a light service, or engines (a scheduler and its ranks each)."""
-SCALABLE: tuple[Scalable, ...] = get_args(Scalable)
+Pool = Literal["engines", "prefill", "decode"]
+"""Engines (a scheduler and its ranks each) of one role."""
+LightService = Literal["gateway", "tokenizer", "detokenizer", "coordinator"]
+Scalable = Literal[LightService, Pool]
+"""What a user counts."""
+POOLS: tuple[Pool, ...] = get_args(Pool)
+SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
 LARGEST_COUNT = 256
+
+ROLES: dict[Pool, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
+ENGINE_NAMES: dict[Pool, str] = {"engines": "engine", "prefill": "prefill", "decode": "decode"}
+DECODING: tuple[Pool, ...] = ("engines", "decode")
+"""Pools that can see a request to its end; a stack has at least one engine of these."""
 
 
 class Counts(Struct, frozen=True, kw_only=True):
@@ -23,11 +32,36 @@ class Counts(Struct, frozen=True, kw_only=True):
     detokenizer: int = 1
     coordinator: int = 1
     engines: int = 1
+    """Those that do everything."""
     ranks: int = 1
-    """Worker processes per engine."""
+    """Worker processes of each of `engines`."""
+    prefill: int = 0
+    prefill_ranks: int = 1
+    decode: int = 0
+    decode_ranks: int = 1
+    kvstore: int = 0
+    """One for the host, or none."""
 
     def of(self, what: Scalable) -> int:
         return int(getattr(self, what))
+
+    def ranks_of(self, pool: Pool) -> int:
+        """Worker processes per engine."""
+        match pool:
+            case "engines":
+                return self.ranks
+            case "prefill":
+                return self.prefill_ranks
+            case "decode":
+                return self.decode_ranks
+
+    @property
+    def all_engines(self) -> int:
+        return sum(self.of(pool) for pool in POOLS)
+
+    @property
+    def all_ranks(self) -> int:
+        return sum(self.of(pool) * self.ranks_of(pool) for pool in POOLS)
 
 
 class Seat(NamedTuple):
@@ -35,41 +69,51 @@ class Seat(NamedTuple):
     instance: InstanceId
     number: int
     """Counts the seats of a kind from 1; the newest has the highest."""
+    kind: Scalable | None
+    """What a user counts it by; None for what he does not count."""
     engine: EngineId | None = None
+    pool: Pool | None = None
+    """Of its engine."""
     rank: int | None = None
 
-    @property
-    def kind(self) -> Scalable:
-        match self.service:
-            case "gateway" | "tokenizer" | "detokenizer" | "coordinator":
-                return self.service
-            case "scheduler" | "worker":
-                return "engines"
-            case "kvstore" | "supervisor":
-                raise ValueError(f"a user does not count {self.service} processes")
+
+def seats(what: Scalable, number: int, counts: Counts) -> list[Seat]:
+    """The seats of the `number`-th of a kind: one for a light service, 1 + its ranks for an engine."""
+    match what:
+        case "engines" | "prefill" | "decode":
+            return _engine_seats(what, number, counts.ranks_of(what))
+        case _:
+            return [Seat(what, InstanceId(f"{what}-{number}"), number, what)]
 
 
-def seats(what: Scalable, number: int, ranks: int) -> list[Seat]:
-    """The seats of the `number`-th of a kind: one for a light service, 1 + `ranks` for an engine."""
-    if what != "engines":
-        return [Seat(what, InstanceId(f"{what}-{number}"), number)]
-    engine = EngineId(f"engine-{number}")
-    workers = [Seat("worker", InstanceId(f"{engine}-rank{rank}"), number, engine, rank) for rank in range(ranks)]
-    return [Seat("scheduler", InstanceId(engine), number, engine), *workers]
+def _engine_seats(pool: Pool, number: int, ranks: int) -> list[Seat]:
+    engine = EngineId(f"{ENGINE_NAMES[pool]}-{number}")
+    scheduler = Seat("scheduler", InstanceId(engine), number, pool, engine, pool)
+    return [
+        scheduler,
+        *(Seat("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in range(ranks)),
+    ]
 
 
 def all_seats(counts: Counts) -> list[Seat]:
     """Slowest starters first."""
-    order: tuple[Scalable, ...] = ("engines", "gateway", "tokenizer", "coordinator", "detokenizer")
+    light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")
     return [
-        seat for what in order for number in range(1, counts.of(what) + 1) for seat in seats(what, number, counts.ranks)
+        *_counted(POOLS, counts),
+        *(Seat("kvstore", InstanceId(f"kvstore-{n}"), n, None) for n in range(1, counts.kvstore + 1)),
+        *_counted(light, counts),
     ]
+
+
+def _counted(kinds: tuple[Scalable, ...], counts: Counts) -> list[Seat]:
+    return [seat for what in kinds for n in range(1, counts.of(what) + 1) for seat in seats(what, n, counts)]
 
 
 STOP_ORDER: tuple[frozenset[Service], ...] = (
     frozenset({"gateway"}),
     frozenset({"tokenizer", "coordinator", "scheduler", "detokenizer"}),
     frozenset({"worker"}),
+    frozenset({"kvstore"}),
 )
 """Gateways first: they finish their requests, for which they need all the others."""
 
