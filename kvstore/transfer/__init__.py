@@ -1,0 +1,1 @@
+"""Blocks from store to store over gRPC: `server` sends, `client` pulls. Loaded only with `--transfer-port`."""

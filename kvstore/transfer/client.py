@@ -1,0 +1,121 @@
+"""Pulls blocks from the stores of other nodes. Whatever does not come, or not as it left, is a miss and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from kvstore import tier_metrics as metrics
+from kvstore.carried import CarriedBlock, Shape, is_sound
+from kvstore.transfer.rpc import CHANNEL_OPTIONS, Block, Chunk, FetchRequest, fetch_call
+from kvstore.transfer.tls import TransferTls
+from shared.blocks import BlockHash
+from shared.ids import NodeId
+
+log = logging.getLogger(__name__)
+
+TIER = "peer"
+MAX_CHANNELS = 64
+"""Connections to other nodes; above it the one that was used longest ago is closed."""
+
+
+class Spoiled(Exception):
+    """What came is not what was asked for; the text says why."""
+
+
+class TransferClient:
+    """Owns the connections to the stores of other nodes, whose addresses others know."""
+
+    def __init__(self, address_of: Callable[[NodeId], str | None], tls: TransferTls | None = None) -> None:
+        """`address_of` answers with "host:port", and None for a node whose store is not there or sends nothing."""
+        self._address_of = address_of
+        self._tls = tls
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+
+    async def run(self) -> None:
+        """Until cancelled; closes the connections then."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            while self._channels:
+                await self._channels.popitem()[1].close()
+
+    async def fetch(
+        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: Shape
+    ) -> AsyncIterator[CarriedBlock]:
+        """The leading run of `hashes` that the store of `source` sends, checked. The caller sets the deadline and
+        closes the iterator: closing cancels, and frees what is pinned over there."""
+        address = self._address_of(source)
+        if address is None or not hashes:
+            return
+        call = fetch_call(await self._channel(address), FetchRequest(layout=layout, hashes=b"".join(hashes)))
+        try:
+            async for block in _blocks(call, hashes, shape):
+                metrics.HITS.labels(TIER).inc()
+                metrics.BYTES_IN.labels(TIER).inc(len(block.payload))
+                yield block
+        except Spoiled as error:
+            metrics.SPOILED.labels(TIER).inc()
+            log.warning("spoiled blocks from another node", extra={"node": source, "error": str(error)})
+        except grpc.aio.AioRpcError as error:
+            metrics.FAILED.labels(TIER, error.code().name.lower()).inc()
+        except asyncio.CancelledError:
+            metrics.FAILED.labels(TIER, "late").inc()
+            # gRPC raises it, too, where a connection is closed on this side; that is no reason to end the task.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+        finally:
+            call.cancel()
+
+    async def _channel(self, address: str) -> grpc.aio.Channel:
+        """Opened at first use; gRPC connects again by itself, and says at once that nobody is there meanwhile."""
+        if address in self._channels:
+            self._channels.move_to_end(address)
+            return self._channels[address]
+        if len(self._channels) >= MAX_CHANNELS:
+            await self._channels.popitem(last=False)[1].close()
+        if self._tls is None:
+            channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+        else:
+            channel = grpc.aio.secure_channel(address, self._tls.channel_credentials(), CHANNEL_OPTIONS)
+        self._channels[address] = channel
+        return channel
+
+
+async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: Shape) -> AsyncIterator[CarriedBlock]:
+    """Puts chunks together. Raises Spoiled, and what gRPC raises."""
+    for name in hashes:
+        first = await call.read()
+        if first is grpc.aio.EOF:
+            return
+        payload = await _payload(call, first, shape)
+        block = _block(first.begins, payload)
+        if block.hash != name:
+            raise Spoiled(f"{block.hash.hex()} came for {name.hex()}")
+        if not is_sound(block, shape):
+            raise Spoiled(f"checksums of {name.hex()}")
+        yield block
+
+
+async def _payload(call: Any, first: Chunk, shape: Shape) -> bytearray:
+    if not first.HasField("begins"):
+        raise Spoiled("a payload without a block")
+    payload = bytearray(first.payload)
+    while len(payload) < shape.payload_bytes:
+        chunk = await call.read()
+        if chunk is grpc.aio.EOF or chunk.HasField("begins") or not chunk.payload:
+            raise Spoiled(f"a block of {len(payload)} bytes, {shape.payload_bytes} expected")
+        payload += chunk.payload
+    return payload
+
+
+def _block(begins: Block, payload: bytearray) -> CarriedBlock:
+    return CarriedBlock(BlockHash(begins.hash), begins.parent, begins.tokens, begins.checksums, payload)
+
+
+__all__ = ["TransferClient"]

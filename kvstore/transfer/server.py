@@ -1,0 +1,103 @@
+"""Sends this store's blocks to the stores of other nodes, who ask for them. Knows the arena only as a `Lender`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from kvstore import tier_metrics as metrics
+from kvstore.carried import CarriedBlock
+from kvstore.tiers import Lender
+from kvstore.transfer.rpc import (
+    CHUNK_BYTES,
+    LONGEST_SECONDS,
+    SERVER_OPTIONS,
+    Block,
+    Chunk,
+    FetchRequest,
+    Sending,
+    handler,
+)
+from kvstore.transfer.tls import TransferTls
+from shared.blocks import HASH_BYTES, split_hashes
+
+TIER = "peer"
+MAX_SENDING = 16
+"""Fetches served at a time; the next one is refused, which is a miss to who asks."""
+STOP_SECONDS = 1.0
+
+
+class CannotListen(Exception):
+    """The port is taken, or the address not this machine's."""
+
+
+class TransferServer:
+    """Owns the gRPC server. What is being sent is pinned, and no longer than it is being sent."""
+
+    def __init__(self, lender: Lender, tls: TransferTls | None = None, max_sending: int = MAX_SENDING) -> None:
+        self._lender = lender
+        self._tls = tls
+        self._max_sending = max_sending
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((handler(self._fetch),))
+        self.sending = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens; answers with the port, which 0 leaves to the system. Raises CannotListen."""
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._tls is None:
+                bound = self._server.add_insecure_port(where)
+            else:
+                bound = self._server.add_secure_port(where, self._tls.server_credentials())
+        except RuntimeError as error:
+            raise CannotListen(f"cannot listen on {where}: {error}") from None
+        await self._server.start()
+        return int(bound)
+
+    async def stop(self) -> None:
+        """Ends what is being sent, after a moment."""
+        await self._server.stop(STOP_SECONDS)
+
+    async def _fetch(self, request: FetchRequest, context: Sending) -> None:
+        if self.sending >= self._max_sending:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self.sending} are being served")
+        if not request.hashes or len(request.hashes) % HASH_BYTES:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.hashes)} bytes of hashes")
+        lent = self._lender.lend(request.layout, list(split_hashes(request.hashes)))
+        if lent is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no blocks of layout {request.layout}")
+        try:
+            with self._counted(), lent as blocks:
+                async with asyncio.timeout(LONGEST_SECONDS):
+                    await _send(blocks, context)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the blocks are not held for you any longer")
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.sending += 1
+        try:
+            yield
+        finally:
+            self.sending -= 1
+
+
+async def _send(blocks: Sequence[CarriedBlock], context: Sending) -> None:
+    """Writing waits while the other side's window is closed: whoever reads slowly is sent to slowly."""
+    for block in blocks:
+        for chunk in chunks(block):
+            await context.write(chunk)
+        metrics.STORED.labels(TIER).inc()
+        metrics.BYTES_OUT.labels(TIER).inc(len(block.payload))
+
+
+def chunks(block: CarriedBlock) -> Iterator[Chunk]:
+    view = memoryview(block.payload)
+    begins = Block(hash=block.hash, parent=block.parent, tokens=block.tokens, checksums=block.checksums)
+    yield Chunk(begins=begins, payload=bytes(view[:CHUNK_BYTES]))
+    for start in range(CHUNK_BYTES, len(view), CHUNK_BYTES):
+        yield Chunk(payload=bytes(view[start : start + CHUNK_BYTES]))
