@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from deploy.cli.errors import CommandError
+from deploy.supervisor.arenas import remove_leftovers
 from deploy.supervisor.state_file import StackState, is_held
 
 LOOK_EVERY = 0.05
@@ -27,6 +28,14 @@ def stop_stack(state: StackState, run_dir: Path, *, now: bool) -> None:
             raise CommandError(f"stack {state.name} has not ended within {PATIENCE:g} s; try: baton down --now")
         time.sleep(LOOK_EVERY)
     print(f"Stack {state.name} stopped.")
+
+
+def remove_what_was_left(run_dir: Path) -> bool:
+    """After a supervisor that was killed: what it had in shared memory. False where it left nothing, or lives."""
+    if is_held(run_dir) or not remove_leftovers(run_dir):
+        return False
+    print("No stack runs; what a killed one had left in shared memory is removed.")
+    return True
 
 
 def _ask(pid: int) -> None:

@@ -15,10 +15,12 @@ def down(
     run_dir: RunDir = None,
 ) -> None:
     """Drain and stop a stack."""
-    from deploy.cli.down import stop_stack
+    from deploy.cli.down import remove_what_was_left, stop_stack
     from deploy.cli.stack_lookup import run_dir_of, running_stack
 
-    stop_stack(running_stack(name, run_dir), run_dir_of(name, run_dir), now=now)
+    where = run_dir_of(name, run_dir)
+    if not remove_what_was_left(where):
+        stop_stack(running_stack(name, run_dir), where, now=now)
 
 
 def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import redis
 
+from deploy.supervisor.arenas import directory_of
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.state_file import StackState, is_held
 from shared import topics
@@ -29,6 +31,7 @@ from tests.nats_server import free_port
 from tests.tiny_stack.running import DEADLINE, REPOSITORY, TinyStack
 
 Start = Callable[..., TinyStack]
+WITH_REDIS = {"redis": {"type": "EmbeddedRedis", "memory": 2**24}}
 
 
 @pytest.fixture
@@ -47,7 +50,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyStack]:
     """One for the tests after which it runs as before."""
-    stack = TinyStack(tmp_path_factory.mktemp("lasting") / "run", counts={"ranks": 2, "engines": 2})
+    stack = TinyStack(
+        tmp_path_factory.mktemp("lasting") / "run", counts={"ranks": 2, "engines": 2, "kvstore": 1}, store=WITH_REDIS
+    )
     stack.ready()
     yield stack
     stack.destroy()
@@ -172,6 +177,85 @@ def test_one_ctrl_c_ends_everything_in_order(start: Start) -> None:
     assert ended[-1] == "engine-1-rank0"
     assert {line["status"] for line in lines if line["event"] == "ended"} == {0}
     assert not (stack.run_dir / "state.json").exists()
+
+
+def test_the_store_ends_last_and_its_directory_with_the_stack(start: Start) -> None:
+    stack = start(counts={"kvstore": 1})
+    state = stack.ready()
+    arenas = directory_of(stack.run_dir)
+    assert state.arenas == str(arenas)
+    assert stat.S_IMODE(arenas.stat().st_mode) == 0o700
+    (arenas / "blocks").write_bytes(b"x")
+    killed = stack.pid("kvstore-1")
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    stack.until(lambda state: any(m.instance == "kvstore-1" and m.pid not in (None, killed) for m in state.members))
+    assert (arenas / "blocks").read_bytes() == b"x", "a restarted store finds what it had"
+    stack.ready()
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.ended() == 0
+    assert not arenas.exists()
+    lines = map(msgspec.json.decode, (stack.run_dir / "logs" / "supervisor.log").read_bytes().splitlines())
+    assert [line["child"] for line in lines if line["event"] == "ended"][-1] == "kvstore-1"
+
+
+def test_what_a_killed_supervisor_left_in_shared_memory_is_removed(start: Start) -> None:
+    first = start(counts={"kvstore": 1})
+    first.ready()
+    arenas = directory_of(first.run_dir)
+    (arenas / "blocks").write_bytes(b"x")
+    first.process.kill()
+    assert first.nobody_left()
+    assert (arenas / "blocks").exists()
+    again = TinyStack(first.run_dir, counts={"kvstore": 1})
+    try:
+        again.ready()
+        assert not (arenas / "blocks").exists()
+        again.process.kill()
+        assert again.nobody_left()
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(first.run_dir)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        assert (done.returncode, arenas.exists()) == (0, False), done.stderr
+        assert "left" in done.stdout
+    finally:
+        again.destroy()
+
+
+def test_the_embedded_redis_is_closed_to_others_and_comes_back_where_it_was(lasting: TinyStack) -> None:
+    before = lasting.ready()
+    url = redis_url(lasting)
+    with redis.Redis.from_url(url) as client:
+        assert client.ping()
+        told = {key: client.config_get(key)[key] for key in ("save", "maxmemory", "bind")}
+        assert told == {"save": "", "maxmemory": str(2**24), "bind": "127.0.0.1"}
+    with redis.Redis.from_url(url.replace("redis://:", "redis://:not-")) as client, pytest.raises(redis.RedisError):
+        client.ping()
+    assert before.redis_pid is not None
+    os.kill(before.redis_pid, signal.SIGKILL)
+    lasting.until(lambda state: state.redis_pid not in (None, before.redis_pid))
+    assert redis_url(lasting) == url
+    deadline = time.monotonic() + DEADLINE
+    with redis.Redis.from_url(url) as client:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.ConnectionError):
+                assert client.ping()
+                return
+            time.sleep(0.02)
+    raise AssertionError(f"no Redis within {DEADLINE} s")
+
+
+def redis_url(stack: TinyStack) -> str:
+    """As the store is told, by its environment and not by its flags."""
+    store = psutil.Process(stack.pid("kvstore-1"))
+    url = store.environ()["BATON_KVSTORE_REDIS_URL"]
+    assert url not in " ".join(store.cmdline())
+    return url
 
 
 def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:

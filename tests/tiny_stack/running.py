@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from deploy.supervisor.arenas import remove_leftovers
 from deploy.supervisor.state_file import StackState, read_state
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ class TinyStack:
     def state(self) -> StackState | None:
         state = read_state(self.run_dir)
         if state is not None:
-            pids = [member.pid for member in state.members] + [state.nats_pid]
+            pids = [member.pid for member in state.members] + [state.nats_pid, state.redis_pid]
             self._seen.update(pid for pid in pids if pid is not None)
         return state
 
@@ -97,3 +98,4 @@ class TinyStack:
         self.process.stdout.close()
         for process in self.living():
             process.kill()
+        remove_leftovers(self.run_dir)

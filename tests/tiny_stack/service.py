@@ -23,6 +23,7 @@ class TinyConfig(ServiceConfig, frozen=True, kw_only=True):
     fail: Annotated[str, Meta(description="Ends at start, with these words.")] = ""
     status: Annotated[int, Meta(description="Exit status of that end.")] = 1
     import_seconds: Annotated[float, Meta(description="Blocks this long before anything else.")] = 0.0
+    redis_url: Annotated[str | None, Meta(description="As a store is told it; nobody asks there.")] = None
     busy: Annotated[bool, Meta(description="Is never idle, so that a drain takes its whole time.")] = False
 
 
