@@ -17,11 +17,12 @@ from deploy.cli.stack_lookup import run_dir_of, running_stack
 from deploy.supervisor.state_file import StackState, read_state
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
+_MEASURES_NO_SERVER = ("prefixes", "kv")
 
 
 def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | None) -> None:
     """Ends with the bench's own status. Raises CommandError."""
-    if not argv or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
+    if not argv or argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:
         raise SystemExit(_bench(told(argv, _found(name, run_dir))))

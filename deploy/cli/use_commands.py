@@ -35,7 +35,10 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput; all other arguments are passed on (baton bench serve --help)."""
+    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv.
+
+    All other arguments are passed on (baton bench serve --help).
+    """
     from deploy.cli.bench import run_bench
 
     run_bench(context.args, up, name, run_dir)

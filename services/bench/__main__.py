@@ -1,35 +1,31 @@
-"""`python -m services.bench serve|latency|throughput …`."""
+"""`python -m services.bench serve|latency|throughput|interference|prefixes|kv …`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 USAGE = """usage: python -m services.bench COMMAND [--help] [flags]
 
-  serve       requests at a rate or a concurrency, streamed: TTFT, TPOT, ITL, end-to-end latency, throughput
-  latency     one batch of equal requests, repeated
-  throughput  every request at once: tokens per second
+  serve         requests at a rate or a concurrency, streamed: TTFT, TPOT, ITL, end-to-end latency, throughput
+  latency       one batch of equal requests, repeated
+  throughput    every request at once: tokens per second
+  prefixes      how much a file of prompts repeats their beginnings; needs no server
 """
+COMMANDS = ("serve", "latency", "throughput", "prefixes")
+"""Each a module of this package with a `main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 where every request succeeded, 2 where the flags are wrong."""
     command, *flags = list(sys.argv[1:] if argv is None else argv) or [""]
-    match command:
-        case "serve":
-            from services.bench import serve as chosen
-        case "latency":
-            from services.bench import latency as chosen  # type: ignore[no-redef]
-        case "throughput":
-            from services.bench import throughput as chosen  # type: ignore[no-redef]
-        case "-h" | "--help":
-            print(USAGE, end="")
-            return 0
-        case _:
-            print(USAGE, end="", file=sys.stderr)
-            return 2
-    return chosen.main(flags)
+    if command in COMMANDS:
+        chosen: Callable[[Sequence[str]], int] = import_module(f"services.bench.{command}").main
+        return chosen(flags)
+    helped = command in ("-h", "--help")
+    print(USAGE, end="", file=sys.stdout if helped else sys.stderr)
+    return 0 if helped else 2
 
 
 if __name__ == "__main__":

@@ -124,12 +124,9 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     prompts.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json; default: ask the server")
     prompts.add_argument("--vocab-size", type=natural, help="draw token ids below this; default: ask the server")
     prompts.add_argument("--seed", type=int, default=0)
-    output = made.add_argument_group("output")
-    output.add_argument("--output-json", "--result-file", dest="result_file", type=Path, help="write the result here")
-    output.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    output = output_group(made)
     output.add_argument("--detailed", action="store_true", help="with every request's figures in the JSON")
     output.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
-    output.add_argument("--label", help="kept in the result")
     output.add_argument(
         "--cpu",
         action=argparse.BooleanOptionalAction,
@@ -138,6 +135,15 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     )
     output.add_argument("--pids", type=pid_list, default={}, help="NAME=PID,...: its processes; default: found by port")
     return made
+
+
+def output_group(made: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Where every benchmark's result goes."""
+    output = made.add_argument_group("output")
+    output.add_argument("--output-json", "--result-file", dest="result_file", type=Path, help="write the result here")
+    output.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    output.add_argument("--label", help="kept in the result")
+    return output
 
 
 def batch_options(command: str, description: str, argv: Sequence[str] | None) -> BatchOptions:
