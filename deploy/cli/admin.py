@@ -14,14 +14,18 @@ from deploy.supervisor.state_file import StackState
 
 def drain_instance(state: StackState, instance: str, *, force: bool, as_json: bool) -> None:
     answer = asyncio.run(ask_admin(state, "drain", {"instance": instance, "force": force}))
-    _say(
-        answer, as_json, f"{instance} drains: it finishes what it has ({answer.get('load', 0)} in hand), takes no more."
+    instances, load = answer.get("instances", [instance]), answer.get("load", 0)
+    several = len(instances) > 1
+    verb, rest = (
+        ("drain: they finish what they have", "take") if several else ("drains: it finishes what it has", "takes")
     )
+    _say(answer, as_json, f"{', '.join(instances)} {verb} ({load} in hand), {rest} no more.")
 
 
 def undrain_instance(state: StackState, instance: str, *, as_json: bool) -> None:
     answer = asyncio.run(ask_admin(state, "undrain", {"instance": instance}))
-    _say(answer, as_json, f"{instance} takes requests again.")
+    instances = answer.get("instances", [instance])
+    _say(answer, as_json, f"{', '.join(instances)} {'takes' if len(instances) == 1 else 'take'} requests again.")
 
 
 def scale_service(state: StackState, assignment: str, *, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from services.coordinator.core.drain_rules import drain_refusal
 from shared import topics
 from shared.bus import AnswerError, AnswerTimeout, Bus, Endpoint, EndpointError, NoResponders
 from shared.ids import InstanceId
-from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Service, Undrain
+from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Role, Service, Undrain
 from shared.messages.supervisor import Scale, ScaleAnswer, Scaled, ScaleRefused
 from shared.registry import Registry
 
@@ -22,7 +22,9 @@ VERSION = "1.0.0"
 DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale."
 
 R = TypeVar("R")
-Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines"]
+Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
+POOLS: dict[str, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
+"""Names for all engines of a role, where an instance is expected."""
 
 
 class ListRequest(Struct, forbid_unknown_fields=True):
@@ -73,17 +75,19 @@ class Admin:
         return msgspec.json.encode({"instances": [_described(life, now) for life in shown]})
 
     async def drain(self, body: bytes) -> bytes:
-        """`{"instance": "engine-1", "force": false}`: it finishes what it has and takes no more."""
+        """`{"instance": "engine-1", "force": false}`: it finishes what it has and takes no more. Also of a whole pool,
+        `{"instance": "prefill"}`."""
         request = _parsed(body, DrainRequest)
         found = self._find(request.instance)
-        refused = next(filter(None, (drain_refusal(self._registry, life) for life in found)), None)
+        refused = drain_refusal(self._registry, found)
         if refused is not None and not request.force:
             raise EndpointError(409, refused)
-        return await self._control(found, Drain(), "drain")
+        return await self._control(request.instance, found, Drain(), "drain")
 
     async def undrain(self, body: bytes) -> bytes:
-        """`{"instance": "engine-1"}`: it takes requests again."""
-        return await self._control(self._find(_parsed(body, UndrainRequest).instance), Undrain(), "undrain")
+        """`{"instance": "engine-1"}`: it takes requests again. Also of a whole pool."""
+        instance = _parsed(body, UndrainRequest).instance
+        return await self._control(instance, self._find(instance), Undrain(), "undrain")
 
     async def scale(self, body: bytes) -> bytes:
         """`{"service": "tokenizer", "count": 2}` → what the supervisor starts and stops for it."""
@@ -101,19 +105,33 @@ class Admin:
             case ScaleRefused(message):
                 raise EndpointError(409, message)
 
-    def _find(self, instance: str) -> Sequence[Lifecycle]:
-        found = [life for life in self._registry.all() if life.instance == instance]
+    def _find(self, name: str) -> Sequence[Lifecycle]:
+        """The instance of that name, or the engines of the pool."""
+        everyone = list(self._registry.all())
+        found = [life for life in everyone if life.instance == name] or _of_pool(everyone, POOLS.get(name))
         if not found:
-            known = ", ".join(sorted({life.instance for life in self._registry.all()})) or "none"
-            raise EndpointError(404, f"instance: {instance!r} is not known; known are {known}")
+            known = ", ".join(sorted({life.instance for life in everyone})) or "none"
+            raise EndpointError(404, f"instance: {name!r} is not known; known are {known}")
         return found
 
-    async def _control(self, found: Sequence[Lifecycle], message: InstanceControl, asked: str) -> bytes:
-        life = found[0]
-        await self._bus.publish(topics.instance_control(InstanceId(life.instance)), message)
+    async def _control(self, name: str, found: Sequence[Lifecycle], message: InstanceControl, asked: str) -> bytes:
+        """`phase` is that of the first, `load` what all of them have in hand."""
+        for instance in {life.instance for life in found}:
+            await self._bus.publish(topics.instance_control(InstanceId(instance)), message)
         return msgspec.json.encode(
-            {"instance": life.instance, "service": life.service, "asked": asked, "phase": life.phase, "load": life.load}
+            {
+                "instance": name,
+                "instances": sorted({life.instance for life in found}),
+                "service": found[0].service,
+                "asked": asked,
+                "phase": found[0].phase,
+                "load": sum(life.load for life in found),
+            }
         )
+
+
+def _of_pool(everyone: Sequence[Lifecycle], role: Role | None) -> list[Lifecycle]:
+    return [life for life in everyone if life.engine is not None and role is not None and life.engine.role == role]
 
 
 def _parsed(body: bytes, type_: type[R]) -> R:
@@ -138,6 +156,7 @@ def _described(life: Lifecycle, now: float) -> dict[str, Any]:
         "metrics_port": life.metrics_port,
         "engine": _named(life.engine),
         "worker": _named(life.worker),
+        "store": _named(life.store),
     }
 
 

@@ -9,7 +9,7 @@ class Scale(Struct, frozen=True, array_like=True, tag=True):
     """Answered by `Scaled` once the processes are started or told to drain."""
 
     service: str
-    """gateway, tokenizer, detokenizer, coordinator or engines."""
+    """gateway, tokenizer, detokenizer, coordinator, or a pool: engines, prefill, decode."""
     count: int
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
@@ -19,7 +20,7 @@ from shared.actor import ActorRuntime
 from shared.bus.nats_bus import NatsBus, NatsOptions, connect
 from shared.ids import EngineId, InstanceId
 from shared.messages.gateway import Placed
-from shared.messages.lifecycle import Drain, Lifecycle, Undrain
+from shared.messages.lifecycle import Drain, Lifecycle, Role, Undrain
 from shared.messages.supervisor import Scale, ScaleAnswer, Scaled, ScaleRefused
 from tests.coordinator_world import GATEWAY, detokenizer, engine, life, route
 from tests.nats_server import NatsServer
@@ -143,6 +144,27 @@ async def test_drain_and_undrain_reach_the_instance(cluster: Cluster) -> None:
     await cluster.hear(engine("engine-1", "draining"))
     assert (await cluster.ask("undrain", {"instance": "engine-1"}))["phase"] == "draining"
     assert await asyncio.wait_for(orders.get(), DEADLINE) == Undrain()
+
+
+async def test_a_pool_is_drained_by_its_name(cluster: Cluster) -> None:
+    orders: asyncio.Queue[Drain | Undrain] = asyncio.Queue()
+    names = [f"prefill-{number}" for number in (1, 2)]
+    for name in names:
+        await cluster.bus.subscribe(topics.instance_control(InstanceId(name)), orders.put)
+    await cluster.bus.flush()
+    await cluster.hear(*(of_role(name, "prefill", running=2) for name in names), of_role("decode-1", "decode"))
+    answer = await cluster.ask("drain", {"instance": "prefill"})
+    assert (answer["instances"], answer["load"]) == (names, 4)
+    assert [await asyncio.wait_for(orders.get(), DEADLINE) for _ in names] == [Drain(), Drain()]
+    assert (await cluster.ask("drain", {"instance": "decode"}))["error"]["code"] == 409
+    assert (await cluster.ask("drain", {"instance": "engines"}))["error"]["code"] == 404
+    assert (await cluster.ask("undrain", {"instance": "prefill"}))["instances"] == names
+
+
+def of_role(name: str, role: Role, running: int = 0) -> Lifecycle:
+    said = engine(name, running=running)
+    assert said.engine is not None
+    return msgspec.structs.replace(said, engine=msgspec.structs.replace(said.engine, role=role))
 
 
 async def test_the_last_of_its_kind_is_drained_only_by_force(cluster: Cluster) -> None:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import EngineReport, Lifecycle
 from shared.registry import Registry
 
 
-def drain_refusal(registry: Registry, life: Lifecycle) -> str | None:
-    """Why draining `life` would stop the serving; None where it would not."""
+def drain_refusal(registry: Registry, leaving: Sequence[Lifecycle]) -> str | None:
+    """Why draining all of `leaving` would stop the serving; None where it would not."""
+    return next(filter(None, (_refusal(registry, life, leaving) for life in leaving)), None)
+
+
+def _refusal(registry: Registry, life: Lifecycle, leaving: Sequence[Lifecycle]) -> str | None:
     if life.worker is not None:
         return f"{life.instance} is a rank of {life.worker.engine}; drain that engine instead"
-    if life.phase != "ready":
+    if life.phase != "ready" or (life.engine is not None and not _decodes(life.engine)):
         return None
-    alike = _alike(life)
-    if any(alike(o) for o in registry.all(life.service, "ready") if o.instance != life.instance):
+    alike, gone = _alike(life), {each.instance for each in leaving}
+    if any(alike(other) for other in registry.all(life.service, "ready") if other.instance not in gone):
         return None
-    model = f" of model {life.engine.model.name}" if life.engine is not None else ""
-    what = "engine" if life.service == "scheduler" else life.service
-    return f"{life.instance} is the last ready {what}{model}; start another one first, or use force"
+    last = f"{life.instance} is" if len(gone) == 1 else f"{', '.join(sorted(gone))} are"
+    return f"{last} the last ready {_what(life)}; start another one first, or use force"
+
+
+def _what(life: Lifecycle) -> str:
+    if life.engine is None:
+        return "engine" if life.service == "scheduler" else life.service
+    return f"engine of model {life.engine.model.name} that decodes"
+
+
+def _decodes(engine: EngineReport) -> bool:
+    """Prefill engines are never the last: the others compute prompts, too."""
+    return engine.role != "prefill"
 
 
 def _alike(life: Lifecycle) -> Callable[[Lifecycle], bool]:
@@ -27,4 +41,4 @@ def _alike(life: Lifecycle) -> Callable[[Lifecycle], bool]:
     if life.engine is None:
         return lambda other: True
     model = life.engine.model.name
-    return lambda other: other.engine is not None and other.engine.model.name == model
+    return lambda other: other.engine is not None and other.engine.model.name == model and _decodes(other.engine)
