@@ -1,1 +1,4 @@
-"""The KV-cache store's place. Not built yet: until it is, each engine caches prefixes for itself alone."""
+"""The KV-cache store, one process on each node: blocks in shared memory, found by hash. `python -m kvstore`.
+
+Read `core/layout.py` (the files), `core/store.py` (what is decided), `node_store.py` (made so), `actor.py` (the bus).
+"""

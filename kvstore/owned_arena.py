@@ -1,6 +1,7 @@
 """The store's own hold on an arena: makes the file, writes slot headers, gives memory back. Decides nothing.
 
-Each step is safe to be killed in: the state is written last when a slot gains contents, and first when it loses them.
+Each step is safe to be killed in: the state is written last when a slot gains contents, and first when it loses them. A
+generation never goes back.
 """
 
 from __future__ import annotations
@@ -60,9 +61,8 @@ class OwnedArena(MappedArena):
 
     def reserve(self, slot: int, generation: int, name: BlockHash, parent: bytes, tokens: int) -> None:
         """The slot is being written to from now on; no head counts as written."""
-        word = self._header_word(slot)
-        self._words[word] = RESERVED
-        self._words[word + GENERATION_AT // WORD] = generation
+        self._words[self._header_word(slot)] = RESERVED
+        self.set_generation(slot, generation)
         self._clear_checksums(slot)
         self._write_names(slot, name, parent, tokens)
 
@@ -77,14 +77,11 @@ class OwnedArena(MappedArena):
     def free(self, slot: int) -> None:
         self._words[self._header_word(slot)] = FREE
 
-    def fill(self, slot: int, block: CarriedBlock) -> bool:
-        """Copies a block that came from elsewhere to a reserved slot; whether it is what its checksums say."""
-        sums = self._checksums_at(slot)
-        if len(block.payload) != self.geometry.payload_bytes or len(block.checksums) != sums.stop - sums.start:
-            return False
+    def fill(self, slot: int, block: CarriedBlock) -> None:
+        """Copies a block that came from elsewhere, and was checked there, to a reserved slot. Raises ValueError where
+        it is of another size."""
         self.payload(slot)[:] = block.payload
-        self._bytes[sums] = block.checksums
-        return self.sound(slot)
+        self._bytes[self._checksums_at(slot)] = block.checksums
 
     def take_memory(self, slot: int) -> bool:
         """Has the system set memory aside for the payload; False where there is none left.
@@ -101,16 +98,18 @@ class OwnedArena(MappedArena):
             raise ArenaError(f"{self.path}: {error.strerror}") from None
         return True
 
-    def give_memory_back(self, first: int, count: int = 1) -> None:
-        """Returns the payloads of `count` slots from `first` on to the system; they read as zeros afterwards.
-
-        Raises ArenaError where the file system cannot do that: the arena must be on tmpfs (or ext4, xfs, btrfs).
-        """
-        shape = self.geometry
+    def give_memory_back(self, slot: int, generation: int) -> None:
+        """Frees the slot and returns its payload to the system; it reads as zeros afterwards, and says so by another
+        generation. Raises ArenaError where the file system cannot do that: arenas want tmpfs, ext4, xfs or btrfs."""
+        self.free(slot)
+        self.set_generation(slot, generation)
         try:
-            self._map.madvise(mmap.MADV_REMOVE, shape.payload_at(first), count * shape.payload_stride)
+            self._map.madvise(mmap.MADV_REMOVE, self.geometry.payload_at(slot), self.geometry.payload_stride)
         except OSError as error:
             raise ArenaError(f"{self.path}: cannot give memory back: {error.strerror}") from None
+
+    def set_generation(self, slot: int, generation: int) -> None:
+        self._words[self._header_word(slot) + GENERATION_AT // WORD] = generation
 
     def _clear_checksums(self, slot: int) -> None:
         sums = self._checksums_at(slot)

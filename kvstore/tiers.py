@@ -6,7 +6,7 @@ to count; an exception that comes out of one is a bug.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -25,8 +25,9 @@ class Tier(Protocol):
         """Takes a copy along to be stored in the background; False where the tier is away or has enough to do. Never
         waits. The slot that `block.payload` is a view of is written to as soon as this returns."""
 
-    def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: Shape) -> AsyncIterator[CarriedBlock]:
-        """The leading run of `hashes` that is there, in order. The store sets the deadline, and cancels."""
+    def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: Shape) -> AsyncGenerator[CarriedBlock, None]:
+        """The leading run of `hashes` that is there, in order, each compared with its checksums. The store sets the
+        deadline, and cancels."""
 
 
 class Neighbours(Protocol):
@@ -37,7 +38,7 @@ class Neighbours(Protocol):
 
     def fetch(
         self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: Shape
-    ) -> AsyncIterator[CarriedBlock]:
+    ) -> AsyncGenerator[CarriedBlock, None]:
         """As `Tier.fetch`, from the store of node `source`."""
 
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from shared.bus import Bus, Undelivered
 from shared.ids import InstanceId, new_incarnation
-from shared.messages.lifecycle import EngineReport, Phase, Service, WorkerReport
+from shared.messages.lifecycle import EngineReport, Phase, Service, StoreReport, WorkerReport
 from shared.topics import Topic
 
 M = TypeVar("M")
@@ -104,4 +104,7 @@ class Actor:
         return None
 
     def worker_report(self) -> WorkerReport | None:
+        return None
+
+    def store_report(self) -> StoreReport | None:
         return None

@@ -209,6 +209,7 @@ class ActorRuntime:
             metrics_port=self._metrics_port,
             engine=actor.engine_report(),
             worker=actor.worker_report(),
+            store=actor.store_report(),
         )
 
 
