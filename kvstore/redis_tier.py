@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ class RedisTier:
 
     # ---- and back
 
-    async def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: Shape) -> AsyncIterator[CarriedBlock]:
+    async def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: Shape) -> AsyncGenerator[CarriedBlock, None]:
         """The leading run of `hashes` that Redis has, checked. One round trip for as many as `READ_BYTES` hold."""
         per_trip = max(1, READ_BYTES // shape.payload_bytes)
         for start in range(0, len(hashes), per_trip):

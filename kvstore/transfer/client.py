@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -47,7 +47,7 @@ class TransferClient:
 
     async def fetch(
         self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: Shape
-    ) -> AsyncIterator[CarriedBlock]:
+    ) -> AsyncGenerator[CarriedBlock, None]:
         """The leading run of `hashes` that the store of `source` sends, checked. The caller sets the deadline and
         closes the iterator: closing cancels, and frees what is pinned over there."""
         address = self._address_of(source)
@@ -87,7 +87,7 @@ class TransferClient:
         return channel
 
 
-async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: Shape) -> AsyncIterator[CarriedBlock]:
+async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: Shape) -> AsyncGenerator[CarriedBlock, None]:
     """Puts chunks together. Raises Spoiled, and what gRPC raises."""
     for name in hashes:
         first = await call.read()

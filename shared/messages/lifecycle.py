@@ -69,6 +69,8 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     misses: int
     lower_hits: int = 0
     """Those of `hits` that came from Redis or from another node."""
+    transfer: str = ""
+    """Host and port where the stores of other nodes fetch blocks ("10.0.0.7:7700"); empty where they cannot."""
 
 
 class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):

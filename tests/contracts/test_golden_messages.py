@@ -207,6 +207,8 @@ MESSAGES: list[Any] = [
             bytes_total=8192,
             hits=5,
             misses=6,
+            lower_hits=4,
+            transfer="10.0.0.7:7700",
         ),
     ),
     lifecycle.Drain(),
