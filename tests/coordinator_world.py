@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from services.coordinator.core.actions import Action, Moment, Place, Tell
-from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, ModelName, RequestId
+from shared.blocks import hash_chain
+from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingParams, StopParams
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service
+from shared.messages.kv_events import KvEvents, KvSource
+from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Role, Service, StoreReport
 from shared.tokens import pack
 
 MODEL = ModelName("demo/model")
@@ -42,6 +44,11 @@ def engine(
     max_model_len: int = 64,
     incarnation: int = 1,
     progress: int = 0,
+    blocks_total: int = 100,
+    blocks_used: int = 50,
+    role: Role = "mixed",
+    node: str | None = None,
+    prefill_tokens: int = 0,
 ) -> Lifecycle:
     report = EngineReport(
         model=card(model, max_model_len),
@@ -49,10 +56,13 @@ def engine(
         running=running,
         max_waiting=max_waiting,
         max_running=max_running,
-        blocks_total=100,
-        blocks_free=50,
+        blocks_total=blocks_total,
+        blocks_free=blocks_total - blocks_used,
         steps=0,
         tokens=0,
+        role=role,
+        node=NodeId(node) if node is not None else None,
+        prefill_tokens=prefill_tokens,
     )
     return life(
         "scheduler",
@@ -69,6 +79,53 @@ def detokenizer(instance: str = "detokenizer-1", phase: Phase = "ready", load: i
     return life("detokenizer", instance, phase, load=load)
 
 
+def store(node: str, phase: Phase = "ready", *, committed: int = 1) -> Lifecycle:
+    """The KV store of that node, `kvstore-NODE`."""
+    report = StoreReport(
+        node=NodeId(node),
+        slots=100,
+        committed=committed,
+        reserved=0,
+        pinned=0,
+        bytes_used=committed * 64,
+        bytes_total=6400,
+        hits=3,
+        misses=1,
+    )
+    return life("kvstore", f"kvstore-{node}", phase, store=report)
+
+
+def holds(
+    instance: str,
+    hashes: bytes = b"",
+    *,
+    number: int = 0,
+    epoch: int = 1,
+    removed: bytes = b"",
+    node: str | None = None,
+) -> KvEvents:
+    """What an engine, or (by its name) a node's store says of its blocks; number 0 begins with nothing held."""
+    return KvEvents(
+        source=source(instance, node),
+        epoch=Incarnation(epoch),
+        number=number,
+        stored=hashes,
+        removed=removed,
+        cleared=number == 0,
+    )
+
+
+def source(instance: str, node: str | None = None, model: ModelName = MODEL) -> KvSource:
+    is_store = instance.startswith("kvstore-")
+    at_node = instance.removeprefix("kvstore-") if is_store else node
+    return KvSource(
+        instance=InstanceId(instance),
+        model=model,
+        node=NodeId(at_node) if at_node is not None else None,
+        store=is_store,
+    )
+
+
 def route(
     request: str,
     attempt: int = 1,
@@ -79,16 +136,19 @@ def route(
     priority: int = 0,
     arrival: float = 0.0,
     model: ModelName = MODEL,
+    seed: int = 0,
 ) -> Route:
+    """Prompts of equal seeds begin alike."""
+    tokens = pack([(seed + position) % 2**32 for position in range(prompt)])
     return Route(
         Generation(
             request=RequestId(request),
             attempt=Attempt(attempt),
             gateway=GATEWAY,
             model=model,
-            tokens=pack(range(prompt)),
+            tokens=tokens,
             prompt_length=prompt,
-            block_hashes=b"",
+            block_hashes=b"".join(hash_chain(tokens, None)),
             sampling=SamplingParams(seed=1),
             stopping=StopParams(max_tokens=max_tokens),
             priority=priority,

@@ -10,7 +10,9 @@ from shared.config import load_or_exit
 
 
 def build(config: CoordinatorConfig, bus: Bus) -> CoordinatorActor:
-    return CoordinatorActor(bus, config.instance_id(), config.limits(), scale_timeout=config.scale_timeout)
+    return CoordinatorActor(
+        bus, config.instance_id(), config.limits(), config.routing(), scale_timeout=config.scale_timeout
+    )
 
 
 def main() -> None:

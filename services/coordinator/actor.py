@@ -14,12 +14,14 @@ from services.coordinator import admin, metrics
 from services.coordinator.core.actions import Action, CancelAt, Moment, Place, Tell
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.limits import Limits
+from services.coordinator.core.routing import Routing
 from shared import topics
 from shared.actor import Actor, Hears, Tick
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import InstanceId
 from shared.messages.coordinator import Route, Withdraw
 from shared.messages.gateway import Failed, Placed, Queued, Rejected
+from shared.messages.kv_events import DumpRequest, KvDump, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Generate
 
@@ -37,6 +39,7 @@ class CoordinatorActor(Actor):
         bus: Bus,
         instance: InstanceId,
         limits: Limits,
+        routing: Routing | None = None,
         *,
         scale_timeout: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -45,7 +48,8 @@ class CoordinatorActor(Actor):
         self._clock = clock
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
-        self.core = Coordinator(instance, limits, turn=turn, since=bus.liveness_now())
+        self.core = Coordinator(instance, limits, routing, turn=turn, since=bus.liveness_now())
+        self._index_gauges = metrics.IndexGauges()
         self._admin = admin.Admin(bus, self.core.fleet.registry, scale_timeout)
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -53,6 +57,8 @@ class CoordinatorActor(Actor):
             Hears(topics.route(), intake=True),
             Hears(topics.withdrawals()),
             Hears(topics.lifecycles()),
+            Hears(topics.all_kv_events()),
+            Hears(topics.kv_dumps(self.instance)),
         ]
 
     async def set_up(self) -> None:
@@ -65,10 +71,16 @@ class CoordinatorActor(Actor):
             case Withdraw():
                 if self.core.withdraw(message):
                     log.info("withdrawn", extra={"request": message.request, "attempt": message.attempt})
+            case KvEvents() | KvDump():
+                self.core.blocks_changed(message, self._moment())
+                await self._ask_for_dumps()
             case Lifecycle():
                 await self._send(self.core.lifecycle(message, self._moment()))
+                await self._ask_for_dumps()
             case Tick():
                 await self._send(self.core.time_passed(self._moment()))
+                await self._ask_for_dumps()
+                self._index_gauges.show(self.core.sources)
             case Undelivered():
                 await self._returned(message)
             case _:
@@ -103,6 +115,11 @@ class CoordinatorActor(Actor):
         elif route.generation.request in self.core.line:
             log.info("queued", extra=extra)
         return actions
+
+    async def _ask_for_dumps(self) -> None:
+        for source in self.core.dumps_wanted(self._moment()):
+            log.info("asks for a dump", extra={"source": source})
+            await self.bus.publish(topics.kv_dump_requests(source), DumpRequest(self.instance))
 
     async def _returned(self, undelivered: Undelivered) -> None:
         match undelivered.message:
@@ -156,8 +173,10 @@ class CoordinatorActor(Actor):
             return
         await self.bus.publish(gateway, placed, confirm=True)
         metrics.PLACEMENTS.labels(action.engine).inc()
+        metrics.note_routed(action, self.core.routing.policy)
         metrics.WAITED.observe(action.waited)
-        log.info("placed", extra=msgspec.structs.asdict(placed))
+        routed = {"decode_on": action.generate.decode_on, "predicted_cached": action.generate.predicted_cached}
+        log.info("placed", extra=msgspec.structs.asdict(placed) | routed)
 
 
 def _note_rejection(message: Rejected) -> None:

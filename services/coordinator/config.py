@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from services.coordinator.core.limits import Limits
+from services.coordinator.core.routing import Policy, Routing
 from shared.config import ServiceConfig
 
 
@@ -25,6 +26,32 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
             "none: until its own queue is full."
         ),
     ] = None
+    router_policy: Annotated[
+        Policy,
+        Meta(description="kv (least work, cached blocks counted), least-loaded, round-robin or random."),
+    ] = "kv"
+    router_temperature: Annotated[
+        float, Meta(ge=0, description="Above 0 engines are drawn by cost; 0 takes the cheapest, equals in turn.")
+    ] = 0.0
+    router_store_discount: Annotated[
+        float, Meta(ge=0, le=1, description="What a block in a KV store is worth beside one on the device.")
+    ] = 0.75
+    router_saturation: Annotated[
+        float,
+        Meta(ge=1, description="Times the mean of requests in hand beyond which an engine does not win by its cache."),
+    ] = 2.0
+    router_index_blocks: Annotated[
+        int, Meta(ge=1024, description="Blocks that the prefix map holds; about 120 bytes each.")
+    ] = 2_000_000
+    disaggregate_tokens: Annotated[
+        int, Meta(ge=0, description="Prompt tokens left to compute from which on a prefill engine does it.")
+    ] = 2048
+    disaggregate_share: Annotated[
+        float, Meta(ge=0, description="Or this share of the prompt left to compute; above 1: tokens alone decide.")
+    ] = 0.7
+    disaggregate_busy: Annotated[
+        int, Meta(ge=0, description="Tokens waiting for each prefill engine above which prompts stay local.")
+    ] = 16_384
     scale_timeout: Annotated[float, Meta(gt=0, description="Seconds the supervisor gets for `admin.scale`.")] = 30.0
 
     def limits(self) -> Limits:
@@ -33,4 +60,16 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
             queue_seconds=self.queue_timeout,
             expect_seconds=self.expect_engine,
             engine_fill=self.engine_fill,
+        )
+
+    def routing(self) -> Routing:
+        return Routing(
+            policy=self.router_policy,
+            temperature=self.router_temperature,
+            store_discount=self.router_store_discount,
+            saturation=self.router_saturation,
+            disaggregate_tokens=self.disaggregate_tokens,
+            disaggregate_share=self.disaggregate_share,
+            disaggregate_busy=self.disaggregate_busy,
+            index_blocks=self.router_index_blocks,
         )

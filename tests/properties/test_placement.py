@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.coordinator.core.actions import Action, Place, Tell
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.limits import Limits
+from services.coordinator.core.routing import Routing
 from shared.ids import Attempt, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import Queued, Rejected
@@ -160,7 +161,7 @@ class Fairness(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.held = dict.fromkeys(ENGINES, 0)
-        self.core = Coordinator(InstanceId("coordinator-1"), Limits())
+        self.core = Coordinator(InstanceId("coordinator-1"), Limits(), Routing(policy="least-loaded"))
         self.core.lifecycle(detokenizer(), at(0))
         for name in ENGINES:
             self.core.lifecycle(engine(name, max_running=1000), at(0))

@@ -1,17 +1,23 @@
-"""Which engine a coordinator chooses, and what it takes an engine's load to be."""
+"""Which engine a coordinator chooses by load alone, and what it takes an engine's load to be."""
 
 from __future__ import annotations
 
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.limits import Limits
 from services.coordinator.core.load import cost, room, share
+from services.coordinator.core.routing import Routing
 from shared.ids import DetokenizerId, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
 from tests.coordinator_world import at, detokenizer, engine, life, route, summary
 
 
-def coordinator(*lives: Lifecycle, limits: Limits | None = None, name: str = "coordinator-1") -> Coordinator:
-    core = Coordinator(InstanceId(name), limits or Limits())
+LEAST_LOADED = Routing(policy="least-loaded")
+
+
+def coordinator(
+    *lives: Lifecycle, limits: Limits | None = None, routing: Routing = LEAST_LOADED, name: str = "coordinator-1"
+) -> Coordinator:
+    core = Coordinator(InstanceId(name), limits or Limits(), routing)
     for heard in (*lives, detokenizer()):
         core.lifecycle(heard, at(0))
     return core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from services.coordinator.core.reuse import Reuse
 from shared.ids import EngineId, GatewayId
 from shared.messages.gateway import Placed, Queued, Rejected
 from shared.messages.scheduler import Cancel, Generate
@@ -27,6 +28,9 @@ class Place(NamedTuple):
     generate: Generate
     waited: float
     """Seconds that the request waited here."""
+    reuse: Reuse
+    """What the engine is expected not to have to compute, of `blocks`."""
+    blocks: int
 
     @property
     def placed(self) -> Placed:

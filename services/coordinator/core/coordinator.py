@@ -8,12 +8,16 @@ from services.coordinator.core.actions import Action, CancelAt, Moment, Place, T
 from services.coordinator.core.admission import refusal
 from services.coordinator.core.fence import Fence
 from services.coordinator.core.fleet import Fleet
+from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.limits import Limits
+from services.coordinator.core.router import Router
+from services.coordinator.core.routing import Routing
 from services.coordinator.core.waiting_line import Waiting, WaitingLine
 from shared.ids import EngineId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import Route, Withdraw
 from shared.messages.gateway import ErrorKind, Placed, Queued, Rejected
 from shared.messages.generation import Generation
+from shared.messages.kv_events import KvDump, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Generate
 
@@ -21,17 +25,28 @@ MAX_RETRY_AFTER = 60.0
 
 
 class Coordinator:
-    """Owns where requests go: who is alive, who waits, which attempts are stale.
+    """Owns where requests go: who is alive, who waits, which attempts are stale, which blocks are cached where.
 
     Each Route that is not stale ends in exactly one Place, one Rejected, or a Withdraw; until then it waits, and
     its gateway is told so again and again. A Place that found nobody counts as not made.
     """
 
-    def __init__(self, instance: InstanceId, limits: Limits, *, turn: int = 0, since: float = 0.0) -> None:
+    def __init__(
+        self,
+        instance: InstanceId,
+        limits: Limits,
+        routing: Routing | None = None,
+        *,
+        turn: int = 0,
+        since: float = 0.0,
+    ) -> None:
         """`turn`: see Fleet. `since`: the liveness clock at the start."""
         self.limits = limits
+        self.routing = routing or Routing()
         self.fleet = Fleet(instance, limits, turn, since)
+        self.sources = KvSources(self.routing.index_blocks)
         self.line = WaitingLine()
+        self._router = Router(self.fleet, self.sources, self.routing)
         self._fence = Fence(limits.remembered)
 
     def route(self, route: Route, at: Moment) -> list[Action]:
@@ -52,16 +67,33 @@ class Coordinator:
 
     def lifecycle(self, life: Lifecycle, at: Moment) -> list[Action]:
         """Somebody's sign of life; a report that shows room empties the line."""
-        self.fleet.heard(life, at)
+        gone = self.fleet.heard(life, at)
+        if gone is not None:
+            self.sources.gone(gone)
+        if holds_blocks(life):
+            self.sources.alive(life.instance)
         return self._pump_all(at) if life.service in ("scheduler", "detokenizer") and len(self.line) else []
 
     def time_passed(self, at: Moment) -> list[Action]:
         """Forgets the silent, rejects who waited for too long or in vain, tells the others that they wait."""
-        self.fleet.expire(at)
+        for gone in self.fleet.expire(at):
+            self.sources.gone(gone)
+        self.sources.tidy()
         actions = self._pump_all(at)
         for waiting in list(self.line):
             actions += self._reject_hopeless(waiting, at) or self._renew(waiting, at)
         return actions
+
+    def blocks_changed(self, message: KvEvents | KvDump, at: Moment) -> None:
+        """A source of cached blocks says what it holds."""
+        if isinstance(message, KvEvents):
+            self.sources.events(message, at.now)
+        else:
+            self.sources.dumped(message, at.now)
+
+    def dumps_wanted(self, at: Moment) -> list[InstanceId]:
+        """Who is to be asked now for all that it holds; each counts as asked."""
+        return self.sources.requests.due(at.now)
 
     def engine_unreachable(self, generate: Generate, at: Moment) -> list[Action]:
         """A Generate had no subscriber: the engine is gone, and the request goes elsewhere."""
@@ -126,13 +158,20 @@ class Coordinator:
         if (refused := self._refusal(generation)) is not None:  # queued before the model was known
             self.line.remove(generation.request)
             return [Tell(generation.gateway, refused)]
-        choice = self.fleet.choose(generation)
+        choice = self._router.choose(generation)
         if choice is None:
             return []
         self.line.remove(generation.request)
         self.fleet.place(choice, at)
         self._fence.placed(generation.request, choice.engine)
-        return [Place(choice.engine, Generate(generation, choice.detokenizer), at.now - waiting.since)]
+        generate = Generate(
+            generation,
+            choice.detokenizer,
+            decode_on=choice.decode_on,
+            kv_source=choice.reuse.remote_node,
+            predicted_cached=choice.predicted_cached,
+        )
+        return [Place(choice.engine, generate, at.now - waiting.since, choice.reuse, choice.blocks)]
 
     def _reject_hopeless(self, waiting: Waiting, at: Moment) -> list[Action]:
         """Rejects who has waited for too long, or for what is not expected any more."""
@@ -171,3 +210,8 @@ class Coordinator:
         first = self.line.of(model)[:1]
         waited = at.now - first[0].since if first else 0.0
         return float(min(MAX_RETRY_AFTER, max(1, math.ceil(waited))))
+
+
+def holds_blocks(life: Lifecycle) -> bool:
+    """Whether this is an engine that serves, or a KV store: alive, and with blocks to tell of."""
+    return life.phase not in ("stopped", "failed") and (life.engine is not None or life.store is not None)

@@ -1,21 +1,24 @@
-"""The engines and detokenizers as one coordinator sees them, and which of them a request goes to."""
+"""The engines and detokenizers as one coordinator sees them: who lives, who has room, what they have in hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from services.coordinator.core.actions import Moment
 from services.coordinator.core.admission import fits
+from services.coordinator.core.choice import Choice
 from services.coordinator.core.limits import Limits
-from services.coordinator.core.load import cost, room, share
-from services.coordinator.core.reservations import Reservations
+from services.coordinator.core.load import room, share
+from services.coordinator.core.policies import in_turn
+from services.coordinator.core.reservations import Reservations, Reserved
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName
 from shared.messages.generation import Generation
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Service
+from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Role, Service
 from shared.registry import Registry
 
-T = TypeVar("T")
+DECODING: frozenset[Role] = frozenset(("mixed", "decode"))
+PREFILLING: frozenset[Role] = frozenset(("prefill",))
 
 
 class Engine(NamedTuple):
@@ -27,9 +30,12 @@ class Engine(NamedTuple):
         return EngineId(self.life.instance)
 
 
-class Choice(NamedTuple):
+class Seat(NamedTuple):
+    """An engine that takes one more request, and what was placed there that its report does not hold yet."""
+
     engine: EngineId
-    detokenizer: DetokenizerId
+    report: EngineReport
+    placed: Reserved
 
 
 class Fleet:
@@ -49,11 +55,20 @@ class Fleet:
         self._unreachable: set[InstanceId] = set()
         self._everyone = [instance]
         self._models_heard: dict[ModelName, float] = {}
+        self._ready: dict[ModelName, list[Engine]] = {}
+        """Those asked for since the last change, by name."""
         self._detokenizer_heard: float | None = None
 
-    def heard(self, life: Lifecycle, at: Moment) -> None:
-        """Takes a sign of life in. Whoever was unreachable is reachable again from the next one on."""
+    @property
+    def turn(self) -> int:
+        """Goes on with each placement."""
+        return self._turn
+
+    def heard(self, life: Lifecycle, at: Moment) -> InstanceId | None:
+        """Takes a sign of life in; answers with the instance where its former life has ended. Whoever was unreachable
+        is reachable again from the next one on."""
         gone = self.registry.heard(life, at.alive)
+        self._ready.clear()
         if gone is not None:
             self._placed.forget(life.instance)
         if life.service in ("scheduler", "detokenizer"):
@@ -66,19 +81,25 @@ class Fleet:
         for report in (life.engine, life.worker):
             if report is not None:
                 self._models_heard[report.model.name] = at.alive
+        return gone.last.instance if gone is not None else None
 
-    def expire(self, at: Moment) -> None:
-        for gone in self.registry.expire(at.alive):
-            self._placed.forget(gone.last.instance)
-            self._unreachable.discard(gone.last.instance)
+    def expire(self, at: Moment) -> list[InstanceId]:
+        """Forgets who was silent for too long, and answers with them."""
+        silent = [gone.last.instance for gone in self.registry.expire(at.alive)]
+        for instance in silent:
+            self._placed.forget(instance)
+            self._unreachable.discard(instance)
+        self._ready.clear()
         self._count_coordinators()
         for model, heard in list(self._models_heard.items()):
             if not self._recent(heard, at):
                 del self._models_heard[model]
+        return silent
 
     def unreachable(self, engine: EngineId) -> None:
         """Nobody listens there: nothing goes to it until it is heard of again."""
         self._unreachable.add(InstanceId(engine))
+        self._ready.clear()
         self._placed.forget(InstanceId(engine))
 
     def card(self, model: ModelName) -> ModelCard | None:
@@ -87,14 +108,19 @@ class Fleet:
         return max(cards, key=lambda card: card.max_model_len, default=None)
 
     def ready(self, model: ModelName) -> list[Engine]:
-        """The engines that may take requests for `model`, full or not."""
-        return [
-            engine
-            for engine in self._engines()
-            if engine.life.phase == "ready"
-            and engine.report.model.name == model
-            and engine.life.instance not in self._unreachable
-        ]
+        """The engines that may take requests for `model`, full or not, by name."""
+        ready = self._ready.get(model)
+        if ready is None:
+            ready = [
+                engine
+                for engine in self._engines()
+                if engine.life.phase == "ready"
+                and engine.report.model.name == model
+                and engine.life.instance not in self._unreachable
+            ]
+            ready.sort(key=lambda engine: engine.id)
+            self._ready[model] = ready
+        return ready
 
     def missing(self, model: ModelName) -> str | None:
         """What a request for `model` cannot do without, and is not ready; None where all is there."""
@@ -114,27 +140,40 @@ class Fleet:
 
     def has_room(self, model: ModelName) -> bool:
         """Whether some engine of `model` takes one more; a quick no for a long line."""
-        return bool(self._least_loaded_detokenizers()) and any(self._room(e) > 0 for e in self.ready(model))
+        place = self._place()
+        return bool(self._least_loaded_detokenizers()) and any(self._room(e, place) > 0 for e in self.ready(model))
 
-    def choose(self, generation: Generation) -> Choice | None:
-        """The engine with the least work, and the detokenizer with the least; None where none has room.
+    def decoding(self, generation: Generation) -> list[Seat]:
+        """Who may take the whole of a request, by name; nobody where all are full.
 
-        Engines to be avoided count only where there is no other, full ones included.
+        Prefill engines decode where there is no other. Engines to be avoided count only where there is nobody else,
+        full ones included.
         """
-        detokenizers = self._least_loaded_detokenizers()
-        ready = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
+        ready = self._fitting(generation)
         others = [e for e in ready if e.id not in generation.avoid]
-        open_engines = [e for e in others or ready if self._room(e) > 0]
-        if not open_engines or not detokenizers:
-            return None
-        costs = {e.id: self._cost(e) for e in open_engines}
-        least = min(costs.values())
-        engine = self._in_turn(sorted(id_ for id_, cost_ in costs.items() if cost_ == least))
-        return Choice(engine, self._in_turn(detokenizers))
+        able = [e for e in others or ready if e.report.role in DECODING]
+        return self._seats(able or others or ready)
+
+    def handing_over(self, generation: Generation) -> list[Seat]:
+        """The prefill engines that may take a request and hand it over; none that is to be avoided."""
+        return self._seats(
+            engine
+            for engine in self._fitting(generation)
+            if engine.report.role in PREFILLING and engine.id not in generation.avoid
+        )
+
+    def detokenizer(self) -> DetokenizerId | None:
+        """One with the least work; None where there is none."""
+        least = self._least_loaded_detokenizers()
+        return in_turn(least, self._turn) if least else None
 
     def place(self, choice: Choice, at: Moment) -> None:
         """Counts a placement, until the receivers' reports do."""
-        self._placed.add(InstanceId(choice.engine), at.now)
+        reuse, blocks = choice.reuse, choice.blocks
+        self._placed.add(InstanceId(choice.engine), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
+        if choice.decode_on is not None:
+            later = self._limits.hand_over_seconds
+            self._placed.add(InstanceId(choice.decode_on), at.now, blocks=blocks, later=later)
         self._placed.add(InstanceId(choice.detokenizer), at.now)
         self._turn += 1
 
@@ -154,27 +193,38 @@ class Fleet:
         ready = {life.instance for life in self.registry.all("coordinator", "ready")}
         self._everyone = sorted(ready | {self._instance})
 
-    def _room(self, engine: Engine) -> int:
+    def _fitting(self, generation: Generation) -> list[Engine]:
+        return [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
+
+    def _seats(self, engines: Iterable[Engine]) -> list[Seat]:
+        """Those with room. The other coordinators are taken to place as much as this one: they see the same
+        reports."""
+        place, parts = self._place(), len(self._everyone)
+        return [
+            Seat(engine.id, engine.report, self._placed.on(engine.life.instance).times(parts))
+            for engine in engines
+            if self._room(engine, place) > 0
+        ]
+
+    def _place(self) -> int:
+        """Of this coordinator among all."""
+        return self._everyone.index(self._instance)
+
+    def _room(self, engine: Engine, place: int) -> int:
         """This coordinator's share of the engine's room, less what it has placed there since the report.
 
         What does not divide goes round with the engine's own message count, which all coordinators see alike.
         """
-        turn = self._everyone.index(self._instance) + engine.life.progress
         whole = room(engine.report, self._limits.engine_fill)
-        return share(whole, len(self._everyone), turn) - self._placed.count(engine.life.instance)
-
-    def _cost(self, engine: Engine) -> int:
-        """The other coordinators are taken to place as much as this one: they see the same reports."""
-        return cost(engine.report, len(self._everyone) * self._placed.count(engine.life.instance))
+        if len(self._everyone) > 1:
+            whole = share(whole, len(self._everyone), place + engine.life.progress)
+        return whole - self._placed.on(engine.life.instance).requests
 
     def _least_loaded_detokenizers(self) -> list[DetokenizerId]:
         ready = self._reachable("detokenizer")
-        loads = {life.instance: life.load + self._placed.count(life.instance) for life in ready}
+        loads = {life.instance: life.load + self._placed.on(life.instance).requests for life in ready}
         least = min(loads.values(), default=0)
         return sorted(DetokenizerId(instance) for instance, load in loads.items() if load == least)
 
     def _reachable(self, service: Service) -> list[Lifecycle]:
         return [life for life in self.registry.all(service, "ready") if life.instance not in self._unreachable]
-
-    def _in_turn(self, equals: list[T]) -> T:
-        return equals[self._turn % len(equals)]

@@ -18,6 +18,8 @@ class Limits(NamedTuple):
     heard with the next report, half a second late."""
     settle_seconds: float = 0.1
     """A placement younger than this, when an engine's report comes in, may not be counted in it yet."""
+    hand_over_seconds: float = 1.0
+    """How long a request is taken to stay on the engine that prefills it, before the one that decodes it reports it."""
     renew_seconds: float = 1.0
     """How often a gateway is told again that its request waits here, so that silence means something."""
     remembered: int = 65_536

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shared.ids import InstanceId
 
 
+class Reserved(NamedTuple):
+    """The sum of what was placed on one instance."""
+
+    requests: int = 0
+    prefill: int = 0
+    """Blocks to compute."""
+    blocks: int = 0
+    """Blocks of KV memory that it will take."""
+
+    def times(self, parts: int) -> Reserved:
+        return self if parts == 1 else Reserved(self.requests * parts, self.prefill * parts, self.blocks * parts)
+
+
+NOTHING = Reserved()
+
+
+class _Placed(NamedTuple):
+    counted: float
+    """From when on a report holds it."""
+    what: Reserved
+
+
+@dataclass(slots=True)
+class _Instance:
+    placed: list[_Placed] = field(default_factory=list)
+    total: Reserved = NOTHING
+
+    def add(self, placed: _Placed) -> None:
+        self.placed.append(placed)
+        self.total = _sum(self.total, placed.what)
+
+    def reported(self, now: float) -> None:
+        self.placed = [placed for placed in self.placed if now < placed.counted]
+        self.total = NOTHING
+        for placed in self.placed:
+            self.total = _sum(self.total, placed.what)
+
+
 class Reservations:
-    """Owns the times of the placements that no report covers yet, by instance.
+    """Owns the placements that no report covers yet, by instance.
 
     A report says nothing of what it counted. It was written a moment before it is heard, so a placement made
     within the last `settle` seconds may have crossed it on the way: that one is kept until the next report.
@@ -17,19 +56,25 @@ class Reservations:
 
     def __init__(self, settle: float) -> None:
         self._settle = settle
-        self._placed: dict[InstanceId, deque[float]] = {}
+        self._instances: dict[InstanceId, _Instance] = {}
 
-    def add(self, instance: InstanceId, now: float) -> None:
-        self._placed.setdefault(instance, deque()).append(now)
+    def add(self, instance: InstanceId, now: float, *, prefill: int = 0, blocks: int = 0, later: float = 0.0) -> None:
+        """`later`: seconds that the request needs to get there, at a guess."""
+        placed = _Placed(now + self._settle + later, Reserved(1, prefill, blocks))
+        self._instances.setdefault(instance, _Instance()).add(placed)
 
     def reported(self, instance: InstanceId, now: float) -> None:
-        placed = self._placed.get(instance)
-        while placed and now - placed[0] >= self._settle:
-            placed.popleft()
+        if (there := self._instances.get(instance)) is not None and there.placed:
+            there.reported(now)
 
     def forget(self, instance: InstanceId) -> None:
         """The instance is gone, and what it was given with it."""
-        self._placed.pop(instance, None)
+        self._instances.pop(instance, None)
 
-    def count(self, instance: InstanceId) -> int:
-        return len(self._placed.get(instance, ()))
+    def on(self, instance: InstanceId) -> Reserved:
+        there = self._instances.get(instance)
+        return there.total if there is not None else NOTHING
+
+
+def _sum(a: Reserved, b: Reserved) -> Reserved:
+    return Reserved(a.requests + b.requests, a.prefill + b.prefill, a.blocks + b.blocks)

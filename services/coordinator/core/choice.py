@@ -1,0 +1,25 @@
+"""Where one request goes, and what was expected of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.coordinator.core.reuse import Reuse
+from shared.blocks import BLOCK_SIZE
+from shared.ids import DetokenizerId, EngineId
+
+
+class Choice(NamedTuple):
+    engine: EngineId
+    """Who gets the request, and computes its prompt."""
+    detokenizer: DetokenizerId
+    reuse: Reuse
+    """What `engine` need not compute, of `blocks`."""
+    blocks: int
+    decode_on: EngineId | None = None
+    """To whom `engine` hands it over; None: it keeps it."""
+
+    @property
+    def predicted_cached(self) -> int:
+        """Tokens."""
+        return self.reuse.blocks * BLOCK_SIZE

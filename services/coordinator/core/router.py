@@ -1,0 +1,139 @@
+"""Which engine a request goes to, and whether another one prefills it. Costs are in blocks of work.
+
+cost = prefill blocks still to compute there (the request's own, and those that wait) + decode blocks in use
+
+as NVIDIA Dynamo's KV router has it; blocks in KV stores, saturation and the hand-over are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from services.coordinator.core.choice import Choice
+from services.coordinator.core.fleet import Fleet, Seat
+from services.coordinator.core.kv_sources import KvSources
+from services.coordinator.core.load import blocks_after, blocks_of, cost, prefill_work
+from services.coordinator.core.policies import Lot, chance, pick
+from services.coordinator.core.reuse import Reuse, Reuses
+from services.coordinator.core.routing import Routing
+from shared.blocks import BLOCK_SIZE
+from shared.ids import InstanceId
+from shared.messages.generation import Generation
+from shared.tokens import TOKEN_BYTES
+
+A_FEW = 4
+"""Requests in hand beyond the mean that are no saturation: a step takes about as long for a handful as for one."""
+
+
+class _Asked(NamedTuple):
+    """A request as far as it matters where it goes."""
+
+    generation: Generation
+    tokens: int
+    blocks: int
+    reuses: Reuses
+
+
+class Router:
+    """Reads the fleet and the sources, which the coordinator owns; holds nothing of its own."""
+
+    def __init__(self, fleet: Fleet, sources: KvSources, routing: Routing) -> None:
+        self._fleet = fleet
+        self._sources = sources
+        self._routing = routing
+
+    def choose(self, generation: Generation) -> Choice | None:
+        """None where no engine, or no detokenizer, takes one more."""
+        seats = self._fleet.decoding(generation)
+        detokenizer = self._fleet.detokenizer()
+        if not seats or detokenizer is None:
+            return None
+        asked = self._asked(generation)
+        reuses = _reuses(asked, seats)
+        chosen = self._pick(self._costs(asked, seats, reuses), asked, "decode")
+        engine, reuse = seats[chosen], reuses[chosen]
+        apart = self._apart(asked, reuse, [seat for seat in seats if seat.report.role != "prefill"])
+        if apart is not None:
+            prefill, reuse, decode = apart
+            return Choice(prefill.engine, detokenizer, reuse, asked.blocks, decode.engine)
+        return Choice(engine.engine, detokenizer, reuse, asked.blocks)
+
+    def _asked(self, generation: Generation) -> _Asked:
+        """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too."""
+        tokens = len(generation.tokens) // TOKEN_BYTES
+        hits = self._sources.hits(generation.model, generation.block_hashes, (tokens - 1) // BLOCK_SIZE)
+        return _Asked(generation, tokens, blocks_of(tokens), Reuses(hits))
+
+    # ---- one engine
+
+    def _costs(self, asked: _Asked, seats: Sequence[Seat], reuses: Sequence[Reuse]) -> list[float]:
+        if self._routing.policy != "kv":
+            return [cost(seat.report, seat.placed.requests) for seat in seats]
+        blocks, discount = asked.blocks, self._routing.store_discount
+        return [
+            prefill_work(seat.report, seat.placed)
+            + blocks
+            - (0.0 if saturated else reuse.worth(discount))
+            + blocks_after(seat.report, seat.placed, blocks, reuse)
+            for seat, reuse, saturated in zip(seats, reuses, self._saturated(seats), strict=True)
+        ]
+
+    def _saturated(self, seats: Sequence[Seat]) -> list[bool]:
+        """Who has too much in hand, or no running slot, to win by what it has cached. Where all are, none is."""
+        in_hand = [seat.report.waiting + seat.report.running + seat.placed.requests for seat in seats]
+        bound = self._routing.saturation * sum(in_hand) / len(in_hand) + A_FEW
+        saturated = [
+            load > bound or seat.report.running + seat.placed.requests >= seat.report.max_running
+            for load, seat in zip(in_hand, seats, strict=True)
+        ]
+        return [False] * len(seats) if all(saturated) else saturated
+
+    def _pick(self, costs: Sequence[float], asked: _Asked, draw: str) -> int:
+        generation = asked.generation
+        lot = Lot(self._fleet.turn, chance(generation.request, generation.attempt, draw))
+        return pick(self._routing.policy, costs, self._routing.temperature, lot)
+
+    # ---- two engines
+
+    def _apart(self, asked: _Asked, local: Reuse, decoding: Sequence[Seat]) -> tuple[Seat, Reuse, Seat] | None:
+        """Who prefills, with what, and who decodes; None where the request is better kept in one place.
+
+        Blocks pass through KV stores, so both engines need one on their node.
+        """
+        if not self._long(asked, local):
+            return None
+        prefilling = [seat for seat in self._fleet.handing_over(asked.generation) if seat.report.node is not None]
+        receiving = [seat for seat in decoding if seat.report.node is not None]
+        if not prefilling or not receiving or self._busy(prefilling):
+            return None
+        reuses = _reuses(asked, prefilling)
+        chosen = self._pick(self._costs(asked, prefilling, reuses), asked, "prefill")
+        prefill = prefilling[chosen]
+        decode = receiving[self._pick(self._receiving_costs(asked, prefill, receiving), asked, "hand-over")]
+        return prefill, reuses[chosen], decode
+
+    def _long(self, asked: _Asked, local: Reuse) -> bool:
+        """Whether enough of the prompt is left to compute."""
+        left = asked.tokens - local.blocks * BLOCK_SIZE
+        return left >= self._routing.disaggregate_tokens or left >= self._routing.disaggregate_share * asked.tokens
+
+    def _busy(self, prefilling: Sequence[Seat]) -> bool:
+        waiting = sum(prefill_work(seat.report, seat.placed) for seat in prefilling) * BLOCK_SIZE
+        return waiting > self._routing.disaggregate_busy * len(prefilling)
+
+    def _receiving_costs(self, asked: _Asked, prefill: Seat, receiving: Sequence[Seat]) -> list[float]:
+        """Nothing is left to compute there; what comes from another node's store comes at the price of the way."""
+        if self._routing.policy != "kv":
+            return [cost(seat.report, seat.placed.requests) for seat in receiving]
+        price = 1 - self._routing.store_discount
+        return [
+            prefill_work(seat.report, seat.placed)
+            + blocks_after(seat.report, seat.placed, asked.blocks, reuse)
+            + (0.0 if seat.report.node == prefill.report.node else price * (asked.blocks - reuse.device))
+            for seat, reuse in zip(receiving, _reuses(asked, receiving), strict=True)
+        ]
+
+
+def _reuses(asked: _Asked, seats: Sequence[Seat]) -> list[Reuse]:
+    return [asked.reuses.of(InstanceId(seat.engine), seat.report.node) for seat in seats]
