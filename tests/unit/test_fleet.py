@@ -97,6 +97,15 @@ def test_everybody_starts_at_once_engines_first() -> None:
     ]
 
 
+def test_pools_are_engines_with_names_of_their_own() -> None:
+    counts = Counts(engines=0, prefill=2, decode=1, decode_ranks=2, kvstore=1)
+    commands = Simulation(counts).tick()
+    assert [c.seat.instance for c in commands if isinstance(c, Start)][:8] == [
+        *("prefill-1", "prefill-1-rank0", "prefill-2", "prefill-2-rank0"),
+        *("decode-1", "decode-1-rank0", "decode-1-rank1", "kvstore-1"),
+    ]
+
+
 def test_the_stack_is_settled_once_all_were_ready_together() -> None:
     stack = Simulation()
     stack.tick()
@@ -270,7 +279,25 @@ def test_who_does_not_finish_draining_is_killed() -> None:
     assert stack.tick(1.0) == [Kill(InstanceId("tokenizer-2"))]
 
 
-@pytest.mark.parametrize(("service", "count"), [("tokenizer", 0), ("tokenizer", 257), ("scheduler", 2), ("", 1)])
+def test_a_pool_is_scaled_with_its_own_number_of_ranks() -> None:
+    stack = Simulation(Counts(engines=0, prefill=1, decode=1, decode_ranks=2)).all_ready()
+    commands = stack.handle(ScaleAsked("decode", 2))
+    assert answer(commands) == Scaled(started=("decode-2", "decode-2-rank0", "decode-2-rank1"), stopping=())
+    commands = stack.handle(ScaleAsked("prefill", 2))
+    assert answer(commands) == Scaled(started=("prefill-2", "prefill-2-rank0"), stopping=())
+
+
+def test_a_pool_may_be_emptied_while_others_decode() -> None:
+    stack = Simulation(Counts(engines=1, prefill=1, decode=1)).all_ready()
+    assert answer(stack.handle(ScaleAsked("prefill", 0))) == Scaled((), ("prefill-1", "prefill-1-rank0"))
+    assert answer(stack.handle(ScaleAsked("engines", 0))) == Scaled((), ("engine-1", "engine-1-rank0"))
+    assert answer(stack.handle(ScaleAsked("decode", 0))) == ScaleRefused("decode=0: from 1 to 256 are possible")
+
+
+@pytest.mark.parametrize(
+    ("service", "count"),
+    [("tokenizer", 0), ("tokenizer", 257), ("scheduler", 2), ("kvstore", 2), ("engines", 0), ("", 1)],
+)
 def test_what_cannot_be_scaled_is_refused(service: str, count: int) -> None:
     stack = Simulation().all_ready()
     before = stack.present()
@@ -285,15 +312,16 @@ def ends_of(commands: Iterable[Command]) -> set[str]:
     return {c.instance for c in commands if isinstance(c, Terminate)}
 
 
-def test_gateways_end_first_then_what_they_needed_then_the_ranks() -> None:
-    stack = Simulation(Counts(gateway=2)).all_ready()
+def test_gateways_end_first_then_what_they_needed_then_the_ranks_then_the_store() -> None:
+    stack = Simulation(Counts(gateway=2, kvstore=1)).all_ready()
     assert ends_of(stack.handle(StopAsked())) == {"gateway-1", "gateway-2"}
     assert ends_of(stack.ends("gateway-1", 0)) == set()
     middle = {"tokenizer-1", "coordinator-1", "detokenizer-1", "engine-1"}
     assert ends_of(stack.ends("gateway-2", 0)) == middle
     ended = [command for name in sorted(middle) for command in stack.ends(name, 0)]
     assert ends_of(ended) == {"engine-1-rank0"}
-    stack.ends("engine-1-rank0", 0)
+    assert ends_of(stack.ends("engine-1-rank0", 0)) == {"kvstore-1"}
+    stack.ends("kvstore-1", 0)
     assert stack.fleet.is_empty
 
 

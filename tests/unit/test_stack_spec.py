@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 
 from deploy.cli.errors import CommandError
 from deploy.cli.ps import duration
-from deploy.cli.stack_spec import merged, model_directory, parsed_settings, served_name
+from deploy.cli.stack_spec import cpu_share, engines_asked, merged, model_directory, parsed_settings, served_name
 from deploy.supervisor.core.plan import Counts, all_seats
 from deploy.supervisor.launch import Whereabouts, flags, secret_settings, service_command
-from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.spec import StackSpec, StoreSpec
+from shared.ids import NodeId
 
 WHERE = Whereabouts(port=8001, supervisor_fd=5, rendezvous="127.0.0.1:9")
 
@@ -73,6 +75,55 @@ def test_keys_go_by_environment_to_the_gateways_only() -> None:
     assert told.pop("gateway") == {"BATON_GATEWAY_API_KEYS": "k1,k2"}
     assert set(map(str, told.values())) == {"{}"}
     assert not any("k1" in part for argv in commands(guarded).values() for part in argv)
+
+
+def test_ranks_of_a_pool_are_told_their_number_and_schedulers_their_role() -> None:
+    pools = Counts(engines=1, prefill=1, decode=1, decode_ranks=2)
+    told = {instance: set(argv) for instance, argv in commands(spec(counts=pools)).items()}
+    assert told["prefill-1"] >= {"--role=prefill", "--world-size=1"}
+    assert told["decode-1"] >= {"--role=decode", "--world-size=2"}
+    assert told["decode-1-rank1"] >= {"--engine=decode-1", "--rank=1", "--world-size=2", "--rendezvous=127.0.0.1:9"}
+    assert not any("rendezvous" in flag for flag in told["prefill-1-rank0"])
+    assert not any(flag.startswith("--role") for flag in told["engine-1"])
+
+
+def test_store_schedulers_and_ranks_are_told_of_one_node_and_one_directory() -> None:
+    stack = spec(counts=Counts(kvstore=1), store=StoreSpec(node=NodeId("n1"), memory=7))
+    where = WHERE._replace(arenas=Path("/dev/shm/a"), redis_url="redis://:secret@h")
+    told: dict[str, set[str]] = {s.instance: set(service_command(stack, s, where)) for s in all_seats(stack.counts)}
+    assert told["kvstore-1"] >= {"kvstore", "--node=n1", "--directory=/dev/shm/a", "--kvstore-memory=7"}
+    assert "--node=n1" in told["engine-1"]
+    assert "--kvstore-dir=/dev/shm/a" in told["engine-1-rank0"]
+    secrets: dict[str, dict[str, str]] = {
+        seat.instance: secret_settings(stack, seat, where) for seat in all_seats(stack.counts)
+    }
+    assert secrets.pop("kvstore-1") == {"BATON_KVSTORE_REDIS_URL": "redis://:secret@h"}
+    assert set(map(str, secrets.values())) == {"{}"}
+    assert not any("secret" in flag for flags_ in told.values() for flag in flags_)
+
+
+def test_without_a_store_nobody_is_told_of_one() -> None:
+    flags_ = [flag for argv in commands(spec()).values() for flag in argv]
+    assert not any(flag.startswith(("--node", "--kvstore", "--role")) for flag in flags_)
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"), [((None, 0, 0), 1), ((None, 2, 1), 0), ((2, 2, 1), 2), ((None, 0, 1), 0), ((1, 1, 0), 1)]
+)
+def test_there_is_one_engine_or_what_was_asked(asked: tuple[int | None, int, int], made: int) -> None:
+    assert engines_asked(*asked) == made
+
+
+@pytest.mark.parametrize("asked", [(None, 2, 0), (0, 0, 0), (0, 1, 0)])
+def test_somebody_must_decode(asked: tuple[int | None, int, int]) -> None:
+    with pytest.raises(CommandError, match="--decode"):
+        engines_asked(*asked)
+
+
+def test_engines_of_all_pools_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert cpu_share(Counts(ranks=4)) is None
+    assert cpu_share(Counts(engines=0, prefill=1, decode=1, decode_ranks=2)) == max(1, cores // 3)
 
 
 def test_a_model_is_called_as_asked_or_as_its_source(tmp_path: Path) -> None:
