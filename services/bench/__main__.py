@@ -11,9 +11,10 @@ USAGE = """usage: python -m services.bench COMMAND [--help] [flags]
   serve         requests at a rate or a concurrency, streamed: TTFT, TPOT, ITL, end-to-end latency, throughput
   latency       one batch of equal requests, repeated
   throughput    every request at once: tokens per second
+  interference  inter-token latency of steady streams while long prompts arrive
   prefixes      how much a file of prompts repeats their beginnings; needs no server
 """
-COMMANDS = ("serve", "latency", "throughput", "prefixes")
+COMMANDS = ("serve", "latency", "throughput", "interference", "prefixes")
 """Each a module of this package with a `main`."""
 
 

@@ -53,7 +53,7 @@ class BatchOptions(NamedTuple):
     pids: dict[str, int]
 
 
-ALWAYS_FULL = ("latency", "throughput")
+ALWAYS_FULL = ("latency", "throughput", "interference")
 """Commands whose answers have their full length unless told otherwise."""
 
 

@@ -221,6 +221,44 @@ def test_throughput_sends_everything_at_once(tmp_path: Path, capsys: pytest.Capt
     assert "Output token throughput" in capsys.readouterr().out
 
 
+STEADY = "--streams 3 --stream-output-len 20 --quiet 0.3 --duration 0.4 --long-rate 20 --long-input-len 50"
+
+
+def test_steady_streams_are_measured_before_and_while_long_prompts_arrive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    first, plot = tmp_path / "first.json", tmp_path / "plot.svg"
+    with Server(interval=0.004) as fake:
+        bench("interference", fake, f"{STEADY} --label one", file=first)
+        fake.bodies.clear()
+        result = bench("interference", fake, f"{STEADY} --plot {plot} --beside {first}", file=tmp_path / "second")
+    lengths = [len(body["prompt"]) for body in fake.bodies]
+    assert set(lengths) == {32, 50}
+    assert lengths.count(50) == result["long_prompts"] + 1 > 1
+    assert result["failed"] == 0
+    for phase in ("quiet", "disturbed"):
+        assert result[phase]["tokens"] > 10
+        assert result[phase]["max_itl_ms"] >= result[phase]["p99_itl_ms"] >= result[phase]["median_itl_ms"] >= 3
+    assert 0 < result["median_long_ttft_ms"] <= result["p99_long_ttft_ms"]
+    assert plot.stat().st_size > 5000
+    assert "P99 ITL, times that before:" in capsys.readouterr().out
+
+
+def test_what_keeps_interference_from_being_measured_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server(interval=0.2) as fake:
+        flags = ["--base-url", fake.url, "--quiet", "0.05", "--duration", "0.1", "--long-rate", "50"]
+        assert main(["interference", *flags, "--streams", "2", "--stream-output-len", "2", "--warmup", "0"]) == 1
+        assert "a longer --quiet" in capsys.readouterr().err
+    with Server(fail_every=1) as fake:
+        assert main(["interference", "--base-url", fake.url, "--quiet", "0.05", "--duration", "0.1"]) == 1
+        assert "told to fail" in capsys.readouterr().err
+        assert main(["interference", "--base-url", fake.url, "--beside", str(tmp_path / "nowhere")]) == 1
+        assert "--beside" in capsys.readouterr().err
+
+
 def test_the_servers_processes_are_found_by_its_port(server: FakeOpenAI) -> None:
     found = find_stack(server.url)
     assert os.getpid() in found.values()

@@ -9,6 +9,7 @@ import pytest
 
 from services.bench.arrivals import arrivals
 from services.bench.core.cache_figures import cache_figures, turn_figures
+from services.bench.core.interference_figures import Window, begun, interference_figures, token_gaps
 from services.bench.core.outcome import Outcome, Run
 from services.bench.core.processor_time import ProcessError, Share, parse_pids, shares, total
 from services.bench.core.statistics import (
@@ -115,6 +116,21 @@ def test_the_table_shows_each_metric_and_the_hungriest_process_first() -> None:
     assert ["P90", "E2EL", "(ms):", "2000.00"] in lines
     assert ["Maximum", "request", "concurrency:", "4"] in lines
     assert lines.index(["b", "2.00", "4.000", "1.00"]) < lines.index(["a", "0.50", "1.000", "0.25"])
+
+
+def test_gaps_are_parted_by_when_long_prompts_came() -> None:
+    """Two streams from second 100 on; long prompts from 103, the end at 106."""
+    window = Window(100.0, 103.0, 106.0)
+    one, other = outcome(100, 101, 102, 104, 105), outcome(100, 101.5, 102.5, 105.5, 107)
+    gaps = token_gaps([one, other], window)
+    assert sorted(gaps) == [(2.0, 1.0), (2.5, 1.0), (4.0, 2.0), (5.0, 1.0), (5.5, 3.0)]
+    assert begun([one, other]) == 101.5
+    figures = interference_figures(gaps, begun([one, other]), window, [50.0])
+    assert (figures["quiet"]["tokens"], figures["quiet"]["p50_itl_ms"]) == (2, 1000)
+    assert (figures["disturbed"]["tokens"], figures["disturbed"]["p50_itl_ms"]) == (3, 2000)
+    assert figures["disturbed"]["max_itl_ms"] == 3000
+    assert figures["p99_itl_ratio"] == pytest.approx(2.98)
+    assert figures["timeline"][0] == {"second": 2.0, "median_itl_ms": 1000, "max_itl_ms": 1000}
 
 
 def told(prompt: int, cached: int | None, ttft: float, turn: int = 0) -> Outcome:

@@ -1,0 +1,216 @@
+"""`bench interference`: how steady streams fare while long prompts arrive. Knows nothing of the server but its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from services.bench.api import Api, ApiError, Prompt
+from services.bench.arrivals import arrivals
+from services.bench.core.interference_figures import Window, begun, interference_figures, token_gaps
+from services.bench.core.outcome import Outcome, Run
+from services.bench.core.processor_time import Share
+from services.bench.core.statistics import mean, percent_name, percentile
+from services.bench.core.table import WIDTH, line, rule, share_lines
+from services.bench.datasets.choice import make_writer
+from services.bench.datasets.random_lengths import random_prompts
+from services.bench.interference_plot import plot_interference, read_results
+from services.bench.load import Load
+from services.bench.options import (
+    OutputOptions,
+    TargetOptions,
+    fields,
+    natural,
+    parser,
+    percent_list,
+    positive,
+    whole,
+)
+from services.bench.plotting import check_plot
+from services.bench.session import (
+    explain_failures,
+    measured,
+    provenance,
+    report,
+    run_to_exit_code,
+    server_processes,
+    session,
+    warm_up,
+)
+
+PROMPTS_PER_STREAM = 8
+"""Different ones, then the same again: short prompts that are cached disturb nobody."""
+
+
+class InterferenceOptions(NamedTuple):
+    target: TargetOptions
+    output: OutputOptions
+    streams: int
+    stream_input_len: int
+    stream_output_len: int
+    long_input_len: int
+    long_output_len: int
+    long_rate: float
+    burstiness: float
+    quiet: float
+    duration: float
+    warmup: int
+    text: bool
+    tokenizer: Path | None
+    vocab_size: int | None
+    ignore_eos: bool
+    seed: int
+    percentiles: list[float]
+    plot: Path | None
+    beside: list[Path]
+    cpu: bool
+    pids: dict[str, int]
+
+
+def interference_options(argv: Sequence[str] | None) -> InterferenceOptions:
+    """Parses the flags; a bad one is explained, and ends the process with status 2."""
+    made = parser("interference", "Inter-token latency of steady streams before and while long prompts arrive.")
+    load = made.add_argument_group("load")
+    load.add_argument("--streams", type=natural, default=8, help="decoded all the time; default: %(default)s")
+    load.add_argument("--stream-input-len", type=natural, default=32, help="default: %(default)s")
+    load.add_argument("--stream-output-len", type=natural, default=128, help="then a new one begins in its place")
+    load.add_argument("--long-input-len", type=natural, default=1024, help="tokens; default: %(default)s")
+    load.add_argument("--long-output-len", type=natural, default=8, help="default: %(default)s")
+    load.add_argument("--long-rate", type=positive, default=0.5, help="long prompts per second; default: %(default)s")
+    load.add_argument("--burstiness", type=positive, default=1.0, help="of the long ones; 1: Poisson; more: steadier")
+    load.add_argument("--quiet", type=positive, default=5.0, help="seconds before the first; default: %(default)s")
+    load.add_argument("--duration", type=positive, default=20.0, help="seconds with long prompts; default: %(default)s")
+    load.add_argument(
+        "--warmup", type=whole, default=1, help="long and short prompts made before; default: %(default)s"
+    )
+    made.add_argument("--percentiles", type=percent_list, default=[99.0])
+    made.add_argument("--plot", type=Path, help="latency over time, to this .png, .svg or .pdf (needs matplotlib)")
+    made.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="RESULT", help="earlier results to plot too"
+    )
+    return InterferenceOptions(**fields(made, made.parse_args(argv), InterferenceOptions._fields))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 where every request succeeded. `argv` are the flags, without a program's name."""
+    options = interference_options(argv)
+    return run_to_exit_code(lambda: interference(options))
+
+
+async def interference(options: InterferenceOptions) -> int:
+    check_plot(options.plot)
+    earlier = read_results(options.beside)
+    async with session(options.target, options.ignore_eos) as api:
+        load = await _prepared(options, api)
+        processes = server_processes(options.target.base_url, options.cpu, options.pids)
+        long_ones, shares = await measured(load.run, len(load.starts), "long prompts", options.output, processes)
+    result = _result(options, api, load, long_ones, shares)
+    report(options.output, result, "\n".join([*_lines(result, options.percentiles), *share_lines(shares), "=" * WIDTH]))
+    explain_failures(long_ones)
+    if options.plot is not None:
+        plot_interference(options.plot, [*earlier, {**result, "label": options.output.label or "this run"}])
+    return 1 if long_ones.failed else 0
+
+
+class _Interference:
+    """Owns one run: what the steady streams said, and when it began."""
+
+    def __init__(self, options: InterferenceOptions, api: Api, short: list[Prompt], long: list[Prompt]) -> None:
+        self._options, self._api = options, api
+        self._short = itertools.cycle(short)
+        rate = arrivals(len(long), options.long_rate, options.burstiness, Random(options.seed))
+        self.starts = [options.quiet + start for start in rate if start < options.duration]
+        self._long = long[: len(self.starts)]
+        self.window = Window(0.0, 0.0, 0.0)
+        self.firsts: list[Outcome] = []
+        """The first request of each stream."""
+        self.steady: list[Outcome] = []
+
+    async def run(self, done: Callable[[Outcome], None]) -> Run:
+        """The outcomes of the long prompts. Raises ApiError where a stream fails: nothing would be steady."""
+        begin = time.perf_counter()
+        disturbed = begin + self._options.quiet
+        self.window = Window(begin, disturbed, disturbed + self._options.duration)
+        streams = [asyncio.create_task(self._stream()) for _ in range(self._options.streams)]
+        try:
+            run = await Load(self._api.stream, None, done).run(self._long, self.starts)
+            await asyncio.gather(*streams)
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+        if begun(self.firsts) >= disturbed:
+            raise ApiError("the streams had not all begun when the first long prompt came: a longer --quiet is needed")
+        return run
+
+    async def _stream(self) -> None:
+        first = True
+        while time.perf_counter() < self.window.end:
+            outcome = await self._api.stream(next(self._short))
+            if outcome.error is not None:
+                raise ApiError(f"a steady stream: {outcome.error}")
+            self.steady.append(outcome)
+            if first:
+                self.firsts.append(outcome)
+            first = False
+
+
+async def _prepared(options: InterferenceOptions, api: Api) -> _Interference:
+    random = Random(options.seed)
+    writer = await make_writer(api, options.text, options.tokenizer, options.vocab_size)
+    short_shape = options.stream_input_len, options.stream_output_len, 0.0
+    long_shape = options.long_input_len, options.long_output_len, 0.0
+    count = max(1, int(options.duration * options.long_rate))
+    short = await random_prompts(writer, options.warmup + PROMPTS_PER_STREAM * options.streams, *short_shape, random)
+    long = await random_prompts(writer, options.warmup + count, *long_shape, random)
+    await warm_up(api.stream, [*short[: options.warmup], *long[: options.warmup]])
+    return _Interference(options, api, short[options.warmup :], long[options.warmup :])
+
+
+def _result(
+    options: InterferenceOptions, api: Api, load: _Interference, long_ones: Run, shares: Sequence[Share]
+) -> dict[str, Any]:
+    gaps = token_gaps(load.steady, load.window)
+    ttfts = [outcome.ttft for outcome in long_ones.completed]
+    shape = ("streams", "stream_input_len", "stream_output_len", "long_input_len", "long_output_len", "long_rate")
+    return {
+        **provenance(api, options.output.label),
+        **{name: getattr(options, name) for name in shape},
+        "quiet_seconds": options.quiet,
+        "disturbed_seconds": options.duration,
+        "long_prompts": len(long_ones.outcomes),
+        "failed": len(long_ones.failed),
+        "mean_long_ttft_ms": mean(ttfts) * 1000,
+        "median_long_ttft_ms": percentile(ttfts, 50) * 1000,
+        **{f"p{percent_name(p)}_long_ttft_ms": percentile(ttfts, p) * 1000 for p in options.percentiles},
+        **interference_figures(gaps, begun(load.firsts), load.window, sorted({99.0, *options.percentiles})),
+        "client_cpu_s": long_ones.client_cpu,
+        "server_cpu": [share._asdict() for share in shares],
+    }
+
+
+def _lines(result: dict[str, Any], percents: Sequence[float]) -> list[str]:
+    names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
+    lines = [
+        rule(" Interference Benchmark Result ", "="),
+        line("Steady streams:", result["streams"]),
+        line("Long prompts:", f"{result['long_prompts']} of {result['long_input_len']} tokens"),
+        line("Failed:", result["failed"]),
+        *(line(f"{n.capitalize()} TTFT of these (ms):", result[f"{n}_long_ttft_ms"]) for n in names),
+    ]
+    for phase, title in (("quiet", "Before"), ("disturbed", "While long prompts arrive")):
+        figures = result[phase]
+        lines += [rule(title), line("Tokens:", figures["tokens"])]
+        lines += [line(f"{n.capitalize()} ITL (ms):", figures[f"{n}_itl_ms"]) for n in [*names, "max"]]
+    ratio = result["p99_itl_ratio"]
+    return [*lines, line("P99 ITL, times that before:", ratio if ratio is not None else "-")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
