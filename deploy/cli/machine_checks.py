@@ -16,11 +16,11 @@ from msgspec import Struct
 
 from deploy.cli.finding import Finding, fail, ok, warn
 from deploy.cli.versions import installed
+from deploy.supervisor import arenas
 from deploy.supervisor.nats_server import NoNatsServer, find_binary
 
 OLDEST_PYTHON = (3, 11)
 ENOUGH_MEMORY = 2 * 2**30
-ENOUGH_SHM = 256 * 2**20
 ENOUGH_DISK = 1 * 2**30
 ENOUGH_FILES = 4096
 PROBE_TIMEOUT = 120.0
@@ -111,17 +111,15 @@ def memory() -> Finding:
 
 
 def shared_memory() -> Finding:
-    shm = Path("/dev/shm")
-    if not shm.is_dir():
-        return warn("/dev/shm", "not there", "shared memory between processes is not to be had on this system")
-    usage = shutil.disk_usage(shm)
-    if usage.free < ENOUGH_SHM:
-        return warn(
-            "/dev/shm",
-            f"{_gib(usage.free)} free of {_gib(usage.total)}",
-            "in Docker: --shm-size=1g; else remount it larger",
-        )
-    return ok("/dev/shm", f"{_gib(usage.free)} free of {_gib(usage.total)}")
+    """Where the KV store has its blocks, and torch what its processes share."""
+    if not arenas.SHARED_MEMORY.is_dir():
+        return warn("/dev/shm", "not there", f"the KV store's files go to {arenas.shared_memory()}, on disk perhaps")
+    usage = shutil.disk_usage(arenas.SHARED_MEMORY)
+    store = arenas.default_memory(usage.free)
+    detail = f"{_gib(usage.free)} free of {_gib(usage.total)}; KV store {store / 2**20:.0f} MiB by default"
+    if store < arenas.DEFAULT_MEMORY:
+        return warn("/dev/shm", detail, "in Docker: --shm-size=2g; else remount it larger, or use --kvstore-memory")
+    return ok("/dev/shm", detail)
 
 
 def open_files() -> Finding:

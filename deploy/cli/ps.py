@@ -14,6 +14,7 @@ import psutil
 
 from deploy.cli.errors import CommandError
 from deploy.cli.operator_bus import operator_bus
+from deploy.cli.ps_detail import detail, sentence
 from deploy.supervisor.state_file import MemberRecord, StackState
 from shared import topics
 from shared.messages.lifecycle import Lifecycle
@@ -30,21 +31,22 @@ def show_processes(state: StackState, *, as_json: bool) -> None:
     rows = [_row(member, said) for said in [asyncio.run(heard(state))] for member in state.members]
     rows.sort(key=lambda row: (row["service"], row["instance"]))
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "name": state.name,
-                    "url": state.url,
-                    "phase": state.phase,
-                    "model": state.model,
-                    "supervisor_pid": state.pid,
-                    "nats_pid": state.nats_pid,
-                    "processes": rows,
-                }
-            )
-        )
+        print(json.dumps(_described(state, rows)))
         return
     _print_table(state, rows)
+
+
+def _described(state: StackState, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "name": state.name,
+        "url": state.url,
+        "phase": state.phase,
+        "model": state.model,
+        "supervisor_pid": state.pid,
+        "nats_pid": state.nats_pid,
+        "redis_pid": state.redis_pid,
+        "processes": rows,
+    }
 
 
 async def heard(state: StackState) -> Said:
@@ -80,7 +82,7 @@ def _row(member: MemberRecord, said: Said) -> dict[str, Any]:
         "restarts": member.restarts,
         "memory": _resident(member.pid),
         "metrics_port": life.metrics_port if life else None,
-        "detail": _detail(life),
+        "detail": detail(life),
     }
 
 
@@ -94,23 +96,6 @@ def _resident(pid: int | None) -> int | None:
     """Bytes."""
     with contextlib.suppress(psutil.Error):
         return None if pid is None else int(psutil.Process(pid).memory_info().rss)
-    return None
-
-
-def _detail(life: Lifecycle | None) -> dict[str, Any] | None:
-    if life is not None and life.engine is not None:
-        engine = life.engine
-        return {
-            "waiting": engine.waiting,
-            "running": engine.running,
-            "blocks_free": engine.blocks_free,
-            "blocks_total": engine.blocks_total,
-            "steps": engine.steps,
-            "tokens": engine.tokens,
-        }
-    if life is not None and life.worker is not None:
-        worker = life.worker
-        return {"rank": worker.rank, "world_size": worker.world_size, "device": worker.device}
     return None
 
 
@@ -137,7 +122,7 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
             duration(row["uptime"]),
             str(row["restarts"]),
             "-" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
-            _sentence(row["detail"]),
+            sentence(row["detail"]),
         )
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(
@@ -162,14 +147,3 @@ def duration(seconds: float | None) -> str:
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
-
-
-def _sentence(detail: dict[str, Any] | None) -> str:
-    if detail is None:
-        return ""
-    if "running" in detail:
-        return (
-            f"{detail['running']} running, {detail['waiting']} waiting, "
-            f"{detail['blocks_free']}/{detail['blocks_total']} blocks free"
-        )
-    return f"rank {detail['rank']} of {detail['world_size']} on {detail['device']}"
