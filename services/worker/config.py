@@ -43,13 +43,15 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     sim_time_scale: Annotated[float, Meta(ge=0, description="Multiplies every simulated step's time.")] = 1.0
     sim_fixed_ms: Annotated[float | None, Meta(ge=0, description="Simulated time of an empty step.")] = None
     sim_bandwidth: Annotated[
-        ByteSize | None, Meta(ge=1, description="Simulated memory bandwidth per second, e.g. 4800GB.")
+        ByteSize | None, Meta(description="Simulated memory bandwidth per second, e.g. 4800GB.")
     ] = None
     sim_tflops: Annotated[float | None, Meta(gt=0, description="Simulated compute rate.")] = None
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank = {self.rank}: must be below world_size, which is {self.world_size}")
+        if self.sim_bandwidth == 0:
+            raise ValueError("sim_bandwidth: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
 

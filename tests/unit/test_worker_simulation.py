@@ -151,13 +151,19 @@ def test_flags_become_a_place_an_accelerator_and_a_name() -> None:
     assert (asked.place().rank, asked.place().publishes) == (1, False)
     assert asked.rendezvous_url() == "tcp://127.0.0.1:5"
     assert (asked.accelerator().flops, asked.accelerator().fixed_seconds) == (2e12, 0.0)
+    assert config("--sim-bandwidth=2GB").accelerator().bandwidth == 2e9
     assert asked.model_name() == "org/name"
     assert config("--served-model-name=m").model_name() == "m"
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--rank=1"], "below world_size"), (["--world-size=2"], "rendezvous"), (["--sim-profile=tpu"], "sim_profile")],
+    [
+        (["--rank=1"], "below world_size"),
+        (["--world-size=2"], "rendezvous"),
+        (["--sim-profile=tpu"], "sim_profile"),
+        (["--sim-bandwidth=0"], "sim_bandwidth"),
+    ],
 )
 def test_contradicting_flags_stop_the_start(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
