@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from kvstore import below
 from kvstore.actor import KvStoreActor
 from kvstore.config import KvStoreConfig
 from kvstore.directory import DirectoryTaken, DirectoryUnusable, StoreDirectory
@@ -12,25 +13,31 @@ from shared.bus import Bus
 from shared.config import load_or_exit
 
 
-def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> KvStoreActor:
-    return KvStoreActor(
+async def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> KvStoreActor:
+    neighbours = below.exchange(config)
+    actor = KvStoreActor(
         bus,
         config.instance_id(),
         config.node_id(),
         directory,
         memory=config.kvstore_memory,
         lease_seconds=config.lease_seconds,
+        tier=below.redis_tier(config),
+        neighbours=neighbours,
     )
+    if neighbours is not None:
+        await below.listen(neighbours, config, actor.store)
+    return actor
 
 
 def main() -> None:
     config = load_or_exit("kvstore", KvStoreConfig)
     try:
         directory = StoreDirectory(config.path())
-    except (DirectoryTaken, DirectoryUnusable) as error:
+        run_service(config, lambda bus: build(config, directory, bus), "kvstore")
+    except (DirectoryTaken, DirectoryUnusable, below.NotToBeHad) as error:
         print(f"kvstore: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    run_service(config, lambda bus: build(config, directory, bus), "kvstore")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvstore import metrics
 from kvstore.directory import StoreDirectory
 from kvstore.node_store import NodeStore
+from kvstore.search import Answer, DeepSearch
 from kvstore.tiers import Neighbours, Tier
 from shared import topics
 from shared.actor import Actor, Hears, Tick
-from shared.blocks import HASH_BYTES
 from shared.bus import Bus
 from shared.ids import InstanceId, NodeId
 from shared.messages.kv_events import DumpRequest
@@ -21,7 +23,6 @@ from shared.messages.kvstore import (
     Attach,
     Commit,
     Find,
-    Found,
     KvStoreAnswer,
     Owner,
     Release,
@@ -30,8 +31,6 @@ from shared.messages.kvstore import (
 from shared.messages.lifecycle import Lifecycle, StoreReport
 from shared.registry import Gone, Registry
 
-SLOT_BYTES = 4
-"""Of one slot in `Found.slots`."""
 CHECK_SECONDS, CHECK_EVERY = 0.002, 0.01
 """Of comparing found blocks with their checksums, at a time: questions wait no longer."""
 
@@ -58,7 +57,8 @@ class KvStoreActor(Actor):
         super().__init__(bus, instance)
         announced_as = (instance, node, self.incarnation)
         self.store = NodeStore(directory, memory, lease_seconds, announced_as, tier=tier, clock=clock)
-        self._beside = [each for each in (tier, neighbours) if each is not None]
+        self._search = DeepSearch(self.store, tier, neighbours)
+        self._neighbours = neighbours
         self._owners = Registry()
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -73,23 +73,22 @@ class KvStoreActor(Actor):
         self.store.recover()
 
     async def background(self) -> None:
-        """Compares what was found at the start with its checksums, while nobody asks."""
+        """Compares what was found at the start with its checksums, while nobody asks; searches below the arena."""
         async with asyncio.TaskGroup() as tasks:
-            for each in self._beside:
-                tasks.create_task(each.run())
+            tasks.create_task(self._search.run())
             while self.store.check_some(CHECK_SECONDS):
                 await asyncio.sleep(CHECK_EVERY)
 
-    async def answer(self, question: Any) -> KvStoreAnswer:
+    async def answer(self, question: Any) -> KvStoreAnswer | asyncio.Future[Answer]:
         with metrics.SECONDS.labels(type(question).__name__.lower()).time():
             answer = self._answer(question)
         await self._tell()
         return answer
 
-    def _answer(self, question: Any) -> KvStoreAnswer:
+    def _answer(self, question: Any) -> KvStoreAnswer | asyncio.Future[Answer]:
         match question:
             case Find():
-                return self._find(question)
+                return self._search.answer(question)
             case Reserve():
                 return self.store.reserve(question)
             case Commit():
@@ -99,16 +98,10 @@ class KvStoreActor(Actor):
             case _:
                 raise TypeError(f"a store is not asked a {type(question).__name__}")
 
-    def _find(self, question: Find) -> KvStoreAnswer:
-        found = self.store.find(question)
-        if isinstance(found, Found):
-            here = len(found.slots) // SLOT_BYTES
-            self.store.count(here, 0, len(question.hashes) // HASH_BYTES - here)
-        return found
-
     async def handle(self, message: Any) -> None:
         match message:
             case Release():
+                self._search.released(message)
                 self.store.release(message)
             case Lifecycle():
                 self._heard(message)
@@ -125,16 +118,22 @@ class KvStoreActor(Actor):
     def _heard(self, message: Lifecycle) -> None:
         gone = self._owners.heard(message, self.bus.liveness_now())
         if gone is not None:
-            self._end_leases_of(gone)
+            self._gone(gone)
+        if self._neighbours is not None:
+            self._neighbours.heard(message)
 
     def _time_passed(self, tick: Tick) -> None:
         for gone in self._owners.expire(tick.alive_now):
-            self._end_leases_of(gone)
+            self._gone(gone)
         self.store.time_passed()
         metrics.note(self.store.report(), leases=len(self.store.core.leases), memory=self.store.core.room.memory)
 
-    def _end_leases_of(self, gone: Gone) -> None:
-        self.store.owner_gone(Owner(gone.last.instance, gone.last.incarnation))
+    def _gone(self, gone: Gone) -> None:
+        owner = Owner(gone.last.instance, gone.last.incarnation)
+        self._search.owner_gone(owner)
+        self.store.owner_gone(owner)
+        if self._neighbours is not None:
+            self._neighbours.gone(gone.last)
 
     async def _tell(self) -> None:
         for event in self.store.announcer.flush():
@@ -143,5 +142,12 @@ class KvStoreActor(Actor):
     async def tear_down(self) -> None:
         self.store.close()
 
+    def is_idle(self) -> bool:
+        return not self._search.running
+
+    def load(self) -> int:
+        return self._search.running
+
     def store_report(self) -> StoreReport:
-        return self.store.report()
+        report = self.store.report()
+        return report if self._neighbours is None else replace(report, transfer=self._neighbours.address)

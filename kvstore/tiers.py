@@ -13,6 +13,7 @@ from typing import Protocol
 from kvstore.carried import CarriedBlock, Shape
 from shared.blocks import BlockHash
 from shared.ids import NodeId
+from shared.messages.lifecycle import Lifecycle
 
 
 class Tier(Protocol):
@@ -32,6 +33,15 @@ class Tier(Protocol):
 
 class Neighbours(Protocol):
     """The stores of other nodes."""
+
+    address: str
+    """Host and port where they fetch this store's blocks; empty where they cannot."""
+
+    def heard(self, lifecycle: Lifecycle) -> None:
+        """Somebody is there, perhaps one of them."""
+
+    def gone(self, last: Lifecycle) -> None:
+        """Somebody is there no more."""
 
     async def run(self) -> None:
         """As `Tier.run`."""

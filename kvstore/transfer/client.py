@@ -116,6 +116,3 @@ async def _payload(call: Any, first: Chunk, shape: Shape) -> bytearray:
 
 def _block(begins: Block, payload: bytearray) -> CarriedBlock:
     return CarriedBlock(BlockHash(begins.hash), begins.parent, begins.tokens, begins.checksums, payload)
-
-
-__all__ = ["TransferClient"]

@@ -55,6 +55,10 @@ def fetch_call(channel: grpc.aio.Channel, request: FetchRequest) -> Any:
     return fetch(request, timeout=LONGEST_SECONDS, wait_for_ready=False)
 
 
+def host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 __all__ = [
     "CHANNEL_OPTIONS",
     "CHUNK_BYTES",
@@ -66,4 +70,5 @@ __all__ = [
     "Sending",
     "fetch_call",
     "handler",
+    "host_and_port",
 ]

@@ -20,6 +20,7 @@ from kvstore.transfer.rpc import (
     FetchRequest,
     Sending,
     handler,
+    host_and_port,
 )
 from kvstore.transfer.tls import TransferTls
 from shared.blocks import HASH_BYTES, split_hashes
@@ -47,7 +48,7 @@ class TransferServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listens; answers with the port, which 0 leaves to the system. Raises CannotListen."""
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        where = host_and_port(host, port)
         try:
             if self._tls is None:
                 bound = self._server.add_insecure_port(where)
