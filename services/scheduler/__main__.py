@@ -10,7 +10,14 @@ from shared.config import load_or_exit
 
 
 def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
-    return SchedulerActor(bus, config.instance_id(), config.limits(), world_size=config.world_size)
+    return SchedulerActor(
+        bus,
+        config.instance_id(),
+        config.limits(),
+        world_size=config.world_size,
+        role=config.role,
+        node=config.node_id(),
+    )
 
 
 def main() -> None:

@@ -12,14 +12,21 @@ from typing import Any, assert_never
 from services.scheduler import metrics
 from services.scheduler.core.engine import Engine
 from services.scheduler.core.events import (
+    AskStore,
     DetokenizerGone,
     Event,
     GatewayGone,
     GiveUp,
+    NotTaken,
     Output,
+    PassOn,
     RankProgress,
+    Relay,
+    ReleaseLease,
     SendPlan,
     SendTokens,
+    StoreGone,
+    StoreHere,
     TellGateway,
     TimePassed,
     WorkersLost,
@@ -27,15 +34,18 @@ from services.scheduler.core.events import (
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.ranks import Ranks, Unequal
+from services.scheduler.core.site import Site
 from services.scheduler.kv_publisher import KvPublisher
+from services.scheduler.store_questions import StoreQuestions
 from shared import topics
 from shared.actor import Actor, Hears, Tick
-from shared.bus import Bus, Undelivered
-from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, new_incarnation
+from shared.bus import Bus, PayloadTooLarge, Undelivered
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId, new_incarnation
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import Failed, Rejected
+from shared.messages.gateway import Failed, Placed, Rejected
 from shared.messages.kv_events import DumpRequest
-from shared.messages.lifecycle import EngineReport, Lifecycle, Phase
+from shared.messages.kvstore import Owner
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
 from shared.messages.scheduler import Generate, Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
 from shared.registry import Gone, Registry
@@ -63,10 +73,21 @@ class SchedulerActor(Actor):
     service = "scheduler"
     tick_every = 0.5
 
-    def __init__(self, bus: Bus, instance: InstanceId, limits: Limits, *, world_size: int | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        instance: InstanceId,
+        limits: Limits,
+        *,
+        world_size: int | None = None,
+        role: Role = "mixed",
+        node: NodeId | None = None,
+    ) -> None:
         super().__init__(bus, instance)
         self.engine_id = EngineId(instance)
-        self.core = Engine(self.engine_id, new_incarnation(), limits)
+        site = Site(role, node, Owner(instance, self.incarnation))
+        self.core = Engine(self.engine_id, new_incarnation(), limits, site)
+        self._store = StoreQuestions(bus, node, self._tell) if node is not None else None
         self._ranks = Ranks(self.engine_id, world_size)
         self._others = Registry(OTHERS_SILENCE)
         """Gateways and detokenizers."""
@@ -110,7 +131,7 @@ class SchedulerActor(Actor):
         await self._tell(WorkersLost("the engine was stopped"))
 
     def is_idle(self) -> bool:
-        return not self.core.requests
+        return self.core.idle
 
     def wanted_phase(self) -> Phase:
         return "ready" if self.core.serving is not None else "starting"
@@ -158,6 +179,8 @@ class SchedulerActor(Actor):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._kv.run())
             tasks.create_task(self._plan_when_due())
+            if self._store is not None:
+                tasks.create_task(self._store.run())
 
     async def _plan_when_due(self) -> None:
         while True:
@@ -169,20 +192,46 @@ class SchedulerActor(Actor):
     async def _send(self, output: Output) -> None:
         match output:
             case SendPlan(plan):
-                metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
+                if plan.work:
+                    metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
             case SendTokens(detokenizer, batch):
                 metrics.note_batch(batch)
                 _log_batch(batch)
                 await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)
             case TellGateway(gateway, message):
-                _note_refusal(message)
+                _note_word(message)
                 await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
+            case AskStore() | ReleaseLease() | PassOn() | Relay():
+                await self._send_aside(output)
             case GiveUp(reason):
                 await self.bus.flush()
                 raise EngineWedged(reason)
             case _:
                 assert_never(output)
+
+    async def _send_aside(self, output: AskStore | ReleaseLease | PassOn | Relay) -> None:
+        """To the node's store, and to other engines."""
+        node = self.core.site.node
+        match output:
+            case AskStore():
+                assert self._store is not None, "only with a node there is a store to ask"
+                self._store.ask(output)
+            case ReleaseLease(release):
+                assert node is not None, "only with a node there are leases"
+                await self.bus.publish(topics.kvstore_releases(node), release)
+            case PassOn():
+                await self._pass_on(output)
+            case Relay(engine, message):
+                await self.bus.publish(topics.engine_control(engine), message)
+            case _:
+                assert_never(output)
+
+    async def _pass_on(self, output: PassOn) -> None:
+        try:
+            await self.bus.publish(topics.engine_requests(output.engine), output.generate, confirm=True)
+        except PayloadTooLarge:
+            await self._tell(NotTaken(output.generate, output.engine))
 
     # ---- who lives
 
@@ -195,8 +244,17 @@ class SchedulerActor(Actor):
                 gone = self._others.heard(life, now)
                 if gone is not None:
                     await self._gone(gone)
+            case "kvstore" if life.store is not None and life.store.node == self.core.site.node:
+                await self._store_heard(life, now)
             case _:
                 pass
+
+    async def _store_heard(self, life: Lifecycle, now: float) -> None:
+        gone = self._others.heard(life, now)
+        if life.phase == "ready":
+            await self._tell(StoreHere(life.incarnation))
+        elif gone is not None:
+            await self._gone(gone)
 
     async def _worker_heard(self, life: Lifecycle, now: float) -> None:
         await self._workers_lost(self._ranks.heard(life, now))
@@ -204,7 +262,8 @@ class SchedulerActor(Actor):
         if self.core.serving is None:
             await self._assemble()
         elif report is not None and self._ranks.is_member(life):
-            await self._tell(RankProgress(report.rank, report.epoch, report.received, report.published))
+            progress = RankProgress(report.rank, report.epoch, report.received, report.published, report.transfers)
+            await self._tell(progress)
 
     async def _assemble(self) -> None:
         workers = self._ranks.assemble()
@@ -224,10 +283,13 @@ class SchedulerActor(Actor):
 
     async def _gone(self, gone: Gone) -> None:
         log.warning("gone", extra={"instance_gone": gone.last.instance, "reason": gone.reason})
-        if gone.last.service == "gateway":
-            await self._tell(GatewayGone(GatewayId(gone.last.instance)))
-        else:
-            await self._tell(DetokenizerGone(DetokenizerId(gone.last.instance)))
+        match gone.last.service:
+            case "gateway":
+                await self._tell(GatewayGone(GatewayId(gone.last.instance)))
+            case "kvstore":
+                await self._tell(StoreGone())
+            case _:
+                await self._tell(DetokenizerGone(DetokenizerId(gone.last.instance)))
 
     async def _returned(self, undelivered: Undelivered) -> None:
         match undelivered.message:
@@ -239,6 +301,9 @@ class SchedulerActor(Actor):
             case TokenBatch():
                 detokenizer = undelivered.topic.subject.split(".")[1]
                 await self._tell(DetokenizerGone(DetokenizerId(detokenizer)))
+            case Generate():
+                engine = undelivered.topic.subject.split(".")[1]
+                await self._tell(NotTaken(undelivered.message, EngineId(engine)))
             case _:
                 log.info("undelivered", extra={"subject": undelivered.topic.subject})
 
@@ -268,7 +333,11 @@ def _log_batch(batch: TokenBatch) -> None:
         log.info("given up", extra={"request": abandoned.request, "attempt": abandoned.attempt})
 
 
-def _note_refusal(message: Rejected | Failed) -> None:
+def _note_word(message: Rejected | Failed | Placed) -> None:
+    if isinstance(message, Placed):
+        extra = {"request": message.request, "attempt": message.attempt, "engine": message.engine}
+        log.info("handed over", extra=extra)
+        return
     kind, reason = (message.kind, message.message) if isinstance(message, Rejected) else ("failed", message.reason)
     metrics.REFUSED.labels(kind).inc()
     extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}

@@ -8,7 +8,8 @@ from msgspec import Meta
 
 from services.scheduler.core.limits import Limits
 from shared.config import ServiceConfig
-from shared.ids import EngineId
+from shared.ids import EngineId, NodeId, checked_instance
+from shared.messages.lifecycle import Role
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -32,10 +33,28 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         float, Meta(gt=0, description="Seconds that a step may take before this process ends as wedged.")
     ] = 60.0
 
+    role: Annotated[
+        Role, Meta(description="What the engine is for: everything, prompts (the rest is handed over), or that rest.")
+    ] = "mixed"
+    node: Annotated[
+        str | None, Meta(description="Node whose KV store is used; as the store and the workers on it name it.")
+    ] = None
+    store_deadline: Annotated[
+        float, Meta(gt=0, description="Seconds that the KV store may take to say what it has of a request.")
+    ] = 0.015
+    remote_deadline: Annotated[
+        float, Meta(gt=0, description="The same, where another node's store has it and must be copied from.")
+    ] = 0.5
+
     def __post_init__(self) -> None:
         if self.engine not in (None, "", self.instance):
             raise ValueError(f"engine = {self.engine!r}: must be the instance name, which is {self.instance!r}")
         self.limits()
+        self.node_id()
+
+    def node_id(self) -> NodeId | None:
+        """Raises ValueError for what could not be part of a subject."""
+        return NodeId(checked_instance(self.node)) if self.node else None
 
     def engine_id(self) -> EngineId:
         return EngineId(self.instance_id())
@@ -50,4 +69,6 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             run_ahead=self.run_ahead,
             plan_late=self.plan_late,
             step_timeout=self.step_timeout_s,
+            store_deadline=self.store_deadline,
+            remote_deadline=self.remote_deadline,
         )

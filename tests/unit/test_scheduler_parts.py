@@ -107,7 +107,7 @@ def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each(
     ranks.heard(life(0, engine=EngineId("other")), 0.0)
     assert ranks.assemble() is None
     ranks.heard(life(0, blocks=9), 0.1)
-    assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None)
+    assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None, world_size=2)
 
 
 def test_a_configured_world_size_is_waited_for() -> None:
@@ -176,7 +176,7 @@ def test_one_plan_carries_only_so_many_bytes_of_new_prompts() -> None:
     engine.handle(generate("a", [4] * 30, max_tokens=1), 0.0)
     engine.handle(generate("b", [5] * 4, max_tokens=1), 0.0)
     assert engine.serving is not None
-    planned = engine.serving.planner.plan()
+    planned = engine.serving.planner.plan(0.0)
     assert planned is not None
     assert [len(n.tokens) for n in planned.new] == [120], "a single one always may, a second one may not"
 

@@ -9,32 +9,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from services.scheduler.core import results
 from services.scheduler.core.events import (
     DetokenizerGone,
     Event,
     GatewayGone,
     GiveUp,
+    NotTaken,
     Output,
+    PassOn,
     RankProgress,
+    Relay,
     SendPlan,
+    StoreAnswered,
+    StoreGone,
+    StoreHere,
     TellGateway,
     TimePassed,
     WorkersLost,
     WorkersReady,
 )
 from services.scheduler.core.fence import Fence
+from services.scheduler.core.hand_overs import PassedOn, Settled
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.serving import Serving
+from services.scheduler.core.site import Site
+from services.scheduler.core.store import Store
+from services.scheduler.core.tally import Tally
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
-from shared.messages.gateway import Failed, Rejected
+from shared.messages.gateway import Failed, Placed, Rejected
+from shared.messages.kvstore import Attach, Find, Reserve
 from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import (
     Cancel,
     DetokenizerLost,
     Generate,
+    HandOver,
     ProbeReply,
     Sampled,
     StepFinished,
@@ -43,6 +57,7 @@ from shared.messages.scheduler import (
     Transferred,
 )
 from shared.messages.worker import StepPlan
+from shared.tokens import pack
 
 OVERLOADED_RETRY = 1.0
 """Seconds after which a client may try again when the waiting line is full."""
@@ -55,8 +70,11 @@ class Stuck(AssertionError):
 class Engine:
     """Owns every request of one engine, from acceptance to its final word. Serves nothing until `WorkersReady`."""
 
-    def __init__(self, engine: EngineId, epoch: Incarnation, limits: Limits) -> None:
+    def __init__(self, engine: EngineId, epoch: Incarnation, limits: Limits, site: Site | None = None) -> None:
         self.limits = limits
+        self.site = site or Site()
+        self.tally = Tally()
+        self.store = Store(self.site, self.tally)
         self.serving: Serving | None = None
         self.requests: dict[RequestId, Sequence] = {}
         self.tokens = 0
@@ -66,6 +84,7 @@ class Engine:
         self._engine = engine
         self._epoch = epoch
         self._fence = Fence()
+        self._passed_on = PassedOn()
         self._tickets = 0
         self._out: list[Output] = []
 
@@ -76,10 +95,8 @@ class Engine:
                 self._step_finished(event, now)
             case Generate():
                 self._generate(event)
-            case Cancel():
-                self._call_off(event.request, event.attempt, tell_detokenizer=True)
-            case StopMatched():
-                self._call_off(event.request, event.attempt, tell_detokenizer=False)
+            case Cancel() | StopMatched():
+                self._call_off(event)
             case DetokenizerLost() | DetokenizerGone():
                 reached = isinstance(event, DetokenizerLost)
                 if self.serving is not None and not reached:
@@ -91,7 +108,13 @@ class Engine:
             case RankProgress():
                 self._rank_progress(event, now)
             case Transferred():
-                pass  # no plan holds transfers yet
+                self._transferred(event, now)
+            case StoreAnswered():
+                self._store_answered(event, now)
+            case StoreHere() | StoreGone():
+                self._store_changed(event)
+            case NotTaken():
+                self._not_taken(event)
             case StepMissed():
                 if self.serving is not None and event.epoch == self.serving.steps.epoch:
                     self._start_anew(f"{event.worker} never received step {event.expected}")
@@ -101,9 +124,12 @@ class Engine:
                 self._stop_serving(event.reason)
             case TimePassed():
                 self._look_for_overdue_step(now)
+                self.store.look_at_clock(now)
             case _:
                 assert_never(event)
         self._plan(now)
+        if self.site.node is not None:
+            self._mind_store(now)
         self._flush()
         out, self._out = self._out, []
         return out
@@ -114,7 +140,7 @@ class Engine:
         sequence = self.requests.get(request)
         if sequence is None or sequence.generation.attempt != attempt:
             return ProbeReply("unknown", 0)
-        running = sequence.phase in ("prefilling", "decoding")
+        running = sequence.phase in ("loading", "prefilling", "decoding", "handing")
         return ProbeReply("running" if running else "waiting", sequence.produced)
 
     def report(self) -> EngineReport | None:
@@ -132,7 +158,15 @@ class Engine:
             blocks_free=planner.memory.pool.free,
             steps=self.serving.steps.finished,
             tokens=self.tokens,
+            role=self.site.role,
+            node=self.site.node,
+            prefill_tokens=sum(max(0, len(s.tokens) - s.planned) for s in self.requests.values()),
         )
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in hand, neither requests nor blocks on their way to the store."""
+        return not self.requests and (self.serving is None or not self.serving.saving)
 
     # ---- requests come and are called off
 
@@ -149,15 +183,18 @@ class Engine:
             return
         self._tickets += 1
         admitted = self.serving.admission.admit(generate, self._tickets)
+        planner = self.serving.planner
         if isinstance(admitted, Rejected):
             self._refuse(generate, admitted)
-        elif len(self.serving.planner.waiting) >= self.limits.max_waiting:
+        elif len(planner.waiting) + len(planner.seeking) >= self.limits.max_waiting:
             self._refuse(generate, self._overloaded(request, attempt))
         else:
             self._accept(self.serving, admitted)
 
     def _accept(self, serving: Serving, sequence: Sequence) -> None:
         self.requests[sequence.generation.request] = sequence
+        if not self.store.attached or sequence.decode_on == self._engine:
+            sequence.decode_on = None  # there is no way to hand anything over
         serving.planner.accept(sequence)
         if len(sequence.tokens) >= sequence.limit:  # earlier attempts gave all that was asked for
             serving.streams.open(sequence, 0)
@@ -175,20 +212,35 @@ class Engine:
 
     def _refuse(self, generate: Generate, answer: Rejected | Failed) -> None:
         self._fence.close(answer.request, answer.attempt)
+        if generate.handed is not None:
+            answer = self._returned(generate, answer)
         self._out.append(TellGateway(generate.generation.gateway, answer))
 
-    def _call_off(self, request: RequestId, attempt: Attempt, *, tell_detokenizer: bool) -> None:
+    def _returned(self, generate: Generate, answer: Rejected | Failed) -> Failed:
+        """What was accepted elsewhere, and has been seen by its client, is tried again; its stream here is not."""
+        if self.serving is not None:
+            self.serving.streams.disown(generate.detokenizer, generate.generation)
+        if isinstance(answer, Failed):
+            return answer
+        return Failed(answer.request, answer.attempt, f"{self._engine} cannot take it over: {answer.message}")
+
+    def _call_off(self, message: Cancel | StopMatched) -> None:
         """Fences even what is unknown: a cancel can overtake the request that it cancels."""
+        request, attempt = message.request, message.attempt
         self._fence.close(request, attempt)
         sequence = self.requests.get(request)
         if sequence is not None and sequence.generation.attempt <= attempt:
-            self._end(sequence, tell_detokenizer=tell_detokenizer)
+            self._end(sequence, tell_detokenizer=isinstance(message, Cancel))
+        engine = self._passed_on.called_off(request, attempt)
+        if engine is not None:
+            self._out.append(Relay(engine, message))
 
     def _end(self, sequence: Sequence, *, tell_detokenizer: bool) -> None:
         assert self.serving is not None, "without workers no request is held"
         generation = sequence.generation
         self._fence.close(generation.request, generation.attempt)
         del self.requests[generation.request]
+        self.serving.hand_overs.forget(sequence)
         self.serving.planner.end(sequence)
         if tell_detokenizer:
             self.serving.streams.abandon(sequence)
@@ -201,13 +253,15 @@ class Engine:
         while serving is not None and serving.steps.in_flight <= self.limits.run_ahead:
             if self._may_wait(serving, now):
                 return
-            planned = serving.planner.plan()
+            planned = serving.planner.plan(now)
             if planned is None:
-                if self.requests and serving.steps.in_flight == 0:
+                if self.requests and serving.steps.in_flight == 0 and not serving.planner.waits_elsewhere:
                     raise Stuck(f"{len(self.requests)} requests are held, and none can be computed")
                 return
             for sequence, cached in planned.started:
                 serving.streams.open(sequence, cached)
+            for sequence in planned.handing:
+                serving.hand_overs.begin(sequence)
             step = serving.steps.issue(samples=planned.samples, tokens=planned.tokens, now=now)
             plan = StepPlan(
                 epoch=serving.steps.epoch,
@@ -215,6 +269,7 @@ class Engine:
                 released=planned.released,
                 new=planned.new,
                 work=planned.work,
+                transfers=planned.transfers,
             )
             self._out.append(SendPlan(plan))
 
@@ -234,6 +289,7 @@ class Engine:
             self._start_anew(f"the result of step {serving.steps.finished} never came")
             return
         serving.steps.finish(len(result.sampled), now)
+        serving.transfers.step_finished(now)
         by_id = serving.planner.by_id
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
@@ -251,22 +307,127 @@ class Engine:
         elif sequence.phase == "returning" and not sequence.awaits_token:
             serving.planner.wait(sequence)
 
+    def _transferred(self, report: Transferred, now: float) -> None:
+        serving = self.serving
+        if serving is None or report.epoch != serving.steps.epoch:
+            return
+        for kind, lease, done in serving.transfers.reported(report, now):
+            if kind == "save":
+                serving.saves.over(lease, done)
+            else:
+                sequence, tokens, others = serving.loads.over(lease, done)
+                if sequence is not None:
+                    serving.planner.loaded(sequence, tokens)
+                for other in others:
+                    serving.planner.resume(other)
+
     def _rank_progress(self, report: RankProgress, now: float) -> None:
+        if report.transfers is not None:
+            self._transferred(report.transfers, now)
         if self.serving is not None and (reason := self.serving.steps.lost(report, now)) is not None:
             self._start_anew(reason)
 
     def _look_for_overdue_step(self, now: float) -> None:
-        if self.serving is not None and self.serving.steps.overdue(now, self.limits.step_timeout):
-            reason = f"step {self.serving.steps.finished} took longer than {self.limits.step_timeout:g} s"
+        serving, timeout = self.serving, self.limits.step_timeout
+        if serving is None:
+            return
+        late = f"step {serving.steps.finished}" if serving.steps.overdue(now, timeout) else None
+        if late is None and serving.transfers.overdue(now, timeout):
+            late = "copying blocks from or to the KV store"
+        if late is not None:
+            reason = f"{late} took longer than {timeout:g} s"
             self._stop_serving(reason)
             self._out.append(GiveUp(reason))
+
+    # ---- the KV store
+
+    def _store_changed(self, event: StoreHere | StoreGone) -> None:
+        if isinstance(event, StoreGone):
+            self.store.gone()
+        elif not self.store.here(event.incarnation):
+            return
+        if self.serving is not None:
+            self.serving.saves.forget()
+
+    def _store_answered(self, event: StoreAnswered, now: float) -> None:
+        question, answer = event.question, event.answer
+        self.store.take_note(question, answer)
+        if isinstance(question, Attach):
+            self.store.attach_answered(question, answer, now)
+        elif self.serving is None:
+            self.store.release(question.lease)
+        elif isinstance(question, Find):
+            sequence = self.serving.loads.answered(question.lease, answer, now)
+            if sequence is not None:
+                self.serving.planner.resume(sequence)
+        elif isinstance(question, Reserve):
+            self.serving.saves.answered(question.lease, answer, now)
+        else:
+            self.serving.saves.committed(question.lease, answer)
+
+    def _mind_store(self, now: float) -> None:
+        """Offers what the last plan computes, and hands over what is saved; then somebody may be planned again."""
+        while (serving := self.serving) is not None:
+            fresh, serving.planner.memory.fresh = serving.planner.memory.fresh, []
+            serving.saves.offer(fresh, now)
+            serving.saves.reserve(now, idle=serving.steps.in_flight == 0)
+            for save in serving.saves.take_over():
+                serving.hand_overs.over(save)
+            settled = serving.hand_overs.settled() if serving.hand_overs else []
+            if not settled:
+                break
+            for one in settled:
+                self._hand_over(serving, one)
+            self._plan(now)
+        self._out += self.store.take_outputs()
+
+    # ---- hand-overs
+
+    def _hand_over(self, serving: Serving, settled: Settled) -> None:
+        """To the engine that goes on; or back into our own line, where it would have to compute what is not saved."""
+        sequence = settled.sequence
+        engine = sequence.decode_on
+        if not settled.good or engine is None:
+            self.tally.kept += 1
+            serving.planner.keep(sequence)
+            return
+        self.tally.handed_over += 1
+        serving.streams.move(sequence, engine)
+        self._flush()  # the first token must be there before the second is drawn
+        generation = sequence.generation
+        placed = Placed(generation.request, generation.attempt, engine, sequence.detokenizer, self._engine)
+        self._out.append(TellGateway(generation.gateway, placed))
+        self._out.append(PassOn(engine, self._handed(sequence, settled)))
+        self._passed_on.add(generation.request, generation.attempt, engine)
+        self._end(sequence, tell_detokenizer=False)
+
+    def _handed(self, sequence: Sequence, settled: Settled) -> Generate:
+        handed = HandOver(
+            prefilled_by=self._engine,
+            node=self.site.node,
+            partial=settled.partial or b"",
+            cached_tokens=sequence.cached_tokens,
+        )
+        known = replace(sequence.generation, tokens=pack(sequence.tokens), block_hashes=b"".join(sequence.hashes))
+        return Generate(known, sequence.detokenizer, handed=handed)
+
+    def _not_taken(self, event: NotTaken) -> None:
+        """Whom we passed a request on to is gone."""
+        generation = event.generate.generation
+        if self._passed_on.called_off(generation.request, generation.attempt) is None:
+            return  # nobody wants it any more
+        if self.serving is not None:
+            self.serving.streams.disown(event.generate.detokenizer, generation)
+        failed = Failed(generation.request, generation.attempt, f"{event.engine} does not take it over")
+        self._out.append(TellGateway(generation.gateway, failed))
 
     # ---- epochs
 
     def _workers_ready(self, workers: WorkersReady) -> None:
         if self.serving is not None:
             self._stop_serving("the engine's workers were exchanged")
-        self.serving = Serving(self._engine, self._epoch, self.limits, workers)
+        self.serving = Serving(self._engine, self._epoch, self.limits, workers, self.store)
+        self.store.share(workers.layout if self.site.node is not None else None, workers.card.name)
 
     def _start_anew(self, reason: str) -> None:
         """A message to or from the workers was lost, so they and we may disagree on everything: a new epoch."""
@@ -278,6 +439,8 @@ class Engine:
     def _stop_serving(self, reason: str) -> None:
         self._fail_where(lambda _: True, reason, tell_detokenizer=True)
         self._flush()
+        if self.serving is not None:
+            self.serving.close()
         self.serving = None
         self._epoch = Incarnation(self._epoch + 1)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.ids import DetokenizerId, GatewayId, Incarnation
+from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import Failed, Rejected
+from shared.messages.gateway import Failed, Placed, Rejected
+from shared.messages.kvstore import KvLayout, KvStoreAnswer, KvStoreQuestion, Release
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Generate, SchedulerControl, WorkerResult
+from shared.messages.scheduler import Cancel, Generate, SchedulerControl, StopMatched, Transferred, WorkerResult
 from shared.messages.worker import StepPlan
 
 
@@ -20,6 +21,9 @@ class WorkersReady:
     num_blocks: int
     max_running: int | None = None
     max_batch_tokens: int | None = None
+    world_size: int = 1
+    layout: KvLayout | None = None
+    """None: their blocks cannot be shared through a KV store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class RankProgress:
     epoch: Incarnation | None
     received: int
     published: int
+    transfers: Transferred | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,34 @@ class TimePassed:
     """Time to look for a step that takes too long, and for a plan that is due (`Engine.plan_due`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreHere:
+    """The node's KV store is there, in this life of it."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGone:
+    """The node's KV store stopped, or is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswered:
+    """To `AskStore`, in any order. None: not in time, or nobody was there."""
+
+    question: KvStoreQuestion
+    answer: KvStoreAnswer | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """`PassOn` found nobody there."""
+
+    generate: Generate
+    engine: EngineId
+
+
 Event = (
     Generate
     | SchedulerControl
@@ -68,6 +101,10 @@ Event = (
     | DetokenizerGone
     | GatewayGone
     | TimePassed
+    | StoreHere
+    | StoreGone
+    | StoreAnswered
+    | NotTaken
 )
 
 
@@ -85,7 +122,7 @@ class SendTokens:
 @dataclass(frozen=True, slots=True)
 class TellGateway:
     gateway: GatewayId
-    message: Rejected | Failed
+    message: Rejected | Failed | Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +132,33 @@ class GiveUp:
     reason: str
 
 
-Output = SendPlan | SendTokens | TellGateway | GiveUp
+@dataclass(frozen=True, slots=True)
+class AskStore:
+    """To be answered by `StoreAnswered`, after `timeout` seconds at the latest."""
+
+    question: KvStoreQuestion
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    release: Release
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """The request's first token is drawn and its blocks are in the store: `engine` goes on with it."""
+
+    engine: EngineId
+    generate: Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """A request was called off here that `engine` has by now."""
+
+    engine: EngineId
+    message: Cancel | StopMatched
+
+
+Output = SendPlan | SendTokens | TellGateway | GiveUp | AskStore | ReleaseLease | PassOn | Relay

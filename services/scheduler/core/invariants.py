@@ -9,6 +9,7 @@ from services.scheduler.core.kv_memory import KvMemory, blocks_for
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.serving import Serving
 from shared.blocks import BLOCK_SIZE
 
 
@@ -28,25 +29,28 @@ def check(engine: Engine) -> None:
         return
     planner = engine.serving.planner
     sequences = list(engine.requests.values())
-    check_memory(planner.memory, sequences)
+    check_memory(planner.memory, sequences, list(engine.serving.transfers.blocks))
     _check_lines(planner, sequences, engine.serving.limits)
     for sequence in sequences:
         _check_sequence(sequence)
         if engine.serving.steps.in_flight == 0:
             _hold(not sequence.awaits_token, f"{sequence.id} awaits a token, but no step is in flight")
-    if engine.serving.steps.in_flight == 0:
+    if engine.serving.steps.in_flight == 0 and not planner.waits_elsewhere:
         _hold(not engine.requests, "requests are held, but nothing is being computed")
+    _check_store(engine, engine.serving)
 
 
-def check_memory(memory: KvMemory, sequences: list[Sequence]) -> None:
-    """The pool's counts agree with the tables, and nothing is shared that is not known to the index."""
+def check_memory(memory: KvMemory, sequences: list[Sequence], copied: list[int]) -> None:
+    """The pool's counts agree with the tables and the transfers (`copied`: a block for each reference of theirs), and
+    nothing is shared that is not known to the index."""
     pool, index = memory.pool, memory.index
     blank, cached = list(pool.blank), list(pool.cached)
     tables = Counter(block for sequence in sequences for block in sequence.blocks)
-    _hold(len(blank) + len(cached) + len(tables) == pool.total, "free + cached + in use differs from the total")
-    _hold(len({*blank, *cached, *tables}) == pool.total, "a block is in two places")
+    used = tables + Counter(copied)
+    _hold(len(blank) + len(cached) + len(used) == pool.total, "free + cached + in use differs from the total")
+    _hold(len({*blank, *cached, *used}) == pool.total, "a block is in two places")
     for block in range(pool.total):
-        _hold(pool.references[block] == tables[block], f"block {block}: references differ from the tables")
+        _hold(pool.references[block] == used[block], f"block {block}: references differ from tables and transfers")
         _hold(tables[block] < 2 or index.holds(block), f"block {block} is in two tables, but was never shared")
     _hold(all(index.holds(b) for b in cached), "a cached block is not in the index")
     _hold(not any(index.holds(b) for b in blank), "a blank block is in the index")
@@ -54,11 +58,14 @@ def check_memory(memory: KvMemory, sequences: list[Sequence]) -> None:
 
 
 def _check_lines(planner: Planner, sequences: list[Sequence], limits: Limits) -> None:
+    beside = {"seeking": planner.seeking, "loading": planner.loading, "handing": planner.handing}
+    for phase, members in beside.items():
+        _hold(members == {s.id: s for s in sequences if s.phase == phase}, f"those {phase}")
     lines = {"waiting": planner.waiting, "prefilling": planner.prefilling, "decoding": planner.decoding}
     for phase, line in lines.items():
-        members = list(line)
-        _hold(sorted(s.id for s in sequences if s.phase == phase) == sorted(s.id for s in members), f"{phase} line")
-        _hold(members == sorted(members, key=lambda s: s.rank), f"the {phase} line is out of order")
+        in_line = list(line)
+        _hold(sorted(s.id for s in sequences if s.phase == phase) == sorted(s.id for s in in_line), f"{phase} line")
+        _hold(in_line == sorted(in_line, key=lambda s: s.rank), f"the {phase} line is out of order")
     _hold(not any(s.phase == "ended" for s in sequences), "an ended request is still held")
     _hold({s.id: s for s in sequences} == planner.by_id, "numbers and requests differ")
     _hold(planner.running <= limits.max_running, "more run than may")
@@ -69,13 +76,26 @@ def _check_sequence(sequence: Sequence) -> None:
     known, full = len(sequence.tokens), len(sequence.blocks)
     _hold(known <= sequence.length <= sequence.limit, f"{name}: lengths {known}, {sequence.length}, {sequence.limit}")
     _hold(sequence.planned <= sequence.capacity == full * BLOCK_SIZE, f"{name}: planned beyond its blocks")
-    _hold(full == blocks_for(sequence.planned), f"{name}: holds blocks that it has no tokens for")
+    if sequence.phase == "loading":
+        _hold(full > blocks_for(sequence.planned), f"{name}: is loaded into no blocks")
+    else:
+        _hold(full == blocks_for(sequence.planned), f"{name}: holds blocks that it has no tokens for")
     _hold(len(sequence.hashes) == known // BLOCK_SIZE, f"{name}: hashes")
-    if sequence.phase in ("waiting", "returning"):
+    if sequence.phase in ("waiting", "seeking", "returning"):
         _hold(full == 0, f"{name}: holds blocks while it waits")
-    if sequence.phase in ("waiting", "prefilling"):
+        _hold(not sequence.introduced, f"{name}: the workers know it while it waits")
+    if sequence.phase in ("waiting", "seeking", "loading", "prefilling"):
         _hold(known == sequence.length and sequence.planned < known, f"{name}: nothing to prefill")
-    if sequence.phase == "decoding":
+    if sequence.phase in ("decoding", "handing"):
         _hold(sequence.planned == sequence.length - 1, f"{name}: decodes one token behind")
     if sequence.phase == "returning":
         _hold(sequence.awaits_token, f"{name}: returns, but awaits no token")
+
+
+def _check_store(engine: Engine, serving: Serving) -> None:
+    """Every lease is somebody's, and with nothing in hand none is held."""
+    used = serving.loads.leases | serving.saves.leases
+    _hold(engine.store.held <= used, f"leases {set(engine.store.held - used)} are nobody's")
+    _hold(serving.saves.copying <= len(serving.transfers), "more saves are being copied than there are transfers")
+    if engine.idle:
+        _hold(not len(serving.transfers), "blocks are copied for nobody")

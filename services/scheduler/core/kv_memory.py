@@ -7,22 +7,42 @@ first, whatever happened to the sequence in between.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.prefix_index import PrefixIndex
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
+
+NO_PARENT = bytes(HASH_BYTES)
+"""In place of the hash before the first block's."""
 
 
 def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
+class Fresh(NamedTuple):
+    """A block that was given its name just now, and the name of the one before it in the chain."""
+
+    hash: BlockHash
+    parent: bytes
+
+
+def chain(hashes: list[BlockHash], first: int, end: int) -> list[Fresh]:
+    """Blocks `first` to `end` of a sequence, each with the one before it."""
+    return [Fresh(hashes[i], hashes[i - 1] if i else NO_PARENT) for i in range(first, end)]
+
+
 class KvMemory:
     """Owns the pool, the index, and every sequence's block table. A shared block is never written to."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, notes_fresh: bool = False) -> None:
         self.index = PrefixIndex()
         self.pool = BlockPool(num_blocks, self.index)
+        self.fresh: list[Fresh] = []
+        """Named since this was last emptied, where that is of interest."""
+        self._notes_fresh = notes_fresh
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Leading blocks of `sequence` that lie computed in the pool.
@@ -31,7 +51,7 @@ class KvMemory:
         block up instead of computing one token into it, since others may be reading it.
         """
         found: list[int] = []
-        for hash_ in sequence.hashes[: (len(sequence.tokens) - 1) // BLOCK_SIZE]:
+        for hash_ in sequence.hashes[: sequence.reusable // BLOCK_SIZE]:
             block = self.index.find(hash_)
             if block is None:
                 break
@@ -53,6 +73,18 @@ class KvMemory:
         sequence.capacity += len(new) * BLOCK_SIZE
         return new
 
+    def fill(self, sequence: Sequence, tokens: int) -> None:
+        """The blocks that it was given hold its first `tokens` now; those that are full can be shared."""
+        sequence.planned = tokens
+        sequence.indexed = tokens // BLOCK_SIZE
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Gives back the blocks that hold nothing of the sequence."""
+        kept = blocks_for(sequence.planned)
+        self.pool.give_back(reversed(sequence.blocks[kept:]))
+        del sequence.blocks[kept:]
+        sequence.capacity = kept * BLOCK_SIZE
+
     def release(self, sequence: Sequence) -> None:
         """Gives all blocks back, the end first: the beginning of a prompt is what others are likely to share."""
         self.pool.give_back(reversed(sequence.blocks))
@@ -64,5 +96,7 @@ class KvMemory:
         plans may then build on them."""
         full = min(len(sequence.tokens), sequence.planned) // BLOCK_SIZE
         for i in range(sequence.indexed, full):
-            self.index.add(sequence.hashes[i], sequence.blocks[i])
+            named = self.index.add(sequence.hashes[i], sequence.blocks[i])
+            if named and self._notes_fresh:
+                self.fresh += chain(sequence.hashes, i, i + 1)
         sequence.indexed = max(full, sequence.indexed)

@@ -26,6 +26,10 @@ class Limits:
     """Make the last plan ahead only when the step before it is half over, for the sake of who arrives meanwhile."""
     step_timeout: float = 60.0
     """Seconds that the oldest step in flight may take before the engine counts as wedged."""
+    store_deadline: float = 0.015
+    """Seconds that the KV store may take to say what it has of a newcomer."""
+    remote_deadline: float = 0.5
+    """The same, where another node is likely to have it: the blocks come over before the answer does."""
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting) < 1 or self.run_ahead not in (0, 1, 2):

@@ -7,15 +7,18 @@ from whoever stands last in line (preemption by recompute).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from services.scheduler.core.kv_memory import KvMemory, blocks_for
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.line import Line
+from services.scheduler.core.loads import Loads
+from services.scheduler.core.saves import BESIDE_DECODES, MOST_BLOCKS, Saves
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.transfers import Transfers
 from shared.blocks import BLOCK_SIZE
 from shared.ids import SequenceId
-from shared.messages.worker import NewSequence, Work
+from shared.messages.worker import NewSequence, Transfer, Work
 from shared.tokens import TOKEN_BYTES, pack
 
 
@@ -32,7 +35,10 @@ class Planned(NamedTuple):
     released: tuple[SequenceId, ...]
     new: tuple[NewSequence, ...]
     work: tuple[Work, ...]
+    transfers: tuple[Transfer, ...]
     started: tuple[Started, ...]
+    handing: tuple[Sequence, ...]
+    """Those whose only token it draws: the next ones come from another engine."""
     samples: int
     """How many works draw a token."""
     tokens: int
@@ -40,47 +46,68 @@ class Planned(NamedTuple):
 
 
 class Planner:
-    """Owns the three lines, the sequences in the engine by number, and the KV memory."""
+    """Owns the three lines, who stands beside them, and the sequences in the engine by number."""
 
-    def __init__(self, limits: Limits, num_blocks: int) -> None:
-        self.memory = KvMemory(num_blocks)
+    def __init__(self, limits: Limits, memory: KvMemory, transfers: Transfers, loads: Loads, saves: Saves) -> None:
+        self.memory = memory
         self.waiting = Line()
         self.prefilling = Line()
         self.decoding = Line()
+        self.seeking: dict[SequenceId, Sequence] = {}
+        self.loading: dict[SequenceId, Sequence] = {}
+        self.handing: dict[SequenceId, Sequence] = {}
         self.by_id: dict[SequenceId, Sequence] = {}
         self.preemptions = 0
         self._limits = limits
+        self._transfers = transfers
+        self._loads = loads
+        self._saves = saves
         self._released: list[SequenceId] = []
         # of the step that is being planned
         self._work: list[Work] = []
         self._budget = 0
         self._samples = 0
+        self._started: list[Started] = []
+        self._new_bytes = 0
+        self._handing: list[Sequence] = []
         self._filled: list[Sequence] = []
         """Sequences that may have filled a block."""
 
     @property
     def running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
+        """Those that have blocks, or are about to be given up to another engine."""
+        return len(self.prefilling) + len(self.decoding) + len(self.loading) + len(self.handing)
 
-    def plan(self) -> Planned | None:
-        """The next step, or None where there is nothing to compute before results come."""
-        self._work, self._filled = [], []
-        self._budget, self._samples = self._limits.max_batch_tokens, 0
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Whether somebody goes on when the store or the ranks' copying has answered, without any step's result."""
+        return bool(self.seeking or self.handing or len(self._transfers))
+
+    def plan(self, now: float) -> Planned | None:
+        """The next step, or None where there is nothing to compute or copy before results come."""
+        self._work, self._filled, self._started, self._handing = [], [], [], []
+        self._budget, self._samples, self._new_bytes = self._limits.max_batch_tokens, 0, 0
         preemptions = self.preemptions
         self._plan_decodes()
+        decodes = self._samples
         self._plan_prefills()
         # Who was preempted just now stands first in line; it would only come back to be preempted again.
-        started = self._admit() if preemptions == self.preemptions else []
-        if not self._work:
-            return None
+        if preemptions == self.preemptions:
+            self._admit(now)
         for sequence in self._filled:
             self.memory.index_full_blocks(sequence)
+        if self._saves.pending:
+            self._saves.plan(BESIDE_DECODES if decodes else MOST_BLOCKS, now)
+        if not self._work and not self._transfers.planned:
+            return None
         released, self._released = self._released, []
         return Planned(
             released=tuple(released),
-            new=tuple(_new_sequence(*start) for start in started),
+            new=tuple(_new_sequence(*start) for start in self._started),
             work=tuple(self._work),
-            started=tuple(started),
+            transfers=self._transfers.take_planned(),
+            started=tuple(self._started),
+            handing=tuple(self._handing),
             samples=self._samples,
             tokens=self._limits.max_batch_tokens - self._budget,
         )
@@ -142,7 +169,7 @@ class Planner:
         """Plans as many of the sequence's tokens as budget and free blocks allow."""
         room = sequence.capacity - sequence.planned + self.memory.pool.free * BLOCK_SIZE
         count = min(sequence.length - sequence.planned, self._budget, room)
-        if count <= 0:
+        if count <= 0 or not (sequence.introduced or self._introduce(sequence)):
             return
         new_blocks = self.memory.grow(sequence, sequence.planned + count)
         sequence.planned += count
@@ -153,33 +180,72 @@ class Planner:
         if last:
             self._begin_decode(sequence)
 
+    def _introduce(self, sequence: Sequence) -> bool:
+        """Has the workers told of it; False where the plan has no room for its tokens."""
+        if not self._has_room_to_introduce(sequence):
+            return False
+        self._new_bytes += len(sequence.tokens) * TOKEN_BYTES
+        sequence.introduced = True
+        self._started.append(Started(sequence, sequence.planned))
+        return True
+
+    def _has_room_to_introduce(self, sequence: Sequence) -> bool:
+        size = len(sequence.tokens) * TOKEN_BYTES
+        return not self._started or self._new_bytes + size <= self._limits.max_new_bytes
+
     def _begin_decode(self, sequence: Sequence) -> None:
         self._samples += 1
         sequence.length += 1
         self.prefilling.remove(sequence)
+        if sequence.decode_on is not None and sequence.length < sequence.limit:
+            sequence.move("handing")
+            self.handing[sequence.id] = sequence
+            self._handing.append(sequence)
+        else:
+            self._decode(sequence)
+
+    def _decode(self, sequence: Sequence) -> None:
         sequence.move("decoding")
         self.decoding.add(sequence)
 
+    def keep(self, sequence: Sequence) -> None:
+        """It is decoded here after all, and for good: what was saved of it bears the name of this one hand-over."""
+        sequence.decode_on = None
+        del self.handing[sequence.id]
+        self._decode(sequence)
+
     # ---- newcomers
 
-    def _admit(self) -> list[Started]:
+    def _admit(self, now: float) -> None:
         """Newcomers, in line, while there is budget, a place, and memory for the whole of each."""
-        started: list[Started] = []
-        new_bytes = 0
-        while self._budget > 0 and self.running < self._limits.max_running:
+        while self.running < self._limits.max_running:
             sequence = self.waiting.first
-            if sequence is None:
-                break
-            new_bytes += len(sequence.tokens) * TOKEN_BYTES
-            if started and new_bytes > self._limits.max_new_bytes:
-                break
-            cached = self.memory.cached_blocks(sequence)
-            if not self._fits(sequence, cached):
-                break
-            self._enter(sequence, cached)
-            started.append(Started(sequence, sequence.planned))
-            self._prefill(sequence)
-        return started
+            if sequence is None or not self._take_turn(sequence, now):
+                return
+
+    def _take_turn(self, sequence: Sequence, now: float) -> bool:
+        """What the first in line does now; False where it goes on waiting, and all behind it."""
+        concerned = self._loads.concerns(sequence)
+        if self._budget <= 0 and not concerned:
+            return False
+        cached = self.memory.cached_blocks(sequence)
+        turn = self._loads.turn(sequence, len(cached), now) if concerned else "compute"
+        match turn:
+            case "compute":
+                return self._fits(sequence, cached) and self._enter(sequence, cached)
+            case "load":
+                return self._fits(sequence, cached) and self._load(sequence, cached, now)
+            case "await":
+                self._loads.await_other(sequence, len(cached))
+                self._step_aside(sequence)
+            case "look again":
+                if self._loads.look_up(sequence):
+                    self._step_aside(sequence)
+                else:
+                    self._loads.forget(sequence)
+            case _:
+                assert_never(turn)
+        return True
 
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether all known tokens fit, beside what prefills under way still need and a block for everybody running.
@@ -188,22 +254,59 @@ class Planner:
         the block for each, a newcomer would be preempted within the next 16 steps.
         """
         pool = self.memory.pool
-        promised = sum(blocks_for(s.length) - len(s.blocks) for s in self.prefilling) + self.running
+        coming = (*self.prefilling, *self.loading.values())
+        promised = sum(blocks_for(s.length) - len(s.blocks) for s in coming) + self.running
         needed = blocks_for(sequence.length) - len(cached) + pool.idle_among(cached)
         return needed + promised <= pool.free
 
-    def _enter(self, sequence: Sequence, cached: list[int]) -> None:
+    def _enter(self, sequence: Sequence, cached: list[int]) -> bool:
+        """False where the plan has no room for it."""
+        if self._budget <= 0 or not self._has_room_to_introduce(sequence):
+            return False
+        self._loads.forget(sequence)
         self.waiting.remove(sequence)
         self.memory.adopt(sequence, cached)
+        sequence.move("prefilling")
+        self.prefilling.add(sequence)
+        self._prefill(sequence)
+        return True
+
+    def _load(self, sequence: Sequence, cached: list[int], now: float) -> bool:
+        self.waiting.remove(sequence)
+        sequence.move("loading")
+        self.loading[sequence.id] = sequence
+        self._loads.begin(sequence, cached, now)
+        return True
+
+    def _step_aside(self, sequence: Sequence) -> None:
+        """Out of the line, until it is told to `resume`."""
+        self.waiting.remove(sequence)
+        sequence.move("seeking")
+        self.seeking[sequence.id] = sequence
+
+    def resume(self, sequence: Sequence) -> None:
+        """To its place in the line: what it was seeking is known."""
+        del self.seeking[sequence.id]
+        self.wait(sequence)
+
+    def loaded(self, sequence: Sequence, tokens: int | None) -> None:
+        """Its first `tokens` lie computed in its blocks; None: only those that did before."""
+        del self.loading[sequence.id]
+        if tokens is None:
+            self.memory.shrink(sequence)
+        else:
+            self.memory.fill(sequence, tokens)
         sequence.move("prefilling")
         self.prefilling.add(sequence)
 
     # ---- coming and leaving
 
     def accept(self, sequence: Sequence) -> None:
-        """A new sequence, into the waiting line."""
+        """A new sequence, into the waiting line, or out of it while the store is asked what it has of it."""
         self.by_id[sequence.id] = sequence
         self.waiting.add(sequence)
+        if self._loads.look_up(sequence):
+            self._step_aside(sequence)
 
     def wait(self, sequence: Sequence) -> None:
         """Back into the waiting line, preempted and with all its tokens known."""
@@ -214,17 +317,30 @@ class Planner:
         """Takes `sequence` out, whatever its phase; its blocks are free for the next plan."""
         if sequence.phase == "waiting":
             self.waiting.remove(sequence)
+        self.seeking.pop(sequence.id, None)
+        self._loads.forget(sequence)
         self._release(sequence)
         del self.by_id[sequence.id]
         sequence.move("ended")
 
     def _release(self, sequence: Sequence) -> None:
-        """Takes a running sequence out of its line and gives its blocks back; the workers hear with the next plan."""
-        line = {"prefilling": self.prefilling, "decoding": self.decoding}.get(sequence.phase)
-        if line is not None:
-            line.remove(sequence)
-            self.memory.release(sequence)
-            sequence.planned = 0
+        """Takes a sequence that has blocks from its place and gives them back; the workers hear with the next plan."""
+        match sequence.phase:
+            case "prefilling":
+                self.prefilling.remove(sequence)
+            case "decoding":
+                self.decoding.remove(sequence)
+            case "handing":
+                del self.handing[sequence.id]
+            case "loading":
+                del self.loading[sequence.id]
+                self._loads.leave(sequence)
+            case _:
+                return
+        self.memory.release(sequence)
+        sequence.planned = 0
+        if sequence.introduced:
+            sequence.introduced = False
             self._released.append(sequence.id)
 
 
@@ -235,7 +351,7 @@ def _new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         tokens=pack(sequence.tokens),
         prompt_length=sequence.prompt_length,
         computed=cached,
-        blocks=pack(sequence.blocks[: cached // BLOCK_SIZE]),
+        blocks=pack(sequence.blocks[: blocks_for(cached)]),
         sampling=generation.sampling,
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(sequence.stops)),

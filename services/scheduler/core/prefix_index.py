@@ -22,15 +22,18 @@ class PrefixIndex:
     def holds(self, block: int) -> bool:
         return block in self._hash_of
 
-    def add(self, hash_: BlockHash, block: int) -> None:
-        """Names `block`. Where the hash is known already the first block keeps it: two sequences computed the same
-        tokens side by side, and one copy is enough to share. Raises ValueError for a block that has a name."""
+    def add(self, hash_: BlockHash, block: int) -> bool:
+        """Names `block`; whether that is its name now. Where the hash is known already the first block keeps it: two
+        sequences computed the same tokens side by side, and one copy is enough to share. Raises ValueError for a block
+        that has a name."""
         if block in self._hash_of:
             raise ValueError(f"block {block} is indexed already")
-        if hash_ not in self._block_of:
-            self._block_of[hash_] = block
-            self._hash_of[block] = hash_
-            self.changes.stored(hash_)
+        if hash_ in self._block_of:
+            return False
+        self._block_of[hash_] = block
+        self._hash_of[block] = hash_
+        self.changes.stored(hash_)
+        return True
 
     def forget(self, block: int) -> None:
         """The block's slot is taken again: its contents are about to be overwritten."""

@@ -9,6 +9,7 @@ import msgspec
 
 from services.scheduler.core.events import WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
+from shared.messages.kvstore import KvLayout
 from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
 from shared.registry import Gone, Registry
 
@@ -66,6 +67,8 @@ class Ranks:
             num_blocks=min(report.num_blocks for report in reports),
             max_running=_least(report.max_num_seqs for report in reports),
             max_batch_tokens=_least(report.max_batch_tokens for report in reports),
+            world_size=size,
+            layout=_common(report.layout for report in reports),
         )
 
     def _ready_by_rank(self) -> dict[int, Lifecycle]:
@@ -90,3 +93,9 @@ def _comparable(report: WorkerReport) -> tuple[ModelCard, int]:
 
 def _least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
+
+
+def _common(layouts: Iterable[KvLayout | None]) -> KvLayout | None:
+    """What all ranks say; None where they do not agree."""
+    distinct = set(layouts)
+    return distinct.pop() if len(distinct) == 1 else None

@@ -6,21 +6,26 @@ from array import array
 from typing import Literal, NamedTuple
 
 from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
-from shared.ids import DetokenizerId, SequenceId
+from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
 from shared.messages.scheduler import Generate
 from shared.messages.worker import Work
 from shared.tokens import pack, unpack
 
-Phase = Literal["waiting", "prefilling", "decoding", "returning", "ended"]
+Phase = Literal["waiting", "seeking", "loading", "prefilling", "decoding", "handing", "returning", "ended"]
 
 FOLLOWS: dict[Phase, frozenset[Phase]] = {
-    "waiting": frozenset({"prefilling", "ended"}),
-    "prefilling": frozenset({"decoding", "waiting", "ended"}),
+    "waiting": frozenset({"seeking", "loading", "prefilling", "ended"}),
+    "seeking": frozenset({"waiting", "ended"}),
+    "loading": frozenset({"prefilling", "ended"}),
+    "prefilling": frozenset({"decoding", "handing", "waiting", "ended"}),
     "decoding": frozenset({"returning", "waiting", "ended"}),
+    "handing": frozenset({"decoding", "ended"}),
     "returning": frozenset({"waiting", "ended"}),
     "ended": frozenset(),
 }
-"""returning: preempted while a sampled token was still on its way; waits again once that has come."""
+"""seeking: out of the line until the KV store has answered, or others have loaded the same. loading: its blocks are
+being filled from the store. handing: drew its one token here; its blocks are being saved for the engine that goes on.
+returning: preempted while a sampled token was still on its way; waits again once that has come."""
 
 
 class IllegalStep(Exception):
@@ -44,7 +49,9 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "cached_tokens",
         "capacity",
+        "decode_on",
         "decode_work",
         "detokenizer",
         "generation",
@@ -52,10 +59,13 @@ class Sequence:
         "history",
         "id",
         "indexed",
+        "introduced",
+        "kv_source",
         "length",
         "limit",
         "min_length",
         "opened",
+        "partial",
         "phase",
         "planned",
         "prompt_length",
@@ -80,12 +90,21 @@ class Sequence:
         self.stops = stops
         self.phase: Phase = "waiting"
         self.history: list[Phase] = ["waiting"]
+        handed = generate.handed
+        self.decode_on: EngineId | None = generate.decode_on
+        """Who takes it over once its first token is drawn."""
+        self.kv_source: NodeId | None = generate.kv_source if handed is None else handed.node
+        """Whose KV store is likely to hold its blocks."""
+        self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
+        """The name of its last, partial block in the store, where it was handed over."""
         # written when results come
         self.tokens = array("I", unpack(generation.tokens))
         self.hashes: list[BlockHash] = list(split_hashes(generation.block_hashes))
         # written by the planner
         self.length = len(self.tokens)
         self.planned = 0
+        self.introduced = False
+        """Whether the workers know it."""
         # written by KvMemory
         self.blocks: list[int] = []
         self.capacity = 0
@@ -93,7 +112,9 @@ class Sequence:
         self.indexed = 0
         """Leading blocks that were offered to the prefix index."""
         # written by Streams
-        self.opened = False
+        self.opened = handed is not None
+        self.cached_tokens = 0
+        """As the client is told."""
 
     def move(self, phase: Phase) -> None:
         """Enters `phase`. Raises IllegalStep."""
@@ -108,6 +129,12 @@ class Sequence:
         if len(self.tokens) % BLOCK_SIZE == 0:
             parent = self.hashes[-1] if self.hashes else root_hash(self.generation.cache_salt)
             self.hashes.append(next_hash(parent, pack(self.tokens[-BLOCK_SIZE:])))
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens that need not be computed where their blocks are found: all but the last, from which the
+        next is drawn."""
+        return len(self.tokens) - 1
 
     @property
     def produced(self) -> int:

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.events import WorkersReady
+from services.scheduler.core.hand_overs import HandOvers
+from services.scheduler.core.kv_memory import KvMemory
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.loads import Loads
 from services.scheduler.core.pace import Pace
 from services.scheduler.core.planner import Planner
+from services.scheduler.core.saves import Saves
 from services.scheduler.core.steps import Steps
+from services.scheduler.core.store import Store
 from services.scheduler.core.streams import Streams
+from services.scheduler.core.transfers import Transfers
 from shared.ids import EngineId, Incarnation
 
 
 class Serving:
     """Owned by the engine, and made anew for each epoch."""
 
-    def __init__(self, engine: EngineId, epoch: Incarnation, limits: Limits, workers: WorkersReady) -> None:
+    def __init__(
+        self, engine: EngineId, epoch: Incarnation, limits: Limits, workers: WorkersReady, store: Store
+    ) -> None:
         self.workers = workers
         self.card = workers.card
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens)
         self.admission = Admission(workers.card, workers.num_blocks, limits.policy)
-        self.planner = Planner(self.limits, workers.num_blocks)
+        memory = KvMemory(workers.num_blocks, notes_fresh=store.node is not None)
+        self.transfers = Transfers(memory.pool, workers.world_size)
+        self.loads = Loads(self.limits, store, memory, self.transfers)
+        self.saves = Saves(store, memory, self.transfers)
+        self.hand_overs = HandOvers(self.saves)
+        self.planner = Planner(self.limits, memory, self.transfers, self.loads, self.saves)
         self.steps = Steps(epoch, Pace())
         self.streams = Streams(engine, epoch)
+
+    def close(self) -> None:
+        """Gives the store back what is held there. Every sequence has ended."""
+        self.loads.close()
+        self.saves.close()
+
+    @property
+    def saving(self) -> bool:
+        """Whether blocks are on their way to the store, or being copied."""
+        return self.saves.busy or len(self.transfers) > 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from services.scheduler.core.events import Output, SendTokens
 from services.scheduler.core.sequence import Sequence
 from shared.ids import DetokenizerId, EngineId, Incarnation
-from shared.messages.detokenizer import Abandon, NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
+from shared.messages.generation import Generation
 from shared.tokens import TOKEN_BYTES
 
 CONTEXT_TOKENS = 8
@@ -13,12 +14,13 @@ CONTEXT_TOKENS = 8
 
 
 class _Gathered:
-    __slots__ = ("abandoned", "entries", "opened")
+    __slots__ = ("abandoned", "entries", "moved", "opened")
 
     def __init__(self) -> None:
         self.opened: list[OpenStream] = []
         self.entries: list[NewTokens] = []
         self.abandoned: list[Abandon] = []
+        self.moved: list[Moved] = []
 
 
 class Streams:
@@ -34,24 +36,33 @@ class Streams:
         """Announces a request, once."""
         if not sequence.opened:
             sequence.opened = True
-            self._for(sequence).opened.append(_open_stream(sequence, cached_tokens))
+            sequence.cached_tokens = min(cached_tokens, sequence.prompt_length)
+            self._for(sequence.detokenizer).opened.append(_open_stream(sequence))
 
     def add(self, sequence: Sequence, entry: NewTokens) -> None:
-        self._for(sequence).entries.append(entry)
+        self._for(sequence.detokenizer).entries.append(entry)
 
     def abandon(self, sequence: Sequence) -> None:
         if sequence.opened:
-            generation = sequence.generation
-            self._for(sequence).abandoned.append(Abandon(generation.request, generation.attempt))
+            self.disown(sequence.detokenizer, sequence.generation)
+
+    def disown(self, detokenizer: DetokenizerId, generation: Generation) -> None:
+        """Nobody goes on with a stream that is open there."""
+        self._for(detokenizer).abandoned.append(Abandon(generation.request, generation.attempt))
+
+    def move(self, sequence: Sequence, engine: EngineId) -> None:
+        """The stream goes on from `engine`."""
+        generation = sequence.generation
+        self._for(sequence.detokenizer).moved.append(Moved(generation.request, generation.attempt, engine))
 
     def forget(self, detokenizer: DetokenizerId) -> None:
         """It is gone: what it has not been sent yet would mean nothing to the one that is started in its place."""
         self._gathered.pop(detokenizer, None)
 
-    def _for(self, sequence: Sequence) -> _Gathered:
-        gathered = self._gathered.get(sequence.detokenizer)
+    def _for(self, detokenizer: DetokenizerId) -> _Gathered:
+        gathered = self._gathered.get(detokenizer)
         if gathered is None:
-            gathered = self._gathered[sequence.detokenizer] = _Gathered()
+            gathered = self._gathered[detokenizer] = _Gathered()
         return gathered
 
     def flush(self) -> list[Output]:
@@ -61,7 +72,9 @@ class Streams:
         prompt is computed, which costs more than it tells.
         """
         due = [
-            detokenizer for detokenizer, gathered in self._gathered.items() if gathered.entries or gathered.abandoned
+            detokenizer
+            for detokenizer, gathered in self._gathered.items()
+            if gathered.entries or gathered.abandoned or gathered.moved
         ]
         return [
             SendTokens(detokenizer, self._batch(detokenizer, self._gathered.pop(detokenizer))) for detokenizer in due
@@ -77,10 +90,11 @@ class Streams:
             opened=tuple(gathered.opened),
             entries=tuple(gathered.entries),
             abandoned=tuple(gathered.abandoned),
+            moved=tuple(gathered.moved),
         )
 
 
-def _open_stream(sequence: Sequence, cached_tokens: int) -> OpenStream:
+def _open_stream(sequence: Sequence) -> OpenStream:
     generation = sequence.generation
     stopping = generation.stopping
     start = max(0, sequence.prompt_length - CONTEXT_TOKENS)
@@ -93,7 +107,7 @@ def _open_stream(sequence: Sequence, cached_tokens: int) -> OpenStream:
         resumed=len(generation.tokens) // TOKEN_BYTES - sequence.prompt_length,
         sent_chars=generation.sent_chars,
         prompt_tokens=sequence.prompt_length,
-        cached_tokens=min(cached_tokens, sequence.prompt_length),
+        cached_tokens=sequence.cached_tokens,
         stop=stopping.stop,
         include_stop=stopping.include_stop,
         min_tokens=stopping.min_tokens,
