@@ -57,9 +57,9 @@ class Shelf:
         self.committed = 0
         self.pinned = 0
         """Blocks with one pin or more."""
-        self._children: dict[BlockHash, int] = {}
+        self.children: dict[BlockHash, int] = {}
         """Blocks here whose parent is this one, whether that is here or not."""
-        self._leaves: list[tuple[int, BlockHash]] = []
+        self.leaves: list[tuple[int, BlockHash]] = []
         """A heap, least recently used first; entries that no longer hold are passed over."""
 
     @property
@@ -93,14 +93,14 @@ class Shelf:
 
     def expect_child(self, parent: BlockHash) -> None:
         """A block behind `parent` comes or is here: `parent` stays as long."""
-        self._children[parent] = self._children.get(parent, 0) + 1
+        self.children[parent] = self.children.get(parent, 0) + 1
 
     def child_gone(self, parent: BlockHash) -> None:
-        left = self._children[parent] - 1
+        left = self.children[parent] - 1
         if left:
-            self._children[parent] = left
+            self.children[parent] = left
             return
-        del self._children[parent]
+        del self.children[parent]
         if (block := self.blocks.get(parent)) is not None:
             self.note_leaf(block)
 
@@ -134,26 +134,26 @@ class Shelf:
         self.note_leaf(block)
 
     def evictable(self, block: Block) -> bool:
-        return block.committed and not block.pins and block.hash not in self._children
+        return block.committed and not block.pins and block.hash not in self.children
 
     def oldest(self) -> Block | None:
         """The evictable block that was used least recently."""
-        while self._leaves:
-            used, name = self._leaves[0]
+        while self.leaves:
+            used, name = self.leaves[0]
             block = self.blocks.get(name)
             if block is not None and block.used == used and self.evictable(block):
                 return block
-            heapq.heappop(self._leaves)
+            heapq.heappop(self.leaves)
         return None
 
     def note_leaf(self, block: Block) -> None:
         """Called whenever a block may have become evictable, or was used."""
         if not self.evictable(block):
             return
-        heapq.heappush(self._leaves, (block.used, block.hash))
-        if len(self._leaves) > len(self.blocks) + HEAP_SLACK:
-            self._leaves = [(each.used, each.hash) for each in self.blocks.values() if self.evictable(each)]
-            heapq.heapify(self._leaves)
+        heapq.heappush(self.leaves, (block.used, block.hash))
+        if len(self.leaves) > len(self.blocks) + HEAP_SLACK:
+            self.leaves = [(each.used, each.hash) for each in self.blocks.values() if self.evictable(each)]
+            heapq.heapify(self.leaves)
 
     def rest(self, slot: int, until: float) -> None:
         """`until` never lies before that of a slot that rests already."""

@@ -1,0 +1,191 @@
+"""KV stores over real arenas in shared memory, and ranks that write and read blocks whose contents tell their names."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from kvstore.arena import MappedArena
+from kvstore.carried import NO_PARENT
+from kvstore.directory import StoreDirectory
+from kvstore.node_store import NodeStore
+from kvstore.tiers import Tier
+from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
+from shared.ids import Incarnation, InstanceId, LeaseId, ModelName, NodeId
+from shared.messages.kvstore import (
+    Attach,
+    Attached,
+    Commit,
+    Committed,
+    Find,
+    Found,
+    KvLayout,
+    Owner,
+    Release,
+    Reserve,
+    Reserved,
+)
+
+NODE = NodeId("node-1")
+STORE = InstanceId("kvstore-1")
+SMALL = KvLayout(model="small", dtype="float16", layers=1, kv_heads=2, head_dim=8)
+"""One page a block."""
+LARGE = KvLayout(model="large", dtype="float32", layers=2, kv_heads=3, head_dim=8)
+"""Two pages a block."""
+MODEL = ModelName("a-model")
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+
+
+class Clock:
+    """Stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="baton-test-", dir=SHARED_MEMORY))
+
+
+def remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def store_in(
+    directory: Path, memory: int, clock: Clock, *, lease_seconds: float = 10.0, tier: Tier | None = None, life: int = 1
+) -> NodeStore:
+    store = NodeStore(
+        StoreDirectory(directory), memory, lease_seconds, (STORE, NODE, Incarnation(life)), tier=tier, clock=clock
+    )
+    store.recover()
+    return store
+
+
+def name_of(label: object) -> BlockHash:
+    return BlockHash(blake2b(repr(label).encode(), digest_size=16).digest())
+
+
+def chain(label: object, length: int) -> list[BlockHash]:
+    return [name_of((label, at)) for at in range(length)]
+
+
+def contents(name: bytes, head: int, size: int) -> bytes:
+    """What a rank writes for a block's head: no two blocks or heads have the same."""
+    return (blake2b(name + bytes([head]), digest_size=64).digest() * (size // 64 + 1))[:size]
+
+
+def write_head(arena: MappedArena, slot: int, name: bytes, head: int) -> None:
+    arena.heads(slot, head, 1)[:] = contents(name, head, arena.geometry.head_bytes)
+    arena.write_checksum(slot, head)
+
+
+def write(arena: MappedArena, slot: int, name: bytes) -> None:
+    for head in range(arena.geometry.kv_heads):
+        write_head(arena, slot, name, head)
+
+
+def holds(arena: MappedArena, slot: int, name: bytes) -> bool:
+    """Whether the slot's contents are this block's."""
+    size = arena.geometry.head_bytes
+    return all(arena.heads(slot, head, 1) == contents(name, head, size) for head in range(arena.geometry.kv_heads))
+
+
+def parents_of(hashes: Sequence[BlockHash], before: bytes = NO_PARENT) -> list[bytes]:
+    return [before, *hashes[:-1]][: len(hashes)]
+
+
+def slots_of(answer: Found | Reserved) -> list[tuple[int, int]]:
+    """(slot, generation)."""
+    return list(zip(array("I", answer.slots), array("Q", answer.generations), strict=True))
+
+
+class Client:
+    """An engine's side of the protocol, scheduler and ranks together, against a store in the same process."""
+
+    def __init__(
+        self, store: NodeStore, layout: KvLayout = SMALL, *, instance: str = "engine-1", life: int = 1
+    ) -> None:
+        self.store = store
+        self.owner = Owner(InstanceId(instance), Incarnation(life))
+        attached = store.attach(Attach(layout, MODEL))
+        assert isinstance(attached, Attached), attached
+        self.attached = attached
+        self.layout = attached.layout
+        self.leases = self._numbers()
+        arena = store.arena_of(self.layout)
+        assert arena is not None
+        self.arena: MappedArena = arena
+
+    @staticmethod
+    def _numbers() -> Iterator[LeaseId]:
+        number = 0
+        while True:
+            number += 1
+            yield LeaseId(number)
+
+    def reserve(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        parents: Sequence[bytes] | None = None,
+        tokens: int = BLOCK_SIZE,
+        lease: LeaseId | None = None,
+    ) -> tuple[LeaseId, Reserved]:
+        lease = lease or next(self.leases)
+        answer = self.store.reserve(
+            Reserve(
+                layout=self.layout,
+                owner=self.owner,
+                lease=lease,
+                hashes=b"".join(hashes),
+                parents=b"".join(parents if parents is not None else parents_of(hashes)),
+                tokens=bytes([tokens] * len(hashes)),
+            )
+        )
+        assert isinstance(answer, Reserved), answer
+        return lease, answer
+
+    def commit(self, lease: LeaseId) -> int:
+        answer = self.store.commit(Commit(layout=self.layout, owner=self.owner, lease=lease))
+        assert isinstance(answer, Committed), answer
+        return answer.blocks
+
+    def save(self, hashes: Sequence[BlockHash], *, parents: Sequence[bytes] | None = None) -> int:
+        """Reserves, writes and commits what is not there; how many blocks that were."""
+        lease, reserved = self.reserve(hashes, parents=parents)
+        for name, (slot, _) in zip(hashes, slots_of(reserved), strict=True):
+            if slot < self.arena.slots:
+                write(self.arena, slot, name)
+        return self.commit(lease)
+
+    def find(self, hashes: Sequence[BlockHash], *, deadline: float = 0.01) -> tuple[LeaseId, Found]:
+        lease = next(self.leases)
+        answer = self.store.find(
+            Find(layout=self.layout, owner=self.owner, lease=lease, hashes=b"".join(hashes), deadline=deadline)
+        )
+        assert isinstance(answer, Found), answer
+        return lease, answer
+
+    def found(self, hashes: Sequence[BlockHash]) -> int:
+        """How many leading blocks are there. Reads them, and lets go."""
+        lease, found = self.find(hashes)
+        slots = slots_of(found)
+        for name, (slot, generation) in zip(hashes, slots, strict=False):
+            assert self.arena.generation(slot) == generation
+            assert holds(self.arena, slot, name)
+        self.release(lease)
+        return len(slots)
+
+    def release(self, lease: LeaseId, drop: Sequence[BlockHash] = ()) -> None:
+        self.store.release(Release(layout=self.layout, owner=self.owner, lease=lease, drop=b"".join(drop)))
+
+
+def names_in(packed: bytes) -> list[BlockHash]:
+    return list(split_hashes(packed))
