@@ -187,7 +187,8 @@ def _build(config_type: type[C], settings: Mapping[str, _Setting]) -> C:
     values: dict[str, Any] = {}
     for key, setting in settings.items():
         try:
-            values[key] = msgspec.convert(_parsed(setting.value, types[key]), _bounded_inside(types[key]), strict=False)
+            parsed, wanted = _parsed(setting.value, types[key]), _bounded_inside(types[key])
+            values[key] = msgspec.convert(parsed, wanted, strict=False, dec_hook=_path)
         except (msgspec.ValidationError, ValueError) as error:
             shown = "***" if "password" in key else repr(setting.value)
             raise ConfigError(f"{key} = {shown} (from {setting.source}): {error}") from None
@@ -233,6 +234,13 @@ def _parsed(value: Any, annotated: Any) -> Any:
     if get_origin(_plain_type(annotated)) is tuple:
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
+
+
+def _path(wanted: type, value: Any) -> Any:
+    """What msgspec cannot make by itself; only paths are."""
+    if wanted is not Path or not isinstance(value, str):
+        raise ValueError(f"a {wanted.__name__} is expected, not {type(value).__name__}")
+    return Path(value)
 
 
 def _bounded_inside(annotated: Any) -> Any:

@@ -95,6 +95,17 @@ def test_a_password_is_never_shown() -> None:
     assert "hunter2" not in str(error.value)
 
 
+def test_a_path_is_one_whether_given_or_not(tmp_path: Path) -> None:
+    class Placed(ServiceConfig, frozen=True, kw_only=True):
+        where: Path | None = None
+
+    assert load_config("kitchen", Placed, ["--where=/a/b"], {}).where == Path("/a/b")
+    assert load_config("kitchen", Placed, ["--where=none"], {}).where is None
+    (tmp_path / "baton.toml").write_text("[kitchen]\nwhere = 7\n")
+    with pytest.raises(ConfigError, match="where = 7"):
+        load_config("kitchen", Placed, [f"--config={tmp_path / 'baton.toml'}"], {})
+
+
 def test_sizes() -> None:
     assert [parse_bytes(t) for t in ("7", "1k", "1KB", "1.5MiB", "2 GB")] == [7, 1024, 1000, 1572864, 2 * 10**9]
     for bad in ("", "-1", "1 parsec", "GiB"):
