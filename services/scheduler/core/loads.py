@@ -117,7 +117,8 @@ class Loads:
             lookup.at = now
         else:
             self._store.tally.misses += 1
-            self.forget(sequence)
+            del self._lookups[sequence.id]
+            self._store.release(lease)
         return sequence
 
     # ---- its turn
