@@ -53,7 +53,7 @@ class DeepSearch:
         self._waiting: dict[_Key, asyncio.Timeout | None] = {}
         """None until the search takes its first step."""
         self._coming: dict[tuple[str, BlockHash], asyncio.Event] = {}
-        """By what a fetch begins with. Whoever needs the same waits for its end, and looks again."""
+        """What is being fetched. Whoever needs it, too, waits for that fetch to end, and looks again."""
         self.running = 0
 
     async def run(self) -> None:
@@ -128,23 +128,25 @@ class DeepSearch:
         return found
 
     async def _bring(self, question: Find, here: int, until: float) -> None:
-        """Of searches for the same, one fetches; the others wait for it, and fetch what it did not."""
-        missing = list(split_hashes(question.hashes))[here:]
-        while missing and (other := self._coming.get((question.layout, missing[0]))) is not None:
+        """Of searches for the same blocks, one fetches; the others wait for it, and fetch what it did not."""
+        layout = question.layout
+        missing: Sequence[BlockHash] = list(split_hashes(question.hashes))[here:]
+        while missing and (other := self._coming.get((layout, missing[0]))) is not None:
             await other.wait()
-            missing = list(self._store.missing(question.layout, missing))
-        if not missing:
-            return
-        done = self._coming[question.layout, missing[0]] = asyncio.Event()
+            missing = self._store.missing(layout, missing)
+        done = asyncio.Event()
+        mine = [(layout, name) for name in missing if (layout, name) not in self._coming]
+        self._coming.update(dict.fromkeys(mine, done))
         try:
             await self._fetch(question, missing, until)
         finally:
-            del self._coming[question.layout, missing[0]]
+            for place in mine:
+                del self._coming[place]
             done.set()
 
     async def _fetch(self, question: Find, missing: Sequence[BlockHash], until: float) -> None:
         arena, source, layout = self._store.arena_of(question.layout), self._source(question), question.layout
-        if arena is None:
+        if arena is None or not missing:
             return
         if self._tier is not None:
             share = FOR_THE_TIER if source is not None else 1.0
