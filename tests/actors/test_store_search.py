@@ -221,9 +221,9 @@ async def test_whoever_waits_for_another_search_goes_on_where_that_was_given_up(
         patient = asyncio.create_task(answered(search, asks(client, 101)))
         async with asyncio.timeout(PATIENCE):
             await tier.stuck.wait()
-        tier.unstuck.set()
         search.released(Release(layout=client.layout, owner=client.owner, lease=LeaseId(100)))
         assert isinstance(await given_up, NotServed)  # type: ignore[misc]
+        tier.unstuck.set()
         assert blocks_in(await patient) == 8
         assert [len(names) for _, names in tier.asked] == [8, 6]
 
