@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from services.worker import metrics
 from services.worker.backend import Backend, StepOutput
 from services.worker.compute_thread import ComputeThread
+from services.worker.copy_thread import CopyThread
+from services.worker.kv.transfer_ledger import TransferLedger
 from services.worker.step_order import Gap, StepOrder
 from shared import topics
 from shared.actor import Actor, Hears
@@ -35,6 +39,8 @@ class Place:
     world_size: int = 1
     max_num_seqs: int | None = None
     max_batch_tokens: int | None = None
+    kvstore_dir: Path | None = None
+    """None: what it asks to be copied to or from a KV store fails."""
 
     @property
     def publishes(self) -> bool:
@@ -43,16 +49,19 @@ class Place:
 
 
 class WorkerActor(Actor):
-    """Owns one rank's compute thread. Decides nothing: it executes plans in order, and says when one is missing."""
+    """Owns one rank's compute thread and copy thread. Decides nothing: it executes plans in order, says how far their
+    transfers are, and when a plan is missing."""
 
     service = "worker"
 
     def __init__(self, bus: Bus, instance: InstanceId, place: Place, make_backend: Callable[[], Backend]) -> None:
         super().__init__(bus, instance)
         self._place = place
-        self._thread = ComputeThread(make_backend, skip_void=place.world_size == 1)
+        self._copies = CopyThread(place.kvstore_dir)
+        self._thread = ComputeThread(make_backend, self._copies, skip_void=place.world_size == 1)
         self._backend: Backend | None = None
         self._order = StepOrder()
+        self._ledger = TransferLedger(place.rank)
         self._in_hand = 0
         self._published = 0
 
@@ -71,6 +80,7 @@ class WorkerActor(Actor):
                 if verdict == "first":
                     self._published = 0
                 self._in_hand += 1
+                self._ledger.took(message)
                 self._thread.submit(message, first=verdict == "first")
             case "repeated":
                 log.warning("plan came twice", extra={"step": message.step})
@@ -78,6 +88,18 @@ class WorkerActor(Actor):
                 await self._missed(message, expected)
 
     async def background(self) -> None:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._tell_steps())
+            both.create_task(self._tell_transfers())
+
+    async def _tell_transfers(self) -> None:
+        while True:
+            over = await self._copies.over()
+            told = self._ledger.over(over.epoch, over.number, failed=over.failed)
+            if told is not None:
+                await self.bus.publish(topics.engine_results(self._place.engine), told)
+
+    async def _tell_steps(self) -> None:
         while True:
             plan, output = await self._thread.result()
             self._in_hand -= 1
@@ -95,9 +117,10 @@ class WorkerActor(Actor):
 
     async def tear_down(self) -> None:
         await self._thread.stop()
+        await self._copies.stop()
 
     def is_idle(self) -> bool:
-        return self._in_hand == 0
+        return self._in_hand == 0 and self._ledger.outstanding == 0
 
     def load(self) -> int:
         return self._in_hand
@@ -117,6 +140,8 @@ class WorkerActor(Actor):
             published=self._published,
             max_num_seqs=self._place.max_num_seqs,
             max_batch_tokens=self._place.max_batch_tokens,
+            layout=None if self._backend.kv is None else self._backend.kv.layout,
+            transfers=self._ledger.report(),
         )
 
     async def _missed(self, plan: StepPlan, expected: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Sampled, StepTiming
 from shared.messages.worker import StepPlan
+
+if TYPE_CHECKING:
+    from services.worker.kv.copier import KvShare
 
 
 class BackendError(Exception):
@@ -38,8 +41,12 @@ class Backend(Protocol):
     @property
     def device(self) -> str: ...
 
+    @property
+    def kv(self) -> KvShare | None:
+        """Its KV memory, for copying blocks beside steps, on another thread; None where there is no memory."""
+
     def step(self, plan: StepPlan) -> StepOutput:
-        """Applies `plan` (released, new, work, in this order) and computes it.
+        """Applies `plan` (released, new, work, in this order) and computes it. Its transfers are the caller's affair.
 
         Whether (epoch, step) follow is the caller's business. Raises on a broken plan (unknown sequence, a block
         table that does not cover the work): that is a bug, and ends the process.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from services.worker.backend import Backend, StepOutput
+from services.worker.copy_thread import CopyThread, around
 from shared.ids import Incarnation
 from shared.messages.worker import StepPlan
 
@@ -39,8 +40,9 @@ class ComputeThread:
     The thread is a daemon: a device that hangs must not keep the process from ending.
     """
 
-    def __init__(self, make_backend: Callable[[], Backend], *, skip_void: bool) -> None:
+    def __init__(self, make_backend: Callable[[], Backend], copies: CopyThread, *, skip_void: bool) -> None:
         self._make_backend = make_backend
+        self._copies = copies
         self._skip_void = skip_void
         """Leave out plans of an epoch that is over. Ranks that compute together may not: each must execute exactly
         what the others do."""
@@ -80,6 +82,7 @@ class ComputeThread:
     def _run(self) -> None:
         try:
             backend = self._make_backend()
+            self._copies.start(backend.kv)
         except BaseException as error:
             self._loop.call_soon_threadsafe(_fail, self._ready, error)
             return
@@ -96,11 +99,22 @@ class ComputeThread:
                 self._hand_over(Computed(job.plan, None))
                 continue
             if job.first:
+                self._copies.begin()
                 backend.reset()
-            output = backend.step(job.plan)
+            output = self._computed(backend, job.plan)
             wait = max(0.0, job.arrived - idle_since)
             idle_since = time.perf_counter()
             self._hand_over(Computed(job.plan, replace(output, timing=replace(output.timing, wait=wait))))
+
+    def _computed(self, backend: Backend, plan: StepPlan) -> StepOutput:
+        """Computes the plan; what it wants copied begins before and after."""
+        before, after = around(plan.transfers) if plan.epoch == self._epoch else ((), ())
+        if before:
+            self._copies.add(plan.epoch, before)
+        output = backend.step(plan)
+        if after:
+            self._copies.add(plan.epoch, after)
+        return output
 
     def _hand_over(self, result: Computed | BaseException) -> None:
         try:

@@ -34,6 +34,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences that a step may hold.")] = 256
     max_batch_tokens: Annotated[int, Meta(ge=1, description="Tokens that a step may compute.")] = 2048
+    kvstore_dir: Annotated[
+        Path | None, Meta(description="Directory of the node's KV store; without it nothing is shared.")
+    ] = None
     ops: Annotated[Literal["auto", "torch", "native"], Meta(description="Operations the model runs on.")] = "auto"
     threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
     sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim imitates.")] = "h200"
@@ -67,6 +70,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             world_size=self.world_size,
             max_num_seqs=self.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,
+            kvstore_dir=self.kvstore_dir,
         )
 
     def rendezvous_url(self) -> str:

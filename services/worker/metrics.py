@@ -23,6 +23,14 @@ PART_SECONDS = Histogram(
 PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds without a plan for longer than 0.25 s.")
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
 
+TRANSFERS = Counter(
+    "baton_worker_transfers_total", "Copies to and from the KV store that are over.", ["kind", "outcome"]
+)
+TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks copied, this rank's share.", ["kind"])
+TRANSFER_SECONDS = Histogram(
+    "baton_worker_transfer_seconds", "What one transfer took, waiting left out.", ["kind"], buckets=_BUCKETS
+)
+
 _WAIT, _PREPARE, _FORWARD, _SAMPLE = (PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample"))
 _COMPUTED, _SAMPLED = TOKENS.labels("computed"), TOKENS.labels("sampled")
 
@@ -40,3 +48,9 @@ def note_step(plan: StepPlan, output: StepOutput) -> None:
     STEPS.inc()
     _COMPUTED.inc(sum(work.count for work in plan.work))
     _SAMPLED.inc(len(output.sampled))
+
+
+def note_transfer(kind: str, outcome: str, copied: int, seconds: float) -> None:
+    TRANSFERS.labels(kind, outcome).inc()
+    TRANSFERRED.labels(kind).inc(copied)
+    TRANSFER_SECONDS.labels(kind).observe(seconds)

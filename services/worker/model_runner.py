@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
+from services.worker.kv.copier import KvShare
 from services.worker.model.decoder import Decoder, KvCaches
 from services.worker.ops import BatchMeta
 from services.worker.parallel import Communicator
@@ -32,13 +33,16 @@ class ModelRunner:
         num_blocks: int,
         max_num_seqs: int,
         communicator: Communicator,
+        digest: str,
     ) -> None:
+        """`digest` tells this model's keys and values from those of any other."""
         self._card = card
         self._device = device
         self._decoder = decoder
         self._num_blocks = num_blocks
         self._communicator = communicator
         self._caches: KvCaches = decoder.allocate_kv(num_blocks)
+        self._kv = decoder.share_kv(self._caches, digest)
         self._sequences = SequenceTable(
             max_sequences=max_num_seqs,
             max_model_len=card.max_model_len,
@@ -57,6 +61,10 @@ class ModelRunner:
     @property
     def device(self) -> str:
         return str(self._device)
+
+    @property
+    def kv(self) -> KvShare:
+        return self._kv
 
     def reset(self) -> None:
         self._sequences.clear()

@@ -11,9 +11,12 @@ this rank's query and key/value heads, D the head dimension, I this rank's share
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NewType, Protocol
+from typing import TYPE_CHECKING, Literal, NewType, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from services.worker.kv.copier import KvCopier
 
 PackedLinear = NewType("PackedLinear", object)
 """A weight in whatever layout its `Ops` multiplies fastest. Only the `Ops` that packed it may look inside."""
@@ -93,6 +96,9 @@ class Ops(Protocol):
 
         An implementation may lay a block out differently inside, as long as the first dimension is the block.
         """
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
+        """Copies blocks of these caches, one pair for each layer, beside the other operations."""
 
     def rope_and_store(
         self,

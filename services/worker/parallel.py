@@ -110,6 +110,8 @@ class Share(Struct, frozen=True):
 
     heads: tuple[int, int]
     kv_heads: tuple[int, int]
+    first_of_kv_heads: bool
+    """No lower rank holds the same key/value heads."""
     mlp: tuple[int, int]
     vocab: tuple[int, int]
     padded_vocab: int
@@ -137,6 +139,8 @@ def share_of(config: ModelConfig, rank: int, world_size: int) -> Share:
     return Share(
         heads=_part(config.num_heads, rank, world_size),
         kv_heads=_kv_part(config.num_kv_heads, rank, world_size),
+        first_of_kv_heads=rank == 0
+        or _kv_part(config.num_kv_heads, rank - 1, world_size) != _kv_part(config.num_kv_heads, rank, world_size),
         mlp=_part(config.intermediate_size, rank, world_size),
         vocab=(min(rank * words, config.vocab_size), min((rank + 1) * words, config.vocab_size)),
         padded_vocab=words,

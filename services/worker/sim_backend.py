@@ -45,6 +45,7 @@ class SimBackend:
         self.card = card
         self.num_blocks = num_blocks
         self.device = device
+        self.kv = None
         self._seconds = seconds
         """None: a step takes no time at all."""
         self._vocabulary = vocabulary

@@ -16,6 +16,7 @@ from services.worker.memory import free_bytes, gib, peak_bytes
 from services.worker.model.checkpoint import open_checkpoint
 from services.worker.model.config import Dtype, ModelConfig, ModelError
 from services.worker.model.decoder import Decoder
+from services.worker.model.digest import model_digest
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.model_runner import ModelRunner
@@ -68,6 +69,7 @@ def create_backend(
     length = _model_len(config, max_model_len)
     _check_weights_fit(config, chosen, world_size, free_bytes(place))
     torch.set_num_threads(threads or max(1, _cores() // world_size))
+    digest = model_digest(model_dir, config)
     decoder = _load(model_dir, config, place, chosen, length, communicator, ops)
 
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
@@ -78,6 +80,7 @@ def create_backend(
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             communicator=communicator,
+            digest=digest,
         )
 
     activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)

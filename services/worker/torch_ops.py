@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
+from services.worker.kv.copier import KvCopier
+from services.worker.kv.cuda_copier import CudaKvCopier
+from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops import Activation, BatchMeta, PackedLinear
 from shared.blocks import BLOCK_SIZE
 
@@ -79,6 +82,9 @@ class TorchOps:
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
         return _zeros(shape, self._dtype, self._device), _zeros(shape, self._dtype, self._device)
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
+        return CudaKvCopier(caches) if self._device.type == "cuda" else PlainKvCopier(caches)
 
     def rope_and_store(
         self,

@@ -67,7 +67,7 @@ def open_checkpoint(model_dir: Path, dtype: torch.dtype) -> Iterator[Checkpoint]
     """The checkpoint in `model_dir`, single-file or sharded. Raises ModelError where there is none or it is broken."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in _paths(model_dir):
+        for path in checkpoint_files(model_dir):
             try:
                 file = stack.enter_context(safe_open(str(path), framework="pt"))
             except (FileNotFoundError, SafetensorError) as error:
@@ -76,7 +76,8 @@ def open_checkpoint(model_dir: Path, dtype: torch.dtype) -> Iterator[Checkpoint]
         yield Checkpoint(files, dtype)
 
 
-def _paths(model_dir: Path) -> list[Path]:
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """Its safetensors files, one or many. Raises ModelError where there is none."""
     index = model_dir / _INDEX
     if index.exists():
         try:

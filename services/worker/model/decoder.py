@@ -8,9 +8,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from services.worker.kv.copier import KvShare
 from services.worker.model.config import ModelConfig
 from services.worker.ops import BatchMeta, Ops, PackedLinear
 from services.worker.parallel import Communicator, Share
+from shared.messages.kvstore import KvLayout
 
 KvCaches = list[tuple[Tensor, Tensor]]
 """For each layer, its keys and its values."""
@@ -83,6 +85,25 @@ class Decoder:
         """Caches of `num_blocks` blocks for every layer."""
         heads, dim = self._share.num_kv_heads, self._config.head_dim
         return [self._ops.allocate_kv(num_blocks, heads, dim) for _ in self._weights.layers]
+
+    def share_kv(self, caches: KvCaches, model: str) -> KvShare:
+        """What others may copy from and to `caches`. `model`: the digest of its configuration and weights."""
+        first, last = self._share.kv_heads
+        keys = caches[0][0]
+        return KvShare(
+            layout=KvLayout(
+                model=model,
+                dtype=str(keys.dtype).removeprefix("torch."),
+                layers=self._config.num_layers,
+                kv_heads=self._config.num_kv_heads,
+                head_dim=self._config.head_dim,
+            ),
+            first_head=first,
+            num_heads=last - first,
+            writes=self._share.first_of_kv_heads,
+            num_blocks=len(keys),
+            copier=self._ops.kv_copier(caches, self._config.head_dim),
+        )
 
     @property
     def kv_block_bytes(self) -> int:

@@ -1,6 +1,7 @@
 // The library's C interface; services/worker/native/library.py mirrors it field by field.
 #include "attention.h"
 #include "decoder.h"
+#include "kv_copy.h"
 #include "linear.h"
 #include "probe.h"
 #include "rows.h"
@@ -9,7 +10,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 1; }
+int baton_version() { return 2; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -55,6 +56,12 @@ Decoder* baton_decoder(Pool* pool, const DecoderConfig* config, const DecoderLay
     return new Decoder(*pool, *config, layers);
 }
 void baton_decoder_free(Decoder* decoder) { delete decoder; }
+int baton_kv_save(const KvMemory* memory, const KvArena* arena, const KvBlocks* what) {
+    return int(save_blocks(*memory, *arena, *what));
+}
+int baton_kv_load(const KvMemory* memory, const KvArena* arena, const KvBlocks* what) {
+    return int(load_blocks(*memory, *arena, *what));
+}
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
 int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 """Of the interface; api.cpp's `baton_version` must say the same."""
 
 SINGLE, HALF = 0, 1
@@ -121,6 +121,31 @@ class Forward(Structure):
     )
 
 
+class KvMemory(Structure):
+    _fields_ = (
+        ("item_bytes", c_int),
+        ("layers", c_int),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+    )
+
+
+class KvArena(Structure):
+    _fields_ = (
+        ("generations", c_void_p),
+        ("checksums", c_void_p),
+        ("payloads", c_void_p),
+        ("header_stride", c_int64),
+        ("payload_stride", c_int64),
+    )
+
+
+class KvBlocks(Structure):
+    _fields_ = (("count", c_int), ("blocks", c_void_p), ("slots", c_void_p), ("generations", c_void_p))
+
+
 _SIGNATURES = {
     "baton_version": (c_int, ()),
     "baton_instructions": (ctypes.c_char_p, ()),
@@ -142,6 +167,8 @@ _SIGNATURES = {
     "baton_attend": (None, (c_void_p, POINTER(Attention), POINTER(Batch), POINTER(Cache))),
     "baton_decoder": (c_void_p, (c_void_p, POINTER(DecoderConfig), POINTER(DecoderLayer))),
     "baton_decoder_free": (None, (c_void_p,)),
+    "baton_kv_save": (c_int, (POINTER(KvMemory), POINTER(KvArena), POINTER(KvBlocks))),
+    "baton_kv_load": (c_int, (POINTER(KvMemory), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),

@@ -25,6 +25,7 @@ from services.worker.native.build import Level, best_level
 from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import Arena, zeroed
 from services.worker.native.native_decoder import NativeDecoder
+from services.worker.native.native_kv import NativeKvCopier
 from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedLinear
 from shared.blocks import BLOCK_SIZE
 
@@ -126,6 +127,9 @@ class NativeOps:
         each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
         keys, values = (zeroed(each).view(self.dtype).view(shape) for _ in range(2))
         return keys, values
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> NativeKvCopier:
+        return NativeKvCopier(self._library, caches, head_dim)
 
     def rope_and_store(
         self,

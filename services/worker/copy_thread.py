@@ -1,0 +1,141 @@
+"""The thread that copies KV blocks beside the compute thread, which never waits for it but to begin a new epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from shared.ids import Incarnation
+from shared.messages.worker import Transfer
+
+if TYPE_CHECKING:
+    from services.worker.kv.copier import KvShare
+    from services.worker.kv.transfers import Transfers
+
+WAITING_LIMIT = 4096
+"""Transfers that may wait; the scheduler bounds what it asks for far below, so more is a bug and raises."""
+
+REST_SECONDS = 30.0
+"""What is in hand stops within milliseconds; a thread that does not is stuck, and the process must end."""
+
+STOP_SECONDS = 2.0
+
+
+class CopyingStuck(Exception):
+    """A copy neither ends nor stops: no new epoch may begin over it."""
+
+
+class TransferOver(NamedTuple):
+    epoch: Incarnation
+    number: int
+    failed: bool
+
+
+class CopyThread:
+    """Owns the transfers that wait and the thread that does them, in the order they came.
+
+    `begin` and `add` are the compute thread's: it calls them between steps, so that nothing here need know of steps.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        """`directory`: the store's; None: every transfer fails."""
+        self._directory = directory
+        self._transfers: Transfers | None = None
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Incarnation, Transfer]] = deque()
+        self._epochs = 0
+        """How many have begun: what was taken in hand under a smaller count must stop."""
+        self._busy = False
+        self._stopping = False
+        self._over: asyncio.Queue[TransferOver | BaseException] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="copy", daemon=True)
+
+    def start(self, share: KvShare | None) -> None:
+        """Before anything is added. `share`: the memory to copy from and to; None: every transfer fails."""
+        if share is not None and self._directory is not None:
+            from services.worker.kv.transfers import Transfers
+
+            self._transfers = Transfers(share, self._directory)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Forgets what waits and returns when nothing is being copied: from here on the memory is the new epoch's.
+
+        Raises CopyingStuck."""
+        with self._changed:
+            self._waiting.clear()
+            self._epochs += 1
+            if not self._changed.wait_for(lambda: not self._busy, REST_SECONDS):
+                raise CopyingStuck(f"a transfer has not stopped for {REST_SECONDS:.0f} s")
+
+    def add(self, epoch: Incarnation, transfers: Iterable[Transfer]) -> None:
+        """To be done after those before them. Raises OverflowError where too many wait."""
+        with self._changed:
+            self._waiting.extend((epoch, transfer) for transfer in transfers)
+            if len(self._waiting) > WAITING_LIMIT:
+                raise OverflowError(f"{len(self._waiting)} transfers wait")
+            self._changed.notify_all()
+
+    async def over(self) -> TransferOver:
+        """The next that is over, in order. Those of an epoch that ended may be missing. Raises what copying raised."""
+        over = await self._over.get()
+        if isinstance(over, BaseException):
+            raise over
+        return over
+
+    async def stop(self) -> None:
+        """Ends the thread, or leaves it behind when it does not end."""
+        with self._changed:
+            self._waiting.clear()
+            self._epochs += 1
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while self._do_next():
+                pass
+        except BaseException as error:
+            self._hand_over(error)
+        finally:
+            if self._transfers is not None:
+                self._transfers.close()
+
+    def _do_next(self) -> bool:
+        """Waits for a transfer and does it; False when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._stopping)
+            if self._stopping:
+                return False
+            epoch, transfer = self._waiting.popleft()
+            epochs, self._busy = self._epochs, True
+        try:
+            outcome = self._transfers.run(transfer, lambda: self._epochs != epochs) if self._transfers else "failed"
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+        if outcome != "stopped":
+            self._hand_over(TransferOver(epoch, transfer.number, outcome == "failed"))
+        return True
+
+    def _hand_over(self, over: TransferOver | BaseException) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._over.put_nowait, over)
+        except RuntimeError:  # the loop is closed: the process is ending
+            return
+
+
+def around(transfers: tuple[Transfer, ...]) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """What may begin before the plan is computed, and what after: a load need not wait for its own plan, but for the
+    transfers before it, and a save waits."""
+    saves = (place for place, transfer in enumerate(transfers) if transfer.kind == "save")
+    first = next(saves, len(transfers))
+    return transfers[:first], transfers[first:]

@@ -1,0 +1,59 @@
+"""What copies blocks: the interface between transfers and a device's memory. Knows no bus, no threads, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from services.worker.kv.rank_heads import RankHeads
+    from shared.messages.kvstore import KvLayout
+
+Copied = Literal["all", "other generation", "other checksum"]
+"""other generation: a slot has become another block's. other checksum: what was read is not what was written."""
+
+
+class Piece(NamedTuple):
+    """Some blocks of a transfer, each with its slot, all of them there."""
+
+    blocks: NDArray[np.int32]
+    slots: NDArray[np.uint32]
+    generations: NDArray[np.uint64]
+
+
+class BoundCopier(Protocol):
+    """Copies between one rank's caches and its heads in one arena. Used from the copy thread, beside steps."""
+
+    def save(self, piece: Piece) -> Copied:
+        """Writes the heads of each block, then their checksums. A slot that became another's meanwhile is left
+        without checksums, so that nobody takes it for whole. Raises OSError."""
+
+    def load(self, piece: Piece) -> Copied:
+        """Reads the heads of each block, which equal their checksums, or the blocks are zeros. Raises OSError."""
+
+    def close(self) -> None:
+        """Lets go of the arena's memory."""
+
+
+class KvCopier(Protocol):
+    """Knows how a device lays out all layers' caches."""
+
+    def bind(self, heads: RankHeads) -> BoundCopier:
+        """For these heads of an arena, as many as the caches have. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShare:
+    """One rank's KV memory, as far as it is shared with the other engines of the node."""
+
+    layout: KvLayout
+    first_head: int
+    """Of the model's KV heads, the first that this rank holds; `copier` knows the others."""
+    num_heads: int
+    writes: bool
+    """Several ranks may hold the same heads: one of them writes, all read."""
+    num_blocks: int
+    copier: KvCopier

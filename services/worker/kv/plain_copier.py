@@ -1,0 +1,105 @@
+"""Copies blocks of caches that lie as [blocks, heads, tokens, head_dim] in main memory, layer by layer.
+
+By numpy, not PyTorch: its copies use all cores, which belong to the computing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.kv.copier import Copied, Piece
+from services.worker.kv.rank_heads import RankHeads
+
+_WORDS: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2"), 1: np.dtype("u1")}
+"""What is only copied may be taken for numbers that numpy knows."""
+_TORCH_WORDS: dict[int, np.dtype[Any]] = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class PlainKvCopier:
+    """See :class:`services.worker.kv.copier.KvCopier`."""
+
+    def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        self._caches = [tuple(_as_words(cache) for cache in halves) for halves in caches]
+        self._dtype = _WORDS[caches[0][0].dtype.itemsize]
+
+    def bind(self, heads: RankHeads) -> BoundPlainKvCopier:
+        return BoundPlainKvCopier(self._caches, heads, self._dtype)
+
+
+class BoundPlainKvCopier:
+    """See :class:`services.worker.kv.copier.BoundCopier`."""
+
+    def __init__(self, caches: list[tuple[NDArray[np.generic], ...]], heads: RankHeads, dtype: np.dtype[Any]) -> None:
+        self._caches = caches
+        self._heads = heads
+        self._slots = slots_as_array(heads, len(caches), dtype)
+
+    def save(self, piece: Piece) -> Copied:
+        slots, generations = piece.slots.tolist(), piece.generations.tolist()
+        self._heads.touch(slots)
+        if not self._heads.unchanged(slots, generations):
+            return "other generation"
+        for block, slot in zip(piece.blocks.tolist(), slots, strict=True):
+            to = self._slots[slot]
+            for layer, halves in enumerate(self._caches):
+                for half, cache in enumerate(halves):
+                    to[:, layer, half] = cache[block]
+            self._heads.write_checksums(slot)
+        if self._heads.unchanged(slots, generations):
+            return "all"
+        self._heads.forget_checksums(slots)
+        return "other generation"
+
+    def load(self, piece: Piece) -> Copied:
+        copied = self._loaded(piece)
+        if copied != "all":
+            self._clear(piece.blocks.tolist())
+        return copied
+
+    def close(self) -> None:
+        del self._slots
+        self._heads.close()
+
+    def _loaded(self, piece: Piece) -> Copied:
+        slots, generations = piece.slots.tolist(), piece.generations.tolist()
+        if not self._heads.unchanged(slots, generations):
+            return "other generation"
+        for block, slot in zip(piece.blocks.tolist(), slots, strict=True):
+            if not self._heads.verified(slot):
+                return "other checksum"
+            source = self._slots[slot]
+            for layer, halves in enumerate(self._caches):
+                for half, cache in enumerate(halves):
+                    cache[block] = source[:, layer, half]
+        return "all" if self._heads.unchanged(slots, generations) else "other generation"
+
+    def _clear(self, blocks: list[int]) -> None:
+        """What is undefined must be finite: attention multiplies it with 0."""
+        for halves in self._caches:
+            for cache in halves:
+                cache[blocks] = 0
+
+
+def slots_as_array(heads: RankHeads, layers: int, dtype: np.dtype[Any]) -> NDArray[np.generic]:
+    """[slots, heads, layers, 2, elements of 16 tokens] where the arena lies; the caller keeps it mapped."""
+    shape = heads.arena.geometry
+    room = (shape.slots - 1) * shape.payload_stride + heads.bytes_of_slot
+    half = shape.head_bytes // (layers * 2)
+    return np.ndarray(
+        (shape.slots, heads.count, layers, 2, half // dtype.itemsize),
+        dtype=dtype,
+        buffer=memoryview((ctypes.c_char * room).from_address(heads.payloads)).cast("B"),
+        strides=(shape.payload_stride, shape.head_bytes, 2 * half, half, dtype.itemsize),
+    )
+
+
+def _as_words(cache: Tensor) -> NDArray[np.generic]:
+    """[blocks, heads, elements of 16 tokens] in the same memory."""
+    words: NDArray[np.generic] = cache.flatten(2).view(_TORCH_WORDS[cache.dtype.itemsize]).numpy()
+    return words

@@ -1,0 +1,112 @@
+"""Does transfers: maps the arena that each names, and copies piece by piece. Knows no bus, and no order of things."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from kvstore.arena import ArenaError, MappedArena
+from services.worker import metrics
+from services.worker.kv.copier import BoundCopier, Copied, KvShare, Piece
+from services.worker.kv.rank_heads import RankHeads
+from shared.messages.worker import Transfer
+
+PIECE_BYTES = 4 << 20
+"""Copied between two looks at whether to go on: a millisecond's work or less."""
+
+Outcome = Literal["done", "failed", "stopped"]
+
+_log = logging.getLogger(__name__)
+
+
+class BrokenTransfer(Exception):
+    """A transfer that names blocks which the rank has not: a bug of whoever made it."""
+
+
+class TransferFailed(Exception):
+    """What the store's side of it lacks; the text says what."""
+
+
+class Transfers:
+    """Owns the mapping of the arena that the newest transfer named. Used from one thread."""
+
+    def __init__(self, share: KvShare, directory: Path) -> None:
+        self._share = share
+        self._directory = directory
+        self._bound: tuple[MappedArena, BoundCopier] | None = None
+        self._bytes_of_block = 0
+
+    def run(self, transfer: Transfer, stopped: Callable[[], bool]) -> Outcome:
+        """Copies until all is done, something fails, or `stopped` says so. Raises BrokenTransfer."""
+        whole = self._checked(transfer)
+        begun = time.perf_counter()
+        try:
+            outcome = self._run(transfer, whole, stopped)
+        except (OSError, ArenaError, TransferFailed) as error:
+            _log.warning(
+                "transfer failed", extra={"kind": transfer.kind, "number": transfer.number, "reason": str(error)}
+            )
+            outcome = "failed"
+        copied = len(whole.blocks) * self._bytes_of_block if outcome == "done" else 0
+        metrics.note_transfer(transfer.kind, outcome, copied, time.perf_counter() - begun)
+        return outcome
+
+    def close(self) -> None:
+        """Lets go of the arena."""
+        if self._bound is not None:
+            self._bound[1].close()
+            self._bound = None
+
+    def _run(self, transfer: Transfer, whole: Piece, stopped: Callable[[], bool]) -> Outcome:
+        if transfer.kind == "save" and not self._share.writes:
+            return "done"
+        arena, copier = self._bound_to(transfer)
+        if len(whole.slots) and int(whole.slots.max()) >= arena.slots:
+            raise TransferFailed(f"slot {whole.slots.max()} of {arena.slots}")
+        copy = copier.save if transfer.kind == "save" else copier.load
+        for piece in _pieces(whole, max(1, PIECE_BYTES // self._bytes_of_block)):
+            if stopped():
+                return "stopped"
+            _require_all(copy(piece))
+        return "done"
+
+    def _checked(self, transfer: Transfer) -> Piece:
+        blocks = np.frombuffer(transfer.blocks, dtype="<u4")
+        slots = np.frombuffer(transfer.slots, dtype="<u4")
+        generations = np.frombuffer(transfer.generations, dtype="<u8")
+        if not len(blocks) == len(slots) == len(generations):
+            raise BrokenTransfer(f"{len(blocks)} blocks, {len(slots)} slots, {len(generations)} generations")
+        if len(blocks) and int(blocks.max()) >= self._share.num_blocks:
+            raise BrokenTransfer(f"block {blocks.max()} of {self._share.num_blocks}")
+        return Piece(blocks.astype(np.int32), slots.astype(np.uint32), generations.astype(np.uint64))
+
+    def _bound_to(self, transfer: Transfer) -> tuple[MappedArena, BoundCopier]:
+        path = self._directory / transfer.path
+        if self._bound is not None and (self._bound[0].path, self._bound[0].arena) == (path, transfer.arena):
+            return self._bound
+        self.close()
+        if path.parent != self._directory:
+            raise TransferFailed(f"{transfer.path!r} is no file of the store's directory")
+        arena = MappedArena.open(path, transfer.arena)
+        if arena.layout != self._share.layout:
+            raise TransferFailed(f"{path} holds {arena.layout}, this rank {self._share.layout}")
+        heads = RankHeads(arena, self._share.first_head, self._share.num_heads)
+        self._bytes_of_block = heads.bytes_of_slot
+        self._bound = arena, self._share.copier.bind(heads)
+        return self._bound
+
+
+def _pieces(whole: Piece, count: int) -> Iterator[Piece]:
+    for first in range(0, len(whole.blocks), count):
+        part = slice(first, first + count)
+        yield Piece(whole.blocks[part], whole.slots[part], whole.generations[part])
+
+
+def _require_all(copied: Copied) -> None:
+    if copied != "all":
+        raise TransferFailed(f"a slot has another {copied.removeprefix('other ')} than it should have")

@@ -1,0 +1,239 @@
+#include "kv_copy.h"
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "checksum.h"
+
+namespace {
+
+constexpr int kLine = 64;
+
+// to[kSide][kSide] = from[kSide][kSide] transposed; strides in words.
+#if defined(__AVX2__)
+constexpr int kSide = 8;
+
+BATON_INLINE __m256 halves(const uint32_t* low, const uint32_t* high) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float*)low)), _mm_loadu_ps((const float*)high), 1);
+}
+
+BATON_INLINE void transpose_tile(const uint32_t* from, int from_stride, uint32_t* to, int to_stride) {
+    for (int half = 0; half < 8; half += 4) {
+        // Row i beside row i + 4: what is left to do is to transpose each half of the registers.
+        auto row = [&](int i) { return halves(from + i * from_stride + half, from + (i + 4) * from_stride + half); };
+        __m256 a = row(0), b = row(1), c = row(2), d = row(3);
+        __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d));
+        __m256d ef = _mm256_castps_pd(_mm256_unpackhi_ps(a, b)), gh = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+        auto put = [&](int i, __m256d words) { _mm256_storeu_pd((double*)(to + (half + i) * to_stride), words); };
+        put(0, _mm256_unpacklo_pd(ab, cd));
+        put(1, _mm256_unpackhi_pd(ab, cd));
+        put(2, _mm256_unpacklo_pd(ef, gh));
+        put(3, _mm256_unpackhi_pd(ef, gh));
+    }
+}
+#else
+constexpr int kSide = 4;
+
+typedef uint32_t Words __attribute__((vector_size(16)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define BATON_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define BATON_PICK(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#endif
+
+BATON_INLINE void transpose_tile(const uint32_t* from, int from_stride, uint32_t* to, int to_stride) {
+    Words a, b, c, d;
+    memcpy(&a, from, 16), memcpy(&b, from + from_stride, 16);
+    memcpy(&c, from + 2 * from_stride, 16), memcpy(&d, from + 3 * from_stride, 16);
+    Words ab = BATON_PICK(a, b, 0, 4, 1, 5), cd = BATON_PICK(c, d, 0, 4, 1, 5);
+    Words ef = BATON_PICK(a, b, 2, 6, 3, 7), gh = BATON_PICK(c, d, 2, 6, 3, 7);
+    auto put = [&](int i, Words words) { memcpy(to + i * to_stride, &words, 16); };
+    put(0, BATON_PICK(ab, cd, 0, 1, 4, 5));
+    put(1, BATON_PICK(ab, cd, 2, 3, 6, 7));
+    put(2, BATON_PICK(ef, gh, 0, 1, 4, 5));
+    put(3, BATON_PICK(ef, gh, 2, 3, 6, 7));
+}
+#endif
+
+// to[columns][rows] = from[rows][columns] transposed; words of 4 bytes.
+void transpose(const uint32_t* from, uint32_t* to, int rows, int columns) {
+    int whole_rows = rows / kSide * kSide, whole_columns = columns / kSide * kSide;
+    for (int row = 0; row < whole_rows; row += kSide)
+        for (int column = 0; column < whole_columns; column += kSide)
+            transpose_tile(from + row * columns + column, columns, to + column * rows + row, rows);
+    for (int row = 0; row < rows; ++row)
+        for (int column = row < whole_rows ? whole_columns : 0; column < columns; ++column)
+            to[column * rows + row] = from[row * columns + column];
+}
+
+// A head's block of one layer, keys or values, from its packed form to rows of head_dim and back.
+struct Packed {
+    int item_bytes;
+    int dim;
+    int padded;
+    int key_words() const { return dim * item_bytes / 4; }
+    bool plain_values() const { return item_bytes == 4 && dim == padded; }  // they are rows of head_dim as they are
+
+    void keys_out(const char* block, char* rows) const { transpose((const uint32_t*)block, (uint32_t*)rows, key_words(), kBlockTokens); }
+    void keys_in(char* block, const char* rows) const { transpose((const uint32_t*)rows, (uint32_t*)block, kBlockTokens, key_words()); }
+
+    void values_out(const char* block, char* rows) const {
+        if (item_bytes == 4) return copy_rows(block, padded, rows, dim);
+        for (int token = 0; token < kBlockTokens; token += 2) {
+            const uint16_t* __restrict from = (const uint16_t*)block + token * padded;
+            uint16_t* __restrict even = (uint16_t*)rows + token * dim;
+            uint16_t* __restrict odd = even + dim;
+            for (int i = 0; i < dim; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
+        }
+    }
+    void values_in(char* block, const char* rows) const {
+        if (item_bytes == 4) return copy_rows(rows, dim, block, padded);
+        for (int token = 0; token < kBlockTokens; token += 2) {
+            uint16_t* __restrict to = (uint16_t*)block + token * padded;
+            const uint16_t* __restrict even = (const uint16_t*)rows + token * dim;
+            const uint16_t* __restrict odd = even + dim;
+            for (int i = 0; i < dim; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+        }
+    }
+    void copy_rows(const char* from, int from_stride, char* to, int to_stride) const {
+        for (int token = 0; token < kBlockTokens; ++token) memcpy(to + token * to_stride * 4, from + token * from_stride * 4, size_t(dim) * 4);
+    }
+};
+
+// Copies past the processor's caches, whole lines: what is stored is not read again soon, and lines stored whole need not
+// be read before. All of `to`, `from` and `bytes` are multiples of kLine. Meanwhile asks for as much from `next` on, line
+// by line: all at once would wait for memory.
+void stream(char* to, const char* from, int64_t bytes, const char* next) {
+    for (int64_t at = 0; at < bytes; at += kLine) {
+        __builtin_prefetch(next + at, 0, 2);
+#if defined(BATON_AVX512)
+        _mm512_stream_si512((__m512i*)(to + at), _mm512_load_si512(from + at));
+#elif defined(__x86_64__)
+        for (int i = 0; i < kLine; i += 16) _mm_stream_si128((__m128i*)(to + at + i), _mm_load_si128((const __m128i*)(from + at + i)));
+#else
+        memcpy(to + at, from + at, kLine);
+#endif
+    }
+}
+
+void finish_streaming() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+class Copier {
+  public:
+    Copier(const KvMemory& memory, const KvArena& arena)
+        : memory_(memory),
+          arena_(arena),
+          heads_(memory.kv_heads),
+          packed_{memory.item_bytes, memory.head_dim, (memory.head_dim + kLanes - 1) / kLanes * kLanes},
+          half_(int64_t(kBlockTokens) * memory.head_dim * memory.item_bytes),
+          cached_(int64_t(kBlockTokens) * packed_.padded * memory.item_bytes),
+          staged_(new F[size_t(half_ + cached_ + 63) / 64]) {}
+
+    KvCopied save(int block, uint32_t slot, uint64_t generation) const {
+        if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
+        save_heads(block, slot);
+        if (generation_of(slot) == generation) return KvCopied::kAll;
+        for (int head = 0; head < heads_; ++head) __atomic_store_n(checksum(slot, head), 0, __ATOMIC_RELEASE);
+        return KvCopied::kOtherGeneration;
+    }
+
+    KvCopied load(int block, uint32_t slot, uint64_t generation) const {
+        if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
+        bool sound = true;
+        for (int head = 0; head < heads_ && sound; ++head) sound = load_head(block, head, slot);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
+        return sound ? KvCopied::kAll : KvCopied::kOtherChecksum;
+    }
+
+    void clear(int block) const {
+        for (int layer = 0; layer < memory_.layers; ++layer)
+            for (int head = 0; head < heads_; ++head) {
+                memset(cache(memory_.keys[layer], block, head), 0, size_t(cached_));
+                memset(cache(memory_.values[layer], block, head), 0, size_t(cached_));
+            }
+    }
+
+  private:
+    char* staged() const { return (char*)staged_.get(); }
+    char* cache(void* of, int block, int head) const {
+        return (char*)of + (int64_t(block) * heads_ + head) * cached_;
+    }
+    int64_t head_bytes() const { return 2 * half_ * memory_.layers; }
+    char* payload(uint32_t slot, int head) const { return (char*)arena_.payloads + slot * arena_.payload_stride + head * head_bytes(); }
+    uint64_t* checksum(uint32_t slot, int head) const { return (uint64_t*)((char*)arena_.checksums + slot * arena_.header_stride) + head; }
+    uint64_t generation_of(uint32_t slot) const {
+        return __atomic_load_n((uint64_t*)((char*)arena_.generations + slot * arena_.header_stride), __ATOMIC_ACQUIRE);
+    }
+
+    // Layer after layer: all heads of a block lie side by side there, and are read from the first to the last.
+    void save_heads(int block, uint32_t slot) const {
+        std::vector<Checksum> sums{size_t(heads_), Checksum{head_bytes()}};
+        for (int layer = 0; layer < memory_.layers; ++layer)
+            for (int head = 0; head < heads_; ++head) {
+                packed_.keys_out(cache(memory_.keys[layer], block, head), staged());
+                const char* values = cache(memory_.values[layer], block, head);
+                if (!packed_.plain_values()) packed_.values_out(values, staged() + half_), values = staged() + half_;
+                Checksum& sum = sums[size_t(head)];
+                sum.take(staged(), half_);
+                sum.take(values, half_);
+                char* to = payload(slot, head) + layer * 2 * half_;
+                stream(to, staged(), half_, cache(memory_.keys[layer], block, head + 1));
+                stream(to + half_, values, half_, cache(memory_.values[layer], block, head + 1));
+            }
+        finish_streaming();
+        for (int head = 0; head < heads_; ++head) __atomic_store_n(checksum(slot, head), sums[size_t(head)].value(), __ATOMIC_RELEASE);
+    }
+
+    bool load_head(int block, int head, uint32_t slot) const {
+        Checksum sum(head_bytes());
+        const char* from = payload(slot, head);
+        for (int layer = 0; layer < memory_.layers; ++layer, from += 2 * half_) {
+            sum.take(from, 2 * half_);
+            packed_.keys_in(staged(), from);
+            const char* values = from + half_;
+            if (!packed_.plain_values()) packed_.values_in(staged() + half_, values), values = staged() + half_;
+            stream(cache(memory_.keys[layer], block, head), staged(), half_, from + 2 * half_);
+            stream(cache(memory_.values[layer], block, head), values, cached_, from + 3 * half_);
+        }
+        finish_streaming();
+        return sum.value() == __atomic_load_n(checksum(slot, head), __ATOMIC_ACQUIRE);
+    }
+
+    const KvMemory& memory_;
+    const KvArena& arena_;
+    int heads_;
+    Packed packed_;
+    int64_t half_;    // bytes of one head's keys of one layer in a slot, and of its values
+    int64_t cached_;  // the same in the caches
+    std::unique_ptr<F[]> staged_;
+};
+
+}  // namespace
+
+KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what) {
+    Copier copier(memory, arena);
+    for (int i = 0; i < what.count; ++i) {
+        KvCopied copied = copier.save(what.blocks[i], what.slots[i], what.generations[i]);
+        if (copied != KvCopied::kAll) return copied;
+    }
+    return KvCopied::kAll;
+}
+
+KvCopied load_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what) {
+    Copier copier(memory, arena);
+    for (int i = 0; i < what.count; ++i) {
+        KvCopied copied = copier.load(what.blocks[i], what.slots[i], what.generations[i]);
+        if (copied == KvCopied::kAll) continue;
+        for (int j = i; j < what.count; ++j) copier.clear(what.blocks[j]);
+        return copied;
+    }
+    return KvCopied::kAll;
+}

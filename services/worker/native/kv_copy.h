@@ -1,0 +1,41 @@
+// Copies blocks between a rank's caches and the slots of a KV store's arena. One thread's work, beside the kernels'.
+#pragma once
+#include <cstdint>
+
+// A rank's caches, laid out as attention.h says.
+struct KvMemory {
+    int item_bytes;  // 4 or 2
+    int layers;
+    int kv_heads;
+    int head_dim;
+    void* const* keys;  // of each layer
+    void* const* values;
+};
+
+// Where the rank's heads of slot 0 lie; see kvstore/core/layout.py.
+struct KvArena {
+    void* generations;
+    void* checksums;
+    void* payloads;
+    int64_t header_stride;
+    int64_t payload_stride;
+};
+
+struct KvBlocks {
+    int count;
+    const int* blocks;
+    const uint32_t* slots;
+    const uint64_t* generations;  // that the slots must have
+};
+
+enum class KvCopied : int {
+    kAll = 0,
+    kOtherGeneration = 1,  // the slot is not what it was, before or after
+    kOtherChecksum = 2,    // what was read is not what was written
+};
+
+// The slot's generation is looked at before and after each block. A block that was written to a slot which has become
+// another's meanwhile loses its checksums, so that nobody takes it for whole.
+KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what);
+// Checksums are verified while the bytes pass by. What could not be loaded is zeros then.
+KvCopied load_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what);

@@ -1,0 +1,77 @@
+"""Copies blocks of the native caches: one call of the library converts, sums up and writes them, without Python's lock.
+
+It takes one core at the most: the pool's threads belong to the computing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Callable
+
+from torch import Tensor
+
+from services.worker.kv.copier import Copied, Piece
+from services.worker.kv.rank_heads import RankHeads
+from services.worker.native import library
+
+_SHORTEST = 240
+"""`Checksum::kShortest` of checksum.h."""
+_COPIED: tuple[Copied, ...] = ("all", "other generation", "other checksum")
+"""`KvCopied` of kv_copy.h."""
+
+
+class NativeKvCopier:
+    """See :class:`services.worker.kv.copier.KvCopier`."""
+
+    def __init__(self, loaded: ctypes.CDLL, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> None:
+        self._library = loaded
+        self._caches = caches
+        array = ctypes.c_void_p * len(caches)
+        keys = caches[0][0]
+        self._memory = library.KvMemory(
+            item_bytes=keys.dtype.itemsize,
+            layers=len(caches),
+            kv_heads=keys.shape[1],
+            head_dim=head_dim,
+            keys=array(*(cache[0].data_ptr() for cache in caches)),
+            values=array(*(cache[1].data_ptr() for cache in caches)),
+        )
+
+    def bind(self, heads: RankHeads) -> BoundNativeKvCopier:
+        if heads.arena.geometry.head_bytes <= _SHORTEST:
+            raise OSError(errno.EINVAL, f"heads of {heads.arena.geometry.head_bytes} bytes are not supported")
+        return BoundNativeKvCopier(self._library, self._memory, heads)
+
+
+class BoundNativeKvCopier:
+    """See :class:`services.worker.kv.copier.BoundCopier`."""
+
+    def __init__(self, loaded: ctypes.CDLL, memory: library.KvMemory, heads: RankHeads) -> None:
+        self._library = loaded
+        self._memory = memory
+        self._heads = heads
+        shape = heads.arena.geometry
+        self._arena = library.KvArena(
+            generations=heads.generations,
+            checksums=heads.checksums,
+            payloads=heads.payloads,
+            header_stride=shape.header_stride,
+            payload_stride=shape.payload_stride,
+        )
+
+    def save(self, piece: Piece) -> Copied:
+        self._heads.touch(piece.slots.tolist())
+        return self._copied(self._library.baton_kv_save, piece)
+
+    def load(self, piece: Piece) -> Copied:
+        return self._copied(self._library.baton_kv_load, piece)
+
+    def close(self) -> None:
+        self._heads.close()
+
+    def _copied(self, function: Callable[..., int], piece: Piece) -> Copied:
+        what = library.KvBlocks(
+            len(piece.blocks), piece.blocks.ctypes.data, piece.slots.ctypes.data, piece.generations.ctypes.data
+        )
+        return _COPIED[function(ctypes.byref(self._memory), ctypes.byref(self._arena), ctypes.byref(what))]
