@@ -1,0 +1,89 @@
+"""The blocks that `bench kv` moves: of a given layout, with contents that no memory can make cheaper than they are."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from kvstore.carried import NO_PARENT, CarriedBlock, Shape, checksum
+from kvstore.core.layout import CHECKSUM, geometry
+from kvstore.owned_arena import OwnedArena
+from services.bench.api import ApiError
+from shared.blocks import HASH_BYTES, BlockHash
+from shared.ids import ArenaId
+from shared.messages.kvstore import KvLayout
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class KvShape(NamedTuple):
+    """Layout and number of the blocks."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    blocks: int
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(
+            model="bench", dtype=self.dtype, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim
+        )
+
+    @property
+    def block(self) -> Shape:
+        size = geometry(self.layout, 1)
+        return Shape(size.kv_heads, size.head_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.blocks * self.block.payload_bytes
+
+
+def names(shape: KvShape) -> list[BlockHash]:
+    """The same in every process."""
+    random = Random(0)
+    return [BlockHash(random.randbytes(HASH_BYTES)) for _ in range(shape.blocks)]
+
+
+def make_blocks(shape: KvShape) -> list[CarriedBlock]:
+    """Of different contents, with their checksums."""
+    random, chain = Random(1), names(shape)
+    parents = [NO_PARENT, *chain[:-1]]
+    return [_block(name, parent, shape.block, random) for name, parent in zip(chain, parents, strict=True)]
+
+
+def _block(name: BlockHash, parent: bytes, shape: Shape, random: Random) -> CarriedBlock:
+    payload = random.randbytes(shape.payload_bytes)
+    heads = [payload[at : at + shape.head_bytes] for at in range(0, len(payload), shape.head_bytes)]
+    return CarriedBlock(name, parent, 16, b"".join(CHECKSUM.pack(checksum(head)) for head in heads), payload)
+
+
+@contextlib.contextmanager
+def arena(shape: KvShape) -> Iterator[OwnedArena]:
+    """One with room for all blocks, its memory taken, in shared memory where there is some. Raises ApiError."""
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="baton-bench-", dir=parent) as folder:
+        made = OwnedArena.create(Path(folder) / "arena", ArenaId(1), shape.layout, shape.blocks)
+        try:
+            for slot in range(shape.blocks):
+                if not made.take_memory(slot):
+                    raise ApiError(
+                        f"{folder} has no room for {shape.total_bytes / 2**20:.0f} MiB; ask for fewer --blocks"
+                    )
+            yield made
+        finally:
+            made.close()
+
+
+def fill(made: OwnedArena, blocks: Sequence[CarriedBlock]) -> None:
+    """As a store does with what comes from elsewhere."""
+    for slot, block in enumerate(blocks):
+        made.reserve(slot, slot + 1, block.hash, block.parent, block.tokens)
+        made.fill(slot, block)
+        made.commit(slot, slot + 1)
