@@ -221,7 +221,7 @@ def test_throughput_sends_everything_at_once(tmp_path: Path, capsys: pytest.Capt
     assert "Output token throughput" in capsys.readouterr().out
 
 
-STEADY = "--streams 3 --stream-output-len 20 --quiet 0.3 --duration 0.4 --long-rate 20 --long-input-len 50"
+STEADY = "--streams 3 --stream-output-len 20 --quiet 0.6 --duration 0.4 --long-rate 20 --long-input-len 50"
 
 
 def test_steady_streams_are_measured_before_and_while_long_prompts_arrive(
