@@ -35,16 +35,18 @@ class StoreDirectory:
     def __init__(self, path: Path) -> None:
         """Raises DirectoryTaken, DirectoryUnusable."""
         self.path = path
+        self._lock: int | None = None
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DirectoryUnusable(f"{path}: {error.strerror}") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
+            os.close(lock)
             raise DirectoryTaken(f"{path}: another store works here") from None
+        self._lock = lock
 
     def found(self) -> Iterator[OwnedArena]:
         """The arenas that a former store left; what is none, or half of one, is removed."""
@@ -70,4 +72,7 @@ class StoreDirectory:
         arena.close()
 
     def close(self) -> None:
-        os.close(self._lock)
+        """Safe to call again."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)

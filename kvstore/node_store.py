@@ -14,7 +14,7 @@ from kvstore.announcer import Announcer
 from kvstore.arena import ArenaError
 from kvstore.arena_writer import ArenaWriter
 from kvstore.carried import CarriedBlock
-from kvstore.core.layout import COMMITTED, RESERVED, UnknownDtype, fingerprint, geometry
+from kvstore.core.layout import COMMITTED, PAGE, RESERVED, UnknownDtype, fingerprint, geometry
 from kvstore.core.leases import LeaseKey
 from kvstore.core.shelf import Block, Shelf
 from kvstore.core.store import Recovered, Slot, Store, Wanted, checked_run
@@ -132,7 +132,7 @@ class NodeStore:
     def _slots_for(self, layout: KvLayout) -> int:
         """As many as all the memory holds: the budget is shared, the files are sparse."""
         one = geometry(layout, 1)
-        slots = max(0, self.core.room.budget - one.payloads_at) // (one.payload_stride + one.header_stride)
+        slots = max(0, self.core.room.budget - PAGE) // (one.payload_stride + one.header_stride)
         while slots and geometry(layout, slots).file_bytes > self.core.room.budget:
             slots -= 1
         return slots

@@ -119,9 +119,10 @@ class Client:
         self.attached = attached
         self.layout = attached.layout
         self.leases = self._numbers()
-        arena = store.arena_of(self.layout)
-        assert arena is not None
-        self.arena: MappedArena = arena
+        served = store.arena_of(self.layout)
+        assert served is not None
+        # A mapping of its own, as ranks have.
+        self.arena = MappedArena.open(served.path.with_name(attached.path), attached.arena)
 
     @staticmethod
     def _numbers() -> Iterator[LeaseId]:
