@@ -26,7 +26,7 @@ class Block:
     committed: bool = False
     pins: int = 0
     used: int = 0
-    """Order of use over all shelves. A chain's earlier blocks have the larger ones."""
+    """Order of use, over all shelves."""
     used_at: float = 0.0
     checked: bool = True
     """False: found in the file at the start, and its checksums not compared yet."""

@@ -192,7 +192,7 @@ class Store:
         shelf = self.room.shelves[key.layout]
         shown = [block for block in lease.reserved if block.slot in whole]
         out: list[Action] = []
-        for block in reversed(shown):
+        for block in shown:
             shelf.commit(block)
             self._uses += 1
             shelf.touch(block, self._uses, now)
@@ -259,9 +259,8 @@ class Store:
         return [Dropped(shelf.layout, block.slot, block.hash, block.tokens)]
 
     def _touch(self, shelf: Shelf, run: Sequence[Block], now: float) -> list[Action]:
-        """Earlier blocks of a chain count as used later, so that it shrinks from its end."""
         out: list[Action] = []
-        for block in reversed(run):
+        for block in run:
             self._uses += 1
             shelf.touch(block, self._uses, now)
             out.append(Touched(shelf.layout, block.slot, block.used))

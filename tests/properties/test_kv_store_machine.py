@@ -162,7 +162,7 @@ class KvStoreMachine(RuleBasedStateMachine):
         return b"".join(contents(name, head, shape.head_bytes) for head in range(shape.kv_heads))
 
     def touch(self, layout: str, names: Sequence[BlockHash]) -> None:
-        for name in reversed(names):
+        for name in names:
             self.order += 1
             self.committed[layout][name] = self.order
 

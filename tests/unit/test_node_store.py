@@ -452,9 +452,9 @@ def test_the_order_of_use_and_the_chains_outlive_the_store(store: NodeStore, dir
     engine.found(first)
     store = again(store, directory, clock)
     back = Client(store)
-    assert back.save(chain("new", 2)) == 2
-    assert back.found(first) == 2
-    assert back.found(second) == 1
+    assert back.save(chain("new", 2)) == 2, "in place of the second one's last two"
+    assert back.save(chain("newest", 2)) == 2, "and of what is left of it, and the first one's last"
+    assert [back.found(names) for names in (first, second, chain("new", 2))] == [1, 0, 2]
     store.close()
 
 
