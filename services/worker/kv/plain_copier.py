@@ -18,7 +18,7 @@ from services.worker.kv.rank_heads import RankHeads
 
 _WORDS: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2"), 1: np.dtype("u1")}
 """What is only copied may be taken for numbers that numpy knows."""
-_TORCH_WORDS: dict[int, np.dtype[Any]] = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_TORCH_WORDS: dict[int, torch.dtype] = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class PlainKvCopier:

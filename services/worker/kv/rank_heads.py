@@ -86,7 +86,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _populate(start: int, length: int) -> None:
     if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
         return
-    if ctypes.get_errno() != errno.EINVAL:  # an older kernel has no word for it
+    # Whatever else is refused (an older kernel knows no such advice) costs only time: pages come when written to.
+    if ctypes.get_errno() in (errno.EFAULT, errno.ENOMEM):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -48,9 +48,7 @@ class Transfers:
         try:
             outcome = self._run(transfer, whole, stopped)
         except (OSError, ArenaError, TransferFailed) as error:
-            _log.warning(
-                "transfer failed", extra={"kind": transfer.kind, "number": transfer.number, "reason": str(error)}
-            )
+            _log.warning("%s %d failed: %s", transfer.kind, transfer.number, error)
             outcome = "failed"
         copied = len(whole.blocks) * self._bytes_of_block if outcome == "done" else 0
         metrics.note_transfer(transfer.kind, outcome, copied, time.perf_counter() - begun)
