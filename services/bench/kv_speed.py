@@ -52,7 +52,7 @@ def kv_options(argv: Sequence[str] | None) -> KvOptions:
     made.add_argument("--blocks", type=natural, default=512, help="of 16 tokens each; default: %(default)s")
     made.add_argument("--rounds", type=natural, default=5, help="of which the median counts; default: %(default)s")
     made.add_argument("--only", nargs="+", choices=get_args(Way), default=list(get_args(Way)))
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of save and load")
+    made.add_argument("--device", default="cpu", help="of save and load, as PyTorch names it; default: %(default)s")
     made.add_argument("--redis-url", help="a Redis of your own; what is written there expires within a minute")
     output_group(made)
     given = made.parse_args(argv)
