@@ -10,7 +10,6 @@ from shared.ids import DetokenizerId, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
 from tests.coordinator_world import at, detokenizer, engine, life, route, summary
 
-
 LEAST_LOADED = Routing(policy="least-loaded")
 
 

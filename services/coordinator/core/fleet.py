@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.coordinator.core.actions import Moment
 from services.coordinator.core.admission import fits
 from services.coordinator.core.choice import Choice
+from services.coordinator.core.engine import Engine
 from services.coordinator.core.limits import Limits
-from services.coordinator.core.load import room, share
+from services.coordinator.core.load import share
 from services.coordinator.core.policies import in_turn
 from services.coordinator.core.reservations import Reservations, Reserved
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName
 from shared.messages.generation import Generation
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Role, Service
+from shared.messages.lifecycle import Lifecycle, ModelCard, Role
 from shared.registry import Registry
 
 DECODING: frozenset[Role] = frozenset(("mixed", "decode"))
 PREFILLING: frozenset[Role] = frozenset(("prefill",))
 
 
-class Engine(NamedTuple):
-    life: Lifecycle
-    report: EngineReport
-
-    @property
-    def id(self) -> EngineId:
-        return EngineId(self.life.instance)
-
-
 class Seat(NamedTuple):
     """An engine that takes one more request, and what was placed there that its report does not hold yet."""
 
-    engine: EngineId
-    report: EngineReport
+    engine: Engine
     placed: Reserved
 
 
@@ -55,8 +46,12 @@ class Fleet:
         self._unreachable: set[InstanceId] = set()
         self._everyone = [instance]
         self._models_heard: dict[ModelName, float] = {}
+        self._engines: dict[InstanceId, Engine] = {}
+        """Everybody alive that said what it serves."""
         self._ready: dict[ModelName, list[Engine]] = {}
-        """Those asked for since the last change, by name."""
+        """Those asked for since the last change, by name; as `_cards`."""
+        self._cards: dict[ModelName, ModelCard | None] = {}
+        self._detokenizers: list[Lifecycle] | None = None
         self._detokenizer_heard: float | None = None
 
     @property
@@ -68,7 +63,7 @@ class Fleet:
         """Takes a sign of life in; answers with the instance where its former life has ended. Whoever was unreachable
         is reachable again from the next one on."""
         gone = self.registry.heard(life, at.alive)
-        self._ready.clear()
+        self._note(life)
         if gone is not None:
             self._placed.forget(life.instance)
         if life.service in ("scheduler", "detokenizer"):
@@ -89,7 +84,8 @@ class Fleet:
         for instance in silent:
             self._placed.forget(instance)
             self._unreachable.discard(instance)
-        self._ready.clear()
+            self._engines.pop(instance, None)
+        self._forget_who_is_ready()
         self._count_coordinators()
         for model, heard in list(self._models_heard.items()):
             if not self._recent(heard, at):
@@ -99,13 +95,15 @@ class Fleet:
     def unreachable(self, engine: EngineId) -> None:
         """Nobody listens there: nothing goes to it until it is heard of again."""
         self._unreachable.add(InstanceId(engine))
-        self._ready.clear()
+        self._forget_who_is_ready()
         self._placed.forget(InstanceId(engine))
 
     def card(self, model: ModelName) -> ModelCard | None:
         """The model as its engines describe it; the one with the longest context, where they differ."""
-        cards = [e.report.model for e in self._engines() if e.report.model.name == model]
-        return max(cards, key=lambda card: card.max_model_len, default=None)
+        if model not in self._cards:
+            cards = [e.report.model for e in self._engines.values() if e.report.model.name == model]
+            self._cards[model] = max(cards, key=lambda card: card.max_model_len, default=None)
+        return self._cards[model]
 
     def ready(self, model: ModelName) -> list[Engine]:
         """The engines that may take requests for `model`, full or not, by name."""
@@ -113,8 +111,8 @@ class Fleet:
         if ready is None:
             ready = [
                 engine
-                for engine in self._engines()
-                if engine.life.phase == "ready"
+                for engine in self._engines.values()
+                if engine.phase == "ready"
                 and engine.report.model.name == model
                 and engine.life.instance not in self._unreachable
             ]
@@ -126,7 +124,7 @@ class Fleet:
         """What a request for `model` cannot do without, and is not ready; None where all is there."""
         if not self.ready(model):
             return f"no engine for the model {model!r} is ready"
-        return None if self._reachable("detokenizer") else "no detokenizer is ready"
+        return None if self._ready_detokenizers() else "no detokenizer is ready"
 
     def expected(self, model: ModelName, at: Moment) -> bool:
         """Whether waiting makes sense: signs of what the model needs are recent, or of an engine yet to say what
@@ -140,8 +138,9 @@ class Fleet:
 
     def has_room(self, model: ModelName) -> bool:
         """Whether some engine of `model` takes one more; a quick no for a long line."""
-        place = self._place()
-        return bool(self._least_loaded_detokenizers()) and any(self._room(e, place) > 0 for e in self.ready(model))
+        ready, place = self.ready(model), self._place()
+        able = [e for e in ready if e.report.role in DECODING] or ready
+        return bool(self._ready_detokenizers()) and any(self._room(e, place) > 0 for e in able)
 
     def decoding(self, generation: Generation) -> list[Seat]:
         """Who may take the whole of a request, by name; nobody where all are full.
@@ -180,10 +179,21 @@ class Fleet:
     def other_coordinators(self) -> bool:
         return len(self._everyone) > 1
 
-    def _engines(self) -> Iterator[Engine]:
-        for life in self.registry.all("scheduler"):
-            if life.engine is not None:
-                yield Engine(life, life.engine)
+    def _note(self, life: Lifecycle) -> None:
+        """Keeps what is asked of the registry again and again."""
+        if life.service == "scheduler":
+            alive = self.registry.get("scheduler", life.instance)
+            if alive is not None and alive.engine is not None:
+                self._engines[life.instance] = Engine.of(alive, alive.engine, self._limits.engine_fill)
+            else:
+                self._engines.pop(life.instance, None)
+        if life.service in ("scheduler", "detokenizer"):
+            self._forget_who_is_ready()
+
+    def _forget_who_is_ready(self) -> None:
+        self._ready.clear()
+        self._cards.clear()
+        self._detokenizers = None
 
     def _recent(self, heard: float | None, at: Moment) -> bool:
         return heard is not None and at.alive - heard <= self._limits.expect_seconds
@@ -201,7 +211,7 @@ class Fleet:
         reports."""
         place, parts = self._place(), len(self._everyone)
         return [
-            Seat(engine.id, engine.report, self._placed.on(engine.life.instance).times(parts))
+            Seat(engine, self._placed.on(engine.life.instance).times(parts))
             for engine in engines
             if self._room(engine, place) > 0
         ]
@@ -215,16 +225,19 @@ class Fleet:
 
         What does not divide goes round with the engine's own message count, which all coordinators see alike.
         """
-        whole = room(engine.report, self._limits.engine_fill)
-        if len(self._everyone) > 1:
-            whole = share(whole, len(self._everyone), place + engine.life.progress)
-        return whole - self._placed.on(engine.life.instance).requests
+        placed = self._placed.on(engine.life.instance).requests
+        if len(self._everyone) == 1:
+            return engine.room - placed
+        return share(engine.room, len(self._everyone), place + engine.life.progress) - placed
 
     def _least_loaded_detokenizers(self) -> list[DetokenizerId]:
-        ready = self._reachable("detokenizer")
+        ready = self._ready_detokenizers()
         loads = {life.instance: life.load + self._placed.on(life.instance).requests for life in ready}
         least = min(loads.values(), default=0)
         return sorted(DetokenizerId(instance) for instance, load in loads.items() if load == least)
 
-    def _reachable(self, service: Service) -> list[Lifecycle]:
-        return [life for life in self.registry.all(service, "ready") if life.instance not in self._unreachable]
+    def _ready_detokenizers(self) -> list[Lifecycle]:
+        if self._detokenizers is None:
+            ready = self.registry.all("detokenizer", "ready")
+            self._detokenizers = [life for life in ready if life.instance not in self._unreachable]
+        return self._detokenizers

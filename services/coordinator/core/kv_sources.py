@@ -110,6 +110,11 @@ class KvSources:
                 self._finish(stream, stream.dump)
         self._settle(dump.source.instance, now)
 
+    def complete(self, instance: InstanceId) -> bool:
+        """Whether all is known of it, up to the newest event that came."""
+        streams = [stream for key, stream in self._streams.items() if key.instance == instance]
+        return bool(streams) and all(stream.complete for stream in streams)
+
     def tidy(self) -> None:
         self.map.tidy(SWEPT)
 
@@ -208,7 +213,7 @@ class KvSources:
 
     def _settle(self, instance: InstanceId, now: float) -> None:
         """Whether a dump of `instance` is needed, after something was heard of it."""
-        if all(stream.complete for key, stream in self._streams.items() if key.instance == instance):
+        if self.complete(instance):
             self.requests.met(instance, now)
         else:
             self.requests.need(instance)

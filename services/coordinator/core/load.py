@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from services.coordinator.core.reservations import Reserved
-from services.coordinator.core.reuse import Reuse
 from shared.blocks import BLOCK_SIZE
 from shared.messages.lifecycle import EngineReport
 
@@ -38,17 +36,3 @@ def cost(report: EngineReport, placed: int) -> int:
 
 def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
-
-
-def prefill_work(report: EngineReport, placed: Reserved) -> float:
-    """Blocks that the engine has yet to compute before it gets to one more request."""
-    return report.prefill_tokens / BLOCK_SIZE + placed.prefill
-
-
-def blocks_after(report: EngineReport, placed: Reserved, blocks: int, reuse: Reuse) -> int:
-    """Blocks in use, which every decode step reads, once the engine holds a request of `blocks` too.
-
-    What it has of them on its device may be in use already, and is not taken twice.
-    """
-    used = report.blocks_total - report.blocks_free + placed.blocks
-    return used + blocks - min(reuse.device, used)

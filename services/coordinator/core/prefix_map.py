@@ -53,6 +53,8 @@ class PrefixMap:
         self._sets: dict[int, int] = {}
         self._free: list[int] = []
         self._bits = 0
+        self._used = 0
+        """Bits that may stand in blocks."""
         self._retired = 0
         self._sweeping = 0
         self._unswept: list[int] = []
@@ -72,9 +74,14 @@ class PrefixMap:
 
     def retire(self, bit: int) -> None:
         """The source is gone. Its bit stays in the blocks until `tidy` gets there; do not ask for it any more."""
-        self._retired |= bit
+        if bit & self._used:
+            self._retired |= bit
+        else:
+            self._free.append(bit)
 
     def add(self, bit: int, keys: Sequence[int]) -> None:
+        if keys:
+            self._used |= bit
         young, old, one = self._young, self._old, self._one
         for key in keys:
             mask = young.get(key)
@@ -114,6 +121,7 @@ class PrefixMap:
             self._take_off(self._sweeping, self._unswept.pop())
         if self._sweeping and not self._unswept:
             self._free += bits_of(self._sweeping)
+            self._used &= ~self._sweeping
             self._sweeping = 0
 
     def _take_off(self, bits: int, key: int) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.coordinator.core.choice import Choice
-from services.coordinator.core.fleet import Fleet, Seat
+from services.coordinator.core.fleet import DECODING, Fleet, Seat
 from services.coordinator.core.kv_sources import KvSources
-from services.coordinator.core.load import blocks_after, blocks_of, cost, prefill_work
+from services.coordinator.core.load import blocks_of, cost
 from services.coordinator.core.policies import Lot, chance, pick
 from services.coordinator.core.reuse import Reuse, Reuses
 from services.coordinator.core.routing import Routing
 from shared.blocks import BLOCK_SIZE
-from shared.ids import InstanceId
 from shared.messages.generation import Generation
 from shared.tokens import TOKEN_BYTES
 
@@ -53,11 +52,11 @@ class Router:
         reuses = _reuses(asked, seats)
         chosen = self._pick(self._costs(asked, seats, reuses), asked, "decode")
         engine, reuse = seats[chosen], reuses[chosen]
-        apart = self._apart(asked, reuse, [seat for seat in seats if seat.report.role != "prefill"])
+        apart = self._apart(asked, reuse, [seat for seat in seats if seat.engine.report.role in DECODING])
         if apart is not None:
             prefill, reuse, decode = apart
-            return Choice(prefill.engine, detokenizer, reuse, asked.blocks, decode.engine)
-        return Choice(engine.engine, detokenizer, reuse, asked.blocks)
+            return Choice(prefill.engine.id, detokenizer, reuse, asked.blocks, decode.engine.id)
+        return Choice(engine.engine.id, detokenizer, reuse, asked.blocks)
 
     def _asked(self, generation: Generation) -> _Asked:
         """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too."""
@@ -69,23 +68,22 @@ class Router:
 
     def _costs(self, asked: _Asked, seats: Sequence[Seat], reuses: Sequence[Reuse]) -> list[float]:
         if self._routing.policy != "kv":
-            return [cost(seat.report, seat.placed.requests) for seat in seats]
+            return [cost(seat.engine.report, seat.placed.requests) for seat in seats]
         blocks, discount = asked.blocks, self._routing.store_discount
         return [
-            prefill_work(seat.report, seat.placed)
-            + blocks
-            - (0.0 if saturated else reuse.worth(discount))
-            + blocks_after(seat.report, seat.placed, blocks, reuse)
+            _prefill_work(seat)
+            + (blocks if saturated else blocks - reuse.worth(discount))
+            + _blocks_after(seat, blocks, reuse)
             for seat, reuse, saturated in zip(seats, reuses, self._saturated(seats), strict=True)
         ]
 
     def _saturated(self, seats: Sequence[Seat]) -> list[bool]:
         """Who has too much in hand, or no running slot, to win by what it has cached. Where all are, none is."""
-        in_hand = [seat.report.waiting + seat.report.running + seat.placed.requests for seat in seats]
+        in_hand = [engine.report.waiting + engine.report.running + placed.requests for engine, placed in seats]
         bound = self._routing.saturation * sum(in_hand) / len(in_hand) + A_FEW
         saturated = [
-            load > bound or seat.report.running + seat.placed.requests >= seat.report.max_running
-            for load, seat in zip(in_hand, seats, strict=True)
+            load > bound or load - engine.report.waiting >= engine.report.max_running
+            for load, (engine, _) in zip(in_hand, seats, strict=True)
         ]
         return [False] * len(seats) if all(saturated) else saturated
 
@@ -103,8 +101,10 @@ class Router:
         """
         if not self._long(asked, local):
             return None
-        prefilling = [seat for seat in self._fleet.handing_over(asked.generation) if seat.report.node is not None]
-        receiving = [seat for seat in decoding if seat.report.node is not None]
+        prefilling = [
+            seat for seat in self._fleet.handing_over(asked.generation) if seat.engine.report.node is not None
+        ]
+        receiving = [seat for seat in decoding if seat.engine.report.node is not None]
         if not prefilling or not receiving or self._busy(prefilling):
             return None
         reuses = _reuses(asked, prefilling)
@@ -119,21 +119,36 @@ class Router:
         return left >= self._routing.disaggregate_tokens or left >= self._routing.disaggregate_share * asked.tokens
 
     def _busy(self, prefilling: Sequence[Seat]) -> bool:
-        waiting = sum(prefill_work(seat.report, seat.placed) for seat in prefilling) * BLOCK_SIZE
+        waiting = sum(map(_prefill_work, prefilling)) * BLOCK_SIZE
         return waiting > self._routing.disaggregate_busy * len(prefilling)
 
     def _receiving_costs(self, asked: _Asked, prefill: Seat, receiving: Sequence[Seat]) -> list[float]:
         """Nothing is left to compute there; what comes from another node's store comes at the price of the way."""
         if self._routing.policy != "kv":
-            return [cost(seat.report, seat.placed.requests) for seat in receiving]
-        price = 1 - self._routing.store_discount
+            return [cost(seat.engine.report, seat.placed.requests) for seat in receiving]
+        price, near = 1 - self._routing.store_discount, prefill.engine.report.node
         return [
-            prefill_work(seat.report, seat.placed)
-            + blocks_after(seat.report, seat.placed, asked.blocks, reuse)
-            + (0.0 if seat.report.node == prefill.report.node else price * (asked.blocks - reuse.device))
+            _prefill_work(seat)
+            + _blocks_after(seat, asked.blocks, reuse)
+            + (0.0 if seat.engine.report.node == near else price * (asked.blocks - reuse.device))
             for seat, reuse in zip(receiving, _reuses(asked, receiving), strict=True)
         ]
 
 
 def _reuses(asked: _Asked, seats: Sequence[Seat]) -> list[Reuse]:
-    return [asked.reuses.of(InstanceId(seat.engine), seat.report.node) for seat in seats]
+    of = asked.reuses.of
+    return [of(engine.life.instance, engine.report.node) for engine, _ in seats]
+
+
+def _prefill_work(seat: Seat) -> float:
+    """Blocks that the engine computes before it gets to one more request."""
+    return seat.engine.prefill + seat.placed.prefill
+
+
+def _blocks_after(seat: Seat, blocks: int, reuse: Reuse) -> int:
+    """Blocks in use, which every decode step reads, once the engine holds a request of `blocks` too.
+
+    What it has of them on its device may be in use already, and is not taken twice.
+    """
+    used = seat.engine.used + seat.placed.blocks
+    return used + blocks - min(reuse.device, used)

@@ -1,0 +1,161 @@
+"""How a coordinator follows what engines and KV stores hold: gaps, epochs, dumps in parts, whoever is gone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from services.coordinator.core import dump_requests
+from services.coordinator.core.kv_sources import HELD, Hits, KvSources
+from shared.blocks import hash_chain
+from shared.ids import Incarnation, InstanceId, ModelName, NodeId
+from shared.messages.kv_events import KvDump
+from shared.tokens import pack
+from tests.coordinator_world import MODEL, holds, source
+
+A = InstanceId("a")
+CHAIN = hash_chain(pack(range(16 * 6)), None)
+
+
+def blocks(*numbers: int) -> bytes:
+    return b"".join(CHAIN[number] for number in numbers)
+
+
+def dump(number: int, *numbers: int, part: int = 0, parts: int = 1, epoch: int = 1, name: str = "a") -> KvDump:
+    return KvDump(
+        source=source(name), epoch=Incarnation(epoch), number=number, part=part, parts=parts, hashes=blocks(*numbers)
+    )
+
+
+@pytest.fixture
+def sources() -> KvSources:
+    """One engine, "a", that was asked for a dump."""
+    known = KvSources(limit=1000)
+    known.alive(A)
+    assert known.requests.due(0.0) == [A]
+    return known
+
+
+def held(sources: KvSources, name: str = "a") -> list[int]:
+    return [number for number, hash_ in enumerate(CHAIN) if InstanceId(name) in sources.hits(MODEL, hash_, 1).engines]
+
+
+def test_events_from_the_beginning_need_no_dump(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(0, 1)), 0.0)
+    sources.events(holds("a", blocks(2), number=1, removed=blocks(1)), 0.0)
+    assert held(sources) == [0, 2]
+    assert sources.complete(A)
+    assert sources.requests.due(100.0) == []
+
+
+def test_a_gap_is_closed_by_a_dump_and_what_is_known_counts_meanwhile(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(0)), 0.0)
+    sources.events(holds("a", blocks(2), number=2), 10.0)
+    assert sources.gaps == 1
+    assert held(sources) == [0, 2]
+    assert sources.requests.due(10.0) == [A]
+    sources.dumped(dump(2, 1, 2), 10.1)
+    assert held(sources) == [1, 2]
+    assert sources.complete(A)
+
+
+def test_events_behind_the_dump_that_came_before_it_are_taken_in_again(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(5), number=7), 0.0)
+    sources.events(holds("a", number=8, removed=blocks(1)), 0.0)
+    sources.dumped(dump(7, 0, 1, 5), 0.0)
+    assert held(sources) == [0, 5]
+    assert sources.complete(A)
+
+
+def test_a_dump_that_does_not_reach_the_events_heard_is_asked_for_again(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(5), number=7), 0.0)
+    sources.dumped(dump(5, 0), 0.1)
+    assert not sources.complete(A)
+    assert sources.requests.due(0.2) == [], "not at once"
+    assert sources.requests.due(10.0) == [A]
+    sources.dumped(dump(7, 0, 5), 10.1)
+    assert held(sources) == [0, 5]
+
+
+def test_more_events_than_are_kept_make_a_dump_useless(sources: KvSources) -> None:
+    for number in range(10, 11 + HELD):
+        sources.events(holds("a", number=number), 0.0)
+    sources.dumped(dump(9, 0), 0.0)
+    assert not sources.complete(A)
+    sources.dumped(dump(10 + HELD, 0), 0.0)
+    assert sources.complete(A)
+
+
+def test_an_event_that_comes_after_the_dump_that_holds_it_changes_nothing(sources: KvSources) -> None:
+    sources.dumped(dump(4, 0, 1), 0.0)
+    sources.events(holds("a", blocks(5), number=3), 0.0)
+    sources.events(holds("a", number=4, removed=blocks(1)), 0.0)
+    assert held(sources) == [0, 1]
+    assert sources.complete(A)
+    assert sources.gaps == 0
+
+
+def test_a_dump_takes_effect_once_all_its_parts_are_there(sources: KvSources) -> None:
+    sources.dumped(dump(3, 0, part=0, parts=2), 0.0)
+    assert held(sources) == []
+    sources.dumped(dump(3, 1, part=1, parts=2), 0.0)
+    assert held(sources) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        dump(3, 2, part=2, parts=3),
+        dump(4, 1, part=1, parts=3),
+        dump(3, 1, part=1, parts=3, epoch=2),
+    ],
+)
+def test_a_dump_with_a_part_missing_or_of_another_is_dropped(sources: KvSources, second: KvDump) -> None:
+    sources.dumped(dump(3, 0, part=0, parts=3), 0.0)
+    sources.dumped(second, 0.0)
+    sources.dumped(dump(3, 2, part=2, parts=3), 0.0)
+    assert held(sources) == []
+    assert not sources.complete(A)
+
+
+def test_a_new_epoch_begins_with_nothing(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(0, 1)), 0.0)
+    sources.events(holds("a", blocks(2), epoch=2), 1.0)
+    assert held(sources) == [2]
+    assert sources.complete(A)
+
+
+def test_a_new_epoch_of_which_the_beginning_was_missed_is_asked_for(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(0, 1)), 0.0)
+    sources.events(holds("a", blocks(2), epoch=2, number=5), 1.0)
+    assert held(sources) == [2]
+    assert sources.requests.due(1.0) == [A]
+    sources.dumped(dump(5, 2, 3, epoch=2), 1.0)
+    assert held(sources) == [2, 3]
+
+
+def test_who_does_not_answer_is_asked_ever_less(sources: KvSources) -> None:
+    asked = [seconds for seconds in range(1, 200) if sources.requests.due(float(seconds))]
+    assert asked == [2, 6, 14, 30, 62, 94, 126, 158, 190]
+    assert max(b - a for a, b in itertools.pairwise(asked)) == dump_requests.MOST_PATIENCE
+
+
+def test_whoever_is_gone_holds_nothing_and_whoever_is_not_known_to_live_is_not_heard(sources: KvSources) -> None:
+    sources.events(holds("a", blocks(0)), 0.0)
+    sources.gone(A)
+    assert held(sources) == []
+    assert len(sources) == 0
+    sources.events(holds("a", blocks(1), number=1), 0.0)
+    sources.dumped(dump(1, 1), 0.0)
+    assert len(sources) == 0
+    assert sources.requests.due(1000.0) == []
+
+
+def test_engines_and_stores_are_told_apart_and_so_are_models(sources: KvSources) -> None:
+    sources.alive(InstanceId("kvstore-n1"))
+    sources.events(holds("a", blocks(0), node="n1"), 0.0)
+    sources.events(holds("kvstore-n1", blocks(0, 1)), 0.0)
+    assert sources.hits(MODEL, blocks(0, 1, 2), 3) == Hits({A: 1}, {NodeId("n1"): 2})
+    assert sources.hits(MODEL, blocks(0, 1, 2), 1) == Hits({A: 1}, {NodeId("n1"): 1})
+    assert sources.hits(ModelName("another"), blocks(0, 1, 2), 3) == Hits({}, {})
