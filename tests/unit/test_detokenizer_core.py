@@ -12,7 +12,7 @@ from services.detokenizer.core.byte_level import ALPHABET
 from services.detokenizer.core.detokenizer import MAX_STOP_CHARS, Detokenizer
 from services.detokenizer.core.kinds import text_vocabulary
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
-from shared.messages.detokenizer import Abandon, NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
 from shared.messages.gateway import Delta, Deltas, Failed, LogprobText, PositionLogprobs, Rejected, StreamOpened
 from shared.messages.generation import TokenLogprobs
 from shared.messages.scheduler import Cancel, DetokenizerLost, StopMatched
@@ -314,6 +314,34 @@ def test_an_abandoned_request_is_forgotten_in_silence(bench: Bench) -> None:
     bench.batch(opened=(opened(R),))
     assert bench.batch(abandoned=(Abandon(R, ONE),)) == []
     assert bench.core.streams == {}
+
+
+def test_a_stream_that_moved_goes_on_from_the_other_engine_and_from_no_other(bench: Bench) -> None:
+    bench.batch(opened=(opened(),), entries=(NewTokens(R, ONE, 0, ids("a")),), moved=(Moved(R, ONE, OTHER),))
+    assert bench.batch(entries=(NewTokens(R, ONE, 1, ids("x")),)) == []
+    assert bench.batch(OTHER, entries=(NewTokens(R, ONE, 1, ids("b")),)) == [
+        deltas(1, Delta(R, ONE, 1, ids("b"), "b")),
+    ]
+    assert bench.core.handle(EngineGone(ENGINE, "died")) == []
+    assert R in bench.core.streams
+    assert len(bench.core.handle(EngineGone(OTHER, "died"))) == 1
+    assert bench.core.streams == {}
+
+
+def test_an_engine_is_told_of_a_stop_string_in_a_stream_that_moved_to_it(bench: Bench) -> None:
+    bench.batch(
+        opened=(opened(stop=("ab",)),), entries=(NewTokens(R, ONE, 0, ids("a")),), moved=(Moved(R, ONE, OTHER),)
+    )
+    actions = bench.batch(OTHER, entries=(NewTokens(R, ONE, 1, ids("b")),))
+    assert ToEngine(OTHER, StopMatched(R, ONE)) in actions
+
+
+@pytest.mark.parametrize("moved", [Moved(R, TWO, OTHER), Moved(S, ONE, OTHER)])
+def test_what_is_not_open_here_does_not_move(bench: Bench, moved: Moved) -> None:
+    bench.batch(opened=(opened(),))
+    assert bench.batch(moved=(moved,)) == []
+    assert bench.core.streams[R].engine == ENGINE
+    assert bench.core.tally.unknown == 1
 
 
 def test_requests_of_an_engine_that_is_gone_fail(bench: Bench) -> None:

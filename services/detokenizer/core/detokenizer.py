@@ -12,7 +12,7 @@ from services.detokenizer.core.stream import Stream, Taken
 from services.detokenizer.core.tally import Tally
 from services.detokenizer.core.text import TextVocabulary
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
-from shared.messages.detokenizer import Abandon, NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
 from shared.messages.gateway import Failed, Rejected, StreamOpened
 from shared.messages.scheduler import Cancel, DetokenizerLost, StopMatched
 from shared.tokens import TOKEN_BYTES
@@ -77,6 +77,8 @@ class Detokenizer:
             self._open(opened, batch.engine, actions)
         for entry in batch.entries:
             self._entry(entry, batch.engine, actions)
+        for moved in batch.moved:
+            self._move(moved, batch.engine)
         for abandoned in batch.abandoned:
             self._abandon(abandoned)
         return self._outbox.flush() + actions
@@ -137,6 +139,15 @@ class Detokenizer:
         if taken.stopped:
             self.tally.stopped += 1
             actions.append(ToEngine(stream.engine, StopMatched(stream.opened.request, stream.opened.attempt)))
+
+    def _move(self, moved: Moved, engine: EngineId) -> None:
+        """Where the stream has ended here meanwhile, by a stop string, the engine that it goes to is told by the one
+        that it comes from."""
+        stream = self.streams.get(moved.request)
+        if stream is None or stream.opened.attempt != moved.attempt or stream.engine != engine:
+            self.tally.unknown += 1
+            return
+        stream.engine = moved.engine
 
     def _abandon(self, abandoned: Abandon) -> None:
         stream = self.streams.get(abandoned.request)

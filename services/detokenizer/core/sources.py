@@ -8,8 +8,9 @@ from shared.ids import EngineId, Incarnation
 from shared.messages.detokenizer import TokenBatch
 
 Arrival = Literal["next", "gap", "new epoch", "stale"]
-"""`new epoch`: the engine started anew, with its first batch. `gap`: something is missing, of this epoch or of one
-not heard of before. `stale`: of an epoch that is over."""
+"""`next`: also the first batch of an engine not heard of before, to which streams may have moved already. `new epoch`:
+the engine started anew, with its first batch. `gap`: something is missing, of this epoch or of one not heard of before.
+`stale`: of an epoch that is over."""
 
 
 class Sources:
@@ -27,7 +28,9 @@ class Sources:
             if known is not None:
                 self._former[batch.engine] = known[0]
             self._expected[batch.engine] = (batch.epoch, batch.number + 1)
-            return "new epoch" if batch.number == 0 else "gap"
+            if batch.number:
+                return "gap"
+            return "next" if known is None else "new epoch"
         self._expected[batch.engine] = (batch.epoch, batch.number + 1)
         return "next" if batch.number == known[1] else "gap"
 
