@@ -56,12 +56,13 @@ async def listen(made: Exchange, config: KvStoreConfig, lender: Lender) -> None:
 
     assert config.transfer_port is not None
     try:
-        await made.listen(lender, config.transfer_host, config.transfer_port, _known_as(config))
+        await made.listen(lender, config.transfer_host, config.transfer_port, known_as(config))
     except CannotListen as error:
         raise NotToBeHad(f"transfer-port: {error}") from None
 
 
-def _known_as(config: KvStoreConfig) -> str:
+def known_as(config: KvStoreConfig) -> str:
+    """The host that other nodes are told."""
     if config.transfer_advertise:
         return config.transfer_advertise
     return socket.gethostname() if config.transfer_host in ANY_ADDRESS else config.transfer_host

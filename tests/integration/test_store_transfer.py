@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from shared.blocks import BlockHash
 from shared.ids import NodeId
 from tests.carried_blocks import SHAPE, chain, hashes
 from tests.nats_server import free_port
+from tests.tls_authority import Authority
 
 LAYOUT = "5eed" * 6
 HERE = "127.0.0.1"
@@ -272,30 +272,6 @@ async def test_a_port_that_is_taken_is_said_to_be() -> None:
 
 
 # ---- TLS
-
-
-class Authority:
-    """Owns a certificate authority, made with openssl, that signs for one host."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir()
-        self._openssl("req", "-x509", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=stores", *NEW_KEY)
-
-    def signed(self, name: str, host: str = HERE) -> TransferTls:
-        self._openssl(
-            "req", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", *NEW_KEY
-        )
-        (self._folder / f"{name}.ext").write_text(f"subjectAltName=IP:{host}\n")
-        signing = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext"]
-        self._openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
-        return TransferTls.read(*(str(self._folder / file) for file in (f"{name}.pem", f"{name}.key", "ca.pem")))
-
-    def _openssl(self, *argv: str) -> None:
-        subprocess.run(["openssl", *argv], cwd=self._folder, check=True, capture_output=True)
-
-
-NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 
 @pytest.fixture(scope="module")
