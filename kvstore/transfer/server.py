@@ -23,11 +23,13 @@ from kvstore.transfer.rpc import (
     host_and_port,
 )
 from kvstore.transfer.tls import TransferTls
-from shared.blocks import HASH_BYTES, split_hashes
+from shared.blocks import HASH_BYTES, BlockHash, split_hashes
 
 TIER = "peer"
 MAX_SENDING = 16
 """Fetches served at a time; the next one is refused, which is a miss to who asks."""
+LENT_BLOCKS = 32
+"""Pinned at a time for one Fetch, however many it asks for."""
 STOP_SECONDS = 1.0
 
 
@@ -68,15 +70,23 @@ class TransferServer:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self.sending} are being served")
         if not request.hashes or len(request.hashes) % HASH_BYTES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.hashes)} bytes of hashes")
-        lent = self._lender.lend(request.layout, list(split_hashes(request.hashes)))
-        if lent is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no blocks of layout {request.layout}")
         try:
-            with self._counted(), lent as blocks:
+            with self._counted():
                 async with asyncio.timeout(LONGEST_SECONDS):
-                    await _send(blocks, context)
+                    await self._send_run(request.layout, list(split_hashes(request.hashes)), context)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the blocks are not held for you any longer")
+
+    async def _send_run(self, layout: str, hashes: Sequence[BlockHash], context: Sending) -> None:
+        for start in range(0, len(hashes), LENT_BLOCKS):
+            wanted = hashes[start : start + LENT_BLOCKS]
+            lent = self._lender.lend(layout, wanted)
+            if lent is None:
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"no blocks of layout {layout}")
+            with lent as blocks:
+                await _send(blocks, context)
+            if len(blocks) < len(wanted):
+                return
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -126,6 +126,17 @@ async def test_a_run_ends_where_the_other_store_has_no_more() -> None:
         assert await pulled(client, hashes(blocks)) == blocks[:3]
 
 
+async def test_a_long_run_is_pinned_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LENT_BLOCKS", 3)
+    blocks = chain(10)
+    shelf = Shelf(blocks)
+    async with serving(shelf) as (_, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks)) == blocks
+        assert shelf.most_pinned == 3
+        del shelf.blocks[blocks[6].hash]
+        assert await pulled(client, hashes(blocks)) == blocks[:6]
+
+
 async def test_another_layout_is_a_miss() -> None:
     blocks = chain(2)
     before = failures("not_found")
