@@ -61,6 +61,9 @@ class Watched:
     def placed(self, now: float, attempt: int = 1, engine: EngineId = ENGINE) -> list[Any]:
         return self.supervision.handle(Placed(R, Attempt(attempt), engine, DETOKENIZER), now)
 
+    def handed_over(self, now: float, attempt: int = 1) -> list[Any]:
+        return self.supervision.handle(Placed(R, Attempt(attempt), OTHER, DETOKENIZER, handed_by=ENGINE), now)
+
     def delta(self, position: int, now: float, attempt: int = 1, skip: int = 0, **more: Any) -> list[Any]:
         delta = Delta(R, Attempt(attempt), position, (position,), f"<{position}>", **more)
         return self.deltas((delta,), now, skip)
@@ -377,3 +380,43 @@ def test_an_instance_that_was_started_anew_counts_its_messages_anew() -> None:
     watched.placed(1.2, attempt=2)
     watched.number = 0
     assert len(watched.delta(2, 1.3, attempt=2)) == 1
+
+
+def test_the_engine_that_took_over_is_the_one_that_counts() -> None:
+    watched = Watched()
+    watched.placed(1.0)
+    assert watched.handed_over(2.0) == []
+    assert watched.supervision.gone(life("scheduler", ENGINE), "died", 3.0) == []
+    assert watched.supervision.tick(4.5) == [Ask(OTHER, Probe(R, Attempt(1)))]
+    again = watched.supervision.gone(life("scheduler", OTHER), "died", 5.0)
+    assert Stop(OTHER, Cancel(R, Attempt(1))) in again
+    assert dispatched(again).avoid == (OTHER,)
+
+
+def test_a_hand_over_holds_whenever_it_is_told() -> None:
+    """Before the coordinator's word, before and after the first token."""
+    for before, after in (((), ("token",)), (("token",), ())):
+        watched = Watched()
+        for _ in before:
+            watched.delta(0, 0.5)
+        watched.handed_over(1.0)
+        watched.placed(1.1)
+        for _ in after:
+            watched.delta(0, 1.2)
+        assert watched.supervision.gone(life("scheduler", ENGINE), "died", 2.0) == []
+        assert watched.supervision.close(R, 3.0) == [Stop(OTHER, Cancel(R, Attempt(1)))]
+
+
+def test_the_next_attempt_may_begin_where_the_one_before_was_handed_over() -> None:
+    watched = Watched()
+    watched.handed_over(1.0)
+    watched.supervision.gone(life("scheduler", OTHER), "died", 2.0)
+    watched.placed(3.0, attempt=2)
+    assert watched.supervision.close(R, 4.0) == [Stop(ENGINE, Cancel(R, Attempt(2)))]
+
+
+def test_a_hand_over_that_nobody_wants_any_more_is_cancelled_where_it_went() -> None:
+    watched = Watched()
+    watched.placed(1.0)
+    assert watched.supervision.close(R, 2.0) == [Stop(ENGINE, Cancel(R, Attempt(1)))]
+    assert watched.handed_over(3.0) == [Stop(OTHER, Cancel(R, Attempt(1)))]

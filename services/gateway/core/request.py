@@ -45,6 +45,8 @@ class OpenRequest:
     engine: EngineId | None = None
     """None while unplaced, and where tokens overtook the word of their placement."""
     detokenizer: DetokenizerId | None = None
+    handed_by: EngineId | None = None
+    """Who had this attempt before `engine`."""
     tokens: list[int] = field(default_factory=list)
     chars: int = 0
     avoid: tuple[EngineId, ...] = ()
@@ -100,7 +102,7 @@ class OpenRequest:
         if self.stage == "placed":
             self.unplaced_since = now
         self.attempt = Attempt(self.attempt + 1)
-        self.engine = self.detokenizer = None
+        self.engine = self.detokenizer = self.handed_by = None
         self.asking = False
         self.calm()
 

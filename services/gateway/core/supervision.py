@@ -173,7 +173,10 @@ class Supervision:
         current = self._current(placed.request, placed.attempt)
         if current is None:
             return [Stop(placed.engine, Cancel(placed.request, placed.attempt))]
-        if current.stage == "placed":  # the first tokens overtook this word
+        if current.handed_by is not None and current.handed_by == placed.engine:
+            return []  # the hand-over overtook this word
+        current.handed_by = placed.handed_by
+        if current.stage == "placed":  # it was handed over, or the first tokens overtook this word
             current.engine = placed.engine
         else:
             current.place(placed.engine, placed.detokenizer, now)
