@@ -26,6 +26,9 @@ class Reuse(NamedTuple):
         return self.device + discount * (self.stored + discount * self.remote)
 
 
+NO_REUSE = Reuse()
+
+
 class Reuses:
     """What `hits` mean for each engine."""
 

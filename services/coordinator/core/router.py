@@ -15,7 +15,7 @@ from services.coordinator.core.fleet import DECODING, Fleet, Seat
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.load import blocks_of, cost
 from services.coordinator.core.policies import Lot, chance, pick
-from services.coordinator.core.reuse import Reuse, Reuses
+from services.coordinator.core.reuse import NO_REUSE, Reuse, Reuses
 from services.coordinator.core.routing import Routing
 from shared.blocks import BLOCK_SIZE
 from shared.messages.generation import Generation
@@ -70,11 +70,12 @@ class Router:
         if self._routing.policy != "kv":
             return [cost(seat.engine.report, seat.placed.requests) for seat in seats]
         blocks, discount = asked.blocks, self._routing.store_discount
+        counted = [
+            NO_REUSE if saturated else reuse for reuse, saturated in zip(reuses, self._saturated(seats), strict=True)
+        ]
         return [
-            _prefill_work(seat)
-            + (blocks if saturated else blocks - reuse.worth(discount))
-            + _blocks_after(seat, blocks, reuse)
-            for seat, reuse, saturated in zip(seats, reuses, self._saturated(seats), strict=True)
+            _prefill_work(seat) + blocks - reuse.worth(discount) + _blocks_after(seat, blocks, reuse)
+            for seat, reuse in zip(seats, counted, strict=True)
         ]
 
     def _saturated(self, seats: Sequence[Seat]) -> list[bool]:
