@@ -7,15 +7,17 @@ output of any prompt is known without a scheduler.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from shared.blocks import BLOCK_SIZE, hash_chain
-from shared.ids import Attempt, DetokenizerId, GatewayId, ModelName, RequestId, SequenceId
+from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId, SequenceId
 from shared.messages.generation import Generation, SamplingParams, StopParams
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Generate, Sampled, StepFinished, StepTiming
-from shared.messages.worker import StepPlan, Work
+from shared.messages.scheduler import Generate, Sampled, StepFinished, StepTiming, Transferred
+from shared.messages.worker import StepPlan, Transfer, Work
 from shared.tokens import pack, unpack
+from tests.honest_store import HonestStore
 
 VOCABULARY = 24
 EOS = 3
@@ -45,6 +47,7 @@ def generate(
     arrival: float = 0.0,
     priority: int = 0,
     cache_salt: str | None = None,
+    decode_on: EngineId | None = None,
     **stopping: object,
 ) -> Generate:
     """A request as the coordinator sends it; `stopping` are fields of StopParams."""
@@ -63,7 +66,7 @@ def generate(
         arrival=arrival,
         cache_salt=cache_salt,
     )
-    return Generate(generation, detokenizer)
+    return Generate(generation, detokenizer, decode_on)
 
 
 def digest(tokens: list[int]) -> int:
@@ -99,21 +102,31 @@ class _Held:
 
 
 class HonestWorker:
-    """Executes plans one by one. `step` gives the result that a real worker would publish."""
+    """Executes plans one by one. `step` gives the result that a real worker would publish.
 
-    def __init__(self, num_blocks: int) -> None:
+    What is to be loaded lies there as rubbish until the last rank has copied it, and what is to be saved is read only
+    then: who uses the blocks too early, or gives them away, is found out.
+    """
+
+    def __init__(self, num_blocks: int, store: HonestStore | None = None, ranks: int = 1) -> None:
+        self._store = store
+        self._done = [0] * ranks
+        self._failed: set[int] = set()
+        self.copies: deque[Transfer] = deque()
+        """That some rank has not done yet."""
         self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self._held: dict[SequenceId, _Held] = {}
         self._expected: tuple[int, int] | None = None
 
     def step(self, plan: StepPlan) -> StepFinished:
         self._check_order(plan)
+        self._begin_copying(plan)
         for released in plan.released:
             del self._held[released]
         for new in plan.new:
             assert new.sequence not in self._held, "a sequence is sent twice"
             assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
-            assert len(unpack(new.blocks)) * BLOCK_SIZE == new.computed
+            assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE)
             self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed)
         writes = [self._compute(self._held[work.sequence], work) for work in plan.work]
         assert len(set().union(*writes)) == sum(map(len, writes)), "two sequences write to one place"
@@ -124,9 +137,53 @@ class HonestWorker:
         if self._expected is None or self._expected[0] != plan.epoch:
             assert plan.step == 0
             self._held.clear()
+            self._done, self._failed = [0] * len(self._done), set()
+            self.copies.clear()
         else:
             assert plan.step == self._expected[1]
         self._expected = (plan.epoch, plan.step + 1)
+
+    def _begin_copying(self, plan: StepPlan) -> None:
+        for transfer in plan.transfers:
+            assert transfer.number == max([min(self._done) - 1, *(t.number for t in self.copies)]) + 1
+            self.copies.append(transfer)
+            if transfer.kind == "load":
+                for block in unpack(transfer.blocks):
+                    self._memory[block] = [None] * BLOCK_SIZE
+
+    def copy(self, rank: int, *, fails: bool = False) -> Transferred | None:
+        """One rank does its next transfer; None where it has done all."""
+        assert self._expected is not None
+        number = self._done[rank]
+        transfer = next((t for t in self.copies if t.number == number), None)
+        if transfer is None:
+            return None
+        self._done[rank] += 1
+        if fails:
+            self._failed.add(number)
+        if min(self._done) > number:
+            self.copies.popleft()
+            if number not in self._failed and not self._copied(transfer):
+                self._failed.add(number)
+        return self.report(rank)
+
+    def report(self, rank: int) -> Transferred | None:
+        """How far a rank's copying is; None before its first plan."""
+        if self._expected is None:
+            return None
+        failed = tuple(sorted(n for n in self._failed if n < self._done[rank]))
+        return Transferred(rank=rank, epoch=Incarnation(self._expected[0]), done=self._done[rank], failed=failed)
+
+    def _copied(self, transfer: Transfer) -> bool:
+        assert self._store is not None
+        for block, slot in zip(unpack(transfer.blocks), self._store.slots_of(transfer), strict=True):
+            if slot is None:
+                return False
+            if transfer.kind == "save":
+                slot.contents = self._memory[block].copy()
+            else:
+                self._memory[block] = slot.contents.copy()
+        return True
 
     def _compute(self, held: _Held, work: Work) -> set[tuple[int, int]]:
         held.blocks += unpack(work.blocks)

@@ -16,7 +16,6 @@ from services.scheduler.core.engine import Engine
 from services.scheduler.core.events import (
     DetokenizerGone,
     Event,
-    GiveUp,
     Output,
     SendPlan,
     SendTokens,
@@ -73,9 +72,12 @@ class EngineMachine(RuleBasedStateMachine):
             run_ahead=run_ahead,
             policy=policy,  # type: ignore[arg-type]
         )
+        self.begin(blocks, Engine(EngineId("e"), Incarnation(1), limits))
+
+    def begin(self, blocks: int, engine: Engine) -> None:
         self.blocks = blocks
         self.context = min(90, blocks * 16)
-        self.engine = Engine(EngineId("e"), Incarnation(1), limits)
+        self.engine = engine
         self.sent: dict[tuple[RequestId, Attempt], Sent] = {}
         self.newest: dict[RequestId, Sent] = {}
         self.numbers: dict[tuple[int, DetokenizerId], int] = {}
@@ -242,8 +244,8 @@ class EngineMachine(RuleBasedStateMachine):
                 sent.refused += 1
             case SendTokens(detokenizer, batch):
                 self.hear_batch(detokenizer, batch)
-            case GiveUp(reason):
-                raise AssertionError(reason)
+            case _:
+                raise AssertionError(output)
 
     def hear_batch(self, detokenizer: DetokenizerId, batch: TokenBatch) -> None:
         expected = self.numbers.get((batch.epoch, detokenizer), 0)

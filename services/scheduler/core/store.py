@@ -62,7 +62,8 @@ class Store:
         self._asked_to_attach = False
         self._attach_at: float | None = None
         self._leases = 0
-        self._held: set[LeaseId] = set()
+        self._held: dict[LeaseId, str] = {}
+        """And the layout that each is for."""
         self._out: list[Output] = []
 
     # ---- who is there
@@ -119,7 +120,7 @@ class Store:
     def find(self, hashes: list[BlockHash], deadline: float, source: NodeId | None) -> LeaseId:
         lease, layout = self._new_lease()
         question = Find(
-            layout=layout.layout,
+            layout=layout,
             owner=self._named_owner(),
             lease=lease,
             hashes=b"".join(hashes),
@@ -132,7 +133,7 @@ class Store:
     def reserve(self, hashes: list[BlockHash], parents: list[bytes], tokens: bytes) -> LeaseId:
         lease, layout = self._new_lease()
         question = Reserve(
-            layout=layout.layout,
+            layout=layout,
             owner=self._named_owner(),
             lease=lease,
             hashes=b"".join(hashes),
@@ -144,21 +145,19 @@ class Store:
 
     def commit(self, lease: LeaseId) -> None:
         """Ends the lease, whatever the answer. Raises KeyError for one that is not held."""
-        self._held.remove(lease)
-        question = Commit(layout=self._layout().layout, owner=self._named_owner(), lease=lease)
+        question = Commit(layout=self._held.pop(lease), owner=self._named_owner(), lease=lease)
         self._out.append(AskStore(question, PATIENCE))
 
     def release(self, lease: LeaseId, drop: bytes = b"") -> None:
         """Ends the lease, where the store still knows it."""
-        if lease in self._held:
-            self._held.remove(lease)
-            layout = self._layout().layout
+        layout = self._held.pop(lease, None)
+        if layout is not None:
             release = Release(layout=layout, owner=self._named_owner(), lease=lease, drop=drop)
             self._out.append(ReleaseLease(release))
 
     def forget(self, lease: LeaseId) -> None:
         """Leaves the lease to run out: somebody may still be writing under it."""
-        self._held.discard(lease)
+        self._held.pop(lease, None)
 
     def holds(self, lease: LeaseId) -> bool:
         return lease in self._held
@@ -187,25 +186,21 @@ class Store:
             self.detach()
 
     def detach(self) -> None:
-        """What it holds for us, if anything, runs out."""
+        """To be attached anew. Leases are ended as they would have been."""
         self._attached = None
-        self._held.clear()
         self._attach()
 
     def take_outputs(self) -> list[Output]:
         out, self._out = self._out, []
         return out
 
-    def _new_lease(self) -> tuple[LeaseId, Attached]:
-        layout = self._layout()
+    def _new_lease(self) -> tuple[LeaseId, str]:
+        """And the layout that it is for."""
+        assert self._attached is not None, "only an attached store is asked"
         self._leases += 1
         lease = LeaseId(self._leases)
-        self._held.add(lease)
-        return lease, layout
-
-    def _layout(self) -> Attached:
-        assert self._attached is not None, "only an attached store has leases and is asked"
-        return self._attached
+        self._held[lease] = self._attached.layout
+        return lease, self._attached.layout
 
     def _named_owner(self) -> Owner:
         assert self._owner is not None, "a store is attached in its engine's name"

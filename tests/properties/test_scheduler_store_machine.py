@@ -1,0 +1,195 @@
+"""The core beside a KV store whose answers come late, never or in any order, and which evicts, restarts and vanishes.
+
+Everything that `test_scheduler_machine` demands holds, with two ranks that copy when they like and sometimes fail. At the
+end nothing is pinned or reserved in the store, whatever happened on the way, and no block is held for a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.events import (
+    AskStore,
+    Output,
+    RankProgress,
+    ReleaseLease,
+    StoreAnswered,
+    StoreGone,
+    StoreHere,
+    WorkersLost,
+    WorkersReady,
+)
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.site import Site
+from shared.ids import DetokenizerId, EngineId, Incarnation, InstanceId, LeaseId, NodeId
+from shared.messages.kvstore import Attach, KvStoreAnswer, KvStoreQuestion, Owner
+from shared.messages.scheduler import StepFinished
+from shared.messages.worker import StepPlan
+from tests.honest_store import LAYOUT, HonestStore
+from tests.honest_worker import HonestWorker, card
+from tests.properties.test_scheduler_machine import OPENINGS, SELDOM, EngineMachine
+
+RANKS = 2
+OWNER = Owner(InstanceId("e"), Incarnation(77))
+LEASE_SECONDS = 40.0
+"""Of the machine's clock, on which each event takes one."""
+
+
+@dataclass
+class Asked:
+    """A question that the store has answered, or will never see; the scheduler has not heard yet."""
+
+    question: KvStoreQuestion
+    answer: KvStoreAnswer | None
+
+
+class StoreMachine(EngineMachine):
+    @initialize(
+        blocks=st.integers(4, 14),
+        budget=st.integers(6, 60),
+        running=st.integers(1, 6),
+        run_ahead=st.integers(0, 2),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        slots=st.integers(2, 24),
+    )
+    def start(self, blocks: int, budget: int, running: int, run_ahead: int, policy: str, slots: int) -> None:  # type: ignore[override]
+        limits = Limits(
+            max_batch_tokens=budget,
+            max_running=running,
+            max_waiting=8,
+            run_ahead=run_ahead,
+            policy=policy,  # type: ignore[arg-type]
+            step_timeout=1e9,
+        )
+        self.store = HonestStore(slots, LEASE_SECONDS)
+        self.asked: list[Asked] = []
+        self.left: set[LeaseId] = set()
+        """Leases under which something was being copied when an epoch ended: left to run out."""
+        self.begin(blocks, Engine(EngineId("e"), Incarnation(1), limits, Site("mixed", NodeId("n"), OWNER)))
+        self.tell(StoreHere(self.store.incarnation))
+        self.answer_all()
+
+    def workers_come(self) -> None:
+        self.worker = HonestWorker(self.blocks, self.store, RANKS)
+        self.tell(WorkersReady(card(90), self.blocks, world_size=RANKS, layout=LAYOUT))
+
+    def hear(self, output: Output) -> None:
+        match output:
+            case AskStore(question):
+                self.asked.append(Asked(question, self.store.answer(question)))
+            case ReleaseLease(release):
+                self.store.release(release)
+            case _:
+                super().hear(output)
+
+    def tell(self, event: object) -> None:  # type: ignore[override]
+        serving = self.engine.serving
+        copying = serving.saves.leases if serving is not None and serving.saves.copying else set()
+        super().tell(event)  # type: ignore[arg-type]
+        if self.engine.serving is not serving:
+            self.left |= copying
+
+    # ---- the store's answers
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), fate=st.sampled_from(["answered", "answered", "answered", "answered", "late"]))
+    def an_answer_comes(self, data: st.DataObject, fate: str) -> None:
+        asked = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
+        self.tell(StoreAnswered(asked.question, None if fate == "late" else asked.answer))
+
+    @precondition(lambda self: self.asked)
+    @rule()
+    def answer_all(self) -> None:
+        while self.asked:
+            asked = self.asked.pop(0)
+            self.tell(StoreAnswered(asked.question, asked.answer))
+
+    # ---- the ranks
+
+    @precondition(lambda self: self.worker.copies)
+    @rule(
+        rank=st.integers(0, RANKS - 1),
+        times=st.integers(1, 4),
+        fails=SELDOM,
+        heard=st.sampled_from([True, True, False]),
+    )
+    def a_rank_copies(self, rank: int, times: int, fails: bool, heard: bool) -> None:
+        """A report that is lost is made good by the next one, or by what the lifecycle says."""
+        for _ in range(times):
+            report = self.worker.copy(rank, fails=fails)
+            if report is not None and heard:
+                self.tell(report)
+
+    @precondition(lambda self: self.engine.serving is not None)
+    @rule(rank=st.integers(0, RANKS - 1))
+    def a_rank_reports(self, rank: int) -> None:
+        report = self.worker.report(rank)
+        if report is not None:
+            self.tick -= 1  # reports that come often are not compared with each other
+            self.tell(RankProgress(rank, report.epoch, 10**9, 0, report))
+
+    def copy_all(self) -> None:
+        while self.worker.copies:
+            for rank in range(RANKS):
+                report = self.worker.copy(rank)
+                if report is not None:
+                    self.tell(report)
+
+    # ---- what happens to the store
+
+    @rule(slot=st.integers(0, 23))
+    def a_block_is_evicted(self, slot: int) -> None:
+        if slot < len(self.store.slots):
+            self.store.evict(slot)
+
+    @rule(seldom=SELDOM)
+    def leases_run_out(self, seldom: bool) -> None:
+        if seldom:
+            self.tick += LEASE_SECONDS
+            self.store.expire()
+
+    @rule(seldom=SELDOM, other_file=st.booleans(), heard=st.booleans())
+    def the_store_restarts(self, seldom: bool, other_file: bool, heard: bool) -> None:
+        if seldom:
+            self.store.restart(other_file=other_file)
+            if heard:
+                self.tell(StoreGone())
+            self.tell(StoreHere(self.store.incarnation))
+
+    @rule(seldom=SELDOM)
+    def the_store_refuses(self, seldom: bool) -> None:
+        if seldom:
+            self.store.serves = not self.store.serves
+            self.store.expire()
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """Copying goes on beside the steps: blocks that are being saved are nobody's, and who needs them computes in
+        vain until it has ended."""
+        while self.plans or self.asked or self.worker.copies:
+            if self.plans:
+                self.tell(self.worker.step(self.plans.pop(0)))
+            self.copy_all()
+            self.answer_all()
+            for rank in range(RANKS):
+                self.a_rank_reports(rank)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.finish()
+        assert self.engine.idle, "something is in hand for ever"
+        super().teardown()
+        held = {lease for _, lease in (*self.store.pinned, *self.store.reserved)}
+        assert held <= self.left, "a lease was left behind"
+        assert not self.engine.store.held
+
+
+TestEngineWithAStore = StoreMachine.TestCase
+TestEngineWithAStore.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
