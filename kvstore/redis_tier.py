@@ -11,16 +11,11 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple
-
-from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from typing import NamedTuple
 
 from kvstore import tier_metrics as metrics
 from kvstore.carried import CarriedBlock, Shape, is_sound, packed, unpacked
+from kvstore.redis_link import Away, RedisLink, Refused
 from shared.blocks import BlockHash
 
 log = logging.getLogger(__name__)
@@ -30,18 +25,9 @@ BATCH_BYTES = 4 * 2**20
 """Of one write. Sending more at a time would hold up whoever asks the store meanwhile."""
 BATCH_BLOCKS = 64
 READ_BYTES = 32 * 2**20
-"""Of one read; longer runs take several round trips, so that memory stays bounded."""
-CONNECTIONS = 8
-CONNECT_SECONDS = 1.0
-WRITE_SECONDS = 5.0
-"""For one write, until Redis counts as away."""
+"""Asked for in one go. It is Redis that holds what is not read yet."""
 LATE_IN_A_ROW = 3
-"""Reads that ended by their deadline, until Redis counts as away: the next ones need not wait for nothing, too."""
-RETRY_FIRST, RETRY_LONGEST = 0.1, 5.0
-"""Seconds between looks for a Redis that is away."""
-
-LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
-"""What says that Redis is away; other errors of Redis are answers. The built-in TimeoutError is an OSError."""
+"""Searches that ended before anything came, until Redis counts as away: the next need not wait for nothing, too."""
 
 
 class _Outgoing(NamedTuple):
@@ -54,36 +40,33 @@ def key_of(layout: str, name: BlockHash) -> str:
 
 
 class RedisTier:
-    """Owns the connections to Redis, the blocks on their way there, and whether Redis counts as away."""
+    """Owns the blocks on their way to Redis, and the link. `kvstore.tiers.Tier`."""
 
     def __init__(self, url: str, ttl: float, inflight_bytes: int) -> None:
-        self._redis = _client(url)
+        """Raises ValueError for a URL that is none."""
+        self._link = RedisLink(url)
         self._ttl_ms = max(1, int(ttl * 1000))
         self._limit = inflight_bytes
         self._outgoing: deque[_Outgoing] = deque()
         self._spoiled: deque[str] = deque(maxlen=BATCH_BLOCKS)
         self._work = asyncio.Event()
-        self._present = asyncio.Event()
-        self._away = asyncio.Event()
-        self._away.set()
         self._late = 0
         self.bytes_in_flight = 0
-        metrics.PRESENT.labels(TIER).set(0)
+        metrics.PRESENT.labels(TIER).set_function(lambda: self.is_present)
 
     @property
     def is_present(self) -> bool:
         """Whether it is worth asking, and offering."""
-        return self._present.is_set()
+        return self._link.present.is_set()
 
     async def run(self) -> None:
         """Writes what was offered, and looks for a Redis that is away. Until cancelled; closes the connections then."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write_on())
-                tasks.create_task(self._look_on())
+                tasks.create_task(self._link.watch())
         finally:
-            with contextlib.suppress(exceptions.RedisError, OSError):
-                await self._redis.aclose()
+            await self._link.close()
 
     # ---- there
 
@@ -101,16 +84,14 @@ class RedisTier:
     async def _write_on(self) -> None:
         while True:
             await self._work.wait()
-            await self._present.wait()
+            await self._link.present.wait()
             batch = self._next_batch()
             try:
-                async with asyncio.timeout(WRITE_SECONDS):
-                    await self._write(batch)
-            except LOST as error:
-                self._lose(error)
+                await self._write(batch)
+            except Away:
                 metrics.DROPPED.labels(TIER, "away").inc(len(batch))
-            except exceptions.RedisError as error:
-                self._refused(len(batch), error)
+            except Refused as error:
+                self._refused(len(batch), str(error))
             finally:
                 self._count_in_flight(-sum(len(outgoing.value) for outgoing in batch))
             if not self._outgoing and not self._spoiled:
@@ -126,29 +107,20 @@ class RedisTier:
 
     async def _write(self, batch: Sequence[_Outgoing]) -> None:
         """What Redis has already just lives on: a block that comes and goes is sent once."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for outgoing in batch:
-                pipeline.pexpire(outgoing.key, self._ttl_ms)
-            while self._spoiled:
-                pipeline.unlink(self._spoiled.popleft())
-            known = await pipeline.execute(raise_on_error=False)
-            new = [outgoing for outgoing, there in zip(batch, known, strict=False) if there is not True and there != 1]
-            for outgoing in new:
-                pipeline.set(outgoing.key, outgoing.value, px=self._ttl_ms)
-            self._count_written(new, await pipeline.execute(raise_on_error=False))
-
-    def _count_written(self, batch: Sequence[_Outgoing], answers: Sequence[Any]) -> None:
-        for outgoing, answer in zip(batch, answers, strict=True):
-            if isinstance(answer, Exception):
-                self._refused(1, answer)
+        if self._spoiled:
+            await self._link.remove([self._spoiled.popleft() for _ in range(len(self._spoiled))])
+        known = await self._link.touch([outgoing.key for outgoing in batch], self._ttl_ms)
+        new = {outgoing.key: outgoing.value for outgoing, there in zip(batch, known, strict=True) if not there}
+        for value, refused in zip(new.values(), await self._link.put(new, self._ttl_ms), strict=True):
+            if refused is not None:
+                self._refused(1, refused)
             else:
                 metrics.STORED.labels(TIER).inc()
-                metrics.BYTES_OUT.labels(TIER).inc(len(outgoing.value))
+                metrics.BYTES_OUT.labels(TIER).inc(len(value))
 
-    def _refused(self, blocks: int, error: Exception) -> None:
-        """It is there, but out of memory, read-only, or not ours to write to."""
+    def _refused(self, blocks: int, why: str) -> None:
         metrics.DROPPED.labels(TIER, "refused").inc(blocks)
-        log.warning("redis took no block", extra={"error": str(error)})
+        log.warning("redis took no block", extra={"error": why})
 
     def _count_in_flight(self, change: int) -> None:
         self.bytes_in_flight += change
@@ -157,41 +129,49 @@ class RedisTier:
     # ---- and back
 
     async def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: Shape) -> AsyncGenerator[CarriedBlock, None]:
-        """The leading run of `hashes` that Redis has, checked. One round trip for as many as `READ_BYTES` hold."""
+        """The leading run of `hashes` that Redis has, checked, as it comes: a deadline in the middle costs only what
+        had not come by then. One round trip for as many blocks as `READ_BYTES` hold."""
         per_trip = max(1, READ_BYTES // shape.payload_bytes)
         for start in range(0, len(hashes), per_trip):
+            found = 0
             wanted = hashes[start : start + per_trip]
-            values = await self._read(layout, wanted)
-            for name, value in zip(wanted, values, strict=False):
-                block = self._checked(layout, name, value, shape)
-                if block is None:
-                    return
-                yield block
-            if len(values) < len(wanted):
+            async with contextlib.aclosing(self._read(layout, wanted)) as values:
+                async for value in values:
+                    block = self._checked(layout, wanted[found], value, shape)
+                    if block is None:
+                        return
+                    found += 1
+                    yield block
+            if found < len(wanted):
                 return
 
-    async def _read(self, layout: str, wanted: Sequence[BlockHash]) -> list[bytes]:
-        """Of the leading ones that are there; none where Redis does not answer. What is read lives on."""
+    async def _read(self, layout: str, wanted: Sequence[BlockHash]) -> AsyncGenerator[bytes, None]:
+        """Until the first that is not there, or Redis does not answer."""
         if not self.is_present:
-            return []
+            return
+        keys = [key_of(layout, name) for name in wanted]
+        came = False
         try:
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for name in wanted:
-                    pipeline.getex(key_of(layout, name), px=self._ttl_ms)
-                answers = await pipeline.execute(raise_on_error=False)
+            async with contextlib.aclosing(self._link.get(keys, self._ttl_ms)) as values:
+                async for value in values:
+                    came = True
+                    yield value
+            self._late = 0
         except asyncio.CancelledError:
-            self._was_late()
+            self._was_late(came)
             raise
-        except LOST as error:
+        except Away:
             metrics.FAILED.labels(TIER, "away").inc()
-            self._lose(error)
-            return []
-        except exceptions.RedisError as error:
+        except Refused as error:
             metrics.FAILED.labels(TIER, "refused").inc()
-            log.warning("redis answered no search", extra={"error": str(error)})
-            return []
-        self._late = 0
-        return list(takewhile(lambda answer: isinstance(answer, bytes), answers))
+            log.warning("redis gave no block", extra={"error": str(error)})
+
+    def _was_late(self, came: bool) -> None:
+        metrics.FAILED.labels(TIER, "late").inc()
+        self._late += not came
+        if self._late >= LATE_IN_A_ROW:
+            self._link.lose(f"{self._late} searches in a row ended by their deadline")
+            self._late = 0
 
     def _checked(self, layout: str, name: BlockHash, value: bytes, shape: Shape) -> CarriedBlock | None:
         block = unpacked(value)
@@ -208,60 +188,3 @@ class RedisTier:
         log.warning("a block in redis is spoiled", extra={"layout": layout, "hash": name.hex()})
         self._spoiled.append(key_of(layout, name))
         self._work.set()
-
-    def _was_late(self) -> None:
-        metrics.FAILED.labels(TIER, "late").inc()
-        self._late += 1
-        if self._late >= LATE_IN_A_ROW:
-            self._lose(TimeoutError(f"{self._late} searches in a row ended by their deadline"))
-
-    # ---- whether it is there
-
-    def _lose(self, error: Exception) -> None:
-        if self.is_present:
-            log.warning("redis is away", extra={"error": str(error) or type(error).__name__})
-        self._present.clear()
-        self._away.set()
-        metrics.PRESENT.labels(TIER).set(0)
-
-    async def _look_on(self) -> None:
-        """Waits until Redis is away, then until it is back."""
-        pause = RETRY_FIRST
-        while True:
-            await self._away.wait()
-            if await self._answers():
-                self._found()
-                pause = RETRY_FIRST
-            else:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_LONGEST)
-
-    async def _answers(self) -> bool:
-        try:
-            async with asyncio.timeout(2 * CONNECT_SECONDS):
-                await self._redis.echo("there")
-        except (exceptions.RedisError, OSError):
-            return False
-        return True
-
-    def _found(self) -> None:
-        self._late = 0
-        self._away.clear()
-        self._present.set()
-        metrics.PRESENT.labels(TIER).set(1)
-        log.info("redis is there")
-
-
-def _client(url: str) -> Redis:
-    """Never tries twice on its own, and has one bounded pool. Raises ValueError for a URL that is none."""
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=CONNECTIONS,
-        timeout=WRITE_SECONDS,
-        protocol=2,
-        socket_connect_timeout=CONNECT_SECONDS,
-        socket_timeout=WRITE_SECONDS,
-        retry=Retry(NoBackoff(), 0),
-        retry_on_error=[],
-    )
-    return Redis.from_pool(pool)

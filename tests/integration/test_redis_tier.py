@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from kvstore import redis_tier, tier_metrics
-from kvstore.carried import CarriedBlock, packed
+from kvstore.carried import CarriedBlock, Shape, packed
 from kvstore.redis_tier import RedisTier, key_of
 from shared.blocks import BlockHash
 from tests.carried_blocks import SHAPE, chain, hashes
@@ -116,6 +116,39 @@ async def test_a_run_longer_than_one_round_trip_may_bring_comes_whole(
             tier.offer(LAYOUT, block)
         await written(tier)
         assert await found(tier, hashes(blocks)) == blocks
+
+
+async def test_a_search_that_finds_nothing_leaves_its_connection_to_the_next(shared_redis: RedisServer) -> None:
+    blocks = chain(40, seed=15)
+    async with running(shared_redis.url) as tier, Redis.from_url(shared_redis.url) as redis:
+        await present(tier)
+        await found(tier, hashes(blocks))
+        before = (await redis.info("stats"))["total_connections_received"]
+        for _ in range(5):
+            assert await found(tier, hashes(blocks)) == []
+        assert (await redis.info("stats"))["total_connections_received"] == before
+
+
+async def test_what_came_before_the_deadline_counts_and_redis_is_not_away_for_it(own_redis: RedisServer) -> None:
+    shape = Shape(kv_heads=1, head_bytes=2**20)
+    blocks = chain(24, shape, seed=16)
+    async with running(own_redis.url, inflight=2**26) as tier:
+        await present(tier)
+        for block in blocks:
+            tier.offer(LAYOUT, block)
+        await written(tier)
+        for _ in range(redis_tier.LATE_IN_A_ROW + 1):
+            search = tier.fetch(LAYOUT, hashes(blocks), shape)
+            came = [await anext(search)]
+            own_redis.signal(signal.SIGSTOP)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1), contextlib.aclosing(search):
+                    async for block in search:
+                        came.append(block)
+            own_redis.signal(signal.SIGCONT)
+            assert came == blocks[: len(came)]
+            assert len(came) < len(blocks)
+        assert tier.is_present
 
 
 async def test_blocks_of_another_layout_are_misses(shared_redis: RedisServer) -> None:
