@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -215,6 +216,37 @@ async def test_a_cancel_in_the_middle_frees_everything_on_both_sides(end: str) -
                         pass
         await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
         assert tier_metrics.STORED.labels("peer")._value.get() - sent_before < MANY
+
+
+ONE_BLOCK_AND_NO_MORE = """
+import asyncio, sys
+from kvstore.transfer.client import TransferClient
+from tests.integration.test_store_transfer import BIG, LAYOUT, THERE, many_big_blocks
+from tests.carried_blocks import hashes
+
+async def main():
+    client = TransferClient(lambda node: sys.argv[1])
+    await anext(client.fetch(THERE, LAYOUT, hashes(many_big_blocks()), BIG))
+    print("one", flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_receiver_that_is_killed_in_the_middle_leaves_nothing_pinned() -> None:
+    shelf = Shelf(many_big_blocks())
+    async with serving(shelf) as (server, port):
+        receiver = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", ONE_BLOCK_AND_NO_MORE, f"{HERE}:{port}", stdout=asyncio.subprocess.PIPE
+        )
+        assert receiver.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            assert await receiver.stdout.readline() == b"one\n"
+        assert (shelf.pins.total(), server.sending) == (MANY, 1)
+        receiver.kill()
+        await receiver.wait()
+        await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
 
 
 async def test_whoever_does_not_read_is_not_sent_more_than_the_window() -> None:
