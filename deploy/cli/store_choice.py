@@ -12,8 +12,6 @@ from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StoreSpec
 from shared.config import parse_bytes
 from shared.ids import NodeId, checked_instance
 
-BY_DEFAULT = False
-"""Whether a stack has a store where nobody says so. Not before all parts of it are there."""
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -34,7 +32,7 @@ def store_choice(
 def _store_memory(asked: str | None) -> int:
     free = free_memory()
     if asked is None:
-        return default_memory(free) if BY_DEFAULT else 0
+        return default_memory(free)
     size = _size("--kvstore-memory", asked)
     if not fits(size, free):
         raise CommandError(f"--kvstore-memory {asked}: {shared_memory()} has {free / 2**20:.0f} MiB left")
