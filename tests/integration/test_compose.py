@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ REPOSITORY = Path(__file__).parents[2]
 BUILD_DEADLINE = 1800.0
 START_DEADLINE = 180.0
 COMMAND_DEADLINE = 120.0
-LIGHT = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
+LIGHT = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer", "kvstore")
+AGGREGATED, DISAGGREGATED = 8, 10
+"""Containers of each profile."""
+LONG_QUESTION = f"{'The fox and the hare met by the old mill. ' * 30}What is the capital of France?"
 
 
 def compose_command() -> list[str] | None:
@@ -51,10 +55,16 @@ def _run(
 class ComposeProject:
     """Owns one project of its own name, so that nobody else's containers are touched."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], name: str, *profiles: str, **environment: str) -> None:
         self.port = free_port()
-        self._command = [*command, "--project-name", f"batontest{os.getpid()}"]
-        self._environment = {"BATON_PORT": str(self.port), "BATON_API_KEYS": "compose-key", "NATS_PASSWORD": "a-test"}
+        chosen = [flag for profile in profiles for flag in ("--profile", profile)]
+        self._command = [*command, "--project-name", f"batontest{name}{os.getpid()}", *chosen]
+        self._environment = {
+            "BATON_PORT": str(self.port),
+            "BATON_API_KEYS": "compose-key",
+            "NATS_PASSWORD": "a-test",
+            **environment,
+        }
 
     def __call__(self, *argv: str, deadline: float = COMMAND_DEADLINE) -> str:
         done = _run([*self._command, *argv], deadline, **self._environment)
@@ -82,23 +92,43 @@ class ComposeProject:
             time.sleep(1)
         raise AssertionError(f"not healthy within {START_DEADLINE} s: {self('ps')}\n{self('logs', '--tail=20')}")
 
+    def metric(self, service: str, line: str) -> float:
+        """A number of that service's /metrics, by the beginning of its line; 0 where there is none."""
+        fetch = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9090/metrics').read().decode())"
+        shown = self("exec", "-T", service, "python", "-c", fetch).splitlines()
+        return sum(float(each.rpartition(" ")[2]) for each in shown if each.startswith(line))
+
     def state(self, container: str) -> str:
         return _run(["docker", "inspect", "--format", "{{.State.Health.Status}}", container]).stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def project() -> Iterator[ComposeProject]:
+@contextlib.contextmanager
+def up(containers: int, name: str, *profiles: str, **environment: str) -> Iterator[ComposeProject]:
+    """Built, started, all of them healthy; gone at the end."""
     command = compose_command()
     if command is None:
         pytest.skip("no Docker daemon with compose answers here")
-    running = ComposeProject(command)
+    running = ComposeProject(command, name, *profiles, **environment)
     try:
         running("build", deadline=BUILD_DEADLINE)
         running("up", "--detach")
-        running.until_healthy(7)
+        running.until_healthy(containers)
         yield running
     finally:
         running("down", "--volumes", "--timeout", "10")
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[ComposeProject]:
+    """Without a profile, which is the aggregated one."""
+    with up(AGGREGATED, "one") as project:
+        yield project
+
+
+@pytest.fixture
+def pools() -> Iterator[ComposeProject]:
+    with up(DISAGGREGATED, "pools", "disaggregated", BATON_ENGINES="0") as project:
+        yield project
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_DEADLINE + START_DEADLINE)]
@@ -117,11 +147,11 @@ def test_without_a_key_the_gateway_refuses(project: ComposeProject) -> None:
 
 def test_tokenizers_are_scaled_by_compose(project: ComposeProject) -> None:
     project("up", "--detach", "--no-recreate", "--scale", "tokenizer=3")
-    project.until_healthy(9)
+    project.until_healthy(AGGREGATED + 2)
     for _ in range(6):
         assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
     project("up", "--detach", "--no-recreate", "--scale", "tokenizer=1")
-    project.until_healthy(7)
+    project.until_healthy(AGGREGATED)
 
 
 @pytest.mark.parametrize("service", LIGHT)
@@ -138,5 +168,45 @@ def test_an_engine_whose_worker_is_gone_is_not_healthy_and_recovers(project: Com
         time.sleep(1)
     assert project.state(scheduler) == "unhealthy"
     project("start", "worker")
-    project.until_healthy(7)
+    project.until_healthy(AGGREGATED)
     assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def test_blocks_of_the_store_outlive_its_container_and_the_engines(project: ComposeProject) -> None:
+    project.chat(LONG_QUESTION)
+    until(lambda: project.metric("kvstore", 'baton_kvstore_slots{state="committed"') > 0)
+    project("kill", "kvstore", "scheduler")
+    project("up", "--detach", "--no-recreate")
+    project.until_healthy(AGGREGATED)
+    usage = project.chat(LONG_QUESTION)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + COMMAND_DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+def test_a_prefill_engine_hands_over_to_a_decode_engine(pools: ComposeProject) -> None:
+    assert "Paris" in pools.chat(LONG_QUESTION)["choices"][0]["message"]["content"]
+    assert pools.metric("coordinator", 'baton_router_requests_total{kind="disaggregated"') == 1
+    assert pools.metric("scheduler-decode", "baton_scheduler_output_tokens_total") > 1
+    pools("stop", "--timeout", "5", "scheduler-prefill")
+    assert "Paris" in pools.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def test_redis_below_the_store_is_started_by_its_profile() -> None:
+    image = os.environ.get("REDIS_IMAGE", "redis:7-alpine")
+    command = compose_command()
+    if command is not None and not image_is_there(image):
+        pytest.skip(f"{image} can neither be found nor fetched here")
+    url = "redis://:a-redis-test@redis:6379/0"
+    with up(AGGREGATED + 1, "redis", "redis", REDIS_PASSWORD="a-redis-test", BATON_REDIS_URL=url) as project:
+        assert "PONG" in project("exec", "-T", "redis", "redis-cli", "ping")
+        assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def image_is_there(image: str) -> bool:
+    return any(_run(["docker", *how, image]).returncode == 0 for how in (["image", "inspect"], ["pull"]))

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 from deploy.healthcheck import is_healthy
 from deploy.supervisor.nats_config import container_config
+from kvstore.config import KvStoreConfig
+from services.coordinator.config import CoordinatorConfig
+from services.detokenizer.config import DetokenizerConfig
+from services.gateway.config import GatewayConfig
+from services.scheduler.config import SchedulerConfig
+from services.tokenizer.config import TokenizerConfig
+from services.worker.config import WorkerConfig
+from shared.config import ServiceConfig, load_config, parse_bytes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,6 +35,68 @@ def test_every_choice_is_explained_and_has_the_default_that_is_shown() -> None:
     for name, default in choices.items():
         assert f"${{{name}:-{default}}}" in compose, name
     assert all(part.split(":-")[0] in choices for part in compose.split("${")[1:])
+
+
+def compose() -> dict[str, Any]:
+    """The file with every choice at its default."""
+    text = (REPOSITORY / "docker-compose.yml").read_text()
+    filled = re.sub(r"\$\{\w+:-([^}]*)\}", lambda found: found[1], text)
+    parsed: dict[str, Any] = yaml.safe_load(filled)
+    return parsed
+
+
+def started_by(*profiles: str) -> set[str]:
+    services = compose()["services"].items()
+    return {name for name, each in services if not each.get("profiles") or set(profiles) & set(each["profiles"])}
+
+
+PLAIN = {"nats", "gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore"}
+
+
+def test_without_a_profile_one_engine_does_everything() -> None:
+    assert started_by() == started_by("aggregated") == PLAIN
+    assert {compose()["services"][name]["scale"] for name in ("scheduler", "worker")} == {1}
+
+
+def test_profiles_add_pools_and_a_redis() -> None:
+    pools = {f"{service}-{role}" for service in ("scheduler", "worker") for role in ("prefill", "decode")}
+    assert started_by("disaggregated") == PLAIN | pools
+    assert started_by("redis") == PLAIN | {"redis"}
+
+
+CONFIGURATIONS: dict[str, type[ServiceConfig]] = {
+    "gateway": GatewayConfig,
+    "tokenizer": TokenizerConfig,
+    "coordinator": CoordinatorConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+    "detokenizer": DetokenizerConfig,
+    "kvstore": KvStoreConfig,
+}
+
+
+@pytest.mark.parametrize("container", sorted(compose()["services"].keys() - {"nats", "redis"}))
+def test_every_container_is_told_only_what_its_service_knows(container: str) -> None:
+    service = container.split("-")[0]
+    told = {key: str(value) for key, value in compose()["services"][container]["environment"].items()}
+    config = load_config(service, CONFIGURATIONS[service], [], told)
+    assert config.nats_user == service
+
+
+def test_an_engines_containers_name_each_other_and_the_stores_node() -> None:
+    told = {name: each.get("environment", {}) for name, each in compose()["services"].items()}
+    for engine in ("", "-prefill", "-decode"):
+        scheduler, worker = told[f"scheduler{engine}"], told[f"worker{engine}"]
+        assert worker["BATON_WORKER_ENGINE"] == scheduler["BATON_INSTANCE"]
+        assert scheduler["BATON_SCHEDULER_NODE"] == told["kvstore"]["BATON_KVSTORE_NODE"]
+        assert worker["BATON_WORKER_KVSTORE_DIR"] == told["kvstore"]["BATON_KVSTORE_DIRECTORY"]
+        assert scheduler.get("BATON_SCHEDULER_ROLE", "") == engine.removeprefix("-")
+
+
+def test_the_arena_fits_its_volume() -> None:
+    options = dict(each.split("=") for each in compose()["volumes"]["arena"]["driver_opts"]["o"].split(","))
+    memory = compose()["services"]["kvstore"]["environment"]["BATON_KVSTORE_KVSTORE_MEMORY"]
+    assert parse_bytes(memory) < parse_bytes(options["size"])
 
 
 def metrics(phase: str) -> str:
