@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from services.worker.backend import Backend, StepOutput
 from services.worker.copy_thread import CopyThread, around
 from shared.ids import Incarnation
-from shared.messages.worker import StepPlan
+from shared.messages.worker import StepPlan, Transfer
 
 PLANS_LIMIT = 16
 """Plans that may lie ready; a scheduler runs 3 ahead at the most, so a full queue is a bug and raises."""
@@ -108,13 +108,16 @@ class ComputeThread:
 
     def _computed(self, backend: Backend, plan: StepPlan) -> StepOutput:
         """Computes the plan; what it wants copied begins before and after."""
-        before, after = around(plan.transfers) if plan.epoch == self._epoch else ((), ())
-        if before:
-            self._copies.add(plan.epoch, before)
+        before, after = around(plan.transfers)
+        self._copy(plan.epoch, before)
         output = backend.step(plan)
-        if after:
-            self._copies.add(plan.epoch, after)
+        self._copy(plan.epoch, after)
         return output
+
+    def _copy(self, epoch: Incarnation, transfers: tuple[Transfer, ...]) -> None:
+        """Unless the epoch is over: nobody awaits them then."""
+        if transfers and epoch == self._epoch:
+            self._copies.add(epoch, transfers)
 
     def _hand_over(self, result: Computed | BaseException) -> None:
         try:

@@ -134,7 +134,7 @@ class Copier {
           packed_{memory.item_bytes, memory.head_dim, (memory.head_dim + kLanes - 1) / kLanes * kLanes},
           half_(int64_t(kBlockTokens) * memory.head_dim * memory.item_bytes),
           cached_(int64_t(kBlockTokens) * packed_.padded * memory.item_bytes),
-          staged_(new F[size_t(half_ + cached_ + 63) / 64]) {}
+          staged_(new F[size_t(half_ + cached_ + 63) / 64]()) {}
 
     KvCopied save(int block, uint32_t slot, uint64_t generation) const {
         if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
@@ -213,7 +213,7 @@ class Copier {
     Packed packed_;
     int64_t half_;    // bytes of one head's keys of one layer in a slot, and of its values
     int64_t cached_;  // the same in the caches
-    std::unique_ptr<F[]> staged_;
+    std::unique_ptr<F[]> staged_;  // zeros where nothing is put: what pads values must be finite
 };
 
 }  // namespace
