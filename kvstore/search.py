@@ -150,21 +150,29 @@ class DeepSearch:
             return
         if self._tier is not None:
             share = FOR_THE_TIER if source is not None else 1.0
-            with contextlib.suppress(TimeoutError), _timed("redis"):
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until - (until - _now()) * (1 - share)):
-                    await self._land(layout, self._tier.fetch(layout, missing, arena.shape))
+                    await self._land("redis", layout, missing, self._tier.fetch(layout, missing, arena.shape))
             missing = self._store.missing(layout, missing)
         if self._neighbours is not None and source is not None and missing:
-            with _timed("peer"):
-                await self._land(layout, self._neighbours.fetch(source, layout, missing, arena.shape))
+            blocks = self._neighbours.fetch(source, layout, missing, arena.shape)
+            await self._land("peer", layout, missing, blocks)
 
-    async def _land(self, layout: str, blocks: AsyncGenerator[CarriedBlock, None]) -> None:
-        async with contextlib.aclosing(blocks):
-            async for block in blocks:
-                if not self._store.land(layout, block):
-                    return
-                # Checking and copying took a while: others' turn, and the deadline's.
-                await asyncio.sleep(0)
+    async def _land(
+        self, tier: str, layout: str, missing: Sequence[BlockHash], blocks: AsyncGenerator[CarriedBlock, None]
+    ) -> None:
+        landed = 0
+        try:
+            with metrics.SECONDS.labels(tier).time():
+                async with contextlib.aclosing(blocks):
+                    async for block in blocks:
+                        if not self._store.land(layout, block):
+                            return
+                        landed += 1
+                        # Checking and copying took a while: others' turn, and the deadline's.
+                        await asyncio.sleep(0)
+        finally:
+            metrics.MISSES.labels(tier).inc(len(missing) - landed)
 
     def _count(self, question: Find, found: Found) -> None:
         hits = blocks_in(found)
@@ -181,7 +189,3 @@ def _asked(question: Find) -> int:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _timed(tier: str) -> contextlib.AbstractContextManager[object]:
-    return metrics.SECONDS.labels(tier).time()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 HITS = Counter("baton_kvstore_tier_hits_total", "Blocks that a lower tier had in time.", ["tier"])
-MISSES = Counter("baton_kvstore_tier_misses_total", "Searches of a lower tier that ended at a missing block.", ["tier"])
+MISSES = Counter("baton_kvstore_tier_misses_total", "Blocks asked of a lower tier that did not come in time.", ["tier"])
 BYTES_IN = Counter("baton_kvstore_tier_bytes_in_total", "Payload that came from a lower tier.", ["tier"])
 BYTES_OUT = Counter("baton_kvstore_tier_bytes_out_total", "Payload that went to a lower tier.", ["tier"])
 STORED = Counter("baton_kvstore_tier_stored_total", "Blocks that went to a lower tier.", ["tier"])

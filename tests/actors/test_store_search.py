@@ -274,7 +274,7 @@ async def test_no_more_searches_run_than_allowed(store: NodeStore, monkeypatch: 
 
 async def test_an_arena_without_room_takes_what_fits() -> None:
     directory = new_directory()
-    small = store_in(directory, 5 * 8192, Clock())
+    small = store_in(directory, 6 * 4096, Clock())
     client, tier = Client(small), Lower(NAMES)
     room = client.arena.slots
     assert 1 < room < 8
