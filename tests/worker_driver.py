@@ -95,6 +95,13 @@ class Driver:
         sequence.computed = blocks * BLOCK_SIZE
         return sequence.computed
 
+    def give_loaded(self, sequence: Sequence, count: int) -> list[int]:
+        """Fresh blocks for the first `count` blocks of `sequence`; whoever asks fills them before the next step."""
+        sequence.own_blocks = [self._free.pop() for _ in range(count)]
+        sequence.blocks = list(sequence.own_blocks)
+        sequence.computed = count * BLOCK_SIZE
+        return list(sequence.blocks)
+
     def preempt(self, sequence: Sequence) -> None:
         """Takes everything from `sequence`; it will be computed again, its output as part of its tokens."""
         if sequence.held:
