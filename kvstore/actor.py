@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvstore import metrics
 from kvstore.directory import StoreDirectory
+from kvstore.memory_ahead import MemoryAhead
 from kvstore.node_store import NodeStore
 from kvstore.search import Answer, DeepSearch
 from kvstore.tiers import Neighbours, Tier
@@ -59,6 +60,7 @@ class KvStoreActor(Actor):
         self.store = NodeStore(directory, memory, lease_seconds, announced_as, tier=tier, clock=clock)
         self._search = DeepSearch(self.store, tier, neighbours)
         self._neighbours = neighbours
+        self._memory = MemoryAhead(self.store)
         self._owners = Registry()
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -76,6 +78,7 @@ class KvStoreActor(Actor):
         """Compares what was found at the start with its checksums, while nobody asks; searches below the arena."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._search.run())
+            tasks.create_task(self._memory.run())
             while self.store.check_some(CHECK_SECONDS):
                 await asyncio.sleep(CHECK_EVERY)
 
@@ -90,6 +93,7 @@ class KvStoreActor(Actor):
             case Find():
                 return self._search.answer(question)
             case Reserve():
+                self._memory.wanted(question.layout)
                 return self.store.reserve(question)
             case Commit():
                 return self.store.commit(question)

@@ -148,9 +148,11 @@ class MappedArena:
         state, generation, name, parent, tokens, _, used = SLOT_HEADER.unpack_from(self._bytes, start)
         return SlotHeader(state, generation, BlockHash(name), BlockHash(parent), tokens, used)
 
-    def headers(self) -> Iterator[SlotHeader]:
-        """Every slot's, in order."""
-        return (self.header(slot) for slot in range(self.slots))
+    def headers(self) -> Iterator[tuple[int, SlotHeader]]:
+        """Of every slot that was ever reserved, in order."""
+        first, stride = PAGE // WORD, self.geometry.header_stride // WORD
+        generations = self._words[first + GENERATION_AT // WORD :: stride][: self.slots].tolist()
+        return ((slot, self.header(slot)) for slot, generation in enumerate(generations) if generation)
 
     def carried(self, slot: int) -> CarriedBlock:
         """The whole block, to be taken elsewhere. Its payload is a view: copy it, or keep the slot pinned."""

@@ -209,6 +209,18 @@ class NodeStore:
     def time_passed(self) -> None:
         self._writer.carry_out(self.core.time_passed(self._clock()))
 
+    # ---- memory ahead of its use
+
+    def prepare(self, layout: str) -> int | None:
+        """A slot whose memory should be taken in the background; `prepared` tells the outcome."""
+        shelf = self.core.shelf(layout)
+        return None if shelf is None else self.core.room.prepare(shelf)
+
+    def prepared(self, arena: OwnedArena, slot: int, taken: bool) -> None:
+        layout = arena.path.stem
+        if self._writer.arenas.get(layout) is arena:
+            self.core.room.prepared(self.core.room.shelves[layout], slot, taken, self._clock())
+
     # ---- tiers and other nodes
 
     def arena_of(self, layout: str) -> OwnedArena | None:
@@ -319,17 +331,10 @@ def _unknown(layout: str) -> NotServed:
 
 
 def _recovered(arena: OwnedArena) -> Iterator[Recovered]:
-    for slot, header in enumerate(arena.headers()):
-        yield Recovered(
-            slot,
-            header.generation,
-            header.state == COMMITTED,
-            header.state == RESERVED,
-            header.hash,
-            header.parent,
-            header.tokens,
-            header.used,
-        )
+    for slot, header in arena.headers():
+        committed, reserved = header.state == COMMITTED, header.state == RESERVED
+        names = header.hash, header.parent
+        yield Recovered(slot, header.generation, committed, reserved, *names, header.tokens, header.used)
 
 
 def _wanted(question: Reserve) -> list[Wanted]:

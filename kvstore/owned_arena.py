@@ -45,8 +45,8 @@ class OwnedArena(MappedArena):
 
     @classmethod
     def create(cls, path: Path, arena: ArenaId, layout: KvLayout, slots: int) -> OwnedArena:
-        """A new, sparse file with every slot free, in place of whatever was at `path`. Raises ArenaUnreadable,
-        UnknownDtype."""
+        """A new file with every slot free and without memory, in place of whatever was at `path`. Raises
+        ArenaUnreadable, UnknownDtype, and OSError where there is no room for its headers."""
         head = msgspec.msgpack.encode(layout)
         if len(head) > PAGE - FILE_HEADER.size:
             raise ArenaUnreadable(f"{path}: the layout's description takes {len(head)} bytes")
@@ -55,7 +55,10 @@ class OwnedArena(MappedArena):
         making = path.with_suffix(".making")
         with making.open("wb") as file:
             file.write(FILE_HEADER.pack(MAGIC, arena, slots, len(head), 0) + head)
+            file.flush()
             file.truncate(shape.file_bytes)
+            # Reading a hole that a full tmpfs cannot fill would kill us later.
+            os.posix_fallocate(file.fileno(), 0, shape.payloads_at)
         making.replace(path)
         return cls.open(path, arena)
 
@@ -86,7 +89,8 @@ class OwnedArena(MappedArena):
     def take_memory(self, slot: int) -> bool:
         """Has the system set memory aside for the payload; False where there is none left.
 
-        A write to a page that a full tmpfs cannot provide kills the writer (SIGBUS); this asks beforehand.
+        A write to a page that a full tmpfs cannot provide kills the writer (SIGBUS); this asks beforehand. May be
+        called on another thread.
         """
         shape = self.geometry
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from array import array
@@ -118,18 +119,11 @@ class Client:
         assert isinstance(attached, Attached), attached
         self.attached = attached
         self.layout = attached.layout
-        self.leases = self._numbers()
+        self.leases: Iterator[LeaseId] = map(LeaseId, itertools.count(1))
         served = store.arena_of(self.layout)
         assert served is not None
         # A mapping of its own, as ranks have.
         self.arena = MappedArena.open(served.path.with_name(attached.path), attached.arena)
-
-    @staticmethod
-    def _numbers() -> Iterator[LeaseId]:
-        number = 0
-        while True:
-            number += 1
-            yield LeaseId(number)
 
     def reserve(
         self,

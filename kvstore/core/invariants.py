@@ -30,9 +30,9 @@ def check(store: Store, lent: int = 0) -> None:
 
 
 def _check_slots(shelf: Shelf) -> None:
-    """free + resting + reserved + committed + without memory == total, each slot once."""
+    """free (with memory, without, getting it) + reserved (resting, too) + committed == total, each slot once."""
     held = [block.slot for block in shelf.blocks.values()]
-    slots = [*shelf.absent, *shelf.free, *(resting.slot for resting in shelf.resting), *held]
+    slots = [*shelf.absent, *shelf.preparing, *shelf.free, *(resting.slot for resting in shelf.resting), *held]
     assert sorted(slots) == list(range(shelf.slots)), f"{shelf.layout}: a slot is lost, or somewhere twice"
     assert shelf.committed == sum(block.committed for block in shelf.blocks.values())
     assert shelf.pinned == sum(block.pins > 0 for block in shelf.blocks.values())

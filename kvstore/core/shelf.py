@@ -40,8 +40,8 @@ class Resting(NamedTuple):
 
 
 class Shelf:
-    """Owns the slots of one arena, each of which is in one of six states: without memory (`absent`), free, resting,
-    reserved, committed; the first three hold no block."""
+    """Owns the slots of one arena, each of which is in one of six states: without memory (`absent`), getting it
+    (`preparing`), free, resting, reserved, committed. Only the last two hold a block."""
 
     def __init__(self, layout: str, slots: int, block_bytes: int, fixed_bytes: int) -> None:
         self.layout = layout
@@ -52,6 +52,7 @@ class Shelf:
         self.blocks: dict[BlockHash, Block] = {}
         self.generations = array("Q", bytes(8 * slots))
         self.absent = list(range(slots - 1, -1, -1))
+        self.preparing: set[int] = set()
         self.free: list[int] = []
         self.resting: deque[Resting] = deque()
         self.committed = 0

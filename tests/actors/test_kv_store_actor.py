@@ -236,11 +236,14 @@ async def test_the_store_tells_what_it_holds_and_what_it_lost(world: World) -> N
     new = chain("new", slots - 3)
     await world.save(layout, new)
     await world.until(lambda: len(world.told()) == 5)
+    made_room = world.told()[3][1]
+    # One more where memory is just being taken for a slot.
+    assert made_room in (old[4:2:-1], old[4:1:-1])
     assert world.told() == [
         ([], [], True),
         (old, [], False),
         ([], old[5:], False),
-        ([], old[4:2:-1], False),
+        ([], made_room, False),
         (new, [], False),
     ]
     source = world.events[0].source
@@ -302,6 +305,14 @@ async def test_two_models_are_told_of_apart(world: World) -> None:
     await world.until(lambda: len(world.told(other)) == 2 and world.told(ModelName("third")))
     assert world.told() == world.told(other) == [([], [], True), (names, [], False)]
     assert world.told(ModelName("third")) == [([], [], True)]
+
+
+async def test_memory_is_at_hand_before_it_is_asked_for(world: World) -> None:
+    layout = await world.attach()
+    shelf = world.actor.store.core.room.shelves[layout]
+    assert not shelf.free
+    await world.reserve(layout, chain("a", 1))
+    await world.until(lambda: len(shelf.free) == MEMORY // 4 // PAGE)
 
 
 async def test_a_store_that_drains_is_absent_and_still_hears_releases(world: World) -> None:

@@ -154,7 +154,7 @@ async def test_no_read_is_torn_and_no_slot_leaks_whoever_is_killed(shared_nats: 
 
 
 def every_slot_is_free_or_holds_what_it_says(arena: MappedArena) -> None:
-    headers = list(enumerate(arena.headers()))
+    headers = list(arena.headers())
     assert {header.state for _, header in headers} <= {FREE, COMMITTED}
     committed = [(slot, header) for slot, header in headers if header.state == COMMITTED]
     assert committed

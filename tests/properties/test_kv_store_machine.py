@@ -5,6 +5,7 @@ The model does not foresee what is evicted: it hears of it, as a tier below does
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -99,11 +100,13 @@ class KvStoreMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.life = 0
         self.lives = [1, 1]
+        self.leases = map(LeaseId, itertools.count(1))
         self.committed: dict[str, dict[BlockHash, int]] = {fingerprint(layout): {} for layout in LAYOUTS}
         self.order = 0
         self.writing: list[Writing] = []
         self.reading: list[Reading] = []
         self.lent: list[tuple[str, list[CarriedBlock], AbstractContextManager[Sequence[CarriedBlock]]]] = []
+        self.preparing: list[tuple[str, int]] = []
         self.coming: set[BlockHash] = set()
         self.doomed: set[tuple[str, BlockHash]] = set()
         # Those whose leases have ended without their knowing.
@@ -122,10 +125,8 @@ class KvStoreMachine(RuleBasedStateMachine):
             for who in range(2)
             for layout in LAYOUTS
         }
-        # Two engines on one node: their leases have one number range in this model.
-        numbers = Client._numbers()
         for client in self.clients.values():
-            client.leases = numbers
+            client.leases = self.leases  # no process ever uses a number twice
 
     # ---- what the model hears
 
@@ -197,7 +198,7 @@ class KvStoreMachine(RuleBasedStateMachine):
         assert not shelf.free
         assert not self.may_go(shelf, name)
         if shelf.absent:
-            assert room.memory + shelf.block_bytes > room.budget
+            assert room.memory + shelf.block_bytes > room.limit
             assert not any(each.free or self.may_go(each, name) for each in room.shelves.values())
 
     def may_go(self, shelf: Shelf, name: BlockHash) -> list[Block]:
@@ -295,6 +296,19 @@ class KvStoreMachine(RuleBasedStateMachine):
         else:
             self.must_be_full(self.clients[0, key], name)
 
+    @rule(layout=st.sampled_from(LAYOUTS))
+    def begin_to_take_memory(self, layout: KvLayout) -> None:
+        if (slot := self.store.prepare(fingerprint(layout))) is not None:
+            self.preparing.append((fingerprint(layout), slot))
+
+    @precondition(lambda self: self.preparing)
+    @rule(taken=st.booleans())
+    def memory_is_taken(self, taken: bool) -> None:
+        layout, slot = self.preparing.pop(0)
+        arena = self.store.arena_of(layout)
+        assert arena is not None
+        self.store.prepared(arena, slot, taken and arena.take_memory(slot))
+
     # ---- deaths
 
     @rule(who=st.integers(0, 1))
@@ -331,6 +345,7 @@ class KvStoreMachine(RuleBasedStateMachine):
         self.lent.clear()
         # Readers and their wish to have a block dropped are forgotten: it is like any other again.
         self.doomed.clear()
+        self.preparing.clear()
         self.abandon(list(self.writing), list(self.reading))
         self.store.close()
         self.begin()
@@ -377,4 +392,4 @@ class KvStoreMachine(RuleBasedStateMachine):
 
 
 TestKvStore = KvStoreMachine.TestCase
-TestKvStore.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+TestKvStore.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, report_multiple_bugs=False)

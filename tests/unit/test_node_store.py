@@ -326,6 +326,28 @@ def test_memory_that_the_system_does_not_have_is_no_slot(
     assert engine.found(names) == 1, "there is more again"
 
 
+def test_memory_is_taken_ahead_of_its_use_and_within_the_budget(directory: Path, clock: Clock) -> None:
+    store = store_in(directory, 20 * PAGE, clock)
+    engine, arena = Client(store), store.arena_of(Client(store).layout)
+    assert arena is not None
+    ahead = [store.prepare(engine.layout) for _ in range(6)]
+    assert ahead == [0, 1, 2, 3, 4, None], "a quarter of the budget"
+    check(store.core)
+    for slot in (0, 1, 2, 3):
+        assert arena.take_memory(slot)
+        store.prepared(arena, slot, True)
+    store.prepared(arena, 4, False)
+    before = _memory_of(directory)
+    assert engine.save(chain("a", 4)) == 4
+    assert _memory_of(directory) == before, "it was there"
+    assert store.prepare(engine.layout) is None, "the system had no more"
+    assert store.prepare("unknown") is None
+    clock.now += RETRY_MEMORY
+    store.time_passed()
+    assert store.prepare(engine.layout) == 4
+    store.close()
+
+
 # ---- leases
 
 
