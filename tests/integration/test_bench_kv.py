@@ -13,7 +13,7 @@ from redis import Redis
 
 from services.bench.__main__ import main
 from services.bench.core.kv_rates import Moved, described
-from services.bench.kv import redis_round_trip
+from services.bench.kv import redis_round_trip, save_load
 from services.bench.kv.blocks import KvShape, arena, fill, make_blocks, names
 from services.bench.kv_speed import layout_of
 from tests.redis_server import redis_server
@@ -67,6 +67,23 @@ def test_blocks_go_to_redis_and_between_stores(tmp_path: Path, capsys: pytest.Ca
         assert moved["ratio"] == pytest.approx(moved["bytes_per_second"] / moved["copy_bytes_per_second"])
         assert moved["bytes_per_second"] > 0
     assert "store to store" in capsys.readouterr().out
+
+
+def test_the_worker_measures_save_and_load(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv", *SMALL, "--only", "save-load", "--json"]) == 0
+    save, load = json.loads(capsys.readouterr().out)["moved"]
+    assert (save["name"], load["name"]) == ("save", "load")
+    assert save["bytes"] == load["bytes"] == 12 * BLOCK_BYTES
+    assert save["copy_bytes_per_second"] == load["copy_bytes_per_second"] > 0
+
+
+def test_a_worker_that_cannot_measure_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_load, "MODULE", "services.worker.nothing")
+    assert main(["kv", *SMALL, "--only", "save-load"]) == 1
+    assert "save could not be measured: " in (said := capsys.readouterr().err)
+    assert "No module named services.worker.nothing" in said
 
 
 def test_a_redis_of_the_users_is_left_as_it_was() -> None:
