@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from services.bench.api import Api, ApiError, Prompt
 from services.bench.arrivals import arrivals
-from services.bench.core.interference_figures import Window, begun, interference_figures, token_gaps
+from services.bench.core.interference_figures import Window, begun, interference_figures
 from services.bench.core.outcome import Outcome, Run
 from services.bench.core.processor_time import Share
 from services.bench.core.statistics import mean, percent_name, percentile
@@ -79,7 +79,7 @@ def interference_options(argv: Sequence[str] | None) -> InterferenceOptions:
     load = made.add_argument_group("load")
     load.add_argument("--streams", type=natural, default=8, help="decoded all the time; default: %(default)s")
     load.add_argument("--stream-input-len", type=natural, default=32, help="default: %(default)s")
-    load.add_argument("--stream-output-len", type=natural, default=128, help="then a new one begins in its place")
+    load.add_argument("--stream-output-len", type=natural, default=512, help="then a new one begins in its place")
     load.add_argument("--long-input-len", type=natural, default=1024, help="tokens; default: %(default)s")
     load.add_argument("--long-output-len", type=natural, default=8, help="default: %(default)s")
     load.add_argument("--long-rate", type=positive, default=0.5, help="long prompts per second; default: %(default)s")
@@ -176,7 +176,6 @@ async def _prepared(options: InterferenceOptions, api: Api) -> _Interference:
 def _result(
     options: InterferenceOptions, api: Api, load: _Interference, long_ones: Run, shares: Sequence[Share]
 ) -> dict[str, Any]:
-    gaps = token_gaps(load.steady, load.window)
     ttfts = [outcome.ttft for outcome in long_ones.completed]
     shape = ("streams", "stream_input_len", "stream_output_len", "long_input_len", "long_output_len", "long_rate")
     return {
@@ -189,7 +188,7 @@ def _result(
         "mean_long_ttft_ms": mean(ttfts) * 1000,
         "median_long_ttft_ms": percentile(ttfts, 50) * 1000,
         **{f"p{percent_name(p)}_long_ttft_ms": percentile(ttfts, p) * 1000 for p in options.percentiles},
-        **interference_figures(gaps, begun(load.firsts), load.window, sorted({99.0, *options.percentiles})),
+        **interference_figures(load.steady, begun(load.firsts), load.window, sorted({99.0, *options.percentiles})),
         "client_cpu_s": long_ones.client_cpu,
         "server_cpu": [share._asdict() for share in shares],
     }
@@ -206,8 +205,11 @@ def _lines(result: dict[str, Any], percents: Sequence[float]) -> list[str]:
     ]
     for phase, title in (("quiet", "Before"), ("disturbed", "While long prompts arrive")):
         figures = result[phase]
-        lines += [rule(title), line("Tokens:", figures["tokens"])]
+        lines += [rule(title), line("Tokens:", figures["tokens"]), line("Tokens/s:", figures["tokens_per_second"])]
         lines += [line(f"{n.capitalize()} ITL (ms):", figures[f"{n}_itl_ms"]) for n in [*names, "max"]]
+    lines.append(line("Streams begun meanwhile:", result["streams_begun_meanwhile"]))
+    if result["max_stream_ttft_ms"] is not None:
+        lines.append(line("Max TTFT of these (ms):", result["max_stream_ttft_ms"]))
     ratio = result["p99_itl_ratio"]
     return [*lines, line("P99 ITL, times that before:", ratio if ratio is not None else "-")]
 

@@ -31,11 +31,11 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def plot_interference(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """One panel each, on the same scale. Raises ApiError."""
     figure = blank_figure(len(results), panel_width=1.5 * INCHES)
-    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(results), sharex=True, sharey=True, squeeze=False)[0]
     for panel, result in zip(panels, results, strict=True):
         seconds = [each["second"] for each in result["timeline"]]
-        panel.plot(seconds, [each["max_itl_ms"] for each in result["timeline"]], label="longest", linewidth=1)
-        panel.plot(seconds, [each["median_itl_ms"] for each in result["timeline"]], label="median", linewidth=1)
+        for key, said in (("max_itl_ms", "longest"), ("median_itl_ms", "median")):
+            panel.plot(seconds, [each[key] for each in result["timeline"]], ".", markersize=4, label=said)
         panel.axvline(result["quiet_seconds"], linestyle="--", color="gray", linewidth=1)
         panel.axhline(result["disturbed"]["p99_itl_ms"], linestyle=":", color="black", linewidth=1)
         panel.set(xlabel="s (dashed: long prompts begin; dotted: their ITL p99)", title=result.get("label") or "")

@@ -46,7 +46,7 @@ def test_later_turns_find_what_was_said_before_cached(stack: RunningStack, endpo
 
 
 def test_interference_is_measured_on_a_stack_of_ours(stack: RunningStack) -> None:
-    load = ("--streams", "2", "--stream-output-len", "40", "--quiet", "0.8", "--duration", "0.4", "--long-rate", "10")
+    load = ("--streams", "2", "--stream-output-len", "40", "--quiet", "1.5", "--duration", "0.5", "--long-rate", "10")
     result = bench(stack, "interference", *load, "--long-input-len", "200")
     assert result["failed"] == 0
     assert result["long_prompts"] >= 1

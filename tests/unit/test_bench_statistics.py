@@ -125,7 +125,10 @@ def test_gaps_are_parted_by_when_long_prompts_came() -> None:
     gaps = token_gaps([one, other], window)
     assert sorted(gaps) == [(2.0, 1.0), (2.5, 1.0), (4.0, 2.0), (5.0, 1.0), (5.5, 3.0)]
     assert begun([one, other]) == 101.5
-    figures = interference_figures(gaps, begun([one, other]), window, [50.0])
+    late = outcome(104, 105.5)
+    figures = interference_figures([one, other, late], begun([one, other]), window, [50.0])
+    assert (figures["quiet"]["tokens_per_second"], figures["disturbed"]["tokens_per_second"]) == (2 / 1.5, 1.0)
+    assert (figures["streams_begun_meanwhile"], figures["max_stream_ttft_ms"]) == (1, 1500)
     assert (figures["quiet"]["tokens"], figures["quiet"]["p50_itl_ms"]) == (2, 1000)
     assert (figures["disturbed"]["tokens"], figures["disturbed"]["p50_itl_ms"]) == (3, 2000)
     assert figures["disturbed"]["max_itl_ms"] == 3000

@@ -47,16 +47,24 @@ def begun(firsts: Sequence[Outcome]) -> float:
 
 
 def interference_figures(
-    gaps: Sequence[TokenGap], steady_from: float, window: Window, percents: Sequence[float]
+    outcomes: Sequence[Outcome], steady_from: float, window: Window, percents: Sequence[float]
 ) -> dict[str, Any]:
-    """Milliseconds. `steady_from` is on the outcomes' clock, before `window.disturbed`."""
+    """Milliseconds. `steady_from` is on the outcomes' clock, before `window.disturbed`.
+
+    A stream that waits for its first token has no inter-token latency: that shows in the tokens per second, and in the
+    streams' own time to first token.
+    """
+    gaps = token_gaps(outcomes, window)
     begin, disturbed_at = steady_from - window.origin, window.disturbed - window.origin
     quiet = [gap.seconds for gap in gaps if begin <= gap.at < disturbed_at]
     disturbed = [gap.seconds for gap in gaps if gap.at >= disturbed_at]
+    ttfts = [outcome.ttft for outcome in outcomes if window.disturbed <= outcome.start < window.end]
     before, then = percentile(quiet, 99), percentile(disturbed, 99)
     return {
-        "quiet": _figures(quiet, percents),
-        "disturbed": _figures(disturbed, percents),
+        "quiet": _figures(quiet, window.disturbed - steady_from, percents),
+        "disturbed": _figures(disturbed, window.end - window.disturbed, percents),
+        "streams_begun_meanwhile": len(ttfts),
+        "max_stream_ttft_ms": max(ttfts) * 1000 if ttfts else None,
         "p99_itl_ratio": then / before if before else None,
         "timeline": timeline(gaps),
     }
@@ -77,7 +85,12 @@ def timeline(gaps: Sequence[TokenGap]) -> list[dict[str, float]]:
     ]
 
 
-def _figures(seconds: Sequence[float], percents: Sequence[float]) -> dict[str, Any]:
+def _figures(seconds: Sequence[float], duration: float, percents: Sequence[float]) -> dict[str, Any]:
     times = {"mean": mean(seconds), "median": percentile(seconds, 50), "max": max(seconds, default=0.0)}
     times |= {f"p{percent_name(percent)}": percentile(seconds, percent) for percent in percents}
-    return {"tokens": len(seconds), **{f"{name}_itl_ms": value * 1000 for name, value in times.items()}}
+    rate = len(seconds) / duration
+    return {
+        "tokens": len(seconds),
+        "tokens_per_second": rate,
+        **{f"{name}_itl_ms": value * 1000 for name, value in times.items()},
+    }

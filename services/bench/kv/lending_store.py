@@ -24,7 +24,7 @@ class Shelf:
 
     def __init__(self, lent: OwnedArena) -> None:
         self._arena = lent
-        self._slots = {header.hash: slot for slot, header in enumerate(lent.headers())}
+        self._slots = {lent.header(slot).hash: slot for slot in range(lent.slots)}
 
     def lend(
         self, layout: str, hashes: Sequence[BlockHash]
