@@ -14,6 +14,7 @@ from kvstore.directory import StoreDirectory
 from kvstore.memory_ahead import MemoryAhead
 from kvstore.node_store import NodeStore
 from kvstore.search import Answer, DeepSearch
+from kvstore.spill import SpillAhead
 from kvstore.tiers import Neighbours, Tier
 from shared import topics
 from shared.actor import Actor, Hears, Tick
@@ -61,6 +62,7 @@ class KvStoreActor(Actor):
         self._search = DeepSearch(self.store, tier, neighbours)
         self._neighbours = neighbours
         self._memory = MemoryAhead(self.store)
+        self._spill = None if tier is None else SpillAhead(self.store, tier)
         self._owners = Registry()
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -79,6 +81,8 @@ class KvStoreActor(Actor):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._search.run())
             tasks.create_task(self._memory.run())
+            if self._spill is not None:
+                tasks.create_task(self._spill.run())
             while self.store.check_some(CHECK_SECONDS):
                 await asyncio.sleep(CHECK_EVERY)
 
@@ -110,9 +114,7 @@ class KvStoreActor(Actor):
             case Lifecycle():
                 self._heard(message)
             case DumpRequest():
-                await self._tell()
-                for dump in self.store.announcer.dumps():
-                    await self.bus.publish(topics.kv_dumps(message.asker), dump)
+                await self._tell_everything(message)
             case Tick():
                 self._time_passed(message)
             case _:
@@ -142,6 +144,14 @@ class KvStoreActor(Actor):
     async def _tell(self) -> None:
         for event in self.store.announcer.flush():
             await self.bus.publish(topics.kv_events(self.instance), event)
+
+    async def _tell_everything(self, request: DumpRequest) -> None:
+        # Both at once, before a search has time to land another block.
+        events, dumps = self.store.announcer.flush(), self.store.announcer.dumps()
+        for event in events:
+            await self.bus.publish(topics.kv_events(self.instance), event)
+        for dump in dumps:
+            await self.bus.publish(topics.kv_dumps(request.asker), dump)
 
     async def tear_down(self) -> None:
         self.store.close()

@@ -56,6 +56,8 @@ class RedisLink:
         self.present = asyncio.Event()
         self._away = asyncio.Event()
         self._away.set()
+        self.life = 0
+        """Another one each time that Redis is back: it may have nothing of what it had."""
 
     async def watch(self) -> None:
         """Until cancelled: waits for Redis to be away, then looks for it until it is back."""
@@ -64,6 +66,7 @@ class RedisLink:
             await self._away.wait()
             if await self._answers():
                 pause = RETRY_FIRST
+                self.life += 1
                 self._away.clear()
                 self.present.set()
                 log.info("redis is there")

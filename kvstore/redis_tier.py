@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore import tier_metrics as metrics
@@ -28,6 +29,10 @@ READ_BYTES = 32 * 2**20
 """Asked for in one go. It is Redis that holds what is not read yet."""
 LATE_IN_A_ROW = 3
 """Searches that ended before anything came, until Redis counts as away: the next need not wait for nothing, too."""
+
+
+MAX_REMEMBERED = 65_536
+"""Blocks known to be there; the oldest are forgotten first."""
 
 
 class _Outgoing(NamedTuple):
@@ -49,6 +54,9 @@ class RedisTier:
         self._limit = inflight_bytes
         self._outgoing: deque[_Outgoing] = deque()
         self._spoiled: deque[str] = deque(maxlen=BATCH_BLOCKS)
+        self._taken: OrderedDict[str, float] = OrderedDict()
+        """Keys that are there or on their way, and until when that is taken for granted, in `_life` of Redis."""
+        self._life = 0
         self._work = asyncio.Event()
         self._late = 0
         self.bytes_in_flight = 0
@@ -72,14 +80,34 @@ class RedisTier:
 
     def offer(self, layout: str, block: CarriedBlock) -> bool:
         """Takes a copy of an evicted block along; False where Redis is away or too much is on its way already."""
+        if self.has(layout, block.hash):
+            return True
         if not self.is_present or self.bytes_in_flight + len(block.payload) > self._limit:
             metrics.DROPPED.labels(TIER, "full" if self.is_present else "away").inc()
             return False
         outgoing = _Outgoing(key_of(layout, block.hash), packed(block))
         self._outgoing.append(outgoing)
+        self._remember(outgoing.key)
         self._count_in_flight(len(outgoing.value))
         self._work.set()
         return True
+
+    def has(self, layout: str, name: BlockHash) -> bool:
+        """For half of the time to live. Redis may have thrown it away for others meanwhile."""
+        if self._life != self._link.life:
+            self._life = self._link.life
+            self._taken.clear()
+        return self._taken.get(key_of(layout, name), 0.0) > time.monotonic()
+
+    def _remember(self, key: str) -> None:
+        self._taken[key] = time.monotonic() + self._ttl_ms / 2000
+        self._taken.move_to_end(key)
+        if len(self._taken) > MAX_REMEMBERED:
+            self._taken.popitem(last=False)
+
+    def _forget(self, batch: Iterable[_Outgoing]) -> None:
+        for outgoing in batch:
+            self._taken.pop(outgoing.key, None)
 
     async def _write_on(self) -> None:
         while True:
@@ -89,9 +117,10 @@ class RedisTier:
             try:
                 await self._write(batch)
             except Away:
+                self._forget(batch)
                 metrics.DROPPED.labels(TIER, "away").inc(len(batch))
             except Refused as error:
-                self._refused(len(batch), str(error))
+                self._refused(batch, str(error))
             finally:
                 self._count_in_flight(-sum(len(outgoing.value) for outgoing in batch))
             if not self._outgoing and not self._spoiled:
@@ -110,16 +139,17 @@ class RedisTier:
         if self._spoiled:
             await self._link.remove([self._spoiled.popleft() for _ in range(len(self._spoiled))])
         known = await self._link.touch([outgoing.key for outgoing in batch], self._ttl_ms)
-        new = {outgoing.key: outgoing.value for outgoing, there in zip(batch, known, strict=True) if not there}
-        for value, refused in zip(new.values(), await self._link.put(new, self._ttl_ms), strict=True):
+        new = [outgoing for outgoing, there in zip(batch, known, strict=True) if not there]
+        for outgoing, refused in zip(new, await self._link.put(dict(new), self._ttl_ms), strict=True):
             if refused is not None:
-                self._refused(1, refused)
+                self._refused([outgoing], refused)
             else:
                 metrics.STORED.labels(TIER).inc()
-                metrics.BYTES_OUT.labels(TIER).inc(len(value))
+                metrics.BYTES_OUT.labels(TIER).inc(len(outgoing.value))
 
-    def _refused(self, blocks: int, why: str) -> None:
-        metrics.DROPPED.labels(TIER, "refused").inc(blocks)
+    def _refused(self, batch: Sequence[_Outgoing], why: str) -> None:
+        self._forget(batch)
+        metrics.DROPPED.labels(TIER, "refused").inc(len(batch))
         log.warning("redis took no block", extra={"error": why})
 
     def _count_in_flight(self, change: int) -> None:
@@ -143,6 +173,7 @@ class RedisTier:
                     found += 1
                     yield block
             if found < len(wanted):
+                self._taken.pop(key_of(layout, wanted[found]), None)
                 return
 
     async def _read(self, layout: str, wanted: Sequence[BlockHash]) -> AsyncGenerator[bytes, None]:
@@ -186,5 +217,6 @@ class RedisTier:
         """What is there under this name is not what had gone there."""
         metrics.SPOILED.labels(TIER).inc()
         log.warning("a block in redis is spoiled", extra={"layout": layout, "hash": name.hex()})
+        self._taken.pop(key_of(layout, name), None)
         self._spoiled.append(key_of(layout, name))
         self._work.set()

@@ -26,6 +26,9 @@ class Tier(Protocol):
         """Takes a copy along to be stored in the background; False where the tier is away or has enough to do. Never
         waits. The slot that `block.payload` is a view of is written to as soon as this returns."""
 
+    def has(self, layout: str, name: BlockHash) -> bool:
+        """Whether it took the block not long ago, as far as it knows: offering it again costs nothing."""
+
     def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: Shape) -> AsyncGenerator[CarriedBlock, None]:
         """The leading run of `hashes` that is there, in order, each compared with its checksums. The store sets the
         deadline, and cancels."""

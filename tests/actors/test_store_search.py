@@ -44,6 +44,9 @@ class Below:
     def offer(self, layout: str, block: CarriedBlock) -> bool:
         return False
 
+    def has(self, layout: str, name: BlockHash) -> bool:
+        return False
+
     def heard(self, lifecycle: Lifecycle) -> None: ...
 
     def gone(self, last: Lifecycle) -> None: ...

@@ -185,18 +185,46 @@ async def test_what_is_past_its_time_is_gone(shared_redis: RedisServer) -> None:
         assert await found(tier, [block.hash]) == []
 
 
-async def test_a_block_that_redis_has_is_not_sent_again(shared_redis: RedisServer) -> None:
+async def test_a_block_that_another_store_has_sent_is_not_sent_again_and_lives_on(shared_redis: RedisServer) -> None:
     [block] = chain(1, seed=8)
-    async with running(shared_redis.url) as tier, Redis.from_url(shared_redis.url) as redis:
+    async with (
+        running(shared_redis.url) as tier,
+        running(shared_redis.url) as other,
+        Redis.from_url(shared_redis.url) as redis,
+    ):
         await present(tier)
+        await present(other)
         tier.offer(LAYOUT, block)
         await written(tier)
         await redis.pexpire(key_of(LAYOUT, block.hash), 1000)
         before = counted(tier_metrics.STORED)
-        tier.offer(LAYOUT, block)
-        await written(tier)
+        other.offer(LAYOUT, block)
+        await written(other)
         assert counted(tier_metrics.STORED) == before
         assert await redis.pttl(key_of(LAYOUT, block.hash)) > 1000
+
+
+async def test_what_is_there_or_on_its_way_need_not_be_offered_again(shared_redis: RedisServer) -> None:
+    [block] = chain(1, seed=17)
+    async with running(shared_redis.url) as tier, Redis.from_url(shared_redis.url) as redis:
+        await present(tier)
+        assert not tier.has(LAYOUT, block.hash)
+        tier.offer(LAYOUT, block)
+        assert tier.has(LAYOUT, block.hash)
+        await written(tier)
+        assert tier.offer(LAYOUT, block)
+        assert tier.bytes_in_flight == 0
+        await redis.delete(key_of(LAYOUT, block.hash))
+        assert await found(tier, [block.hash]) == []
+        assert not tier.has(LAYOUT, block.hash)
+
+
+async def test_what_was_taken_for_granted_ends_with_half_of_its_time(shared_redis: RedisServer) -> None:
+    [block] = chain(1, seed=18)
+    async with running(shared_redis.url, ttl=0.1) as tier:
+        await present(tier)
+        tier.offer(LAYOUT, block)
+        await until(lambda: not tier.has(LAYOUT, block.hash))
 
 
 @pytest.mark.parametrize("harm", ["payload", "checksums", "length", "name", "nonsense"])
