@@ -106,6 +106,8 @@ class NodeStore:
         return Attached(layout, arena.arena, arena.path.name, arena.slots, self.core.leases.seconds)
 
     def _make(self, layout: KvLayout) -> NotServed | None:
+        if min(layout.layers, layout.kv_heads, layout.head_dim) < 1:
+            return NotServed("a layout without layers, heads or numbers")
         slots = self._slots_for(layout)
         if slots < 1:
             return NotServed(f"{self.core.room.budget} bytes hold no block of this layout")
@@ -144,7 +146,7 @@ class NodeStore:
         if question.layout not in self._attached:
             return _unknown(question.layout)
         key = LeaseKey(question.layout, question.owner, question.lease)
-        hashes = list(split_hashes(question.hashes[: MAX_BLOCKS * HASH_BYTES]))
+        hashes = whole_hashes(question.hashes)[:MAX_BLOCKS]
         now = self._clock()
         # Half of the time at the most: what is not looked at by then is a miss this time.
         self._check(question.layout, self.core.unchecked(question.layout, hashes), now + question.deadline / 2)
@@ -165,9 +167,11 @@ class NodeStore:
         if question.layout not in self._attached:
             return _unknown(question.layout)
         key = LeaseKey(question.layout, question.owner, question.lease)
-        wanted = _wanted(question)[:MAX_BLOCKS]
-        slots = self._reserve(key, wanted)
-        slots += [None] * (len(question.tokens) - len(slots))
+        wanted = _wanted(question)
+        if wanted is None:
+            return NotServed("hashes, parents and tokens do not fit together")
+        slots = self._reserve(key, wanted[:MAX_BLOCKS])
+        slots += [None] * (len(wanted) - len(slots))
         return Reserved(arena=self._arena(question.layout), slots=_numbers(slots), generations=_generations(slots))
 
     def _reserve(self, key: LeaseKey, wanted: Sequence[Wanted]) -> list[Slot | None]:
@@ -337,10 +341,16 @@ def _recovered(arena: OwnedArena) -> Iterator[Recovered]:
         yield Recovered(slot, header.generation, committed, reserved, *names, header.tokens, header.used)
 
 
-def _wanted(question: Reserve) -> list[Wanted]:
-    """Only as many as all three fields speak of."""
-    names = zip(split_hashes(question.hashes), split_hashes(question.parents), question.tokens, strict=False)
-    return [Wanted(name, parent, tokens) for name, parent, tokens in names]
+def _wanted(question: Reserve) -> list[Wanted] | None:
+    names, parents, tokens = whole_hashes(question.hashes), whole_hashes(question.parents), question.tokens
+    if not len(names) == len(parents) == len(tokens) or not all(0 < count <= BLOCK_SIZE for count in tokens):
+        return None
+    return [Wanted(*each) for each in zip(names, parents, tokens, strict=True)]
+
+
+def whole_hashes(packed: bytes) -> list[BlockHash]:
+    """Without what may hang behind the last one."""
+    return list(split_hashes(packed[: len(packed) // HASH_BYTES * HASH_BYTES]))
 
 
 def _numbers(slots: Iterable[Slot | None]) -> bytes:

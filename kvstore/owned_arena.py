@@ -53,7 +53,7 @@ class OwnedArena(MappedArena):
         shape = geometry(layout, slots)
         # Made aside and renamed: nobody ever opens half an arena.
         making = path.with_suffix(".making")
-        with making.open("wb") as file:
+        with open(making, "wb", opener=_for_its_owner_alone) as file:
             file.write(FILE_HEADER.pack(MAGIC, arena, slots, len(head), 0) + head)
             file.flush()
             file.truncate(shape.file_bytes)
@@ -123,3 +123,7 @@ class OwnedArena(MappedArena):
         start = self.geometry.header_at(slot)
         self._bytes[start + HASH_AT : start + TOKENS_AT] = name + parent
         self._words[(start + TOKENS_AT) // WORD] = tokens
+
+
+def _for_its_owner_alone(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

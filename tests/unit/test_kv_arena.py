@@ -95,6 +95,11 @@ def test_memory_that_is_given_back_reads_as_zeros_and_says_so(path: Path) -> Non
     assert bytes(arena.payload(1)) == bytes(arena.geometry.payload_bytes)
 
 
+def test_nobody_else_may_read_an_arena(path: Path) -> None:
+    reserved(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_an_arena_is_sparse_until_memory_is_taken(path: Path) -> None:
     arena = OwnedArena.create(path, ARENA, SMALL, 1000)
     assert os.stat(path).st_blocks * 512 == arena.geometry.payloads_at, "a full tmpfs must not kill who reads a header"

@@ -18,7 +18,18 @@ from kvstore.node_store import NodeStore
 from kvstore.owned_arena import OwnedArena
 from shared.blocks import BlockHash
 from shared.ids import LeaseId
-from shared.messages.kvstore import NO_SLOT, Attach, Attached, Commit, Find, KvLayout, NotServed, Reserve
+from shared.messages.kvstore import (
+    NO_SLOT,
+    Attach,
+    Attached,
+    Commit,
+    Find,
+    Found,
+    KvLayout,
+    NotServed,
+    Release,
+    Reserve,
+)
 from tests.carried_blocks import carried
 from tests.kv_arenas import (
     LARGE,
@@ -107,6 +118,28 @@ def test_a_layout_that_does_not_fit_or_is_unknown_is_not_served(store: NodeStore
     odd = store.attach(Attach(KvLayout(model="m", dtype="int3", layers=1, kv_heads=1, head_dim=1), MODEL))
     assert isinstance(odd, NotServed)
     assert "int3" in odd.reason
+
+
+@pytest.mark.parametrize("absurd", [{"layers": 0}, {"kv_heads": -1}, {"head_dim": 0}, {"layers": 2**40}])
+def test_a_layout_that_cannot_be_is_not_served(store: NodeStore, absurd: dict[str, int]) -> None:
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 8} | absurd
+    assert isinstance(store.attach(Attach(KvLayout(model="m", dtype="float16", **sizes), MODEL)), NotServed)
+
+
+def test_a_question_that_makes_no_sense_harms_nobody(store: NodeStore) -> None:
+    engine, names = Client(store), chain("a", 2)
+    engine.save(names)
+    to = {"layout": engine.layout, "owner": engine.owner, "lease": LeaseId(99)}
+    a, b = names
+    for hashes, parents, tokens in ((a + b"odd", a, b"\x10"), (a + b, a, b"\x10\x10"), (a, a, b"\x11"), (a, a, b"\0")):
+        answer = store.reserve(Reserve(**to, hashes=hashes, parents=parents, tokens=tokens))
+        assert answer == NotServed("hashes, parents and tokens do not fit together") or hashes == a + b"odd"
+    found = store.find(Find(**to, hashes=a + b + b"odd", deadline=-1.0))
+    assert isinstance(found, Found)
+    assert len(slots_of(found)) == 2
+    store.release(Release(**to, drop=b"odd"))
+    assert engine.found(names) == 2
+    assert store.report().pinned == 0
 
 
 def test_questions_about_a_layout_that_nobody_attached_are_not_served(store: NodeStore) -> None:
