@@ -35,6 +35,7 @@ from shared.messages.kvstore import (
     Reserved,
 )
 from shared.messages.lifecycle import Drain, Lifecycle, Phase
+from tests.carried_blocks import carried
 from tests.kv_arenas import (
     LARGE,
     MODEL,
@@ -259,6 +260,29 @@ async def test_whoever_asks_is_told_everything(world: World) -> None:
     await world.until(lambda: len(world.told()) == 2)
     assert (dump.epoch, dump.number, dump.part, dump.parts) == (world.actor.incarnation, 1, 0, 1)
     assert sorted(names_in(dump.hashes)) == sorted(names)
+
+
+async def test_a_block_that_lands_while_everything_is_told_is_told_afterwards(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = await world.attach()
+    arena = world.actor.store.arena_of(layout)
+    assert arena is not None
+    shape = arena.shape
+    first, second = (carried(name_of(n), bytes(16), bytes(shape.payload_bytes), shape) for n in "ab")
+    publish = world.bus.publish
+
+    async def land_and_publish(topic: Any, message: Any, *, confirm: bool = False) -> None:
+        if isinstance(message, KvEvents):
+            world.actor.store.land(layout, second)
+        await publish(topic, message, confirm=confirm)
+
+    monkeypatch.setattr(world.bus, "publish", land_and_publish)
+    world.actor.store.land(layout, first)
+    await world.actor.handle(DumpRequest(COORDINATOR))
+    await world.until(lambda: len(world.told()) == 3 and world.dumps)
+    assert [(names_in(dump.hashes), dump.number) for dump in world.dumps] == [([first.hash], 1)]
+    assert world.told()[1:] == [([first.hash], [], False), ([second.hash], [], False)]
 
 
 async def test_partial_blocks_are_nobodys_business(world: World) -> None:
