@@ -12,8 +12,8 @@ from msgspec import Meta, Struct
 from services.coordinator.core.drain_rules import drain_refusal
 from shared import topics
 from shared.bus import AnswerError, AnswerTimeout, Bus, Endpoint, EndpointError, NoResponders
-from shared.ids import InstanceId
-from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Role, Service, Undrain
+from shared.ids import InstanceId, NodeId
+from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Role, Service, StoreReport, Undrain
 from shared.messages.supervisor import Scale, ScaleAnswer, Scaled, ScaleRefused
 from shared.registry import Registry
 
@@ -154,9 +154,30 @@ def _described(life: Lifecycle, now: float) -> dict[str, Any]:
         "uptime": round(max(0.0, now - life.started), 1),
         "progress": life.progress,
         "metrics_port": life.metrics_port,
+        "role": life.engine.role if life.engine is not None else None,
+        "node": _node_of(life),
         "engine": _named(life.engine),
         "worker": _named(life.worker),
-        "store": _named(life.store),
+        "store": _store(life.store),
+    }
+
+
+def _node_of(life: Lifecycle) -> NodeId | None:
+    """Where an engine finds its KV store, or where a KV store is."""
+    report = life.engine or life.store
+    return report.node if report is not None else None
+
+
+def _store(report: StoreReport | None) -> dict[str, Any] | None:
+    """With the shares that people want to see: of its slots that hold a block, of the blocks asked for that it had."""
+    named = _named(report)
+    if report is None or named is None:
+        return None
+    asked = report.hits + report.misses
+    return {
+        **named,
+        "occupancy": round(report.committed / report.slots, 4) if report.slots else 0.0,
+        "hit_rate": round(report.hits / asked, 4) if asked else None,
     }
 
 
