@@ -122,8 +122,7 @@ class StoreClient:
         self.layout = attached.layout
         self.arena = MappedArena.open(self._store.directory / attached.path, attached.arena)
 
-    async def save(self, names: Sequence[BlockHash]) -> int:
-        """Writes and commits what is not there; how many blocks that were."""
+    async def reserve(self, names: Sequence[BlockHash]) -> tuple[LeaseId, Reserved]:
         lease = next(self._leases)
         reserved = await self._ask(
             Reserve(
@@ -136,6 +135,11 @@ class StoreClient:
             )
         )
         assert isinstance(reserved, Reserved), reserved
+        return lease, reserved
+
+    async def save(self, names: Sequence[BlockHash]) -> int:
+        """Writes and commits what is not there; how many blocks that were."""
+        lease, reserved = await self.reserve(names)
         for name, (slot, _) in zip(names, slots_of(reserved), strict=True):
             if slot != NO_SLOT:
                 write(self.arena, slot, name)

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from kvstore import node_store
 from kvstore.carried import CarriedBlock, Shape, is_sound
@@ -614,3 +615,44 @@ def _find(engine: Client, names: list[BlockHash]) -> Find:
 
 def _memory_of(directory: Path) -> int:
     return sum(os.stat(path).st_blocks * 512 for path in directory.glob("*.arena"))
+
+
+def test_what_comes_and_goes_is_counted(store: NodeStore, directory: Path, clock: Clock) -> None:
+    before = {name: _count(name, labels) for name, labels in COUNTED.items()}
+    engine = Client(store)
+    engine.save(chain("a", 5))
+    clock.now += 100
+    engine.save(chain("b", 2))
+    lease, reserved = engine.reserve(chain("c", 6))
+    assert [slot for slot, _ in slots_of(reserved)].count(NO_SLOT) == 1
+    write_head(engine.arena, slots_of(reserved)[0][0], chain("c", 1)[0], 0)
+    engine.commit(lease)
+    engine.reserve(chain("d", 1))
+    store.owner_gone(engine.owner)
+    store.count(hits=5, lower_hits=2, misses=3)
+    assert {name: _count(name, labels) - before[name] for name, labels in COUNTED.items()} == {
+        "baton_kvstore_hits_total": 3,
+        "baton_kvstore_misses_total": 3,
+        "baton_kvstore_stored_total": 7,
+        "baton_kvstore_unwritten_total": 5,
+        "baton_kvstore_refused_total": 1,
+        "baton_kvstore_evictions_total": 7,
+        "baton_kvstore_evicted_age_seconds_sum": 5 * 100,
+        "baton_kvstore_abandoned_total": 1,
+    }
+
+
+COUNTED = {
+    "baton_kvstore_hits_total": {"tier": "arena"},
+    "baton_kvstore_misses_total": {},
+    "baton_kvstore_stored_total": {"source": "engine"},
+    "baton_kvstore_unwritten_total": {},
+    "baton_kvstore_refused_total": {},
+    "baton_kvstore_evictions_total": {"kept": "no"},
+    "baton_kvstore_evicted_age_seconds_sum": {},
+    "baton_kvstore_abandoned_total": {},
+}
+
+
+def _count(name: str, labels: dict[str, str]) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
