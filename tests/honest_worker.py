@@ -153,7 +153,6 @@ class HonestWorker:
 
     def copy(self, rank: int, *, fails: bool = False) -> Transferred | None:
         """One rank does its next transfer; None where it has done all."""
-        assert self._expected is not None
         number = self._done[rank]
         transfer = next((t for t in self.copies if t.number == number), None)
         if transfer is None:

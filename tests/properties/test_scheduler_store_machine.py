@@ -1,7 +1,7 @@
 """The core beside a KV store whose answers come late, never or in any order, and which evicts, restarts and vanishes.
 
-Everything that `test_scheduler_machine` demands holds, with two ranks that copy when they like and sometimes fail. At the
-end nothing is pinned or reserved in the store, whatever happened on the way, and no block is held for a copy.
+Everything that `test_scheduler_machine` demands holds, with two ranks that copy when they like and sometimes fail. At
+the end nothing is pinned or reserved in the store, whatever happened on the way, and no block is held for a copy.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from services.scheduler.core.events import (
     StoreAnswered,
     StoreGone,
     StoreHere,
-    WorkersLost,
     WorkersReady,
 )
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.site import Site
-from shared.ids import DetokenizerId, EngineId, Incarnation, InstanceId, LeaseId, NodeId
-from shared.messages.kvstore import Attach, KvStoreAnswer, KvStoreQuestion, Owner
-from shared.messages.scheduler import StepFinished
-from shared.messages.worker import StepPlan
+from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
+from shared.messages.kvstore import KvStoreAnswer, KvStoreQuestion, Owner
 from tests.honest_store import LAYOUT, HonestStore
 from tests.honest_worker import HonestWorker, card
-from tests.properties.test_scheduler_machine import OPENINGS, SELDOM, EngineMachine
+from tests.properties.test_scheduler_machine import SELDOM, EngineMachine
 
 RANKS = 2
 OWNER = Owner(InstanceId("e"), Incarnation(77))
