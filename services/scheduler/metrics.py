@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.core.engine import Engine
 from services.scheduler.core.planner import Planner
+from services.scheduler.core.tally import Tally
 from shared.messages.detokenizer import TokenBatch
 
 WAITING = Gauge("baton_scheduler_waiting_requests", "Requests that wait for a place, preempted ones included.")
@@ -25,6 +28,19 @@ PREDICTED_CACHED = Counter(
 )
 KV_EVENTS = Counter("baton_scheduler_kv_events_total", "Messages to coordinators about blocks stored and removed.")
 PREEMPTIONS = Counter("baton_scheduler_preemptions_total", "Sequences that lost their blocks to others.")
+SAVED = Counter("baton_scheduler_kv_blocks_saved_total", "Blocks that the node's KV store took over.")
+UNSAVED = Counter("baton_scheduler_kv_blocks_unsaved_total", "Computed blocks that were not saved: too many at a time.")
+LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks that came from the node's KV store.")
+LOOKUPS = Counter(
+    "baton_scheduler_kv_lookups_total", "Requests looked up in the node's KV store, by outcome.", ["found"]
+)
+LOADS_FAILED = Counter("baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.")
+HAND_OVERS = Counter(
+    "baton_scheduler_hand_overs_total",
+    "Requests handed over to a decode engine, or kept because their blocks could not be saved.",
+    ["outcome"],
+)
+TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Copies between the ranks and the node's KV store under way.")
 REFUSED = Counter("baton_scheduler_refused_requests_total", "Final words to gateways, by kind.", ["kind"])
 EPOCHS = Counter("baton_scheduler_workers_lost_total", "Times that everything had to begin anew.")
 DECISION = Histogram(
@@ -49,13 +65,16 @@ class EngineGauges:
     def __init__(self) -> None:
         self._planner: Planner | None = None
         self._preemptions = 0
+        self._tally = Tally()
 
     def show(self, engine: Engine) -> None:
         report = engine.report()
         WAITING.set(report.waiting if report else 0)
         RUNNING.set(report.running if report else 0)
+        self._show_tally(engine.tally)
         if report is None or engine.serving is None:
             return
+        TRANSFERS.set(len(engine.serving.transfers))
         cached = len(engine.serving.planner.memory.pool.cached)
         BLOCKS.labels("used").set(report.blocks_total - report.blocks_free)
         BLOCKS.labels("cached").set(cached)
@@ -64,3 +83,18 @@ class EngineGauges:
             self._planner, self._preemptions = engine.serving.planner, 0
         PREEMPTIONS.inc(self._planner.preemptions - self._preemptions)
         self._preemptions = self._planner.preemptions
+
+    def _show_tally(self, tally: Tally) -> None:
+        before, self._tally = self._tally, replace(tally)
+        for counter, more in (
+            (SAVED, tally.blocks_saved - before.blocks_saved),
+            (UNSAVED, tally.blocks_unsaved - before.blocks_unsaved),
+            (LOADED, tally.blocks_loaded - before.blocks_loaded),
+            (LOOKUPS.labels("no"), tally.misses - before.misses),
+            (LOOKUPS.labels("yes"), tally.hits - before.hits),
+            (LOADS_FAILED, tally.loads_failed - before.loads_failed),
+            (HAND_OVERS.labels("handed"), tally.handed_over - before.handed_over),
+            (HAND_OVERS.labels("kept"), tally.kept - before.kept),
+        ):
+            if more:
+                counter.inc(more)

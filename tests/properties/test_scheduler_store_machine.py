@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from services.scheduler.core.engine import Engine
 from services.scheduler.core.events import (
     AskStore,
+    Event,
     Output,
     RankProgress,
     ReleaseLease,
@@ -23,7 +24,7 @@ from services.scheduler.core.events import (
     StoreHere,
     WorkersReady,
 )
-from services.scheduler.core.limits import Limits
+from services.scheduler.core.limits import Limits, Policy
 from services.scheduler.core.site import Site
 from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kvstore import KvStoreAnswer, KvStoreQuestion, Owner
@@ -54,13 +55,13 @@ class StoreMachine(EngineMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         slots=st.integers(2, 24),
     )
-    def start(self, blocks: int, budget: int, running: int, run_ahead: int, policy: str, slots: int) -> None:  # type: ignore[override]
+    def start(self, blocks: int, budget: int, running: int, run_ahead: int, policy: Policy, slots: int) -> None:
         limits = Limits(
             max_batch_tokens=budget,
             max_running=running,
             max_waiting=8,
             run_ahead=run_ahead,
-            policy=policy,  # type: ignore[arg-type]
+            policy=policy,
             step_timeout=1e9,
         )
         self.store = HonestStore(slots, LEASE_SECONDS)
@@ -84,10 +85,10 @@ class StoreMachine(EngineMachine):
             case _:
                 super().hear(output)
 
-    def tell(self, event: object) -> None:  # type: ignore[override]
+    def tell(self, event: Event) -> None:
         serving = self.engine.serving
         copying = serving.saves.leases if serving is not None and serving.saves.copying else set()
-        super().tell(event)  # type: ignore[arg-type]
+        super().tell(event)
         if self.engine.serving is not serving:
             self.left |= copying
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.core.events import AskStore, DetokenizerGone, PassOn, SendTokens, StoreGone, TellGateway
+from services.scheduler.core.events import (
+    AskStore,
+    DetokenizerGone,
+    PassOn,
+    SendTokens,
+    StoreGone,
+    TellGateway,
+    WorkersLost,
+)
 from services.scheduler.core.hand_overs import PassedOn, partial_hash
 from services.scheduler.core.limits import Limits
 from shared.ids import Attempt, DetokenizerId, EngineId, NodeId, RequestId
@@ -155,7 +163,7 @@ def test_what_the_decode_engine_does_not_find_it_computes(lost: str) -> None:
     engines["p"].send(asked)
     engines.until(lambda: engines.passed)
     for number, slot in enumerate(engines.store.slots):
-        if lost == "all" or (lost == "partial") == (slot.hash == PARTIAL) and lost in ("full", "partial"):
+        if lost == "all" or ((lost == "partial") == (slot.hash == PARTIAL) and lost in ("full", "partial")):
             engines.store.evict(number)
     engines.passed.popleft()()
     if lost == "answer":
@@ -238,7 +246,7 @@ def test_an_engine_without_workers_fails_what_it_is_handed() -> None:
     engines = pair()
     engines["p"].send(request())
     engines.until(lambda: engines.passed)
-    engines["d"].engine._stop_serving("killed")  # noqa: SLF001
+    engines["d"].send(WorkersLost("killed"))
     engines.passed.popleft()()
     assert engines.told[-1] == Failed(R, ONE, "the engine has no workers")
 

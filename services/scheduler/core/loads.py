@@ -96,7 +96,6 @@ class Loads:
             return False
         if before is not None:
             self._store.release(before.lease)
-        self._store.tally.finds += 1
         remote = sequence.kv_source is not None and sequence.kv_source != self._store.node
         deadline = self._limits.remote_deadline if remote else self._limits.store_deadline
         lease = self._store.find(hashes, deadline, sequence.kv_source if remote else None)
@@ -115,6 +114,7 @@ class Loads:
         if isinstance(answer, Found) and lookup.arena is not None and answer.slots:
             lookup.found = _copies(_wanted(sequence, lookup.first), answer)
             lookup.at = now
+            self._store.tally.hits += 1
         else:
             self._store.tally.misses += 1
             del self._lookups[sequence.id]

@@ -114,10 +114,11 @@ class Saves:
             return
         if not self._offered:
             self._offered_since = now
-        for block in fresh[: max(0, MOST_OFFERED - len(self._offered))]:
+        room = max(0, MOST_OFFERED - len(self._offered))
+        for block in fresh[:room]:
             if block.hash not in self._under_way:
                 self._offered[block.hash] = block.parent
-        self._store.tally.blocks_unsaved += max(0, len(fresh) - MOST_OFFERED)
+        self._store.tally.blocks_unsaved += len(fresh[room:])
 
     def reserve(self, now: float, *, idle: bool) -> None:
         """Asks for slots, where enough blocks are gathered, or have been for long enough, or nothing else happens."""

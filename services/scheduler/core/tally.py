@@ -12,12 +12,12 @@ class Tally:
     blocks_saved: int = 0
     """Blocks that the store has shown to others."""
     blocks_unsaved: int = 0
-    """Blocks that were not offered to the store, or not taken, or lost on the way."""
+    """Computed blocks that were never offered to the store, because too many waited for it."""
     blocks_loaded: int = 0
-    finds: int = 0
-    """Times that the store was asked what it has."""
+    hits: int = 0
+    """Times that the store had something of a request."""
     misses: int = 0
-    """Those of them that found nothing, or were not answered in time."""
+    """Times that it had nothing, or did not answer in time."""
     loads_failed: int = 0
     handed_over: int = 0
     kept: int = 0
