@@ -144,8 +144,10 @@ def measure(policy: Policy, decisions: int) -> None:
 
 
 def _decide(core: Coordinator, cluster: Cluster, chains: Chains, decisions: int) -> None:
-    """Placed requests are counted as placed, and settled by the next report."""
+    """Placed requests are counted as placed, and settled by the next report. On a machine that others use too, the
+    processor's time tells more than the clock's."""
     took: list[float] = []
+    computed: list[float] = []
     hit = 0
     now = 1.0
     reported = now
@@ -156,16 +158,21 @@ def _decide(core: Coordinator, cluster: Cluster, chains: Chains, decisions: int)
             cluster.report(now)
             core.time_passed(Moment(now, now))
             reported = now
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.thread_time()
         (action,) = core.route(request, Moment(now, now))
+        computed.append(time.thread_time() - began)
         took.append(time.perf_counter() - started)
         assert isinstance(action, Place)
         hit += action.reuse.blocks
-    took.sort()
-    shown = ", ".join(f"p{int(100 * q)} {took[int(len(took) * q)] * 1e3:.3f}" for q in (0.5, 0.9, 0.99))
-    print(
-        f"  decisions: {shown}, most {took[-1] * 1e3:.3f} ms; {hit / decisions:.1f} blocks expected cached on average"
-    )
+    for name, seconds in (("by the clock", took), ("of the processor", computed)):
+        print(f"  decisions {name}: {_quantiles(seconds)}")
+    print(f"  {hit / decisions:.1f} blocks expected cached on average")
+
+
+def _quantiles(seconds: list[float]) -> str:
+    seconds.sort()
+    shown = ", ".join(f"p{int(100 * q)} {seconds[int(len(seconds) * q)] * 1e3:.3f}" for q in (0.5, 0.9, 0.99))
+    return f"{shown}, most {seconds[-1] * 1e3:.3f} ms"
 
 
 if __name__ == "__main__":
