@@ -51,7 +51,8 @@ class TransferClient:
         """The leading run of `hashes` that the store of `source` sends, checked. The caller sets the deadline and
         closes the iterator: closing cancels, and frees what is pinned over there."""
         address = self._address_of(source)
-        if address is None or not hashes:
+        if address is None:
+            metrics.FAILED.labels(TIER, "unknown").inc()
             return
         call = fetch_call(await self._channel(address), FetchRequest(layout=layout, hashes=b"".join(hashes)))
         try:
