@@ -328,6 +328,16 @@ def test_a_stream_that_moved_goes_on_from_the_other_engine_and_from_no_other(ben
     assert bench.core.streams == {}
 
 
+def test_an_engine_that_starts_anew_goes_on_with_what_has_moved_to_it_meanwhile(bench: Bench) -> None:
+    bench.batch(OTHER, opened=(opened(S),))
+    bench.batch(opened=(opened(),), entries=(NewTokens(R, ONE, 0, ids("a")),), moved=(Moved(R, ONE, OTHER),))
+    assert bench.batch(OTHER, epoch=2, entries=(NewTokens(R, ONE, 1, ids("b")),)) == [
+        ToGateway(GATEWAY, Failed(S, ONE, "engine engine-2 restarted")),
+        deltas(2, Delta(R, ONE, 1, ids("b"), "b")),
+    ]
+    assert bench.batch(OTHER, epoch=3) == [ToGateway(GATEWAY, Failed(R, ONE, "engine engine-2 restarted"))]
+
+
 def test_an_engine_is_told_of_a_stop_string_in_a_stream_that_moved_to_it(bench: Bench) -> None:
     bench.batch(
         opened=(opened(stop=("ab",)),), entries=(NewTokens(R, ONE, 0, ids("a")),), moved=(Moved(R, ONE, OTHER),)

@@ -61,8 +61,7 @@ class Detokenizer:
             case "next":
                 return self._take(batch)
             case "new epoch":
-                failed = self._fail(lambda stream: stream.engine == batch.engine, f"engine {batch.engine} restarted")
-                return failed + self._take(batch)
+                return self._fail_former(batch.engine) + self._take(batch)
             case "gap":
                 return self._gap(batch)
             case "stale":
@@ -147,7 +146,7 @@ class Detokenizer:
         if stream is None or stream.opened.attempt != moved.attempt or stream.engine != engine:
             self.tally.unknown += 1
             return
-        stream.engine = moved.engine
+        stream.move(moved.engine)
 
     def _abandon(self, abandoned: Abandon) -> None:
         stream = self.streams.get(abandoned.request)
@@ -163,6 +162,10 @@ class Detokenizer:
             self.tally.failed += 1
             failed.append(ToGateway(opened.gateway, Failed(opened.request, opened.attempt, reason)))
         return [*failed, ToEngine(batch.engine, DetokenizerLost(self._instance))]
+
+    def _fail_former(self, engine: EngineId) -> list[Action]:
+        """A new epoch of `engine` has nothing of what its last one ran; it may well go on with what moved to it."""
+        return self._fail(lambda stream: stream.engine == engine and not stream.awaited, f"engine {engine} restarted")
 
     def _fail(self, concerned: Callable[[Stream], bool], reason: str) -> list[Action]:
         failed = [stream.opened for stream in self.streams.values() if concerned(stream)]

@@ -23,11 +23,13 @@ class Taken(NamedTuple):
 class Stream:
     """Owns one output: its undecided bytes, its place in the stop strings, and how many tokens there were."""
 
-    __slots__ = ("_scan", "_sent", "_text", "_vocabulary", "engine", "opened", "position")
+    __slots__ = ("_scan", "_sent", "_text", "_vocabulary", "awaited", "engine", "opened", "position")
 
     def __init__(self, opened: OpenStream, engine: EngineId, vocabulary: TextVocabulary) -> None:
         self.opened = opened
         self.engine = engine
+        self.awaited = False
+        """Whether nothing has come yet from `engine`, to which it has moved."""
         self._vocabulary = vocabulary
         self._scan = StopScan(opened.stop, include=opened.include_stop) if any(opened.stop) else None
         self._sent = opened.sent_chars
@@ -39,6 +41,11 @@ class Stream:
         self._text = vocabulary.open(
             prompt, begins=len(prompt) >= opened.prompt_tokens, skip_special_tokens=opened.skip_special_tokens
         )
+
+    def move(self, engine: EngineId) -> None:
+        """Its next tokens come from `engine`."""
+        self.engine = engine
+        self.awaited = True
 
     def replay(self) -> Taken | None:
         """Runs over the output of earlier attempts. Answers where the client lacks some of its text, or its end."""
@@ -53,6 +60,7 @@ class Stream:
 
     def take(self, entry: NewTokens) -> Taken:
         """The entry as a delta; its `finish` is set where the output ends here, by the engine or a stop string."""
+        self.awaited = False
         tokens, shown = entry.tokens, entry.tokens
         if entry.finish == "stop" and not self.opened.include_stop:
             shown = tokens[:-1]
