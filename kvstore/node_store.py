@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -20,11 +19,11 @@ from kvstore.core.shelf import Block, Shelf
 from kvstore.core.store import Recovered, Slot, Store, Wanted, checked_run
 from kvstore.directory import StoreDirectory
 from kvstore.owned_arena import OwnedArena
+from kvstore.packed import generations, numbers, wanted_by, whole_hashes
 from kvstore.tiers import Tier
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, split_hashes
+from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kvstore import (
-    NO_SLOT,
     Attach,
     Attached,
     Commit,
@@ -152,7 +151,7 @@ class NodeStore:
         self._check(question.layout, self.core.unchecked(question.layout, hashes), now + question.deadline / 2)
         slots, actions = self.core.find(key, hashes, now)
         self._writer.carry_out(actions)
-        return Found(arena=self._arena(question.layout), slots=_numbers(slots), generations=_generations(slots))
+        return Found(arena=self._arena(question.layout), slots=numbers(slots), generations=generations(slots))
 
     def count(self, hits: int, lower_hits: int, misses: int) -> None:
         """Called once for each search, when it is over."""
@@ -167,12 +166,12 @@ class NodeStore:
         if question.layout not in self._attached:
             return _unknown(question.layout)
         key = LeaseKey(question.layout, question.owner, question.lease)
-        wanted = _wanted(question)
+        wanted = wanted_by(question)
         if wanted is None:
             return NotServed("hashes, parents and tokens do not fit together")
         slots = self._reserve(key, wanted[:MAX_BLOCKS])
         slots += [None] * (len(wanted) - len(slots))
-        return Reserved(arena=self._arena(question.layout), slots=_numbers(slots), generations=_generations(slots))
+        return Reserved(arena=self._arena(question.layout), slots=numbers(slots), generations=generations(slots))
 
     def _reserve(self, key: LeaseKey, wanted: Sequence[Wanted]) -> list[Slot | None]:
         now = self._clock()
@@ -339,23 +338,3 @@ def _recovered(arena: OwnedArena) -> Iterator[Recovered]:
         committed, reserved = header.state == COMMITTED, header.state == RESERVED
         names = header.hash, header.parent
         yield Recovered(slot, header.generation, committed, reserved, *names, header.tokens, header.used)
-
-
-def _wanted(question: Reserve) -> list[Wanted] | None:
-    names, parents, tokens = whole_hashes(question.hashes), whole_hashes(question.parents), question.tokens
-    if not len(names) == len(parents) == len(tokens) or not all(0 < count <= BLOCK_SIZE for count in tokens):
-        return None
-    return [Wanted(*each) for each in zip(names, parents, tokens, strict=True)]
-
-
-def whole_hashes(packed: bytes) -> list[BlockHash]:
-    """Without what may hang behind the last one."""
-    return list(split_hashes(packed[: len(packed) // HASH_BYTES * HASH_BYTES]))
-
-
-def _numbers(slots: Iterable[Slot | None]) -> bytes:
-    return array("I", [NO_SLOT if slot is None else slot.number for slot in slots]).tobytes()
-
-
-def _generations(slots: Iterable[Slot | None]) -> bytes:
-    return array("Q", [0 if slot is None else slot.generation for slot in slots]).tobytes()

@@ -131,7 +131,8 @@ def _default_instance(service: str) -> str:
 
 
 def _parse_flags(service: str, config_type: type[Struct], argv: Sequence[str]) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(prog=f"python -m services.{service}", argument_default=argparse.SUPPRESS)
+    package = config_type.__module__.rpartition(".")[0] or service
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings.")
     for field in msgspec.structs.fields(config_type):
         flag = "--" + field.name.replace("_", "-")
