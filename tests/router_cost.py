@@ -158,10 +158,10 @@ def _decide(core: Coordinator, cluster: Cluster, chains: Chains, decisions: int)
             cluster.report(now)
             core.time_passed(Moment(now, now))
             reported = now
-        started, began = time.perf_counter(), time.thread_time()
+        began, started = time.thread_time(), time.perf_counter()
         (action,) = core.route(request, Moment(now, now))
-        computed.append(time.thread_time() - began)
         took.append(time.perf_counter() - started)
+        computed.append(time.thread_time() - began)
         assert isinstance(action, Place)
         hit += action.reuse.blocks
     for name, seconds in (("by the clock", took), ("of the processor", computed)):

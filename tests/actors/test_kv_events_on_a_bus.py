@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from services.coordinator.actor import CoordinatorActor
 from services.coordinator.core.limits import Limits
@@ -171,6 +172,7 @@ async def test_several_coordinators_that_ask_are_all_answered(world: EngineOnABu
 
 async def test_a_request_is_sent_where_its_blocks_are_and_finds_what_was_predicted(world: EngineOnABus) -> None:
     """The other engine is idle and would be cheaper but for them."""
+    counted = _counted("device")
     placed: list[Placed] = []
     predicted: list[Generate] = []
 
@@ -193,10 +195,16 @@ async def test_a_request_is_sent_where_its_blocks_are_and_finds_what_was_predict
         await world.bus.publish(topics.route(), route)
         await world.until(lambda: bool(placed), "it is placed")
         assert placed[0].engine == ENGINE
+        await world.until(lambda: _counted("device") == counted + BLOCKS, "what was expected is counted")
         await world.finished("r2")
         assert predicted[-1].predicted_cached == BLOCKS * 16
         opened = {stream.request: stream for stream in world.notes.opened}
         assert opened[second.request].cached_tokens == BLOCKS * 16
+
+
+def _counted(where: str) -> float:
+    labels = {"policy": "kv", "where": where}
+    return REGISTRY.get_sample_value("baton_router_prompt_blocks_total", labels) or 0.0
 
 
 def _other_engine() -> Lifecycle:

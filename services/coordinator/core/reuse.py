@@ -35,10 +35,20 @@ class Reuses:
     def __init__(self, hits: Hits) -> None:
         self._hits = hits
         self._best = _best(hits.stores)
+        self._from_stores: dict[NodeId | None, Reuse] = {}
+        """For engines that hold nothing themselves, which most do not, by node."""
 
     def of(self, engine: InstanceId, node: NodeId | None) -> Reuse:
         """An engine without a KV store on its node takes nothing from stores."""
         device = self._hits.engines.get(engine, 0)
+        if device:
+            return self._reuse(device, node)
+        reuse = self._from_stores.get(node)
+        if reuse is None:
+            reuse = self._from_stores[node] = self._reuse(0, node)
+        return reuse
+
+    def _reuse(self, device: int, node: NodeId | None) -> Reuse:
         if node is None or self._best is None:
             return Reuse(device)
         best_node, best = self._best
