@@ -174,18 +174,29 @@ class NodeStore:
         return Reserved(arena=self._arena(question.layout), slots=numbers(slots), generations=generations(slots))
 
     def _reserve(self, key: LeaseKey, wanted: Sequence[Wanted]) -> list[Slot | None]:
-        now = self._clock()
         shelf = self.core.room.shelves[key.layout]
         absent = sum(each.hash not in shelf.blocks for each in wanted)
-        slots, actions = self.core.reserve(key, wanted, now)
-        without = self._writer.carry_out(actions)
-        for slot in without:
-            self._writer.carry_out(self.core.no_memory(key, slot, now))
+        slots, without = self._claim(key, wanted)
         if without:
             log.warning("shared memory is full", extra={"taken": self.core.room.memory})
-        slots = [None if slot is None or slot.number in without else slot for slot in slots]
+            # The core knows now that there is no more: for these, others must go.
+            again, _ = self._claim(key, [wanted[at] for at in without])
+            for at, slot in zip(without, again, strict=True):
+                slots[at] = slot
         metrics.REFUSED.inc(absent - sum(slot is not None for slot in slots))
         return slots
+
+    def _claim(self, key: LeaseKey, wanted: Sequence[Wanted]) -> tuple[list[Slot | None], list[int]]:
+        """Also which of `wanted` got none because the system had no memory."""
+        now = self._clock()
+        slots, actions = self.core.reserve(key, wanted, now)
+        refused = self._writer.carry_out(actions)
+        without = [at for at, slot in enumerate(slots) if slot is not None and slot.number in refused]
+        for at in without:
+            slot, slots[at] = slots[at], None
+            assert slot is not None
+            self._writer.carry_out(self.core.no_memory(key, slot.number, now))
+        return slots, without
 
     def commit(self, question: Commit) -> Committed | NotServed:
         if question.layout not in self._attached:

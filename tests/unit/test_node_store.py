@@ -341,23 +341,29 @@ def test_hashes_of_one_layout_mean_nothing_in_another(store: NodeStore) -> None:
     assert small.found(names) == large.found(names) == 1
 
 
-def test_memory_that_the_system_does_not_have_is_no_slot(
+def test_memory_that_the_system_does_not_have_is_not_written_to(
     store: NodeStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, names = Client(store), chain("a", 2)
     engine.save(names)
     monkeypatch.setattr(OwnedArena, "take_memory", lambda arena, slot: False)
+    pinned, _ = engine.find(names)
     lease, reserved = engine.reserve(chain("b", 1))
     assert slots_of(reserved) == [(NO_SLOT, 0)]
     assert engine.commit(lease) == 0
     assert store.report().reserved == 0
+    engine.release(pinned)
     assert engine.save(chain("b", 1)) == 1, "what there is already serves instead"
     assert engine.found(names) == 1
+    clock.now += RETRY_MEMORY
+    store.time_passed()
+    assert engine.save(chain("c", 2)) == 2, "at once, too"
+    assert store.report().committed == 2
     monkeypatch.undo()
     clock.now += RETRY_MEMORY
     store.time_passed()
-    engine.save(chain("c", 1))
-    assert engine.found(names) == 1, "there is more again"
+    assert engine.save(chain("d", 3)) == 3
+    assert engine.found(chain("c", 2)) == 2, "there is more again"
 
 
 def test_memory_is_taken_ahead_of_its_use_and_within_the_budget(directory: Path, clock: Clock) -> None:
