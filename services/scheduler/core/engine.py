@@ -263,6 +263,7 @@ class Engine:
             for sequence in planned.handing:
                 serving.hand_overs.begin(sequence)
             step = serving.steps.issue(samples=planned.samples, tokens=planned.tokens, now=now)
+            serving.transfers.issued(step)
             plan = StepPlan(
                 epoch=serving.steps.epoch,
                 step=step,
@@ -289,7 +290,7 @@ class Engine:
             self._start_anew(f"the result of step {serving.steps.finished} never came")
             return
         serving.steps.finish(len(result.sampled), now)
-        serving.transfers.step_finished(now)
+        serving.transfers.step_finished(result.step, now)
         by_id = serving.planner.by_id
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)

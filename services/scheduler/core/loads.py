@@ -163,6 +163,7 @@ class Loads:
         drop = b""
         if tokens % BLOCK_SIZE:
             drop, _ = names.pop()
+        sequence.partial = None
         self._coming.update((hash_, lookup.lease) for hash_, _ in names)
         self._loading[lookup.lease] = _Load(sequence, names, tokens, drop, [])
 
@@ -190,6 +191,7 @@ class Loads:
         if lookup is not None and lookup.found is not None:  # else it is released when the answer comes
             drop = sequence.partial if any(copy.hash == sequence.partial for copy in lookup.found) else None
             self._store.release(lookup.lease, drop or b"")
+        sequence.partial = None
 
     def leave(self, sequence: Sequence) -> None:
         """It ends while it is loaded: the copying goes on for whoever else may want the blocks."""

@@ -284,10 +284,16 @@ class Planner:
         sequence.move("seeking")
         self.seeking[sequence.id] = sequence
 
+    def _seek(self, sequence: Sequence) -> None:
+        """Has the store asked what it has of a sequence that waits, where it may have something."""
+        if self._loads.look_up(sequence):
+            self._step_aside(sequence)
+
     def resume(self, sequence: Sequence) -> None:
         """To its place in the line: what it was seeking is known."""
         del self.seeking[sequence.id]
-        self.wait(sequence)
+        sequence.move("waiting")
+        self.waiting.add(sequence)
 
     def loaded(self, sequence: Sequence, tokens: int | None) -> None:
         """Its first `tokens` lie computed in its blocks; None: only those that did before."""
@@ -305,13 +311,13 @@ class Planner:
         """A new sequence, into the waiting line, or out of it while the store is asked what it has of it."""
         self.by_id[sequence.id] = sequence
         self.waiting.add(sequence)
-        if self._loads.look_up(sequence):
-            self._step_aside(sequence)
+        self._seek(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """Back into the waiting line, preempted and with all its tokens known."""
+        """Back into the waiting line, preempted and with all its tokens known. The store may have what it lost."""
         sequence.move("waiting")
         self.waiting.add(sequence)
+        self._seek(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """Takes `sequence` out, whatever its phase; its blocks are free for the next plan."""

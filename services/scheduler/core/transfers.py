@@ -10,6 +10,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from services.scheduler.core.block_pool import BlockPool
@@ -39,10 +40,13 @@ class Ended(NamedTuple):
     done: bool
 
 
-class _InFlight(NamedTuple):
+@dataclass(slots=True)
+class _InFlight:
     kind: Literal["load", "save"]
     lease: LeaseId
     blocks: list[int]
+    step: int | None = None
+    """The plan that it is part of; None while that is being made."""
 
 
 class Transfers:
@@ -95,6 +99,13 @@ class Transfers:
         planned, self._planned = tuple(self._planned), []
         return planned
 
+    def issued(self, step: int) -> None:
+        """The plan that was being made is this one."""
+        for transfer in reversed(self._in_flight):
+            if transfer.step is not None:
+                return
+            transfer.step = step
+
     def reported(self, report: Transferred, now: float) -> Iterator[Ended]:
         """Those that are over now, in order. The blocks of each are given back after the caller has seen it: what it
         indexes meanwhile stays."""
@@ -113,12 +124,15 @@ class Transfers:
             self._pool.give_back(reversed(transfer.blocks))
 
     def overdue(self, now: float, timeout: float) -> bool:
-        """Whether no transfer has ended for so long, though some are under way."""
+        """Whether the oldest could have ended for so long, and has not."""
         return bool(self._in_flight) and now - self._awaited_since > timeout
 
-    def step_finished(self, now: float) -> None:
-        """They run between steps and beside them; as long as steps end, their turn comes."""
-        self._awaited_since = now
+    def step_finished(self, step: int, now: float) -> None:
+        """The oldest cannot begin before its own plan is computed, so that long may it take."""
+        if self._in_flight:
+            own = self._in_flight[0].step
+            if own is not None and step <= own:
+                self._awaited_since = now
 
     @property
     def blocks(self) -> Iterator[int]:
