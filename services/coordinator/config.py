@@ -49,6 +49,9 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
     disaggregate_share: Annotated[
         float, Meta(ge=0, description="Or this share of the prompt left to compute; above 1: tokens alone decide.")
     ] = 0.7
+    disaggregate_least: Annotated[
+        int, Meta(ge=0, description="Prompt tokens left to compute below which a prompt stays local in any case.")
+    ] = 256
     disaggregate_busy: Annotated[
         int, Meta(ge=0, description="Tokens waiting for each prefill engine above which prompts stay local.")
     ] = 16_384
@@ -70,6 +73,7 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
             saturation=self.router_saturation,
             disaggregate_tokens=self.disaggregate_tokens,
             disaggregate_share=self.disaggregate_share,
+            disaggregate_least=self.disaggregate_least,
             disaggregate_busy=self.disaggregate_busy,
             index_blocks=self.router_index_blocks,
         )

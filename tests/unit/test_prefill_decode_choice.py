@@ -76,6 +76,8 @@ LOCAL = Placed("d1", None)
         (0, 50 * BLOCK, APART),
         (10, 50 * BLOCK, APART),
         (20, 50 * BLOCK, LOCAL),
+        (0, 16 * BLOCK, APART),
+        (0, 16 * BLOCK - 1, LOCAL),
     ],
     ids=[
         "nothing cached",
@@ -84,6 +86,8 @@ LOCAL = Placed("d1", None)
         "a short prompt of which all is left",
         "a short prompt of which 80% are left",
         "a short prompt of which 60% are left",
+        "just long enough to be handed over",
+        "too short, whatever its share",
     ],
 )
 def test_what_is_short_and_a_small_share_stays_local(cached: int, prompt: int, expected: Placed) -> None:

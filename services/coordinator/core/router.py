@@ -116,8 +116,9 @@ class Router:
 
     def _long(self, asked: _Asked, local: Reuse) -> bool:
         """Whether enough of the prompt is left to compute."""
-        left = asked.tokens - local.blocks * BLOCK_SIZE
-        return left >= self._routing.disaggregate_tokens or left >= self._routing.disaggregate_share * asked.tokens
+        left, routing = asked.tokens - local.blocks * BLOCK_SIZE, self._routing
+        large_share = left >= routing.disaggregate_share * asked.tokens
+        return left >= routing.disaggregate_tokens or (large_share and left >= routing.disaggregate_least)
 
     def _busy(self, prefilling: Sequence[Seat]) -> bool:
         waiting = sum(map(_prefill_work, prefilling)) * BLOCK_SIZE

@@ -23,7 +23,10 @@ class Routing(NamedTuple):
     disaggregate_share: float = 0.7
     """A prompt is computed where it is decoded if less than `disaggregate_tokens` of it, and less than this share of
     it, is left to compute."""
+    disaggregate_least: int = 256
+    """And if less than this is left, whatever its share: so little holds up no step of a decode engine, while it would
+    wait behind long prompts at a prefill engine (ADR 7)."""
     disaggregate_busy: int = 16_384
-    """Or if each prefill engine has more than this many tokens to compute already, on average."""
+    """And if each prefill engine has more than this many tokens to compute already, on average."""
     index_blocks: int = 2_000_000
     """Blocks that the prefix map holds; see there."""
