@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conversations import client_of
+from deploy.cli.stack_spec import DEMO_MODEL
+from tests.conversations import DEADLINE, client_of
 from tests.kv_ring import (
     LENGTHS,
     Held,
@@ -24,10 +27,11 @@ from tests.kv_ring import (
     until_all_ready,
 )
 from tests.stack import RunningStack, running_stack
+from tests.tiny_models import make_model
 
 AT_REST = Held(0, 0, 0)
 CHUNKED = ("--max-batch-tokens=96", "--max-num-seqs=16")
-ALWAYS = "coordinator.disaggregate_tokens=0"
+ALWAYS = "--disaggregate-tokens=0"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """Long prompts are computed in chunks."""
     folder = tmp_path_factory.mktemp("pools")
-    with running_stack(folder, prefill=1, decode=1, kvstore="64MiB", settings=[ALWAYS], more=CHUNKED) as stack:
+    with running_stack(folder, prefill=1, decode=1, kvstore="64MiB", more=[ALWAYS, *CHUNKED]) as stack:
         yield stack
 
 
@@ -110,10 +114,71 @@ async def assert_equal_to_plain(plain: RunningStack, stack: RunningStack, salt: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tp_prefill", "tp_decode", "prefill"), [(1, 2, 1), (2, 1, 1), (1, 1, 2)])
 async def test_pools_of_any_size_continue_each_others_work(
     plain: RunningStack, tmp_path: Path, tp_prefill: int, tp_decode: int, prefill: int
 ) -> None:
     shape = {"prefill": prefill, "decode": 1, "tp_prefill": tp_prefill, "tp_decode": tp_decode}
-    with running_stack(tmp_path, **shape, kvstore="64MiB", settings=[ALWAYS], more=CHUNKED) as stack:  # type: ignore[arg-type]
+    with running_stack(tmp_path, **shape, kvstore="64MiB", more=[ALWAYS, *CHUNKED]) as stack:  # type: ignore[arg-type]
         await assert_equal_to_plain(plain, stack, salt=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "tp_prefill", "tp_decode"), [("qwen3", 1, 2), ("gemma3", 2, 1)])
+async def test_other_models_are_handed_over_as_well(
+    tmp_path: Path, family: str, tp_prefill: int, tp_decode: int
+) -> None:
+    model = random_model(tmp_path / "model", family)
+    with (
+        running_stack(tmp_path / "plain", model=model, kvstore="0") as plain,
+        running_stack(
+            tmp_path / "pools",
+            model=model,
+            prefill=1,
+            decode=1,
+            tp_prefill=tp_prefill,
+            tp_decode=tp_decode,
+            more=[ALWAYS, *CHUNKED],
+        ) as stack,
+    ):
+        await assert_equal_to_plain(plain, stack, salt=4)
+
+
+def random_model(folder: Path, family: str) -> Path:
+    """A small random checkpoint of that family that speaks the demo model's tokens."""
+    make_model(family, folder, vocab_size=2048, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_MODEL / name, folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_what_the_arena_has_no_room_for_comes_back_from_redis(plain: RunningStack, tmp_path: Path) -> None:
+    patient = "scheduler.store_deadline=5"
+    shape = {"engines": 2, "kvstore": "4MiB", "redis": True, "settings": [patient]}
+    with running_stack(tmp_path, **shape, more=["--router-policy=round-robin"]) as stack:  # type: ignore[arg-type]
+        asked = prompts(stack, range(300, 305), salt=5)
+        expected = await plain_texts(plain, asked)
+        first, again = [], []
+        async with client_of(stack.url) as client:
+            for prompt in asked:
+                first.append(await ask(client, stack.model, prompt))
+            await evicted(stack, len(asked) * 18)
+            for prompt in asked:  # 5 are odd, so each goes to the engine that has never seen it
+                again.append(await ask(client, stack.model, prompt))
+                assert await held(stack) == AT_REST
+        assert {answer.cached for answer in first} == {0}
+        assert {answer.cached for answer in again} == {288}
+        assert [answer.text for answer in (*first, *again)] == expected * 2
+        assert (await store_of(stack)).lower_hits > 0
+
+
+async def evicted(stack: RunningStack, blocks: int) -> None:
+    """Until the arena holds fewer blocks than were computed, and Redis has had a moment to take the others."""
+    deadline = time.monotonic() + DEADLINE
+    while not 0 < (await store_of(stack)).committed < blocks:
+        assert time.monotonic() < deadline, stack.last_words()
+    await asyncio.sleep(1)
