@@ -61,18 +61,22 @@ class RedisLink:
 
     async def watch(self) -> None:
         """Until cancelled: waits for Redis to be away, then looks for it until it is back."""
-        pause = RETRY_FIRST
+        pause, said = RETRY_FIRST, ""
         while True:
             await self._away.wait()
-            if await self._answers():
-                pause = RETRY_FIRST
+            why = await self._what_is_wrong()
+            if why is None:
+                pause, said = RETRY_FIRST, ""
                 self.life += 1
                 self._away.clear()
                 self.present.set()
                 log.info("redis is there")
-            else:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_LONGEST)
+                continue
+            if why != said:
+                log.warning("redis does not answer", extra={"error": why})
+            said = why
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_LONGEST)
 
     async def close(self) -> None:
         with contextlib.suppress(*LOST, exceptions.RedisError):
@@ -84,13 +88,13 @@ class RedisLink:
         self.present.clear()
         self._away.set()
 
-    async def _answers(self) -> bool:
+    async def _what_is_wrong(self) -> str | None:
         try:
             async with asyncio.timeout(2 * CONNECT_SECONDS):
                 await self._redis.echo("there")
-        except (*LOST, exceptions.RedisError):
-            return False
-        return True
+        except (*LOST, exceptions.RedisError) as error:
+            return str(error) or type(error).__name__
+        return None
 
     # ---- values
 

@@ -287,6 +287,19 @@ async def test_without_a_redis_everything_is_a_miss_and_nothing_is_taken() -> No
         assert tier.bytes_in_flight == 0
 
 
+async def test_a_redis_that_wants_another_password_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    [block] = chain(1)
+    with redis_server("--requirepass", "right") as server:
+        async with running(server.url.replace("//", "//:wrong@")) as tier:
+            await until(lambda: "redis does not answer" in caplog.text)
+            await asyncio.sleep(0.4)
+            assert caplog.text.count("redis does not answer") == 1
+            assert not tier.offer(LAYOUT, block)
+            assert "wrong" not in caplog.text
+        async with running(server.url.replace("//", "//:right@")) as tier:
+            await present(tier)
+
+
 async def test_a_redis_that_dies_in_use_is_missed_and_found_again(own_redis: RedisServer) -> None:
     blocks = chain(30, seed=12)
     async with running(own_redis.url) as tier:
