@@ -146,6 +146,7 @@ class EnginesAndStore:
         lease_seconds: float = 10.0,
     ) -> None:
         self.now = 0.0
+        self.turns = 0
         self.store = HonestStore(slots, lease_seconds)
         self.streams: dict[Key, Stream] = {}
         self.told: list[Placed | Rejected | Failed] = []
@@ -182,14 +183,15 @@ class EnginesAndStore:
         raise AssertionError("it never came to that")
 
     def turn(self) -> bool:
-        """One thing of each kind; what one engine says to another in it arrives in the next turn."""
+        """One thing of each kind; what one engine says to another in it arrives in the next turn. One rank copies, so
+        that a step lies between the first and the last that do."""
         happened = bool(self.passed)
+        self.turns += 1
         if self.passed:
             self.passed.popleft()()
         for side in self.sides.values():
             happened |= side.step()
-            for rank in range(side.ranks):
-                happened |= side.copy(rank)
+            happened |= any(side.copy((self.turns + i) % side.ranks) for i in range(side.ranks))
             happened |= side.answer()
         return happened
 

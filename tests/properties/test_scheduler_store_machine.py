@@ -29,8 +29,8 @@ from services.scheduler.core.site import Site
 from shared.ids import EngineId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kvstore import KvStoreAnswer, KvStoreQuestion, Owner
 from tests.honest_store import LAYOUT, HonestStore
-from tests.honest_worker import HonestWorker, card
-from tests.properties.test_scheduler_machine import SELDOM, EngineMachine
+from tests.honest_worker import HonestWorker, card, generate
+from tests.properties.test_scheduler_machine import OPENINGS, SELDOM, EngineMachine
 
 RANKS = 2
 OWNER = Owner(InstanceId("e"), Incarnation(77))
@@ -92,6 +92,18 @@ class StoreMachine(EngineMachine):
         if self.engine.serving is not serving:
             self.left |= copying
 
+    @rule(
+        openings=st.lists(st.sampled_from(OPENINGS[2:]), min_size=1, max_size=4),
+        tail=st.integers(1, 20),
+        max_tokens=st.integers(1, 30),
+    )
+    def several_come(self, openings: list[list[int]], tail: int, max_tokens: int) -> None:
+        """With beginnings that are likely to be in the store."""
+        for opening in openings:
+            prompt = opening + [7] * tail
+            name = f"r{len(self.newest)}"
+            self.post(generate(name, prompt, max_tokens=max_tokens, ignore_eos=True, arrival=self.tick))
+
     # ---- the store's answers
 
     @precondition(lambda self: self.asked)
@@ -137,6 +149,26 @@ class StoreMachine(EngineMachine):
                 report = self.worker.copy(rank)
                 if report is not None:
                     self.tell(report)
+
+    @rule(times=st.integers(1, 12))
+    def time_goes_on(self, times: int) -> None:
+        """Most of the time all is well: a step, one rank's copy, an answer, again and again."""
+        for turn in range(times):
+            if self.plans:
+                self.tell(self.worker.step(self.plans.pop(0)))
+            report = self.worker.copy(turn % RANKS)
+            if report is not None:
+                self.tell(report)
+            if self.asked:
+                asked = self.asked.pop(0)
+                self.tell(StoreAnswered(asked.question, asked.answer))
+
+    @precondition(lambda self: self.store.committed > 1)
+    @rule()
+    def workers_are_exchanged(self) -> None:
+        """The new ones know nothing; the store does."""
+        self.plans.clear()
+        self.workers_come()
 
     # ---- what happens to the store
 
