@@ -94,6 +94,13 @@ def test_scale_starts_and_stops_processes(stack: TinyStack) -> None:
     stack.until(lambda state: "detokenizer-2" not in {m.instance for m in state.members})
 
 
+def test_a_pool_is_scaled_by_its_name(stack: TinyStack) -> None:
+    assert answered("scale", "decode=1", run_dir=stack.run_dir)["started"] == ["decode-1", "decode-1-rank0"]
+    stack.ready()
+    assert answered("scale", "decode=0", run_dir=stack.run_dir)["stopping"] == ["decode-1", "decode-1-rank0"]
+    stack.until(lambda state: not any(m.instance.startswith("decode") for m in state.members))
+
+
 @pytest.mark.parametrize("assignment", ["tokenizer", "tokenizer=", "tokenizer=-1", "tokenizer=0", "worker=2"])
 def test_scaling_nonsense_is_refused_in_one_line(stack: TinyStack, assignment: str) -> None:
     one_line_error(baton("scale", assignment, run_dir=stack.run_dir))

@@ -99,6 +99,30 @@ async def test_what_prefill_engines_begin_decode_engines_end_with_the_same_text(
     await assert_equal_to_plain(plain, pools, salt=2)
 
 
+async def test_a_drained_prefill_pool_leaves_prompts_to_those_that_decode(
+    plain: RunningStack, pools: RunningStack
+) -> None:
+    refused = await asyncio.to_thread(pools.baton, "drain", "decode")
+    assert refused.returncode == 1
+    assert "decode-1 is the last ready engine" in refused.stderr
+    drained = await asyncio.to_thread(pools.baton, "drain", "prefill")
+    assert drained.stdout.startswith("prefill-1 drains"), drained.stderr
+    await until_phase(pools, "prefill-1", "draining")
+    asked = prompts(pools, [200], salt=6)
+    before = handed_over(pools)
+    async with client_of(pools.url) as client:
+        assert await ask_all(client, pools.model, asked) == await plain_texts(plain, asked)
+    assert handed_over(pools) == before
+    assert (await asyncio.to_thread(pools.baton, "undrain", "prefill")).returncode == 0
+    await until_phase(pools, "prefill-1", "ready")
+
+
+async def until_phase(stack: RunningStack, instance: str, phase: str) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while (await stack.ps())[instance].phase != phase:
+            await asyncio.sleep(0.1)
+
+
 async def assert_equal_to_plain(plain: RunningStack, stack: RunningStack, salt: int) -> None:
     """One by one and at once, and everything is handed over; then nothing is held."""
     asked = prompts(stack, salt=salt)
