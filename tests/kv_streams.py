@@ -86,7 +86,7 @@ async def assert_at_rest(stack: RunningStack) -> None:
     deadline = loop.time() + DEADLINE
     while (found := await _unrest(stack)) and loop.time() < deadline:
         await asyncio.sleep(0.05)
-    assert not found, stack.last_words()
+    assert not found, f"{found}\n{stack.last_words()}"
 
 
 async def _unrest(stack: RunningStack) -> dict[str, int]:

@@ -226,6 +226,20 @@ def test_a_request_that_was_called_off_meanwhile_is_not_failed_when_nobody_took_
     engines["p"].send(Cancel(R, ONE))
     engines.passed.popleft()()
     assert not any(isinstance(word, Failed) for word in engines.told)
+    assert engines.stream("r").abandoned
+
+
+def test_a_cancel_that_overtakes_the_hand_over_ends_the_stream_that_moved() -> None:
+    engines = pair()
+    engines["p"].send(request())
+    engines.until(lambda: engines.passed)
+    engines["d"].send(Cancel(R, ONE))
+    assert not engines.stream("r").abandoned
+    engines.passed.popleft()()
+    assert engines.stream("r").abandoned
+    engines.settle()
+    assert not any(isinstance(word, Failed) for word in engines.told)
+    engines.check_nothing_is_held()
 
 
 def test_a_full_decode_engine_fails_what_it_is_handed_and_rejects_nothing() -> None:
@@ -249,6 +263,7 @@ def test_an_engine_without_workers_fails_what_it_is_handed() -> None:
     engines["d"].send(WorkersLost("killed"))
     engines.passed.popleft()()
     assert engines.told[-1] == Failed(R, ONE, "the engine has no workers")
+    assert engines.stream("r").abandoned
 
 
 def test_a_resumed_attempt_is_handed_over_with_all_that_it_knows() -> None:

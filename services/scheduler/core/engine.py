@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from services.scheduler.core import results
 from services.scheduler.core.events import (
     DetokenizerGone,
@@ -32,12 +30,13 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.fence import Fence
-from services.scheduler.core.hand_overs import PassedOn, Settled
+from services.scheduler.core.hand_overs import PassedOn, Settled, handed
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.serving import Serving
 from services.scheduler.core.site import Site
 from services.scheduler.core.store import Store
+from services.scheduler.core.streams import Streams
 from services.scheduler.core.tally import Tally
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
@@ -48,7 +47,6 @@ from shared.messages.scheduler import (
     Cancel,
     DetokenizerLost,
     Generate,
-    HandOver,
     ProbeReply,
     Sampled,
     StepFinished,
@@ -57,7 +55,6 @@ from shared.messages.scheduler import (
     Transferred,
 )
 from shared.messages.worker import StepPlan
-from shared.tokens import pack
 
 OVERLOADED_RETRY = 1.0
 """Seconds after which a client may try again when the waiting line is full."""
@@ -83,6 +80,8 @@ class Engine:
         """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
         self._engine = engine
         self._epoch = epoch
+        self._streams = Streams(engine, epoch)
+        """This epoch's, workers or not: what is handed over to us has a stream already, which we may have to end."""
         self._fence = Fence()
         self._passed_on = PassedOn()
         self._tickets = 0
@@ -99,8 +98,8 @@ class Engine:
                 self._call_off(event)
             case DetokenizerLost() | DetokenizerGone():
                 reached = isinstance(event, DetokenizerLost)
-                if self.serving is not None and not reached:
-                    self.serving.streams.forget(event.detokenizer)
+                if not reached:
+                    self._streams.forget(event.detokenizer)
                 self._fail_where(lambda s: s.detokenizer == event.detokenizer, "its detokenizer was lost", reached)
             case GatewayGone():
                 for sequence in [s for s in self.requests.values() if s.generation.gateway == event.gateway]:
@@ -175,6 +174,8 @@ class Engine:
         request, attempt = generation.request, generation.attempt
         held = self.requests.get(request)
         if self._fence.bars(request, attempt) or (held is not None and held.generation.attempt >= attempt):
+            if generate.handed is not None:  # a cancel has overtaken it: the stream that moved here is nobody's
+                self._streams.disown(generate.detokenizer, generation)
             return
         if held is not None:
             self._end(held, tell_detokenizer=True)
@@ -197,8 +198,8 @@ class Engine:
             sequence.decode_on = None  # there is no way to hand anything over
         serving.planner.accept(sequence)
         if len(sequence.tokens) >= sequence.limit:  # earlier attempts gave all that was asked for
-            serving.streams.open(sequence, 0)
-            serving.streams.add(sequence, results.entry(sequence, (), "length"))
+            self._streams.open(sequence, 0)
+            self._streams.add(sequence, results.entry(sequence, (), "length"))
             self._end(sequence, tell_detokenizer=False)
 
     def _overloaded(self, request: RequestId, attempt: Attempt) -> Rejected:
@@ -218,8 +219,7 @@ class Engine:
 
     def _returned(self, generate: Generate, answer: Rejected | Failed) -> Failed:
         """What was accepted elsewhere, and has been seen by its client, is tried again; its stream here is not."""
-        if self.serving is not None:
-            self.serving.streams.disown(generate.detokenizer, generate.generation)
+        self._streams.disown(generate.detokenizer, generate.generation)
         if isinstance(answer, Failed):
             return answer
         return Failed(answer.request, answer.attempt, f"{self._engine} cannot take it over: {answer.message}")
@@ -243,7 +243,7 @@ class Engine:
         self.serving.hand_overs.forget(sequence)
         self.serving.planner.end(sequence)
         if tell_detokenizer:
-            self.serving.streams.abandon(sequence)
+            self._streams.abandon(sequence)
 
     # ---- steps
 
@@ -259,7 +259,7 @@ class Engine:
                     raise Stuck(f"{len(self.requests)} requests are held, and none can be computed")
                 return
             for sequence, cached in planned.started:
-                serving.streams.open(sequence, cached)
+                self._streams.open(sequence, cached)
             for sequence in planned.handing:
                 serving.hand_overs.begin(sequence)
             step = serving.steps.issue(samples=planned.samples, tokens=planned.tokens, now=now)
@@ -300,7 +300,7 @@ class Engine:
     def _take_token(self, serving: Serving, sequence: Sequence, sampled: Sampled) -> None:
         entry = results.take(sequence, sampled)
         self.tokens += 1
-        serving.streams.add(sequence, entry)
+        self._streams.add(sequence, entry)
         if not len(sequence.tokens) % BLOCK_SIZE:
             serving.planner.memory.index_full_blocks(sequence)
         if entry.finish is not None:
@@ -393,32 +393,21 @@ class Engine:
             serving.planner.keep(sequence)
             return
         self.tally.handed_over += 1
-        serving.streams.move(sequence, engine)
+        self._streams.move(sequence, engine)
         self._flush()  # the first token must be there before the second is drawn
         generation = sequence.generation
         placed = Placed(generation.request, generation.attempt, engine, sequence.detokenizer, self._engine)
         self._out.append(TellGateway(generation.gateway, placed))
-        self._out.append(PassOn(engine, self._handed(sequence, settled)))
+        self._out.append(PassOn(engine, handed(settled, self._engine, self.site.node)))
         self._passed_on.add(generation.request, generation.attempt, engine)
         self._end(sequence, tell_detokenizer=False)
-
-    def _handed(self, sequence: Sequence, settled: Settled) -> Generate:
-        handed = HandOver(
-            prefilled_by=self._engine,
-            node=self.site.node,
-            partial=settled.partial or b"",
-            cached_tokens=sequence.cached_tokens,
-        )
-        known = replace(sequence.generation, tokens=pack(sequence.tokens), block_hashes=b"".join(sequence.hashes))
-        return Generate(known, sequence.detokenizer, handed=handed)
 
     def _not_taken(self, event: NotTaken) -> None:
         """Whom we passed a request on to is gone."""
         generation = event.generate.generation
+        self._streams.disown(event.generate.detokenizer, generation)
         if self._passed_on.called_off(generation.request, generation.attempt) is None:
             return  # nobody wants it any more
-        if self.serving is not None:
-            self.serving.streams.disown(event.generate.detokenizer, generation)
         failed = Failed(generation.request, generation.attempt, f"{event.engine} does not take it over")
         self._out.append(TellGateway(generation.gateway, failed))
 
@@ -427,7 +416,7 @@ class Engine:
     def _workers_ready(self, workers: WorkersReady) -> None:
         if self.serving is not None:
             self._stop_serving("the engine's workers were exchanged")
-        self.serving = Serving(self._engine, self._epoch, self.limits, workers, self.store)
+        self.serving = Serving(self._epoch, self.limits, workers, self.store)
         self.store.share(workers.layout if self.site.node is not None else None, workers.card.name)
 
     def _start_anew(self, reason: str) -> None:
@@ -444,6 +433,7 @@ class Engine:
             self.serving.close()
         self.serving = None
         self._epoch = Incarnation(self._epoch + 1)
+        self._streams = Streams(self._engine, self._epoch)
 
     def _fail_where(self, concerned: Callable[[Sequence], bool], reason: str, tell_detokenizer: bool) -> None:
         for sequence in [s for s in self.requests.values() if concerned(s)]:
@@ -453,5 +443,4 @@ class Engine:
             self._out.append(TellGateway(generation.gateway, failed))
 
     def _flush(self) -> None:
-        if self.serving is not None:
-            self._out += self.serving.streams.flush()
+        self._out += self._streams.flush()

@@ -13,17 +13,14 @@ from services.scheduler.core.planner import Planner
 from services.scheduler.core.saves import Saves
 from services.scheduler.core.steps import Steps
 from services.scheduler.core.store import Store
-from services.scheduler.core.streams import Streams
 from services.scheduler.core.transfers import Transfers
-from shared.ids import EngineId, Incarnation
+from shared.ids import Incarnation
 
 
 class Serving:
     """Owned by the engine, and made anew for each epoch."""
 
-    def __init__(
-        self, engine: EngineId, epoch: Incarnation, limits: Limits, workers: WorkersReady, store: Store
-    ) -> None:
+    def __init__(self, epoch: Incarnation, limits: Limits, workers: WorkersReady, store: Store) -> None:
         self.workers = workers
         self.card = workers.card
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens)
@@ -35,7 +32,6 @@ class Serving:
         self.hand_overs = HandOvers(self.saves)
         self.planner = Planner(self.limits, memory, self.transfers, self.loads, self.saves)
         self.steps = Steps(epoch, Pace())
-        self.streams = Streams(engine, epoch)
 
     def close(self) -> None:
         """Gives the store back what is held there. Every sequence has ended."""
