@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from services.scheduler.core.kv_memory import Fresh, chain
 from services.scheduler.core.saves import SaveOver, Saves
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
-from shared.ids import Attempt, EngineId, LeaseId, RequestId, SequenceId
+from shared.ids import Attempt, EngineId, LeaseId, NodeId, RequestId, SequenceId
+from shared.messages.scheduler import Generate, HandOver
+from shared.tokens import pack
 
 REMEMBERED = 8192
 """Requests that were passed on; those longest ago are forgotten first. Who calls one off hears soon where it is."""
@@ -110,3 +114,11 @@ class PassedOn:
 def partial_hash(request: RequestId, attempt: Attempt) -> BlockHash:
     """The name of a block that is not full: of this attempt's, and of no other's."""
     return BlockHash(blake2b(f"partial {attempt} {request}".encode(), digest_size=HASH_BYTES).digest())
+
+
+def handed(settled: Settled, by: EngineId, node: NodeId | None) -> Generate:
+    """What the engine that goes on is sent: the request with the token that was drawn, and where its blocks are."""
+    sequence = settled.sequence
+    over = HandOver(prefilled_by=by, node=node, partial=settled.partial or b"", cached_tokens=sequence.cached_tokens)
+    known = replace(sequence.generation, tokens=pack(sequence.tokens), block_hashes=b"".join(sequence.hashes))
+    return Generate(known, sequence.detokenizer, handed=over)
