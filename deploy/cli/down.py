@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from deploy.cli.errors import CommandError
-from deploy.supervisor.arenas import remove_leftovers
+from deploy.supervisor.arenas import clear_leftovers
 from deploy.supervisor.state_file import StackState, is_held
 
 LOOK_EVERY = 0.05
@@ -32,7 +32,7 @@ def stop_stack(state: StackState, run_dir: Path, *, now: bool) -> None:
 
 def remove_what_was_left(run_dir: Path) -> bool:
     """After a supervisor that was killed: what it had in shared memory. False where it left nothing, or lives."""
-    if is_held(run_dir) or not remove_leftovers(run_dir):
+    if not clear_leftovers(run_dir):
         return False
     print("No stack runs; what a killed one had left in shared memory is removed.")
     return True

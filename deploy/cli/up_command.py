@@ -140,9 +140,11 @@ def up(
         start_in_background(where, [each for each in sys.argv[1:] if each not in ("--detach", "-d")])
         return
     from deploy.cli.up import run_stack
+    from deploy.supervisor.arenas import clear_leftovers
     from deploy.supervisor.core.plan import Counts
     from deploy.supervisor.spec import OutsideBus, StackSpec, StoreSpec
 
+    clear_leftovers(where)  # first, as it takes the memory that the store is to have
     store = store_choice(memory=kvstore_memory, node=node, redis=redis, redis_memory=redis_memory, redis_url=redis_url)
     counts = Counts(
         gateway=gateways,

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+from deploy.supervisor.state_file import StackRunning, held
+
 SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_MEMORY = 512 * 2**20
 LEAST_MEMORY = 16 * 2**20
@@ -51,12 +53,23 @@ def fits(memory: int, free: int) -> bool:
 
 
 def remove_leftovers(run_dir: Path) -> bool:
-    """For whoever holds `run_dir`, or knows that nobody does. Whether there was something."""
+    """For whoever holds `run_dir`. Whether there was something."""
     where = directory_of(run_dir)
     if not where.is_symlink() and where.is_dir():
         shutil.rmtree(where)
         return True
     return False
+
+
+def clear_leftovers(run_dir: Path) -> bool:
+    """Removes what a killed supervisor left; whether there was anything. False where one lives: it is no leftover."""
+    if not directory_of(run_dir).is_dir():
+        return False
+    try:
+        with held(run_dir):
+            return remove_leftovers(run_dir)
+    except StackRunning:
+        return False
 
 
 @contextlib.contextmanager

@@ -8,9 +8,17 @@ import pytest
 
 from deploy.cli.errors import CommandError
 from deploy.cli.store_choice import store_choice
-from deploy.supervisor.arenas import DEFAULT_MEMORY, arenas, default_memory, directory_of, remove_leftovers
+from deploy.supervisor.arenas import (
+    DEFAULT_MEMORY,
+    arenas,
+    clear_leftovers,
+    default_memory,
+    directory_of,
+    remove_leftovers,
+)
 from deploy.supervisor.redis_server import redis_config
 from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StoreSpec
+from deploy.supervisor.state_file import held
 from shared.ids import NodeId
 
 
@@ -70,6 +78,18 @@ def test_every_run_directory_has_arenas_of_its_own(tmp_path: Path) -> None:
         (here / "file").write_bytes(b"x")
         assert here == directory_of(one)
         assert not remove_leftovers(other)
+    assert not here.exists()
+
+
+def test_what_a_living_stack_has_is_no_leftover(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert not clear_leftovers(run_dir)
+    assert not run_dir.exists()
+    with held(run_dir), arenas(run_dir) as here:
+        assert not clear_leftovers(run_dir)
+        assert here.exists()
+    directory_of(run_dir).mkdir()
+    assert clear_leftovers(run_dir)
     assert not here.exists()
 
 
