@@ -44,6 +44,9 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
 
     request: RequestId
     attempt: Attempt
+    detokenizer: DetokenizerId | None = None
+    """Where the stream of a request lies that was handed over to this engine: should the request never have come, the
+    stream has, and nobody else can end it."""
 
 
 class StopMatched(Struct, frozen=True, array_like=True, tag=True):

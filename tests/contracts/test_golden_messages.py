@@ -97,7 +97,7 @@ MESSAGES: list[Any] = [
     coordinator.Route(GENERATION),
     coordinator.Withdraw(R, A),
     scheduler.Generate(GENERATION, DetokenizerId("detokenizer-1")),
-    scheduler.Cancel(R, A),
+    scheduler.Cancel(R, A, DetokenizerId("detokenizer-1")),
     scheduler.StopMatched(R, A),
     scheduler.DetokenizerLost(DetokenizerId("detokenizer-1")),
     scheduler.Probe(R, A),

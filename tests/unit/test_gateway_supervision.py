@@ -389,7 +389,7 @@ def test_the_engine_that_took_over_is_the_one_that_counts() -> None:
     assert watched.supervision.gone(life("scheduler", ENGINE), "died", 3.0) == []
     assert watched.supervision.tick(4.5) == [Ask(OTHER, Probe(R, Attempt(1)))]
     again = watched.supervision.gone(life("scheduler", OTHER), "died", 5.0)
-    assert Stop(OTHER, Cancel(R, Attempt(1))) in again
+    assert Stop(OTHER, Cancel(R, Attempt(1), DETOKENIZER)) in again
     assert dispatched(again).avoid == (OTHER,)
 
 
@@ -404,7 +404,7 @@ def test_a_hand_over_holds_whenever_it_is_told() -> None:
         for _ in after:
             watched.delta(0, 1.2)
         assert watched.supervision.gone(life("scheduler", ENGINE), "died", 2.0) == []
-        assert watched.supervision.close(R, 3.0) == [Stop(OTHER, Cancel(R, Attempt(1)))]
+        assert watched.supervision.close(R, 3.0) == [Stop(OTHER, Cancel(R, Attempt(1), DETOKENIZER))]
 
 
 def test_the_next_attempt_may_begin_where_the_one_before_was_handed_over() -> None:
@@ -419,4 +419,4 @@ def test_a_hand_over_that_nobody_wants_any_more_is_cancelled_where_it_went() -> 
     watched = Watched()
     watched.placed(1.0)
     assert watched.supervision.close(R, 2.0) == [Stop(ENGINE, Cancel(R, Attempt(1)))]
-    assert watched.handed_over(3.0) == [Stop(OTHER, Cancel(R, Attempt(1)))]
+    assert watched.handed_over(3.0) == [Stop(OTHER, Cancel(R, Attempt(1), DETOKENIZER))]

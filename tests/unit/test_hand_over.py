@@ -242,6 +242,15 @@ def test_a_cancel_that_overtakes_the_hand_over_ends_the_stream_that_moved() -> N
     engines.check_nothing_is_held()
 
 
+def test_a_cancel_ends_the_stream_of_a_hand_over_that_was_lost() -> None:
+    engines = pair()
+    engines["p"].send(request())
+    engines.until(lambda: engines.passed)
+    engines.passed.popleft()
+    engines["d"].send(Cancel(R, ONE, DETOKENIZER))
+    assert engines.stream("r").abandoned
+
+
 def test_a_full_decode_engine_fails_what_it_is_handed_and_rejects_nothing() -> None:
     """The client has its first token already: "come again later" is no answer any more."""
     engines = pair(limits=Limits(max_waiting=1, max_running=1, plan_late=False))

@@ -172,7 +172,7 @@ class Supervision:
     def _placed(self, placed: Placed, now: float) -> list[Effect]:
         current = self._current(placed.request, placed.attempt)
         if current is None:
-            return [Stop(placed.engine, Cancel(placed.request, placed.attempt))]
+            return [Stop(placed.engine, _cancel(placed.request, placed.attempt, placed.handed_by, placed.detokenizer))]
         if current.handed_by is not None and current.handed_by == placed.engine:
             return []  # the hand-over overtook this word
         current.handed_by = placed.handed_by
@@ -235,7 +235,8 @@ class Supervision:
         match current.stage:
             case "placed" if current.engine is not None:
                 self._departed.add(current.request, current.engine, now)
-                return [Stop(current.engine, Cancel(current.request, current.attempt))]
+                cancel = _cancel(current.request, current.attempt, current.handed_by, current.detokenizer)
+                return [Stop(current.engine, cancel)]
             case "paused":
                 return []
             case _:
@@ -332,3 +333,10 @@ class Supervision:
         if current is None or current.attempt != attempt or current.stage == "paused":
             return None
         return current
+
+
+def _cancel(
+    request: RequestId, attempt: Attempt, handed_by: EngineId | None, detokenizer: DetokenizerId | None
+) -> Cancel:
+    """The engine that takes a request over may have died, or never got it, when its stream moved there."""
+    return Cancel(request, attempt, None if handed_by is None else detokenizer)

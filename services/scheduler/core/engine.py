@@ -175,7 +175,7 @@ class Engine:
         held = self.requests.get(request)
         if self._fence.bars(request, attempt) or (held is not None and held.generation.attempt >= attempt):
             if generate.handed is not None:  # a cancel has overtaken it: the stream that moved here is nobody's
-                self._streams.disown(generate.detokenizer, generation)
+                self._streams.disown(generate.detokenizer, request, attempt)
             return
         if held is not None:
             self._end(held, tell_detokenizer=True)
@@ -219,7 +219,7 @@ class Engine:
 
     def _returned(self, generate: Generate, answer: Rejected | Failed) -> Failed:
         """What was accepted elsewhere, and has been seen by its client, is tried again; its stream here is not."""
-        self._streams.disown(generate.detokenizer, generate.generation)
+        self._streams.disown(generate.detokenizer, answer.request, answer.attempt)
         if isinstance(answer, Failed):
             return answer
         return Failed(answer.request, answer.attempt, f"{self._engine} cannot take it over: {answer.message}")
@@ -231,6 +231,8 @@ class Engine:
         sequence = self.requests.get(request)
         if sequence is not None and sequence.generation.attempt <= attempt:
             self._end(sequence, tell_detokenizer=isinstance(message, Cancel))
+        elif isinstance(message, Cancel) and message.detokenizer is not None:
+            self._streams.disown(message.detokenizer, request, attempt)
         engine = self._passed_on.called_off(request, attempt)
         if engine is not None:
             self._out.append(Relay(engine, message))
@@ -405,7 +407,7 @@ class Engine:
     def _not_taken(self, event: NotTaken) -> None:
         """Whom we passed a request on to is gone."""
         generation = event.generate.generation
-        self._streams.disown(event.generate.detokenizer, generation)
+        self._streams.disown(event.generate.detokenizer, generation.request, generation.attempt)
         if self._passed_on.called_off(generation.request, generation.attempt) is None:
             return  # nobody wants it any more
         failed = Failed(generation.request, generation.attempt, f"{event.engine} does not take it over")

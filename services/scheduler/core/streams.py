@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from services.scheduler.core.events import Output, SendTokens
 from services.scheduler.core.sequence import Sequence
-from shared.ids import DetokenizerId, EngineId, Incarnation
+from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
 from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
-from shared.messages.generation import Generation
 from shared.tokens import TOKEN_BYTES
 
 CONTEXT_TOKENS = 8
@@ -44,11 +43,11 @@ class Streams:
 
     def abandon(self, sequence: Sequence) -> None:
         if sequence.opened:
-            self.disown(sequence.detokenizer, sequence.generation)
+            self.disown(sequence.detokenizer, sequence.generation.request, sequence.generation.attempt)
 
-    def disown(self, detokenizer: DetokenizerId, generation: Generation) -> None:
+    def disown(self, detokenizer: DetokenizerId, request: RequestId, attempt: Attempt) -> None:
         """Nobody goes on with a stream that is open there."""
-        self._for(detokenizer).abandoned.append(Abandon(generation.request, generation.attempt))
+        self._for(detokenizer).abandoned.append(Abandon(request, attempt))
 
     def move(self, sequence: Sequence, engine: EngineId) -> None:
         """The stream goes on from `engine`."""
