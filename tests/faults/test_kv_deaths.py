@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -48,6 +49,13 @@ SETTINGS = (
 )
 STORE = "40MiB"
 """Room for the blocks of one test, so that those of the test before go to Redis."""
+
+
+def slow(*values: object) -> Any:
+    """A case that only `make test-slow` has time for."""
+    return pytest.param(
+        *values, marks=pytest.mark.slow, id="-".join(getattr(each, "__name__", str(each)) for each in values)
+    )
 
 
 @dataclass(frozen=True)
@@ -111,19 +119,19 @@ async def scene(stack: RunningStack, asked: list[list[int]], undisturbed: list[S
     [
         ("prefill-1", prompts_are_computed("prefill-1")),
         ("prefill-1", tokens_are_drawn("prefill-1")),
-        ("prefill-1", requests_are_handed_to("decode-1")),
-        ("prefill-1-rank0", prompts_are_computed("prefill-1")),
+        slow("prefill-1", requests_are_handed_to("decode-1")),
+        slow("prefill-1-rank0", prompts_are_computed("prefill-1")),
         ("prefill-1-rank0", tokens_are_drawn("prefill-1")),
         ("decode-1", requests_are_handed_to("decode-1")),
-        ("decode-1", tokens_are_drawn("decode-1")),
+        slow("decode-1", tokens_are_drawn("decode-1")),
         ("decode-1-rank0", blocks_are_copied("decode-1")),
-        ("decode-1-rank0", tokens_are_drawn("decode-1")),
-        ("kvstore-1", store_is_asked(NODE, Find)),
-        ("kvstore-1", store_is_asked(NODE, Reserve)),
+        slow("decode-1-rank0", tokens_are_drawn("decode-1")),
+        slow("kvstore-1", store_is_asked(NODE, Find)),
+        slow("kvstore-1", store_is_asked(NODE, Reserve)),
         ("kvstore-1", store_is_asked(NODE, Commit)),
         ("kvstore-1", blocks_are_copied("decode-1")),
         ("detokenizer-1", requests_are_handed_to("decode-1")),
-        ("coordinator-1", prompts_are_computed("prefill-1")),
+        slow("coordinator-1", prompts_are_computed("prefill-1")),
     ],
     ids=str,
 )
@@ -135,14 +143,18 @@ async def test_streams_survive_a_kill(scene: Scene, victim: str, moment: Moment)
 
 @pytest.mark.parametrize(
     "moment",
-    [prompts_are_computed("prefill-1"), tokens_are_drawn("prefill-1"), blocks_are_copied("decode-1")],
+    [
+        slow(prompts_are_computed("prefill-1")),
+        tokens_are_drawn("prefill-1"),
+        slow(blocks_are_copied("decode-1")),
+    ],
     ids=str,
 )
 async def test_streams_survive_a_restart_of_the_bus(scene: Scene, moment: Moment) -> None:
     await scene.survives(moment, f"bus dies when {moment}", scene.stack.kill_nats)
 
 
-@pytest.mark.parametrize("question", [Find, Reserve])
+@pytest.mark.parametrize("question", [Find, slow(Reserve)])
 async def test_streams_survive_the_death_of_redis(scene: Scene, question: type[Find | Reserve]) -> None:
     """While blocks are looked for there that were evicted long ago, and while others are evicted to it."""
     pid = scene.stack.state.redis_pid
@@ -171,9 +183,9 @@ async def test_streams_survive_a_store_that_stands_still(scene: Scene) -> None:
     "moment",
     [
         prompts_are_computed("prefill-1"),
-        tokens_are_drawn("prefill-1"),
+        slow(tokens_are_drawn("prefill-1")),
         requests_are_handed_to("decode-1"),
-        blocks_are_copied("decode-1"),
+        slow(blocks_are_copied("decode-1")),
         tokens_are_drawn("decode-1"),
     ],
     ids=str,
