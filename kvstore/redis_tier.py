@@ -139,8 +139,10 @@ class RedisTier:
         if self._spoiled:
             await self._link.remove([self._spoiled.popleft() for _ in range(len(self._spoiled))])
         known = await self._link.touch([outgoing.key for outgoing in batch], self._ttl_ms)
-        new = [outgoing for outgoing, there in zip(batch, known, strict=True) if not there]
-        for outgoing, refused in zip(new, await self._link.put(dict(new), self._ttl_ms), strict=True):
+        # One that was missed while it waited here, and was evicted anew, is in the batch twice.
+        new = {outgoing.key: outgoing for outgoing, there in zip(batch, known, strict=True) if not there}
+        answers = await self._link.put({key: outgoing.value for key, outgoing in new.items()}, self._ttl_ms)
+        for outgoing, refused in zip(new.values(), answers, strict=True):
             if refused is not None:
                 self._refused([outgoing], refused)
             else:

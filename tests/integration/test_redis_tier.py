@@ -219,6 +219,21 @@ async def test_what_is_there_or_on_its_way_need_not_be_offered_again(shared_redi
         assert not tier.has(LAYOUT, block.hash)
 
 
+async def test_a_block_that_is_offered_anew_while_it_waits_is_sent_once(
+    shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks it up meanwhile finds nothing, and it is not taken to be there any more."""
+    monkeypatch.setattr(redis_tier, "MAX_REMEMBERED", 0)
+    first, second = chain(2, seed=16)
+    before = counted(tier_metrics.STORED)
+    async with running(shared_redis.url) as tier:
+        await present(tier)
+        assert all(tier.offer(LAYOUT, block) for block in (first, first, second))
+        await written(tier)
+        assert await found(tier, hashes([first, second])) == [first, second]
+    assert counted(tier_metrics.STORED) == before + 2
+
+
 async def test_what_was_taken_for_granted_ends_with_half_of_its_time(shared_redis: RedisServer) -> None:
     [block] = chain(1, seed=18)
     async with running(shared_redis.url, ttl=0.1) as tier:
