@@ -82,11 +82,18 @@ async def _stream(client: AsyncOpenAI, model: str, prompt: list[int], salt: str,
 
 async def assert_at_rest(stack: RunningStack) -> None:
     """Soon everybody is ready, and nobody has anything in hand: no requests, no blocks, no pins, no reservations."""
+    assert_nobody_failed(stack)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + DEADLINE
     while (found := await _unrest(stack)) and loop.time() < deadline:
         await asyncio.sleep(0.05)
     assert not found, f"{found}\n{stack.last_words()}"
+
+
+def assert_nobody_failed(stack: RunningStack) -> None:
+    """Whoever was killed says nothing. A bug ends its process, too; what it was doing is done again and nobody sees."""
+    failed = [m.instance for m in stack.state.members if "Traceback (most recent call last)" in stack.log(m.instance)]
+    assert not failed, f"{failed}\n{stack.last_words()}"
 
 
 async def _unrest(stack: RunningStack) -> dict[str, int]:
