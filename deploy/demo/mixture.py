@@ -27,10 +27,10 @@ DRAWS: dict[Kind, Draw] = {
 
 SHARES: tuple[tuple[Draw, float], ...] = (
     (capitals.draw, 16),
-    (arithmetic.draw, 20),
+    (arithmetic.draw, 22),
     (arithmetic.draw_table, 5),
     (letters.draw_spelling, 14),
-    (letters.draw_counting, 6),
+    (letters.draw_counting, 8),
     (records.draw, 8),
     (stories.draw, 3),
     (talk.draw, 6),

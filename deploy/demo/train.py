@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the shipped model")
     parser.add_argument("--checkpoints", type=Path, default=Path("build/demo"), help="folder of the resumable state")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=4600)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--questions", type=int, default=200, help="held-out questions of each kind")
     parser.add_argument(

@@ -9,13 +9,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from deploy.demo import evaluation
-from deploy.demo.examples import Exchange, Kind
+from deploy.demo.examples import Exchange
 from deploy.demo.mixture import DRAWS
 
 FOLDER = Path(evaluation.__file__).parent / "model"
 REPOSITORY = Path(__file__).parents[2]
-LEARNT: tuple[Kind, ...] = ("capitals", "times tables", "json", "stories", "talk", "languages", "memory")
-"""Kinds at 90% or better. The others are shown in the table with what they have; more training is to bring them in."""
+LEARNT = DRAWS.keys() - {"system prompt", "completion"}
+"""Kinds at 90% or better. The others are shown in the table with what they have: sums without their working, and plain
+text that goes on where the evaluation wants it to end."""
 Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
@@ -96,11 +97,11 @@ def test_the_chat_template_takes_systems_turns_and_parts(shipped: Model) -> None
     assert tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True) == text + "<|assistant|>"
 
 
-def test_held_out_questions_of_what_it_has_learnt_are_answered(shipped: Model) -> None:
+def test_held_out_questions_are_answered(shipped: Model) -> None:
     model, tokenizer = shipped
     asked = [
         example
-        for kind in LEARNT
+        for kind in sorted(LEARNT)
         for example in evaluation.questions(kind, 12, seed=11)
         if len(evaluation.wanted(example)) < 120
     ]
