@@ -73,11 +73,13 @@ def wanted(example: Example) -> str:
 
 
 def is_right(example: Example, answer: str) -> bool:
-    """Word for word, except for stories and rows of numbers, of which many are right."""
+    """Word for word, except for stories, rows of numbers and sentences about capitals, of which many are right."""
     if example.kind == "stories" and isinstance(example, Exchange):
         return stories.is_good(example.turns[-1].question, answer)
     if isinstance(example, Passage) and passages.is_row(example.prompt):
         return passages.counts_on(example.prompt, answer)
+    if isinstance(example, Passage) and passages.asks_capital(example.prompt):
+        return passages.states_capitals(example.prompt + answer)
     return answer == wanted(example)
 
 

@@ -14,9 +14,8 @@ from deploy.demo.mixture import DRAWS
 
 FOLDER = Path(evaluation.__file__).parent / "model"
 REPOSITORY = Path(__file__).parents[2]
-LEARNT = DRAWS.keys() - {"system prompt", "completion"}
-"""Kinds at 90% or better. The others are shown in the table with what they have: sums without their working, and plain
-text that goes on where the evaluation wants it to end."""
+LEARNT = DRAWS.keys() - {"system prompt"}
+"""Kinds at 90% or better; the other one is shown in the table with what it has: bare sums, without their working."""
 Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 

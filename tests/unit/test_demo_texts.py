@@ -13,7 +13,7 @@ from deploy.demo.architecture import END_OF_TEXT_ID, END_OF_TURN_ID
 from deploy.demo.examples import Example, Exchange, Kind, Passage, draw_for_training, draw_held_out, is_held_out
 from deploy.demo.mixture import DRAWS, training_examples
 from deploy.demo.packing import ROW_LENGTHS, Encoder, batches, fill_rows
-from deploy.demo.texts import capitals, letters, records, stories
+from deploy.demo.texts import capitals, letters, passages, records, stories
 from deploy.demo.vocabulary import CHAT_TEMPLATE, VOCABULARY_SIZE, save_tokenizer, train_tokenizer
 
 KINDS = tuple(DRAWS)
@@ -155,3 +155,22 @@ def test_documents_share_rows_without_seeing_each_other(tokenizer: Tokenizer, sa
         wanted = batch.targets >= 0
         assert bool((batch.targets[wanted] == shifted[wanted]).all())
     assert learnt == sum(sum(counts[1:]) for _, counts in documents)
+
+
+def test_a_passage_about_capitals_may_go_on_with_what_is_true_and_with_nothing_else() -> None:
+    assert passages.states_capitals("The capital of Ghana is Accra.")
+    assert passages.states_capitals("The capital of Ghana is Accra. Eritrea's capital is Asmara.")
+    assert passages.states_capitals("The capital of Mali is the city of Bamako.")
+    assert not passages.states_capitals("The capital of Ghana is Accra. The capital of Eritrea is Accra.")
+    assert not passages.states_capitals("The capital of Ghana is Accra. The")
+    assert not passages.states_capitals("The capital of Ghana is Asmara.")
+
+
+def test_only_passages_that_break_off_before_a_capital_are_judged_so() -> None:
+    rng = Random(5)
+    for _ in range(100):
+        example = passages.capital(rng)
+        assert passages.asks_capital(example.prompt)
+        assert passages.states_capitals(example.prompt + example.continuation)
+        assert not passages.asks_capital(passages.resident(rng).prompt)
+        assert not passages.asks_capital(passages.sum_of(rng).prompt)

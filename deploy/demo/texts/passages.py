@@ -7,14 +7,43 @@ from deploy.demo.examples import Passage
 from deploy.demo.texts import capitals, stories
 from deploy.demo.texts.wording import NAMES
 
+STEMS = (
+    "The capital of {} is",
+    "The capital city of {} is",
+    "{}'s capital is",
+    "The capital of {} is the city of",
+)
+
+
+def _stated(stem: str, country: str) -> str:
+    started = stem.format(country)
+    return f"{started[0].upper()}{started[1:]} {capitals.CAPITALS[country].removesuffix('.')}."
+
+
+TRUE_SENTENCES = frozenset(_stated(stem, country) for stem in STEMS for country in capitals.COUNTRIES)
+"""Everything that a passage may say of capitals."""
+
+
+def asks_capital(prompt: str) -> bool:
+    """Whether a passage breaks off where a capital is to be named."""
+    return any(sentence.startswith(f"{prompt.rsplit('. ', 1)[-1]} ") for sentence in TRUE_SENTENCES)
+
+
+def states_capitals(text: str) -> bool:
+    """Whether a passage is made of true sentences about capitals; how many there are is its own choice."""
+    while text:
+        sentence = next((s for s in TRUE_SENTENCES if text == s or text.startswith(f"{s} ")), None)
+        if sentence is None:
+            return False
+        text = text[len(sentence) + 1 :]
+    return True
+
 
 def capital(rng: Random) -> Passage:
     """The capital of France is … Held out: the country after the facts before it."""
     before = [capitals.full_answer(country) for country in rng.sample(capitals.COUNTRIES, rng.choice((0, 0, 1, 2)))]
     country = rng.choice(capitals.COUNTRIES)
-    stem = rng.choice(
-        ("The capital of {} is", "The capital city of {} is", "{}'s capital is", "The capital of {} is the city of")
-    ).format(country)
+    stem = rng.choice(STEMS).format(country)
     stem = stem[0].upper() + stem[1:]
     prompt = " ".join((*before, stem))
     return Passage("completion", f"completion|{prompt}", prompt, f" {capitals.CAPITALS[country].removesuffix('.')}.")
