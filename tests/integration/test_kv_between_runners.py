@@ -10,19 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker import model_runner
 from services.worker.kv.transfers import Transfers
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
-from services.worker.sampling.parameters import Choices
-from services.worker.sampling.sampler import Drawn, History, sample
 from services.worker.torch_backend import DtypeChoice, create_backend
 from shared.blocks import BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.worker import Transfer
 from tests.kv_ranks import make_arena, transfer
+from tests.recorded_logits import record_logits
 from tests.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.worker_driver import Driver
 
@@ -60,14 +58,7 @@ def runner(model: TinyModel, ops: OpsName, dtype: DtypeChoice) -> ModelRunner:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every step from here on."""
-    record: list[Tensor] = []
-
-    def recording(logits: Tensor, choices: Choices, history: History) -> Drawn:
-        record.append(logits.clone())
-        return sample(logits, choices, history)
-
-    monkeypatch.setattr(model_runner, "sample", recording)
-    return record
+    return record_logits(monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker import model_runner
 from services.worker.model.config import ModelError
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
-from services.worker.sampling.parameters import Choices
-from services.worker.sampling.sampler import Drawn, History, sample
 from services.worker.sequences import BrokenPlan
 from services.worker.torch_backend import DtypeChoice, create_backend
 from shared.blocks import BLOCK_SIZE
@@ -26,6 +23,7 @@ from shared.ids import Incarnation, ModelName, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
+from tests.recorded_logits import record_logits
 from tests.tiny_models import FAMILIES, POSITIONS, VOCABULARY, TinyModel, make_config, make_model
 from tests.worker_driver import GREEDY, Driver
 
@@ -105,14 +103,7 @@ def llama(tiny: Callable[[str], TinyModel], backends: Callable[[str, OpsName], M
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of every step from here on, before anything is done to them."""
-    record: list[Tensor] = []
-
-    def recording(logits: Tensor, choices: Choices, history: History) -> Drawn:
-        record.append(logits.clone())
-        return sample(logits, choices, history)
-
-    monkeypatch.setattr(model_runner, "sample", recording)
-    return record
+    return record_logits(monkeypatch)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

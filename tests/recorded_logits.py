@@ -1,0 +1,22 @@
+"""What a model runner is about to draw from, for comparing it with what it should be."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from services.worker import model_runner
+from services.worker.sampling.parameters import Choices
+from services.worker.sampling.sampler import Drawn, History, sample
+
+
+def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The logits of every step from here on, before anything is done to them."""
+    record: list[Tensor] = []
+
+    def recording(logits: Tensor, choices: Choices, history: History) -> Drawn:
+        record.append(logits.clone())
+        return sample(logits, choices, history)
+
+    monkeypatch.setattr(model_runner, "sample", recording)
+    return record
