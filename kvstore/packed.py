@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 
 from kvstore.core.store import Slot, Wanted
 from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, split_hashes
 from shared.messages.kvstore import NO_SLOT, Reserve
+from shared.slots import pack_generations
+from shared.tokens import pack
 
 
 def wanted_by(question: Reserve) -> list[Wanted] | None:
@@ -25,9 +26,9 @@ def whole_hashes(packed: bytes) -> list[BlockHash]:
 
 def numbers(slots: Iterable[Slot | None]) -> bytes:
     """Packed uint32; NO_SLOT for None."""
-    return array("I", [NO_SLOT if slot is None else slot.number for slot in slots]).tobytes()
+    return pack(NO_SLOT if slot is None else slot.number for slot in slots)
 
 
 def generations(slots: Iterable[Slot | None]) -> bytes:
     """Packed uint64."""
-    return array("Q", [0 if slot is None else slot.generation for slot in slots]).tobytes()
+    return pack_generations(0 if slot is None else slot.generation for slot in slots)

@@ -21,6 +21,11 @@ HASH_BYTES = 16
 _BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
 
+def blocks_for(tokens: int) -> int:
+    """How many blocks hold `tokens`, the last one full or not."""
+    return -(-tokens // BLOCK_SIZE)
+
+
 def root_hash(cache_salt: str | None) -> BlockHash:
     """What the first block's hash chains from: equal salts, and only those, share cached blocks."""
     return BlockHash(blake2b(b"baton" + (cache_salt or "").encode(), digest_size=HASH_BYTES).digest())

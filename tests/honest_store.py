@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 
 from shared.blocks import BLOCK_SIZE, HASH_BYTES
@@ -25,6 +24,7 @@ from shared.messages.kvstore import (
     Reserved,
 )
 from shared.messages.worker import Transfer
+from shared.slots import pack_generations, unpack_generations
 from shared.tokens import pack, unpack
 
 LAYOUT = KvLayout(model="m", dtype="float32", layers=1, kv_heads=2, head_dim=4)
@@ -175,11 +175,3 @@ class HonestStore:
 
 def split(hashes: bytes) -> list[bytes]:
     return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
-
-
-def pack_generations(generations: list[int]) -> bytes:
-    return struct.pack(f"<{len(generations)}Q", *generations)
-
-
-def unpack_generations(packed: bytes) -> list[int]:
-    return list(struct.unpack(f"<{len(packed) // 8}Q", packed))

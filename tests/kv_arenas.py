@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +29,8 @@ from shared.messages.kvstore import (
     Reserve,
     Reserved,
 )
+from shared.slots import unpack_generations
+from shared.tokens import unpack
 
 NODE = NodeId("node-1")
 STORE = InstanceId("kvstore-1")
@@ -104,7 +105,7 @@ def parents_of(hashes: Sequence[BlockHash], before: bytes = NO_PARENT) -> list[b
 
 def slots_of(answer: Found | Reserved) -> list[tuple[int, int]]:
     """(slot, generation)."""
-    return list(zip(array("I", answer.slots), array("Q", answer.generations), strict=True))
+    return list(zip(unpack(answer.slots), unpack_generations(answer.generations), strict=True))
 
 
 class Client:

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from services.worker.memory import gib
 from services.worker.model.config import ModelError
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, blocks_for
 
 _DEFAULT_MOST_ON_CPU = 4 << 30
 """Main memory belongs to others too; whoever wants more says so."""
@@ -51,10 +51,6 @@ def size_kv(demand: KvDemand, *, free: int, activations: int, device: torch.devi
             f"maximum model length to {num_blocks * BLOCK_SIZE}"
         )
     return KvSize(num_blocks, min(demand.max_model_len, num_blocks * BLOCK_SIZE))
-
-
-def blocks_for(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)
 
 
 def _default(demand: KvDemand, usable: int, device: torch.device) -> int:

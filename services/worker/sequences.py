@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.sampling.parameters import Choices, ParameterTable
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
 
@@ -59,7 +59,7 @@ class SequenceTable:
     """The sequences of one rank; see the module."""
 
     def __init__(self, *, max_sequences: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
-        width = -(-(max_model_len + 1) // BLOCK_SIZE)
+        width = blocks_for(max_model_len + 1)
         self._num_blocks = num_blocks
         self._slots: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
@@ -179,7 +179,7 @@ class SequenceTable:
             kv_slots=self._blocks[rows, block] * BLOCK_SIZE + offset,
             query_starts=query_starts,
             context_lens=ends,
-            block_tables=self._blocks[slots, : -(-max_context // BLOCK_SIZE)],
+            block_tables=self._blocks[slots, : blocks_for(max_context)],
             logits_rows=query_starts[sampled_at + 1] - 1,
             num_decodes=num_decodes,
             prefills=tuple(zip(counts[num_decodes:].tolist(), ends[num_decodes:].tolist(), strict=True)),

@@ -11,7 +11,7 @@ from services.worker.backend import BackendError, StepOutput
 from services.worker.sim.accelerator import MEMORY_SHARE, Accelerator
 from services.worker.sim.shape import ModelShape, read_shape
 from services.worker.sim.vocabulary import drawn, printable_tokens
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import ModelName, SequenceId
 from shared.messages.generation import TokenLogprobs
 from shared.messages.lifecycle import ModelCard
@@ -153,7 +153,7 @@ def _num_blocks(
 ) -> int:
     """Each rank holds its share of the weights and of each block."""
     room = given if given is not None else accelerator.memory * MEMORY_SHARE - shape.weight_bytes / world_size
-    most = MOST_SEQUENCES * -(-max_model_len // BLOCK_SIZE)
+    most = MOST_SEQUENCES * blocks_for(max_model_len)
     blocks = min(most, int(room * world_size / (shape.kv_bytes_per_token * BLOCK_SIZE)))
     if blocks < 1:
         raise BackendError(f"the weights take {shape.weight_bytes} bytes; nothing is left for keys and values")

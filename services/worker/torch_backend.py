@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from services.worker.kv_memory import KvDemand, blocks_for, size_kv
+from services.worker.kv_memory import KvDemand, size_kv
 from services.worker.memory import free_bytes, gib, peak_bytes
 from services.worker.model.checkpoint import open_checkpoint
 from services.worker.model.config import Dtype, ModelConfig, ModelError
@@ -23,6 +23,7 @@ from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName, create_ops
 from services.worker.parallel import Communicator, share_of
 from services.worker.rehearsal import rehearse
+from shared.blocks import blocks_for
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shared.blocks import BLOCK_SIZE
 from shared.messages.lifecycle import EngineReport
 
 WAITING_WEIGHT = 4
@@ -32,7 +31,3 @@ def cost(report: EngineReport, placed: int) -> int:
     slots = 0 if report.waiting else max(0, report.max_running - report.running)
     running = min(placed, slots)
     return WAITING_WEIGHT * (report.waiting + placed - running) + report.running + running
-
-
-def blocks_of(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from services.coordinator.core.choice import Choice
 from services.coordinator.core.fleet import DECODING, Fleet, Seat
 from services.coordinator.core.kv_sources import KvSources
-from services.coordinator.core.load import blocks_of, cost
+from services.coordinator.core.load import cost
 from services.coordinator.core.policies import Lot, chance, pick
 from services.coordinator.core.reuse import NO_REUSE, Reuse, Reuses
 from services.coordinator.core.routing import Routing
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.messages.generation import Generation
 from shared.tokens import TOKEN_BYTES
 
@@ -62,7 +62,7 @@ class Router:
         """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too."""
         tokens = len(generation.tokens) // TOKEN_BYTES
         hits = self._sources.hits(generation.model, generation.block_hashes, (tokens - 1) // BLOCK_SIZE)
-        return _Asked(generation, tokens, blocks_of(tokens), Reuses(hits))
+        return _Asked(generation, tokens, blocks_for(tokens), Reuses(hits))
 
     # ---- one engine
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from services.scheduler.core.engine import Engine
-from services.scheduler.core.kv_memory import KvMemory, blocks_for
+from services.scheduler.core.kv_memory import KvMemory
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.serving import Serving
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, blocks_for
 
 
 class BrokenInvariant(AssertionError):

@@ -12,14 +12,10 @@ from typing import NamedTuple
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.prefix_index import PrefixIndex
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
+from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, blocks_for
 
 NO_PARENT = bytes(HASH_BYTES)
 """In place of the hash before the first block's."""
-
-
-def blocks_for(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE)
 
 
 class Fresh(NamedTuple):

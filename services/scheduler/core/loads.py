@@ -13,10 +13,11 @@ from services.scheduler.core.kv_memory import KvMemory
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.store import Arena, Store
-from services.scheduler.core.transfers import Place, Transfers, unpack_generations
+from services.scheduler.core.transfers import Place, Transfers
 from shared.blocks import BLOCK_SIZE, BlockHash
 from shared.ids import LeaseId, SequenceId
 from shared.messages.kvstore import Found, KvStoreAnswer
+from shared.slots import unpack_generations
 from shared.tokens import unpack
 
 MOST_ASKED = 256

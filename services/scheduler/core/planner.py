@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
-from services.scheduler.core.kv_memory import KvMemory, blocks_for
+from services.scheduler.core.kv_memory import KvMemory
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.line import Line
 from services.scheduler.core.loads import Loads
 from services.scheduler.core.saves import BESIDE_DECODES, MOST_BLOCKS, Saves
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfers import Transfers
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Transfer, Work
 from shared.tokens import TOKEN_BYTES, pack

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from services.scheduler.core.kv_memory import Fresh, KvMemory
 from services.scheduler.core.store import Arena, Store
-from services.scheduler.core.transfers import Place, Transfers, unpack_generations
+from services.scheduler.core.transfers import Place, Transfers
 from shared.blocks import BLOCK_SIZE, BlockHash
 from shared.ids import LeaseId
 from shared.messages.kvstore import NO_SLOT, Committed, KvStoreAnswer, Reserved
+from shared.slots import unpack_generations
 from shared.tokens import unpack
 
 MOST_BLOCKS = 512

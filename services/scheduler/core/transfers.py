@@ -6,8 +6,6 @@ so each transfer has references of its own, which it keeps until every rank has 
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from services.scheduler.core.store import Arena
 from shared.ids import LeaseId
 from shared.messages.scheduler import Transferred
 from shared.messages.worker import Transfer
+from shared.slots import pack_generations
 from shared.tokens import pack
 
 MOST_IN_FLIGHT = 128
@@ -139,21 +138,3 @@ class Transfers:
         """One for each reference that is held."""
         for transfer in self._in_flight:
             yield from transfer.blocks
-
-
-def pack_generations(generations: list[int]) -> bytes:
-    """As packed little-endian uint64."""
-    return _little_endian(array("Q", generations)).tobytes()
-
-
-def unpack_generations(packed: bytes) -> list[int]:
-    """Raises ValueError where the length is not a multiple of eight."""
-    generations = array("Q")
-    generations.frombytes(packed)
-    return _little_endian(generations).tolist()
-
-
-def _little_endian(values: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
