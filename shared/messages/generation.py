@@ -12,6 +12,16 @@ FinishReason = Literal["stop", "length"]
 """OpenAI's words. A cancelled or failed request never finishes; it is rejected or failed."""
 
 
+class Grammar(Struct, frozen=True, array_like=True):
+    """What the output must match: guided decoding. Equal grammars are compiled once."""
+
+    kind: Literal["json", "regex", "choice", "grammar", "structural_tag"]
+    text: str
+    """A JSON schema, a regular expression, a JSON array of strings, EBNF as xgrammar reads it, or its structural tag."""
+    after: str = ""
+    """It binds from behind the first occurrence of this text in the output (`</think>`); empty: from the start."""
+
+
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     """How the next token is drawn. A pure function of (logits, seed, output position): no generator state.
 
@@ -32,6 +42,17 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """None: no log-probabilities. N: the sampled token's and those of the N most likely."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of which the last token is never drawn behind the others."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are drawn."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Log-probabilities of these beside the sampled token's, instead of the most likely ones'."""
+    prompt_logprobs: int | None = None
+    """N: log-probabilities of each prompt token but the first, and of the N most likely there."""
+    thinking_budget: int | None = None
+    """Output tokens after which `thinking_end` is forced, unless it has occurred."""
+    thinking_end: tuple[int, ...] = ()
 
 
 class StopParams(Struct, frozen=True, array_like=True, kw_only=True):
@@ -75,6 +96,7 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """Engines that failed earlier attempts; used only where there is no other."""
     trace: str | None = None
     """W3C traceparent of the client's span, where it sent one."""
+    grammar: Grammar | None = None
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, NodeId, RequestId, SequenceId
-from shared.messages.generation import Generation, TokenLogprobs
+from shared.messages.generation import Generation, Grammar, TokenLogprobs
 
 
 class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
@@ -87,6 +87,8 @@ class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
     prepare: float
     forward: float
     sample: float
+    answer: float = 0.0
+    """From the end of sampling until the result is on its way to the bus."""
 
 
 class Sampled(Struct, frozen=True, array_like=True):
@@ -104,6 +106,10 @@ class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     step: int
     sampled: tuple[Sampled, ...]
     timing: StepTiming
+    drafted: int = 0
+    """Draft tokens that were verified."""
+    accepted: tuple[int, ...] = ()
+    """How many sequences accepted their first draft token, their second, and so on."""
 
 
 class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -125,4 +131,13 @@ class Transferred(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Those of them that failed, the newest 256."""
 
 
-WorkerResult = StepFinished | StepMissed | Transferred
+class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """worker → scheduler: a grammar of `StepPlan.compile` is ready, or never will be."""
+
+    epoch: Incarnation
+    grammar: Grammar
+    error: str | None = None
+    """Why it cannot be compiled, and where: the client reads it."""
+
+
+WorkerResult = StepFinished | StepMissed | Transferred | GrammarCompiled

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
-from shared.messages.generation import SamplingParams, StopParams
+from shared.messages.generation import Grammar, SamplingParams, StopParams
 
 
 class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True):
@@ -61,6 +61,13 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     cache_salt: str | None = None
     avoid: tuple[EngineId, ...] = ()
     trace: str | None = None
+    grammar: Grammar | None = None
+    bad_words: tuple[str, ...] = ()
+    """Become `SamplingParams.bad_words`, each with and without a space before it."""
+    thinking_end: str = ""
+    """Becomes `SamplingParams.thinking_end`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many of the prompt's last tokens; -1: as many as the model's context holds beside one of output."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.ids import ArenaId, Incarnation, SequenceId
-from shared.messages.generation import SamplingParams
+from shared.messages.generation import Grammar, SamplingParams
 
 
 class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
@@ -26,6 +26,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that may not be drawn before `min_tokens` (end-of-sequence ids included unless ignored)."""
+    grammar: Grammar | None = None
+    """Compiled before: an earlier plan had it in `compile`, and it was answered without an error."""
 
 
 class Work(Struct, frozen=True, array_like=True):
@@ -37,6 +39,9 @@ class Work(Struct, frozen=True, array_like=True):
     """Packed ids of newly assigned blocks, appended to the sequence's block table."""
     sample: bool
     """Draw a token from the last position; the worker appends it to the sequence itself."""
+    speculate: int = 0
+    """Tokens beyond those drawn for certain that the step may yield: drafted by the worker and verified in the same
+    step, or forced by the grammar. `blocks` have room for all. What is rejected is written again by a later step."""
 
 
 class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
@@ -73,3 +78,5 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     new: tuple[NewSequence, ...] = ()
     work: tuple[Work, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    compile: tuple[Grammar, ...] = ()
+    """Compile these beside the steps; the rank that samples answers each with `GrammarCompiled`."""

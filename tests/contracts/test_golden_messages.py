@@ -118,6 +118,11 @@ MESSAGES: list[Any] = [
     ),
     scheduler.Transferred(rank=1, epoch=Incarnation(1), done=2, failed=(1,)),
     scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),
+    scheduler.GrammarCompiled(
+        epoch=Incarnation(1),
+        grammar=generation.Grammar("regex", "a(", after="</think>"),
+        error="regex, character 2: ( is not closed",
+    ),
     worker.StepPlan(
         epoch=Incarnation(1),
         step=2,

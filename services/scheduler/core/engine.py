@@ -47,6 +47,7 @@ from shared.messages.scheduler import (
     Cancel,
     DetokenizerLost,
     Generate,
+    GrammarCompiled,
     ProbeReply,
     Sampled,
     StepFinished,
@@ -117,6 +118,8 @@ class Engine:
             case StepMissed():
                 if self.serving is not None and event.epoch == self.serving.steps.epoch:
                     self._start_anew(f"{event.worker} never received step {event.expected}")
+            case GrammarCompiled():
+                pass  # no plan asks for any yet
             case WorkersReady():
                 self._workers_ready(event)
             case WorkersLost():
