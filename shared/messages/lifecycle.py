@@ -95,6 +95,10 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     layout: KvLayout | None = None
     """None: this worker's KV memory cannot be shared (the simulated one)."""
     transfers: Transferred | None = None
+    max_speculate: int = 0
+    """What `Work.speculate` may ask for at the most; 0 where nothing drafts."""
+    max_jump_ahead: int = 0
+    """The same for sequences with a grammar, where no more is drafted: how many forced tokens one step may yield."""
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):

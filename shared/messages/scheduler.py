@@ -97,6 +97,8 @@ class Sampled(Struct, frozen=True, array_like=True):
     sequence: SequenceId
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    drafted: int = 0
+    """Of `Work.speculate`, how many were tried: drafted, or forced by the grammar. `len(tokens) - 1` were accepted."""
 
 
 class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
