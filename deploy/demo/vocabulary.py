@@ -23,16 +23,39 @@ of an answer: then to repeat it is to copy tokens, and a small model learns that
 """
 
 CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message['role'] not in ('system', 'developer', 'user', 'assistant') -%}
-{{- raise_exception('The demo model knows the roles system, user and assistant.') -}}
-{%- endif -%}
-{%- set role = 'system' if message['role'] == 'developer' else message['role'] -%}
-{{- '<|' + role + '|>' -}}
+{%- macro text(message) -%}
 {%- if message['content'] is string -%}
 {{- message['content'] | trim -}}
 {%- else -%}
 {%- for part in message['content'] or [] -%}{{- part['text'] | trim -}}{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(messages=messages) -%}
+{%- if tools -%}
+{{- '<|system|>' -}}
+{%- if messages and messages[0]['role'] in ('system', 'developer') -%}
+{{- text(messages[0]) + '\\n\\n' -}}
+{%- set ns.messages = messages[1:] -%}
+{%- endif -%}
+{{- 'You may call these tools:' -}}
+{%- for tool in tools -%}{{- '\\n' + (tool['function'] or tool) | tojson -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
+{%- for message in ns.messages -%}
+{%- if message['role'] not in ('system', 'developer', 'user', 'assistant', 'tool') -%}
+{{- raise_exception('The demo model knows the roles system, user, assistant and tool.') -}}
+{%- endif -%}
+{%- if message['role'] == 'tool' -%}
+{{- '<|user|><tool_response>\\n' + text(message) + '\\n</tool_response>' -}}
+{%- else -%}
+{{- '<|' + ('system' if message['role'] == 'developer' else message['role']) + '|>' + text(message) -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set function = call['function'] or call -%}
+{%- if message['content'] or not loop.first -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": ' + function['name'] | tojson + ', "arguments": ' -}}
+{{- function['arguments'] if function['arguments'] is string else function['arguments'] | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
 {%- endif -%}
 {{- '<|end|>' -}}
 {%- endfor -%}
