@@ -50,6 +50,16 @@ class NewTokens(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
+class PromptLogprobs(Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens. What was computed twice (after a preemption) is told twice."""
+
+    request: RequestId
+    attempt: Attempt
+    position: int
+    """Index in the prompt of the first of them."""
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class Abandon(Struct, frozen=True, array_like=True):
     """The engine gave the request up (cancelled or failed): forget it. The gateway is told by the scheduler."""
 
@@ -68,7 +78,7 @@ class Moved(Struct, frozen=True, array_like=True):
 class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     """scheduler → one detokenizer. `number` counts from 0 per (engine, epoch, detokenizer): a gap is a loss.
 
-    Order of effect: `opened`, `entries`, `moved`, `abandoned`.
+    Order of effect: `opened`, `scored`, `entries`, `moved`, `abandoned`.
     """
 
     engine: EngineId
@@ -78,3 +88,4 @@ class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     entries: tuple[NewTokens, ...] = ()
     abandoned: tuple[Abandon, ...] = ()
     moved: tuple[Moved, ...] = ()
+    scored: tuple[PromptLogprobs, ...] = ()

@@ -66,6 +66,18 @@ class LogprobText(Struct, frozen=True, array_like=True):
 class PositionLogprobs(Struct, frozen=True, array_like=True):
     chosen: LogprobText
     top: tuple[LogprobText, ...]
+    rank: int | None = None
+    """As in `TokenLogprobs`."""
+
+
+class PromptPart(Struct, frozen=True, array_like=True):
+    """Log-probabilities of a prompt's tokens; all of them come before the request's first output token."""
+
+    request: RequestId
+    attempt: Attempt
+    position: int
+    """Index in the prompt of the first of them. What came already may come again."""
+    logprobs: tuple[PositionLogprobs, ...]
 
 
 class Delta(Struct, frozen=True, array_like=True):
@@ -104,6 +116,8 @@ class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     number: int
     opened: tuple[StreamOpened, ...] = ()
     deltas: tuple[Delta, ...] = ()
+    scored: tuple[PromptPart, ...] = ()
+    """Takes effect between `opened` and `deltas`."""
 
 
 GatewayMessage = Deltas | Placed | Queued | Rejected | Failed

@@ -105,4 +105,6 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token, log-probability), most likely first."""
+    """(token, log-probability), most likely first; or those of `SamplingParams.logprob_token_ids`, in its order."""
+    rank: int | None = None
+    """How many tokens are at least as likely, itself included; told of prompt tokens only."""

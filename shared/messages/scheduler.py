@@ -101,6 +101,15 @@ class Sampled(Struct, frozen=True, array_like=True):
     """Of `Work.speculate`, how many were tried: drafted, or forced by the grammar. `len(tokens) - 1` were accepted."""
 
 
+class PromptScored(Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens, of which a step has computed the ones before."""
+
+    sequence: SequenceId
+    position: int
+    """Index in the prompt of the first of them; never 0, of which there is no probability."""
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """worker → scheduler: this step is computed; only sequences whose work had `sample` set are in `sampled`."""
 
@@ -112,6 +121,8 @@ class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     """Draft tokens that were verified."""
     accepted: tuple[int, ...] = ()
     """How many sequences accepted their first draft token, their second, and so on."""
+    scored: tuple[PromptScored, ...] = ()
+    """Of sequences whose `SamplingParams.prompt_logprobs` is set."""
 
 
 class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

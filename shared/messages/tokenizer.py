@@ -67,7 +67,7 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     thinking_end: str = ""
     """Becomes `SamplingParams.thinking_end`."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many of the prompt's last tokens; -1: as many as the model's context holds beside one of output."""
+    """Keep no more than this many of the prompt's tokens, the last ones."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

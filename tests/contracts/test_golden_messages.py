@@ -46,6 +46,7 @@ R, A, E = RequestId("r1"), Attempt(2), EngineId("engine-1")
 SAMPLING = generation.SamplingParams(seed=7, temperature=0.5, logit_bias=((3, 1.5),), logprobs=2)
 STOPPING = generation.StopParams(max_tokens=16, stop=("\n",), stop_token_ids=(5,))
 LOGPROBS = generation.TokenLogprobs(9, -0.25, ((9, -0.25), (4, -2.0)))
+RANKED = generation.TokenLogprobs(9, -0.25, (), 1)
 CARD = lifecycle.ModelCard(
     name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1
 )
@@ -107,6 +108,7 @@ MESSAGES: list[Any] = [
         step=2,
         sampled=(scheduler.Sampled(SequenceId(0), (9,), (LOGPROBS,)),),
         timing=scheduler.StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.5),
+        scored=(scheduler.PromptScored(SequenceId(1), 1, (RANKED,)),),
     ),
     scheduler.Generate(
         GENERATION,
@@ -170,6 +172,7 @@ MESSAGES: list[Any] = [
         entries=(detokenizer.NewTokens(R, A, 0, (9,), "stop"),),
         abandoned=(detokenizer.Abandon(R, A),),
         moved=(detokenizer.Moved(R, A, EngineId("engine-2")),),
+        scored=(detokenizer.PromptLogprobs(R, A, 1, (RANKED,)),),
     ),
     gateway.Queued(R, A),
     gateway.Placed(R, A, E, DetokenizerId("detokenizer-1")),
@@ -182,6 +185,7 @@ MESSAGES: list[Any] = [
         number=0,
         opened=(gateway.StreamOpened(R, A, 1, 0),),
         deltas=(gateway.Delta(R, A, 0, (9,), "a", "stop", None, (gateway.PositionLogprobs(LOGPROB_TEXT, ()),)),),
+        scored=(gateway.PromptPart(R, A, 1, (gateway.PositionLogprobs(LOGPROB_TEXT, (), 3),)),),
     ),
     lifecycle.Lifecycle(
         service="scheduler",
