@@ -196,10 +196,11 @@ class SequenceTable:
         self._tokens[slots, lengths] = tokens
         self._length[slots] = lengths + 1
 
-    def history(self, slots: Slots) -> tuple[Int32s, Int32s, Int32s]:
-        """(tokens [P, longest], lengths [P], prompt lengths [P])."""
-        lengths = self._length[slots]
-        return self._tokens[slots, : int(lengths.max())], lengths, self._prompt[slots]
+    def history(self, slots: Slots, positions: Int32s) -> tuple[Int32s, Int32s, Int32s]:
+        """(tokens [P, longest], lengths [P], prompt lengths [P]) before the output `positions` are drawn."""
+        prompts = self._prompt[slots]
+        lengths = prompts + positions
+        return self._tokens[slots, : int(lengths.max())], lengths, prompts
 
     def _slot_of(self, sequence: SequenceId) -> int:
         try:

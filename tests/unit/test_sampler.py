@@ -56,7 +56,9 @@ def draw(
     for slot, one in enumerate(params):
         table.put(slot, new(slot, held, prompt_length, one, **more))
 
-    def history(slots: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    def history(
+        slots: NDArray[np.intp], _: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         rows = len(slots)
         return (
             np.tile(np.array(held, dtype=np.int32), (rows, 1)),

@@ -23,8 +23,11 @@ from services.worker.sampling.penalties import Penalties, penalised
 from services.worker.sampling.philox import uniforms
 from shared.messages.generation import TokenLogprobs
 
-History = Callable[[NDArray[np.intp]], tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]
-"""Slots → (tokens [P, longest], lengths [P], prompt lengths [P])."""
+History = Callable[
+    [NDArray[np.intp], NDArray[np.int32]], tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+]
+"""Slots and output positions [P] → (tokens [P, longest], lengths [P], prompt lengths [P]) as they are before those
+positions are drawn: a sequence may have several rows, each of which sees the drafts before it as drawn."""
 
 _CHUNK = 8 * CHUNK
 """Tokens added up before the cumulative sum: it runs over few numbers, in double precision, at little cost."""
@@ -89,7 +92,7 @@ def _processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
 
 def _penalties(choices: Choices, rows: NDArray[np.intp], history: History, device: torch.device) -> Penalties:
     slots = choices.slots[rows]
-    tokens, lengths, prompts = history(slots)
+    tokens, lengths, prompts = history(slots, choices.position[rows])
 
     def column(values: NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values).to(device).unsqueeze(1)
