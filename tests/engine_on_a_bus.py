@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import Limits
+from services.scheduler.journal import JournalSettings
 from services.worker.actor import Place, WorkerActor
 from services.worker.backend import Backend
 from services.worker.sim.accelerator import PROFILES
@@ -105,10 +106,10 @@ class _WorkersBus:
 
 
 class EngineOnABus:
-    def __init__(self, bus: MemoryBus, limits: Limits | None = None) -> None:
+    def __init__(self, bus: MemoryBus, limits: Limits | None = None, journal: JournalSettings | None = None) -> None:
         self.bus = bus
         self.notes = Notes()
-        self.scheduler = SchedulerActor(bus, InstanceId(ENGINE), limits or Limits())
+        self.scheduler = SchedulerActor(bus, InstanceId(ENGINE), limits or Limits(), journal=journal)
         self.runtimes: dict[str, tuple[ActorRuntime, asyncio.Task[None]]] = {}
 
     async def start(self) -> None:
@@ -177,8 +178,10 @@ class EngineOnABus:
 
 
 @contextlib.asynccontextmanager
-async def engine_on_a_bus(bus: MemoryBus, limits: Limits | None = None) -> AsyncIterator[EngineOnABus]:
-    engine = EngineOnABus(bus, limits)
+async def engine_on_a_bus(
+    bus: MemoryBus, limits: Limits | None = None, journal: JournalSettings | None = None
+) -> AsyncIterator[EngineOnABus]:
+    engine = EngineOnABus(bus, limits, journal)
     await engine.start()
     try:
         yield engine

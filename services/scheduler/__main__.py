@@ -17,6 +17,7 @@ def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
         world_size=config.world_size,
         role=config.role,
         node=config.node_id(),
+        journal=config.journal_settings(),
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, assert_never
 
 from services.scheduler import metrics
-from services.scheduler.core.engine import Engine
 from services.scheduler.core.events import (
     AskStore,
     DetokenizerGone,
@@ -35,6 +34,7 @@ from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.ranks import Ranks, Unequal
 from services.scheduler.core.site import Site
+from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import KvPublisher
 from services.scheduler.store_questions import StoreQuestions
 from shared import topics
@@ -82,11 +82,15 @@ class SchedulerActor(Actor):
         world_size: int | None = None,
         role: Role = "mixed",
         node: NodeId | None = None,
+        journal: JournalSettings | None = None,
     ) -> None:
         super().__init__(bus, instance)
         self.engine_id = EngineId(instance)
         site = Site(role, node, Owner(instance, self.incarnation))
-        self.core = Engine(self.engine_id, new_incarnation(), limits, site)
+        start = EngineStart(self.engine_id, new_incarnation(), limits, site)
+        self.core = start.core()
+        self._journal = None if journal is None else DecisionJournal(journal, start, self.core)
+        self._decide = self.core.handle if self._journal is None else self._journal.handle
         self._store = StoreQuestions(bus, node, self._tell) if node is not None else None
         self._ranks = Ranks(self.engine_id, world_size)
         self._others = Registry(OTHERS_SILENCE)
@@ -129,6 +133,8 @@ class SchedulerActor(Actor):
 
     async def tear_down(self) -> None:
         await self._tell(WorkersLost("the engine was stopped"))
+        if self._journal is not None:
+            self._journal.close()
 
     def is_idle(self) -> bool:
         return self.core.idle
@@ -144,7 +150,7 @@ class SchedulerActor(Actor):
 
     async def _tell(self, event: Event) -> None:
         started = time.perf_counter()
-        outputs = self.core.handle(event, self.bus.liveness_now())
+        outputs = self._decide(event, self.bus.liveness_now())
         if isinstance(event, StepFinished):
             self._worked_since_check = True
             metrics.STEPS.inc()

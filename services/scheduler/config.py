@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from services.scheduler.core.limits import Limits
-from shared.config import ServiceConfig
+from services.scheduler.journal import JournalSettings
+from shared.config import ByteSize, ServiceConfig
 from shared.ids import EngineId, NodeId, checked_instance
 from shared.messages.lifecycle import Role
 
@@ -46,6 +48,12 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         float, Meta(gt=0, description="The same, where another node's store has it and must be copied from.")
     ] = 0.5
 
+    journal: Annotated[
+        Path | None, Meta(description="File for all that is decided and why, for `baton replay`; or a folder for such.")
+    ] = None
+    journal_contents: Annotated[bool, Meta(description="Keep answers whole in it, not only their digests.")] = False
+    journal_limit: Annotated[ByteSize, Meta(description="Size at which it ends.")] = 2**30
+
     def __post_init__(self) -> None:
         if self.engine not in (None, "", self.instance):
             raise ValueError(f"engine = {self.engine!r}: must be the instance name, which is {self.instance!r}")
@@ -55,6 +63,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     def node_id(self) -> NodeId | None:
         """Raises ValueError for what could not be part of a subject."""
         return NodeId(checked_instance(self.node)) if self.node else None
+
+    def journal_settings(self) -> JournalSettings | None:
+        return JournalSettings(self.journal, self.journal_contents, self.journal_limit) if self.journal else None
 
     def engine_id(self) -> EngineId:
         return EngineId(self.instance_id())

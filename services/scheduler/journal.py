@@ -1,0 +1,140 @@
+"""What one scheduler's core was told, when, and what it decided: a journal to be replayed.
+
+The order in which the core took its events is known nowhere else: on the bus several senders' messages have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+from msgspec import Struct
+
+from services.scheduler.core.engine import Engine
+from services.scheduler.core.events import Event, GiveUp, Output
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.site import Site
+from shared.ids import EngineId, Incarnation
+from shared.journal import JournalWriter
+
+KIND = "decisions"
+DIGEST_BYTES = 16
+
+log = logging.getLogger(__name__)
+
+EVENTS: dict[str, Any] = {event.__name__: event for event in get_args(Event)}
+"""Every type of event by name: a union of dataclasses and of messages, which no single decoder could tell apart."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class EngineStart(Struct, frozen=True):
+    """All that an engine's core is made of, so that another one can be made that is the same."""
+
+    engine: EngineId
+    epoch: Incarnation
+    limits: Limits
+    site: Site
+
+    def core(self) -> Engine:
+        return Engine(self.engine, self.epoch, self.limits, self.site)
+
+
+class Said(Struct, frozen=True, array_like=True):
+    """One output of the core."""
+
+    kind: str
+    digest: bytes
+    """BLAKE2b-128 of its MessagePack bytes."""
+    size: int
+    content: bytes = b""
+    """Those bytes, where the journal keeps them."""
+
+
+class Decision(Struct, frozen=True, array_like=True):
+    """One event, and what came of it."""
+
+    now: float
+    event: str
+    """A name of EVENTS."""
+    content: bytes
+    said: tuple[Said, ...] = ()
+    plan_due: float | None = None
+    raised: str | None = None
+    """A bug: the exception that ended the process."""
+
+
+class JournalSettings(NamedTuple):
+    path: Path
+    """A file; or a folder, in which each start makes one of its own."""
+    contents: bool = False
+    """Keep outputs whole, not their digests only: twice the size, and a difference is shown side by side."""
+    limit: int | None = None
+    """Bytes at the most."""
+
+    def file(self, start: EngineStart) -> Path:
+        return self.path / f"{start.engine}-{start.epoch:016x}.journal" if self.path.is_dir() else self.path
+
+
+def said(outputs: Sequence[Output], contents: bool) -> tuple[Said, ...]:
+    """What the core answered, as it is compared."""
+    encoded = [(type(output).__name__, _encode(output)) for output in outputs]
+    return tuple(
+        Said(kind, blake2b(content, digest_size=DIGEST_BYTES).digest(), len(content), content if contents else b"")
+        for kind, content in encoded
+    )
+
+
+class DecisionJournal:
+    """Owns the journal of one core, and stands before it: whoever wants a decision asks here."""
+
+    def __init__(self, settings: JournalSettings, start: EngineStart, core: Engine) -> None:
+        """Raises OSError."""
+        self._core = core
+        self._contents = settings.contents
+        path = settings.file(start)
+        self._writer: JournalWriter | None = JournalWriter(
+            path, KIND, start, written_by=version("baton-serve"), limit=settings.limit
+        )
+        log.info("decisions are recorded", extra={"journal": str(path)})
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """As the core's own. What it raises is on disk before it ends the process."""
+        try:
+            outputs = self._core.handle(event, now)
+        except BaseException as error:
+            self._note(Decision(now, type(event).__name__, _encode(event), raised=repr(error)))
+            self.close()
+            raise
+        answer = said(outputs, self._contents)
+        self._note(Decision(now, type(event).__name__, _encode(event), answer, self._core.plan_due))
+        if any(isinstance(output, GiveUp) for output in outputs):
+            self.close()
+        return outputs
+
+    def _note(self, decision: Decision) -> None:
+        """A journal that cannot be written any more is given up: serving goes on."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.add(_encode(decision))
+        except OSError as error:
+            log.error("the journal cannot be written and ends here", extra={"error": str(error)})
+            self._writer = None
+            return
+        if self._writer.full:
+            log.warning("the journal is full and ends here", extra={"bytes": self._writer.size})
+            self.close()
+
+    def close(self) -> None:
+        """Writes what is held back. Safe to call again."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
