@@ -6,8 +6,9 @@ import pytest
 from torch import Tensor
 
 from services.worker import model_runner
+from services.worker.sampling.held import History
 from services.worker.sampling.parameters import Choices
-from services.worker.sampling.sampler import Drawn, History, sample
+from services.worker.sampling.sampler import Drawn, sample
 
 
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

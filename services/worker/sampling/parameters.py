@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag, auto
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.sampling.bad_words import BadWords
+from services.worker.sampling.masks import Mask, bits_of, words
+from services.worker.sampling.padded import Padded
+from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence
 
 GREEDY_BELOW = 1e-5
@@ -29,6 +32,15 @@ class Feature(IntFlag):
     BIAS = auto()
     MIN_TOKENS = auto()
     LOGPROBS = auto()
+    ALLOWED = auto()
+    """allowed_token_ids."""
+    BAD_WORDS = auto()
+    THINKING = auto()
+    """Thinking that has used its budget up, or never began: its end may have to be forced."""
+    LOGPROB_IDS = auto()
+    """Log-probabilities of chosen tokens instead of the likeliest."""
+    GRAMMAR = auto()
+    """A mask that comes with the batch: see `Choices.masked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +57,25 @@ class Choices:
     """[R]"""
     table: ParameterTable
 
+    mask: Mask | None = None
+    """What grammars allow; of the rows with Feature.GRAMMAR."""
+
     def rows_with(self, feature: Feature) -> NDArray[np.intp]:
         """The numbers of the rows that ask for any of `feature`."""
         return np.flatnonzero(self.by_row & int(feature))
+
+    def masked(self, mask: Mask) -> Choices:
+        """The same rows, of which `mask` says what some may draw."""
+        by_row = self.by_row.copy()
+        by_row[mask.rows] |= int(Feature.GRAMMAR)
+        return replace(self, features=self.features | Feature.GRAMMAR, by_row=by_row, mask=mask)
 
     def part(self, first: int, last: int) -> Choices:
         """Those of the rows from `first` up to `last`, which count from 0 then."""
         by_row = self.by_row[first:last]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
-        return Choices(features, by_row, self.position[first:last], self.slots[first:last], self.table)
-
-    def additions(self) -> Additions:
-        """logit_bias, and -inf for the stop tokens of rows that have not reached min_tokens."""
-        rows, tokens, values = [], [], []
-        for row in self.rows_with(Feature.BIAS):
-            biased, value = self.table.bias[int(self.slots[row])]
-            rows.append(np.full(len(biased), row))
-            tokens.append(biased)
-            values.append(value)
-        for row in self.rows_with(Feature.MIN_TOKENS):
-            stops = self.table.stops[int(self.slots[row])]
-            rows.append(np.full(len(stops), row))
-            tokens.append(stops)
-            values.append(np.full(len(stops), -np.inf, dtype=np.float32))
-        return Additions(np.concatenate(rows), np.concatenate(tokens), np.concatenate(values))
-
-
-class Additions(NamedTuple):
-    """What is added to which logit; [additions] each."""
-
-    rows: NDArray[np.intp]
-    tokens: NDArray[np.int64]
-    values: NDArray[np.float32]
+        mask = None if self.mask is None else self.mask.part(first, last)
+        return Choices(features, by_row, self.position[first:last], self.slots[first:last], self.table, mask)
 
 
 class ParameterTable:
@@ -97,9 +96,16 @@ class ParameterTable:
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.logprobs = np.zeros(slots, dtype=np.int32)
         """0 also where none are asked for; the features tell the two apart."""
+        self.bias_tokens = Padded(slots, np.int64)
+        self.bias_values = Padded(slots, np.float32)
+        self.stops = Padded(slots, np.int64)
+        self.bad_words = BadWords(slots)
+        self.logprob_ids = Padded(slots, np.int64)
+        self.thinking_ends = Padded(slots, np.int64)
+        self.allowed: NDArray[np.int32] = np.zeros((slots, 0), dtype=np.int32)
+        """[slots, words] bits as in `masks`; no words until the first who asks."""
         self._min_tokens = np.zeros(slots, dtype=np.int32)
-        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        self.stops: dict[int, NDArray[np.int64]] = {}
+        self._thinking_budget = np.zeros(slots, dtype=np.int32)
 
     def put(self, slot: int, sequence: NewSequence) -> None:
         """Remembers `sequence`'s parameters. Tokens outside the vocabulary have no logit and are left out."""
@@ -114,17 +120,12 @@ class ParameterTable:
         self.frequency[slot] = params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
         self.seed[slot] = params.seed & (2**64 - 1)
-        self.logprobs[slot] = params.logprobs or 0
         self._min_tokens[slot] = sequence.min_tokens
-        biases = [(token, value) for token, value in params.logit_bias if 0 <= token < self._vocab_size]
-        tokens, values = zip(*biases, strict=True) if biases else ((), ())
-        self.bias[slot] = (np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32))
-        stops = [token for token in sequence.stop_token_ids if token < self._vocab_size]
-        self.stops[slot] = np.array(stops, dtype=np.int64)
-        self._features[slot] = self._asked(slot, sequence, greedy)
+        drawn = self._asked_of_draw(slot, params, greedy)
+        told = self._asked_of_logprobs(slot, params)
+        self._features[slot] = drawn | told | self._put_lists(slot, sequence)
 
-    def _asked(self, slot: int, sequence: NewSequence, greedy: bool) -> Feature:
-        params = sequence.sampling
+    def _asked_of_draw(self, slot: int, params: SamplingParams, greedy: bool) -> Feature:
         asked = Feature(0)
         if not greedy:
             asked |= Feature.RANDOM
@@ -134,20 +135,52 @@ class ParameterTable:
                 asked |= Feature.MIN_P
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             asked |= Feature.PENALTIES
-        if len(self.bias[slot][0]):
-            asked |= Feature.BIAS
-        if sequence.min_tokens and len(self.stops[slot]):
-            asked |= Feature.MIN_TOKENS
-        if params.logprobs is not None:
-            asked |= Feature.LOGPROBS
         return asked
+
+    def _asked_of_logprobs(self, slot: int, params: SamplingParams) -> Feature:
+        self.logprobs[slot] = params.logprobs or 0
+        if params.logprob_token_ids is not None:
+            self.logprob_ids.put(slot, self._inside(params.logprob_token_ids))
+            return Feature.LOGPROBS | Feature.LOGPROB_IDS
+        return Feature(0) if params.logprobs is None else Feature.LOGPROBS
+
+    def _put_lists(self, slot: int, sequence: NewSequence) -> Feature:
+        """What is asked for as lists of tokens."""
+        params, asked = sequence.sampling, Feature(0)
+        if biases := {token: value for token, value in params.logit_bias if 0 <= token < self._vocab_size}:
+            self.bias_tokens.put(slot, tuple(biases))
+            self.bias_values.put(slot, tuple(biases.values()))
+            asked |= Feature.BIAS
+        if sequence.min_tokens and (stops := self._inside(sequence.stop_token_ids)):
+            self.stops.put(slot, stops)
+            asked |= Feature.MIN_TOKENS
+        if params.allowed_token_ids is not None:
+            self._put_allowed(slot, params.allowed_token_ids)
+            asked |= Feature.ALLOWED
+        if bad := [word for word in params.bad_words if word and len(self._inside(word)) == len(word)]:
+            self.bad_words.put(slot, bad)
+            asked |= Feature.BAD_WORDS
+        if params.thinking_budget is not None and (end := self._inside(params.thinking_end)):
+            self._thinking_budget[slot] = params.thinking_budget
+            self.thinking_ends.put(slot, end)
+            asked |= Feature.THINKING
+        return asked
+
+    def _put_allowed(self, slot: int, tokens: tuple[int, ...]) -> None:
+        if not self.allowed.shape[1]:
+            self.allowed = np.zeros((len(self.allowed), words(self._vocab_size)), dtype=np.int32)
+        self.allowed[slot] = bits_of(tokens, self._vocab_size)
+
+    def _inside(self, tokens: tuple[int, ...]) -> list[int]:
+        return [token for token in tokens if 0 <= token < self._vocab_size]
 
     def choose(self, slots: NDArray[np.intp], position: NDArray[np.int32]) -> Choices:
         """The parameters of the sequences in `slots`, about to draw the output tokens at `position`."""
         by_row = self._features[slots]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
-        if features & Feature.MIN_TOKENS:
-            reached = position >= self._min_tokens[slots]
-            by_row = np.where(reached, by_row & ~int(Feature.MIN_TOKENS), by_row)
+        if features & (Feature.MIN_TOKENS | Feature.THINKING):
+            reached = np.where(position >= self._min_tokens[slots], int(Feature.MIN_TOKENS), 0)
+            thinks_on = np.where(position < self._thinking_budget[slots], int(Feature.THINKING), 0)
+            by_row = by_row & ~(reached | thinks_on).astype(np.int32)
             features = Feature(int(np.bitwise_or.reduce(by_row)))
         return Choices(features, by_row, position, slots, self)

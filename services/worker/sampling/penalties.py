@@ -7,17 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.worker.sampling.held import Held
+
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """For P rows: their tokens and how strongly to hold them against the next one. All on the logits' device."""
+    """How strongly to hold what P rows have against their next tokens. All on the logits' device."""
 
-    tokens: Tensor
-    """[P, longest] int64 token histories; what lies behind a row's length is not read."""
-    lengths: Tensor
-    """[P, 1] tokens of prompt and output."""
-    prompt_lengths: Tensor
-    """[P, 1]"""
+    held: Held
     presence: Tensor
     """[P, 1] taken off each token that the output holds."""
     frequency: Tensor
@@ -32,10 +29,10 @@ def penalised(logits: Tensor, by: Penalties) -> Tensor:
     Only the logits of tokens held are looked at. A token held several times is written several times, with the same
     value; so is a row's first token for every place behind the row's end.
     """
-    place = torch.arange(by.tokens.shape[1], device=logits.device)
-    held = place < by.lengths
-    tokens = torch.where(held, by.tokens, by.tokens[:, :1])
-    in_output = (held & (place >= by.prompt_lengths)).to(logits.dtype)
+    place = torch.arange(by.held.tokens.shape[1], device=logits.device)
+    known = place < by.held.lengths
+    tokens = torch.where(known, by.held.tokens, by.held.tokens[:, :1])
+    in_output = (known & (place >= by.held.prompt_lengths)).to(logits.dtype)
     counts = torch.zeros_like(logits).scatter_add_(1, tokens, in_output).gather(1, tokens)
     values = logits.gather(1, tokens)
     values = torch.where(values > 0, values / by.repetition, values * by.repetition)

@@ -1,14 +1,12 @@
 """Logits and parameters → tokens and log-probabilities, for a whole batch at once.
 
-Order, as in vLLM: log-probabilities from the raw logits; logit_bias and min_tokens; penalties; temperature; min_p;
-top_k, then top_p; one draw. A draw turns one random number over in the cumulative distribution, in the order of token
-ids, so it depends on nothing but that row's logits, seed and output position. (Gumbel-max would need a random number
-for each token of the vocabulary: 30 times the work of the rest.)
+Order, as in vLLM: log-probabilities from the raw logits; what is allowed; logit_bias; bans (min_tokens, bad_words);
+penalties; what is forced; temperature; min_p; top_k, then top_p; one draw. A draw turns one random number over in the
+cumulative distribution, in the order of token ids, so it depends on nothing but that row's logits, seed and output
+position. (Gumbel-max would need a random number for each token of the vocabulary: 30 times the work of the rest.)
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,16 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.sampling.filters import CHUNK, kept, min_p_threshold, top_threshold
+from services.worker.sampling.held import History
+from services.worker.sampling.logprobs import most_likely, of_tokens
 from services.worker.sampling.parameters import Choices, Feature
-from services.worker.sampling.penalties import Penalties, penalised
 from services.worker.sampling.philox import uniforms
+from services.worker.sampling.processing import CHANGES, processed
 from shared.messages.generation import TokenLogprobs
-
-History = Callable[
-    [NDArray[np.intp], NDArray[np.int32]], tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
-]
-"""Slots and output positions [P] → (tokens [P, longest], lengths [P], prompt lengths [P]) as they are before those
-positions are drawn: a sequence may have several rows, each of which sees the drafts before it as drawn."""
 
 _CHUNK = 8 * CHUNK
 """Tokens added up before the cumulative sum: it runs over few numbers, in double precision, at little cost."""
@@ -35,7 +29,7 @@ _CHUNK = 8 * CHUNK
 _CACHED = 1 << 18
 """Logits worked on at once by a CPU: 1 MiB, as larger buffers are fetched from memory, page by page, at every step."""
 
-_CHANGES = Feature.BIAS | Feature.MIN_TOKENS | Feature.PENALTIES | Feature.RANDOM
+_CHANGES = CHANGES | Feature.RANDOM
 
 
 class Drawn(Struct, frozen=True):
@@ -69,42 +63,11 @@ def _sample_rows(logits: Tensor, choices: Choices, history: History) -> Drawn:
     raw = logits.float()
     if choices.features & _CHANGES:
         untouched = raw is logits or wants_logprobs
-        tokens = _drawn(_processed(raw.clone() if untouched else raw, choices, history), choices)
+        tokens = _drawn(processed(raw.clone() if untouched else raw, choices, history), choices)
     else:
         tokens = _likeliest(raw)
     drawn: list[int] = tokens.tolist()
     return Drawn(drawn, _logprobs(raw, drawn, choices) if wants_logprobs else {})
-
-
-def _processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
-    """Everything that can change which token is the likeliest; overwrites `logits`."""
-    device = logits.device
-    if choices.features & (Feature.BIAS | Feature.MIN_TOKENS):
-        rows, tokens, values = (torch.from_numpy(part).to(device) for part in choices.additions())
-        logits.index_put_((rows, tokens), values, accumulate=True)
-    if choices.features & Feature.PENALTIES:
-        numbers = choices.rows_with(Feature.PENALTIES)
-        rows = torch.from_numpy(numbers).to(device)
-        changed = penalised(logits.index_select(0, rows), _penalties(choices, numbers, history, device))
-        logits.index_copy_(0, rows, changed)
-    return logits
-
-
-def _penalties(choices: Choices, rows: NDArray[np.intp], history: History, device: torch.device) -> Penalties:
-    slots = choices.slots[rows]
-    tokens, lengths, prompts = history(slots, choices.position[rows])
-
-    def column(values: NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values).to(device).unsqueeze(1)
-
-    return Penalties(
-        tokens=torch.from_numpy(tokens.astype(np.int64)).to(device),
-        lengths=column(lengths),
-        prompt_lengths=column(prompts),
-        presence=column(choices.table.presence[slots]),
-        frequency=column(choices.table.frequency[slots]),
-        repetition=column(choices.table.repetition[slots]),
-    )
 
 
 def _drawn(logits: Tensor, choices: Choices) -> Tensor:
@@ -170,15 +133,25 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 
 def _logprobs(raw: Tensor, tokens: list[int], choices: Choices) -> dict[int, TokenLogprobs]:
-    numbers = choices.rows_with(Feature.LOGPROBS)
-    wanted = choices.table.logprobs[choices.slots[numbers]]
-    rows = torch.from_numpy(numbers).to(raw.device)
-    logprobs = torch.log_softmax(raw.index_select(0, rows), dim=1)
-    chosen = torch.tensor([tokens[row] for row in numbers], device=raw.device).unsqueeze(1)
-    of_chosen = logprobs.gather(1, chosen).squeeze(1).tolist()
-    top = torch.topk(logprobs, min(int(wanted.max()), raw.shape[1]), dim=1)
-    entries = zip(numbers.tolist(), wanted, of_chosen, top.indices.tolist(), top.values.tolist(), strict=True)
-    return {
-        row: TokenLogprobs(tokens[row], logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-        for row, count, logprob, ids, values in entries
-    }
+    """By row. Most ask for the likeliest tokens beside their own, some for tokens that they name."""
+    naming = choices.rows_with(Feature.LOGPROB_IDS)
+    others = choices.rows_with(Feature.LOGPROBS)
+    if len(naming):
+        others = np.setdiff1d(others, naming, assume_unique=True)
+    told: dict[int, TokenLogprobs] = {}
+    for rows, named in ((others, False), (naming, True)):
+        if not len(rows):
+            continue
+        part = raw.index_select(0, torch.from_numpy(rows).to(raw.device))
+        chosen = torch.tensor([tokens[row] for row in rows], device=raw.device).unsqueeze(1)
+        slots, table = choices.slots[rows], choices.table
+        entries = (
+            of_tokens(part, chosen, table.logprob_ids.rows(slots), table.logprob_ids.lengths(slots).tolist())
+            if named
+            else most_likely(part, chosen, table.logprobs[slots])
+        )
+        told |= {
+            row: TokenLogprobs(tokens[row], logprob, top)
+            for row, (logprob, top) in zip(rows.tolist(), entries, strict=True)
+        }
+    return told

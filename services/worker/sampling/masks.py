@@ -1,0 +1,50 @@
+"""Which tokens may be drawn at all, a bit for each: `allowed_token_ids` and grammars.
+
+The layout is xgrammar's: int32 [rows, ceil(vocab / 32)], token t is bit t % 32 of word t // 32, 1 where it is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_WORD = 32
+
+
+class Mask(NamedTuple):
+    """Of some of a batch's rows."""
+
+    rows: NDArray[np.intp]
+    """[M] in rising order, each once."""
+    bits: NDArray[np.int32]
+    """[M, words]"""
+
+    def part(self, first: int, last: int) -> Mask:
+        """Of the batch's rows from `first` up to `last`, which count from 0 then."""
+        begin, end = np.searchsorted(self.rows, (first, last))
+        return Mask(self.rows[begin:end] - first, self.bits[begin:end])
+
+
+def words(vocab_size: int) -> int:
+    """int32 words of one row's bits."""
+    return -(-vocab_size // _WORD)
+
+
+def bits_of(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """[words] a row that allows `tokens`; those outside the vocabulary are left out."""
+    allowed = np.zeros(words(vocab_size) * _WORD, dtype=np.uint8)
+    inside = np.array([token for token in tokens if 0 <= token < vocab_size], dtype=np.int64)
+    allowed[inside] = 1
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+
+
+def only_allowed(logits: Tensor, bits: Tensor) -> Tensor:
+    """logits [P, vocab], bits int32 [P, words] → -inf where a bit is 0; overwrites `logits`."""
+    places = torch.arange(_WORD, dtype=torch.int32, device=bits.device)
+    allowed = (bits.unsqueeze(2) >> places) & 1
+    return logits.masked_fill_(allowed.view(len(bits), -1)[:, : logits.shape[1]] == 0, -torch.inf)

@@ -1,0 +1,101 @@
+"""Everything that changes which tokens are likely before one is drawn. It costs only the rows that ask for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.sampling.held import Held, History, held
+from services.worker.sampling.masks import only_allowed
+from services.worker.sampling.parameters import Choices, Feature
+from services.worker.sampling.penalties import Penalties, penalised
+from services.worker.sampling.thinking import forced
+
+_BANS = Feature.MIN_TOKENS | Feature.BAD_WORDS
+CHANGES = Feature.ALLOWED | Feature.GRAMMAR | Feature.BIAS | _BANS | Feature.PENALTIES | Feature.THINKING
+
+
+def processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
+    """logits float32 [R, vocab] as they are drawn from, but for temperature and cuts; overwrites them."""
+    features = choices.features
+    if features & Feature.ALLOWED:
+        rows = choices.rows_with(Feature.ALLOWED)
+        _mask(logits, rows, choices.table.allowed[choices.slots[rows]])
+    if choices.mask is not None and len(choices.mask.rows):
+        _mask(logits, *choices.mask)
+    if features & Feature.BIAS:
+        _bias(logits, choices)
+    if features & _BANS:
+        _ban(logits, choices, history)
+    if features & Feature.PENALTIES:
+        _penalise(logits, choices, history)
+    if features & Feature.THINKING:
+        _force(logits, choices, history)
+    return logits
+
+
+def _mask(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
+    numbers = torch.from_numpy(rows).to(logits.device)
+    allowed = only_allowed(logits.index_select(0, numbers), torch.from_numpy(bits).to(logits.device))
+    logits.index_copy_(0, numbers, allowed)
+
+
+def _bias(logits: Tensor, choices: Choices) -> None:
+    rows = choices.rows_with(Feature.BIAS)
+    slots, table = choices.slots[rows], choices.table
+    numbers = torch.from_numpy(rows).to(logits.device).unsqueeze(1)
+    tokens = torch.from_numpy(table.bias_tokens.rows(slots)).to(logits.device)
+    values = torch.from_numpy(table.bias_values.rows(slots)).to(logits.device)
+    logits[numbers, tokens] = logits[numbers, tokens] + values
+
+
+def _ban(logits: Tensor, choices: Choices, history: History) -> None:
+    """Where bans would leave nothing to draw they give way: a token that nobody wants is better than one that was
+    never allowed."""
+    rows = choices.rows_with(_BANS)
+    numbers = torch.from_numpy(rows).to(logits.device)
+    before = logits.index_select(0, numbers)
+    if choices.features & Feature.MIN_TOKENS:
+        early = choices.rows_with(Feature.MIN_TOKENS)
+        stops = torch.from_numpy(choices.table.stops.rows(choices.slots[early])).to(logits.device)
+        logits[torch.from_numpy(early).to(logits.device).unsqueeze(1), stops] = -torch.inf
+    if choices.features & Feature.BAD_WORDS:
+        _ban_words(logits, choices, history)
+    after = logits.index_select(0, numbers)
+    nothing_left = after.amax(dim=1, keepdim=True) == -torch.inf
+    logits.index_copy_(0, numbers, torch.where(nothing_left, before, after))
+
+
+def _ban_words(logits: Tensor, choices: Choices, history: History) -> None:
+    rows, have = _held(choices, Feature.BAD_WORDS, history, logits.device)
+    numbers = torch.from_numpy(rows).to(logits.device)
+    banned = choices.table.bad_words.banned(logits.index_select(0, numbers), choices.slots[rows], have)
+    logits.index_copy_(0, numbers, banned)
+
+
+def _penalise(logits: Tensor, choices: Choices, history: History) -> None:
+    rows, have = _held(choices, Feature.PENALTIES, history, logits.device)
+    numbers, slots, table = torch.from_numpy(rows).to(logits.device), choices.slots[rows], choices.table
+
+    def column(values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values[slots]).to(logits.device).unsqueeze(1)
+
+    by = Penalties(have, column(table.presence), column(table.frequency), column(table.repetition))
+    logits.index_copy_(0, numbers, penalised(logits.index_select(0, numbers), by))
+
+
+def _force(logits: Tensor, choices: Choices, history: History) -> None:
+    rows, have = _held(choices, Feature.THINKING, history, logits.device)
+    numbers, ends = torch.from_numpy(rows).to(logits.device), choices.table.thinking_ends
+    slots = choices.slots[rows]
+    lengths = torch.from_numpy(ends.lengths(slots).astype(np.int64)).to(logits.device).unsqueeze(1)
+    tokens = torch.from_numpy(ends.rows(slots)).to(logits.device)
+    logits.index_copy_(0, numbers, forced(logits.index_select(0, numbers), have, tokens, lengths))
+
+
+def _held(choices: Choices, feature: Feature, history: History, device: torch.device) -> tuple[NDArray[np.intp], Held]:
+    """The rows that ask for `feature`, and what they hold."""
+    rows = choices.rows_with(feature)
+    return rows, held(history, choices.slots[rows], choices.position[rows], device)
