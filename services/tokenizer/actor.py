@@ -19,6 +19,7 @@ from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import InstanceId, ModelName
 from shared.messages.coordinator import Route
 from shared.messages.gateway import Failed, Rejected
+from shared.messages.lifecycle import TokenizerReport
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
@@ -106,6 +107,9 @@ class TokenizerActor(Actor):
 
     def load(self) -> int:
         return len(self._long)
+
+    def tokenizer_report(self) -> TokenizerReport:
+        return TokenizerReport(model=self._model, dialect=self._encoding.dialect)
 
     async def tear_down(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -7,8 +7,10 @@ from typing import assert_never
 from services.tokenizer.chat_rendering import chosen_template, render_chat
 from services.tokenizer.refusal import PromptRefused
 from services.tokenizer.template_files import ChatTemplates
+from services.tokenizer.thinking import LOOKED_AT, adapted, thinking_at, thinking_of_continued
 from services.tokenizer.vocabulary import Vocabulary
 from shared.blocks import hash_chain
+from shared.dialects import Dialect, Thinking
 from shared.messages.coordinator import Route
 from shared.messages.gateway import Rejected
 from shared.messages.generation import Generation
@@ -41,6 +43,10 @@ class Encoding:
         self._templates = templates
         self.special_tokens = special_tokens
 
+    @property
+    def dialect(self) -> Dialect:
+        return self._templates.dialect
+
     def brings_template(self, prompt: Prompt) -> bool:
         """Whether the prompt is a chat with a template of the client's own, to be rendered elsewhere first."""
         return (
@@ -57,6 +63,7 @@ class Encoding:
         except PromptRefused as refused:
             return rejected(message, refused)
         tokens = pack(ids) + resumed
+        thinking = self._thinking(message.prompt, ids)
         return Route(
             Generation(
                 request=message.request,
@@ -75,6 +82,9 @@ class Encoding:
                 cache_salt=message.cache_salt,
                 avoid=message.avoid,
                 trace=message.trace,
+                grammar=adapted(message.grammar, thinking),
+                keep_markup=message.keep_markup,
+                thinking=thinking,
             )
         )
 
@@ -111,6 +121,14 @@ class Encoding:
                 return self._vocabulary.encode(text, add_special_tokens=False, field="messages")
             case _:
                 assert_never(prompt)
+
+    def _thinking(self, prompt: Prompt, ids: list[int]) -> Thinking | None:
+        """Whether a chat's prompt ends in or behind thoughts."""
+        if not isinstance(prompt, ChatPrompt):
+            return None
+        if prompt.continue_final_message or prompt.template_kwargs.get("continue_final_message"):
+            return thinking_of_continued(prompt)
+        return thinking_at(self._vocabulary.decode(ids[-LOOKED_AT:], skip_special_tokens=False))
 
     def _resumed(self, message: Tokenize) -> bytes:
         if message.resume:

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.content_format import ContentFormat
+from services.tokenizer.dialect import dialect_of
 from services.tokenizer.refusal import PromptRefused
 from shared.tokenizer_files import TokenizerFiles, TokenizerUnusable, read_json
 
@@ -20,6 +21,7 @@ class ChatTemplates:
             self._by_name = {name: ChatTemplate(source, content_format) for name, source in sources.items()}
         except PromptRefused as error:
             raise TokenizerUnusable(f"the model's {error.message}") from None
+        self.dialect = dialect_of(sources)
 
     def choose(self, name: str | None, *, tools: bool) -> ChatTemplate | None:
         """The template of that name, or the model's default. None where `name` is no name but a template's text."""

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from shared.bus import Bus, Undelivered
 from shared.ids import InstanceId, new_incarnation
-from shared.messages.lifecycle import EngineReport, Phase, Service, StoreReport, WorkerReport
+from shared.messages.lifecycle import EngineReport, Phase, Service, StoreReport, TokenizerReport, WorkerReport
 from shared.topics import Topic
 
 M = TypeVar("M")
@@ -107,4 +107,7 @@ class Actor:
         return None
 
     def store_report(self) -> StoreReport | None:
+        return None
+
+    def tokenizer_report(self) -> TokenizerReport | None:
         return None

@@ -210,6 +210,7 @@ class ActorRuntime:
             engine=actor.engine_report(),
             worker=actor.worker_report(),
             store=actor.store_report(),
+            tokenizer=actor.tokenizer_report(),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from shared.dialects import Thinking
 from shared.ids import Attempt, EngineId, GatewayId, Incarnation, ModelName, RequestId
 from shared.messages.generation import FinishReason, TokenLogprobs
 
@@ -28,6 +29,10 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     trace: str | None = None
+    keep_markup: bool = False
+    """Marks of tool calls and thoughts are text even where `skip_special_tokens`."""
+    thinking: Thinking | None = None
+    """Passed on to the gateway."""
 
 
 class NewTokens(Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from shared.dialects import Thinking
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
 from shared.messages.generation import FinishReason
 
@@ -97,12 +98,14 @@ class Delta(Struct, frozen=True, array_like=True):
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):
-    """Sent once, before the first delta: what usage reports."""
+    """Sent once, before the first delta: what usage reports, and where the text begins."""
 
     request: RequestId
     attempt: Attempt
     prompt_tokens: int
     cached_tokens: int
+    thinking: Thinking | None = None
+    """How a chat's prompt ends where it ends with a mark of thoughts."""
 
 
 class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from shared.dialects import Thinking
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
 
 FinishReason = Literal["stop", "length"]
@@ -20,6 +21,8 @@ class Grammar(Struct, frozen=True, array_like=True):
     """A JSON schema, a regular expression, a JSON array of strings, EBNF as xgrammar reads it, or its structural tag."""
     after: str = ""
     """It binds from behind the first occurrence of this text in the output (`</think>`); empty: from the start."""
+    compact: bool = False
+    """Of JSON: no white space but one space behind commas and colons. More of it is forced then."""
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
@@ -97,6 +100,10 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     trace: str | None = None
     """W3C traceparent of the client's span, where it sent one."""
     grammar: Grammar | None = None
+    keep_markup: bool = False
+    """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
+    thinking: Thinking | None = None
+    """How a chat's prompt ends where it ends with a mark of thoughts."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

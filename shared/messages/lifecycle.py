@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from shared.dialects import Dialect
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import Transferred
@@ -99,6 +100,16 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """What `Work.speculate` may ask for at the most; 0 where nothing drafts."""
     max_jump_ahead: int = 0
     """The same for sequences with a grammar, where no more is drafted: how many forced tokens one step may yield."""
+    stages: int = 1
+    """Pipeline stages that the engine's ranks form: so many plans are computed at a time."""
+
+
+class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a tokenizer sees in its model's files."""
+
+    model: ModelName
+    dialect: Dialect
+    """As the chat template shows it."""
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
@@ -118,6 +129,7 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     engine: EngineReport | None = None
     worker: WorkerReport | None = None
     store: StoreReport | None = None
+    tokenizer: TokenizerReport | None = None
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=True):

@@ -68,6 +68,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Becomes `SamplingParams.thinking_end`."""
     truncate_prompt_tokens: int | None = None
     """Keep no more than this many of the prompt's tokens, the last ones."""
+    keep_markup: bool = False
+    """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from shared.bus.codec import Undecodable, decode, encode
+from shared.dialects import Dialect
 from shared.ids import (
     ArenaId,
     Attempt,
@@ -219,6 +220,16 @@ MESSAGES: list[Any] = [
             lower_hits=4,
             transfer="10.0.0.7:7700",
         ),
+    ),
+    lifecycle.Lifecycle(
+        service="tokenizer",
+        instance=InstanceId("tokenizer-1"),
+        incarnation=Incarnation(1),
+        phase="ready",
+        pid=1,
+        host="h",
+        started=1.5,
+        tokenizer=lifecycle.TokenizerReport(model=ModelName("demo"), dialect=Dialect("hermes", "qwen3")),
     ),
     lifecycle.Drain(),
     lifecycle.Undrain(),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled
+from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled, without_markup
 
 
 class PieceTable(dict[int, str | bytes | None]):
@@ -91,10 +91,13 @@ class ByteFallbackVocabulary:
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int], space: str, strip: int) -> None:
         self._all = PieceTable(tokenizer, space, frozenset())
         self._ordinary = PieceTable(tokenizer, space, special)
+        self._with_markup = PieceTable(tokenizer, space, without_markup(tokenizer, special))
         self._strip = strip
 
-    def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> ByteFallbackStream:
-        table = self._ordinary if skip_special_tokens else self._all
+    def open(
+        self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
+    ) -> ByteFallbackStream:
+        table = self._table(skip_special_tokens, keep_markup)
         stream = ByteFallbackStream(table, self._strip if begins else 0)
         start = 0
         if not begins:
@@ -104,6 +107,11 @@ class ByteFallbackVocabulary:
         for token in context[start:]:
             stream.push(token)
         return stream
+
+    def _table(self, skip_special_tokens: bool, keep_markup: bool) -> PieceTable:
+        if not skip_special_tokens:
+            return self._all
+        return self._with_markup if keep_markup else self._ordinary
 
     def spelling(self, token: int) -> Spelling:
         piece = self._all[token]

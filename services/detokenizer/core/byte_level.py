@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import Spelling, spelled
+from services.detokenizer.core.text import Spelling, spelled, without_markup
 
 
 def _alphabet() -> dict[int, int]:
@@ -76,12 +76,20 @@ class ByteLevelVocabulary:
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         self._all = ByteTable(tokenizer, frozenset())
         self._ordinary = ByteTable(tokenizer, special)
+        self._with_markup = ByteTable(tokenizer, without_markup(tokenizer, special))
 
-    def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> ByteLevelStream:
-        stream = ByteLevelStream(self._ordinary if skip_special_tokens else self._all)
+    def open(
+        self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
+    ) -> ByteLevelStream:
+        stream = ByteLevelStream(self._table(skip_special_tokens, keep_markup))
         for token in context:
             stream.push(token)
         return stream
+
+    def _table(self, skip_special_tokens: bool, keep_markup: bool) -> ByteTable:
+        if not skip_special_tokens:
+            return self._all
+        return self._with_markup if keep_markup else self._ordinary
 
     def spelling(self, token: int) -> Spelling:
         piece = self._all[token]

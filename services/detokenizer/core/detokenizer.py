@@ -98,7 +98,7 @@ class Detokenizer:
         stream = self.streams[opened.request] = Stream(opened, engine, self._vocabulary)
         self._outbox.opened(
             opened.gateway,
-            StreamOpened(opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens),
+            StreamOpened(opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens, opened.thinking),
         )
         replayed = stream.replay()
         if replayed is not None:

@@ -39,7 +39,10 @@ class Stream:
         context = unpack(opened.context)
         prompt = context[: len(context) - opened.resumed]
         self._text = vocabulary.open(
-            prompt, begins=len(prompt) >= opened.prompt_tokens, skip_special_tokens=opened.skip_special_tokens
+            prompt,
+            begins=len(prompt) >= opened.prompt_tokens,
+            skip_special_tokens=opened.skip_special_tokens,
+            keep_markup=opened.keep_markup,
         )
 
     def move(self, engine: EngineId) -> None:

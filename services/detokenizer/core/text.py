@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
+from shared.dialects import MARKUP_TOKENS
+
 REPLACEMENT = "\ufffd"
 
 
@@ -27,6 +29,11 @@ class Spelling(NamedTuple):
 def spelled(tokenizer: Tokenizer, token: int) -> str | None:
     """A token as the vocabulary spells it; None for what is no token of it, numbers beyond all vocabularies too."""
     return tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
+
+
+def without_markup(tokenizer: Tokenizer, special: frozenset[int]) -> frozenset[int]:
+    """Those of the special tokens that are no mark of tool calls and thoughts."""
+    return special - {tokenizer.token_to_id(token) for token in MARKUP_TOKENS}
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -57,7 +64,10 @@ class TextStream(Protocol):
 class TextVocabulary(Protocol):
     """A tokenizer's way from tokens to text."""
 
-    def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> TextStream:
-        """A stream behind `context` (the end of the prompt, or all of it where `begins`)."""
+    def open(
+        self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
+    ) -> TextStream:
+        """A stream behind `context` (the end of the prompt, or all of it where `begins`). `keep_markup`: no mark of
+        tool calls and thoughts is skipped."""
 
     def spelling(self, token: int) -> Spelling: ...

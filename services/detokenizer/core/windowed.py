@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled
+from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled, without_markup
 
 MOST_PENDING = 8
 """Tokens that may wait for the end of a character. None has more than 4 bytes; what still ends in U+FFFD then is it."""
@@ -55,12 +55,16 @@ class WindowedVocabulary:
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._unmarked = without_markup(tokenizer, special)
         ordinary = (i for i in range(tokenizer.get_vocab_size()) if i not in special)
         # A token to stand before others, so that they are not taken for the beginning of a text.
         self._anchor = [next((i for i in ordinary if tokenizer.decode([i]).isalnum()), 0)]
 
-    def open(self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool) -> WindowedStream:
-        hidden = self._special if skip_special_tokens else frozenset()
+    def open(
+        self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
+    ) -> WindowedStream:
+        skipped = self._unmarked if keep_markup else self._special
+        hidden = skipped if skip_special_tokens else frozenset()
         stream = WindowedStream(self._tokenizer, hidden, [] if begins else list(self._anchor))
         start = 0
         if not begins:

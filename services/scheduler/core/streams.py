@@ -112,4 +112,6 @@ def _open_stream(sequence: Sequence) -> OpenStream:
         min_tokens=stopping.min_tokens,
         skip_special_tokens=generation.skip_special_tokens,
         trace=generation.trace,
+        keep_markup=generation.keep_markup,
+        thinking=generation.thinking,
     )
