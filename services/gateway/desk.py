@@ -94,8 +94,10 @@ class Desk:
                 arrival=arrival,
                 cache_salt=job.cache_salt,
                 trace=trace,
+                grammar=job.guided.grammar if job.guided is not None else None,
             )
-        exchange = Exchange(heading, choices, outlet, METERS.of(job.name), time.monotonic())
+        meters, field = METERS.of(job.name), job.guided.field if job.guided is not None else None
+        exchange = Exchange(heading, choices, outlet, meters, time.monotonic(), grammar_field=field)
         self._exchanges.add(exchange)
         STREAMS.set(len(self._exchanges))
         effects: list[Effect] = []

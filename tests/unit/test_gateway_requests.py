@@ -168,8 +168,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"continue_final_message": True}, "continue_final_message"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": "json"}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"echo": True}, "echo"),
 ]
@@ -217,8 +215,6 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"guided_json": {}}, "guided_json"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"ignore_eos": "no"}, "ignore_eos"),
 ]
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -35,8 +35,16 @@ class Exchange:
     """Owns the answer's state from the first dispatch to the last byte. Ends once: `ended` tells how."""
 
     def __init__(
-        self, heading: Heading, requests: dict[RequestId, ChoiceState], outlet: Outlet, meters: ModelMeters, now: float
+        self,
+        heading: Heading,
+        requests: dict[RequestId, ChoiceState],
+        outlet: Outlet,
+        meters: ModelMeters,
+        now: float,
+        *,
+        grammar_field: str | None = None,
     ) -> None:
+        """`grammar_field`: what the client calls the grammar that its output must match."""
         self.heading = heading
         self.requests = requests
         self.choices = list(requests.values())
@@ -47,6 +55,7 @@ class Exchange:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._outlet = outlet
         self._meters = meters
+        self._grammar_field = grammar_field
         self._unfinished = len(self.choices)
 
     def opened(self, opened: StreamOpened) -> None:
@@ -89,9 +98,10 @@ class Exchange:
             self.end("finished")
 
     def rejected(self, rejected: Rejected) -> None:
-        self.fail(
-            ApiError(STATUS[rejected.kind], rejected.message, param=rejected.field, retry_after=rejected.retry_after)
-        )
+        param, message = rejected.field, rejected.message
+        if param == "grammar" and self._grammar_field is not None:
+            param, message = self._grammar_field, f"{self._grammar_field}: {message}"
+        self.fail(ApiError(STATUS[rejected.kind], message, param=param, retry_after=rejected.retry_after))
 
     def fail(self, error: ApiError) -> None:
         if not self.ended.done():

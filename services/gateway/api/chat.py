@@ -20,6 +20,7 @@ from services.gateway.api.fields import (
 )
 from services.gateway.api.job import Job, Limits
 from services.gateway.api.reading import check_depth, read
+from services.gateway.api.structured import read_guided
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 
@@ -80,6 +81,7 @@ def read_chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=checked_salt(fields),
+        guided=read_guided(fields),
     )
 
 

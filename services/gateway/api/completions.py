@@ -21,6 +21,7 @@ from services.gateway.api.fields import (
 )
 from services.gateway.api.job import Job, Limits
 from services.gateway.api.reading import read
+from services.gateway.api.structured import read_guided
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt
 from shared.tokens import pack
@@ -63,6 +64,7 @@ def read_completion(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=checked_salt(fields),
+        guided=read_guided(fields),
     )
 
 

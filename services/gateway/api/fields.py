@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from services.gateway.api.errors import ApiError, invalid, shown, unsupported
 from services.gateway.api.job import Limits, StreamOptions
+from services.gateway.api.structured import ResponseFormat, StructuredOutputs
 from shared.ids import ModelName
 from shared.messages.generation import SamplingParams, StopParams
 from shared.messages.lifecycle import ModelCard
@@ -58,10 +59,6 @@ class StreamOptionFields(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(Struct):
-    type: str
-
-
 class CommonFields(Struct, kw_only=True):
     """JSON of both endpoints. Unknown fields are ignored; null means the default."""
 
@@ -91,13 +88,13 @@ class CommonFields(Struct, kw_only=True):
     cache_salt: str | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     use_beam_search: bool | None = None
     # Asked for by some, offered by nobody here yet: refused rather than ignored, as the answer would be another.
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     prompt_logprobs: Any = None
     prompt_embeds: Any = None
     truncate_prompt_tokens: Any = None
@@ -105,11 +102,6 @@ class CommonFields(Struct, kw_only=True):
 
 
 _REFUSED = {
-    "guided_json": "guided decoding",
-    "guided_regex": "guided decoding",
-    "guided_choice": "guided decoding",
-    "guided_grammar": "guided decoding",
-    "structured_outputs": "structured output",
     "prompt_logprobs": "log-probabilities of the prompt",
     "prompt_embeds": "a prompt as embeddings",
     "truncate_prompt_tokens": "truncating the prompt",
@@ -129,8 +121,6 @@ def refuse_unsupported(fields: CommonFields) -> None:
     for name, what in _REFUSED.items():
         if getattr(fields, name) is not None:
             raise unsupported(name, what)
-    if fields.response_format is not None and fields.response_format.type != "text":
-        raise unsupported("response_format", f"type {shown(fields.response_format.type)} (only 'text' is)")
     if fields.use_beam_search:
         raise unsupported("use_beam_search", "beam search")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):

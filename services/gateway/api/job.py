@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.gateway.api.structured import Guided
 from shared.ids import ModelName
 from shared.messages.generation import SamplingParams, StopParams
 from shared.messages.lifecycle import ModelCard
@@ -59,6 +60,8 @@ class Job(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    guided: Guided | None = None
+    """What the output must match."""
 
     @property
     def name(self) -> ModelName:
