@@ -8,13 +8,14 @@ output of any prompt is known without a scheduler.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.blocks import BLOCK_SIZE, hash_chain
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId, SequenceId
-from shared.messages.generation import Generation, SamplingParams, StopParams
+from shared.messages.generation import Generation, Grammar, SamplingParams, StopParams
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Generate, Sampled, StepFinished, StepTiming, Transferred
+from shared.messages.scheduler import Generate, GrammarCompiled, Sampled, StepFinished, StepTiming, Transferred
 from shared.messages.worker import StepPlan, Transfer, Work
 from shared.tokens import pack, unpack
 from tests.honest_store import HonestStore
@@ -48,6 +49,7 @@ def generate(
     priority: int = 0,
     cache_salt: str | None = None,
     decode_on: EngineId | None = None,
+    grammar: Grammar | None = None,
     **stopping: object,
 ) -> Generate:
     """A request as the coordinator sends it; `stopping` are fields of StopParams."""
@@ -65,6 +67,7 @@ def generate(
         priority=priority,
         arrival=arrival,
         cache_salt=cache_salt,
+        grammar=grammar,
     )
     return Generate(generation, detokenizer, decode_on)
 
@@ -78,6 +81,14 @@ def digest(tokens: list[int]) -> int:
 
 def next_token(tokens: list[int]) -> int:
     return digest(tokens) % VOCABULARY
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    """The next tokens behind `tokens`."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(tokens) :]
 
 
 def right_output(request: Generate, context: int) -> tuple[list[int], str]:
@@ -102,13 +113,24 @@ class _Held:
 
 
 class HonestWorker:
-    """Executes plans one by one. `step` gives the result that a real worker would publish.
+    """Executes plans one by one. `step` gives the result that a real worker would publish. `accepts` says how many of
+    so many drafts are accepted; where it is None, a plan with drafts is none of ours.
 
     What is to be loaded lies there as rubbish until the last rank has copied it, and what is to be saved is read only
     then: who uses the blocks too early, or gives them away, is found out.
     """
 
-    def __init__(self, num_blocks: int, store: HonestStore | None = None, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        store: HonestStore | None = None,
+        ranks: int = 1,
+        accepts: Callable[[int], int] | None = None,
+    ) -> None:
+        self._accepts = accepts
+        self.compiling: list[Grammar] = []
+        """That were asked for, and are not answered."""
+        self._compiled: set[Grammar] = set()
         self._store = store
         self._done = [0] * ranks
         self._failed: set[int] = set()
@@ -127,16 +149,34 @@ class HonestWorker:
             assert new.sequence not in self._held, "a sequence is sent twice"
             assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
             assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE)
+            assert new.grammar is None or new.grammar in self._compiled, "its grammar was never compiled"
             self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed)
-        writes = [self._compute(self._held[work.sequence], work) for work in plan.work]
+        self.compiling += [grammar for grammar in plan.compile if grammar not in self.compiling]
+        accepted = [self._accepts(work.speculate) if self._accepts else 0 for work in plan.work]
+        each = list(zip(plan.work, accepted, strict=True))
+        writes = [self._compute(self._held[work.sequence], work, count) for work, count in each]
         assert len(set().union(*writes)) == sum(map(len, writes)), "two sequences write to one place"
-        sampled = tuple(self._sample(work.sequence) for work in plan.work if work.sample)
-        return StepFinished(epoch=plan.epoch, step=plan.step, sampled=sampled, timing=TIMING)
+        sampled = tuple(self._sample(work, count) for work, count in each if work.sample)
+        drafted = sum(work.speculate for work in plan.work)
+        positions = tuple(sum(count > place for count in accepted) for place in range(max(accepted, default=0)))
+        return StepFinished(
+            epoch=plan.epoch, step=plan.step, sampled=sampled, timing=TIMING, drafted=drafted, accepted=positions
+        )
+
+    def compile(self, error: str | None = None) -> GrammarCompiled:
+        """The oldest grammar that was asked for is ready, or never will be."""
+        assert self._expected is not None
+        grammar = self.compiling.pop(0)
+        if error is None:
+            self._compiled.add(grammar)
+        return GrammarCompiled(epoch=Incarnation(self._expected[0]), grammar=grammar, error=error)
 
     def _check_order(self, plan: StepPlan) -> None:
         if self._expected is None or self._expected[0] != plan.epoch:
             assert plan.step == 0
             self._held.clear()
+            self.compiling.clear()
+            self._compiled.clear()
             self._done, self._failed = [0] * len(self._done), set()
             self.copies.clear()
         else:
@@ -184,26 +224,31 @@ class HonestWorker:
                 self._memory[block] = slot.contents.copy()
         return True
 
-    def _compute(self, held: _Held, work: Work) -> set[tuple[int, int]]:
+    def _compute(self, held: _Held, work: Work, accepted: int) -> set[tuple[int, int]]:
+        """Writes what is accepted as it should be, and rubbish where drafts are rejected."""
         held.blocks += unpack(work.blocks)
         assert work.count > 0
         end = held.computed + work.count
         assert end <= len(held.tokens), "a token is computed before it is known"
-        assert len(held.blocks) == -(-end // BLOCK_SIZE), "blocks do not fit the work"
+        fit = -(-(end + work.speculate) // BLOCK_SIZE)
+        assert len(held.blocks) >= fit if self._accepts else len(held.blocks) == fit, "blocks do not fit the work"
+        assert not work.speculate or (self._accepts and work.sample and work.count == 1), "drafts beside a prompt"
         for position in range(held.computed):
             block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
             expected = digest(held.tokens[: position + 1])
             assert self._memory[block][offset] == expected, f"position {position} was overwritten"
         places = set()
-        for position in range(held.computed, end):
-            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            self._memory[block][offset] = digest(held.tokens[: position + 1])
-            places.add((block, offset))
-        held.computed = end
         assert work.sample == (end == len(held.tokens)), "a sample is drawn exactly when all tokens are computed"
+        right = held.tokens + continuation(held.tokens, accepted)
+        for position in range(held.computed, end + work.speculate):
+            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            self._memory[block][offset] = digest(right[: position + 1]) if position < end + accepted else None
+            places.add((block, offset))
+        held.computed = end + accepted
         return places
 
-    def _sample(self, sequence: SequenceId) -> Sampled:
-        held = self._held[sequence]
-        held.tokens.append(next_token(held.tokens))
-        return Sampled(sequence, (held.tokens[-1],))
+    def _sample(self, work: Work, accepted: int) -> Sampled:
+        held = self._held[work.sequence]
+        drawn = continuation(held.tokens, accepted + 1)
+        held.tokens += drawn
+        return Sampled(work.sequence, tuple(drawn), drafted=work.speculate)

@@ -7,6 +7,7 @@ is the one that computing the request alone would have given; and at the end eve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from services.scheduler.core.events import (
     SendPlan,
     SendTokens,
     TellGateway,
+    TimePassed,
     WorkersLost,
     WorkersReady,
 )
@@ -27,6 +29,7 @@ from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import Limits
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.detokenizer import TokenBatch
+from shared.messages.generation import Grammar
 from shared.messages.scheduler import Cancel, DetokenizerLost, Generate, StepFinished, StepMissed, StopMatched
 from shared.messages.worker import StepPlan
 from shared.tokens import unpack
@@ -56,6 +59,10 @@ class Sent:
         return self.finish is not None or self.refused > 0 or self.called_off
 
 
+GOOD = [Grammar("regex", "[ab]+"), Grammar("json", "{}", after="</think>")]
+BAD = Grammar("grammar", "root ::= ")
+
+
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(3, 12),
@@ -63,15 +70,30 @@ class EngineMachine(RuleBasedStateMachine):
         running=st.integers(1, 6),
         run_ahead=st.integers(0, 2),
         policy=st.sampled_from(["fcfs", "priority"]),
+        drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        speculation=st.sampled_from(["dynamic", "fixed"]),
+        luck=st.randoms(use_true_random=False),
     )
-    def start(self, blocks: int, budget: int, running: int, run_ahead: int, policy: str) -> None:
+    def start(
+        self,
+        blocks: int,
+        budget: int,
+        running: int,
+        run_ahead: int,
+        policy: str,
+        drafts: int,
+        speculation: str,
+        luck: Random,
+    ) -> None:
         limits = Limits(
             max_batch_tokens=budget,
             max_running=running,
             max_waiting=8,
             run_ahead=run_ahead,
             policy=policy,  # type: ignore[arg-type]
+            speculation=speculation,  # type: ignore[arg-type]
         )
+        self.drafts, self.luck = drafts, luck
         self.begin(blocks, Engine(EngineId("e"), Incarnation(1), limits))
 
     def begin(self, blocks: int, engine: Engine) -> None:
@@ -105,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         detokenizer=st.sampled_from(DETOKENIZERS),
         salt=st.sampled_from([None, None, None, "s"]),
+        grammar=st.sampled_from([None, None, None, *GOOD, BAD]),
     )
     def a_request_comes(
         self,
@@ -117,6 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         detokenizer: DetokenizerId,
         salt: str | None,
+        grammar: Grammar | None,
     ) -> None:
         request = generate(
             f"r{len(self.newest)}",
@@ -129,6 +153,7 @@ class EngineMachine(RuleBasedStateMachine):
             detokenizer=detokenizer,
             arrival=self.tick,
             cache_salt=salt,
+            grammar=grammar,
         )
         self.post(request)
 
@@ -163,6 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
                 priority=old.priority,
                 arrival=old.arrival,
                 cache_salt=old.cache_salt,
+                grammar=old.grammar,
                 detokenizer=data.draw(st.sampled_from(DETOKENIZERS)),
             )
         )
@@ -178,6 +204,21 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             if self.plans:
                 self.tell(self.worker.step(self.plans.pop(0)))
+
+    @precondition(lambda self: self.worker.compiling)
+    @rule()
+    def a_grammar_is_compiled(self) -> None:
+        self.compile()
+
+    def compile(self) -> None:
+        self.tell(self.worker.compile("an empty rule" if self.worker.compiling[0] == BAD else None))
+
+    @precondition(lambda self: not self.plans)
+    @rule()
+    def time_passes(self) -> None:
+        """Enough of it for a grammar that was asked for long ago to be given up."""
+        self.tick += 10
+        self.tell(TimePassed())
 
     @precondition(lambda self: self.newest)
     @rule(data=st.data(), message=st.sampled_from([Cancel, StopMatched]))
@@ -229,8 +270,9 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.serving is None)
     @rule()
     def workers_come(self) -> None:
-        self.worker = HonestWorker(self.blocks)
-        self.tell(WorkersReady(card(90), self.blocks))
+        accepts = (lambda most: self.luck.randint(0, most)) if self.drafts else None
+        self.worker = HonestWorker(self.blocks, accepts=accepts)
+        self.tell(WorkersReady(card(90), self.blocks, max_speculate=self.drafts))
 
     # ---- what the engine says
 
@@ -277,8 +319,11 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        while self.plans:
-            self.tell(self.worker.step(self.plans.pop(0)))
+        while self.plans or self.worker.compiling:
+            if self.plans:
+                self.tell(self.worker.step(self.plans.pop(0)))
+            else:
+                self.compile()
         assert not self.engine.requests
         assert all(sent.over for sent in self.sent.values()), "a request was left without a final word"
         if self.engine.serving is not None:

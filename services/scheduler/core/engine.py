@@ -30,6 +30,7 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.fence import Fence
+from services.scheduler.core.grammars import Waited
 from services.scheduler.core.hand_overs import PassedOn, Settled, handed
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.sequence import Sequence
@@ -38,9 +39,9 @@ from services.scheduler.core.site import Site
 from services.scheduler.core.store import Store
 from services.scheduler.core.streams import Streams
 from services.scheduler.core.tally import Tally
-from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
 from shared.messages.gateway import Failed, Placed, Rejected
+from shared.messages.generation import Generation
 from shared.messages.kvstore import Attach, Find, Reserve
 from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import (
@@ -119,13 +120,16 @@ class Engine:
                 if self.serving is not None and event.epoch == self.serving.steps.epoch:
                     self._start_anew(f"{event.worker} never received step {event.expected}")
             case GrammarCompiled():
-                pass  # no plan asks for any yet
+                if self.serving is not None and event.epoch == self.serving.steps.epoch:
+                    self._waited(self.serving, self.serving.grammars.answered(event.grammar, event.error, now))
             case WorkersReady():
                 self._workers_ready(event)
             case WorkersLost():
                 self._stop_serving(event.reason)
             case TimePassed():
                 self._look_for_overdue_step(now)
+                if self.serving is not None:
+                    self._waited(self.serving, self.serving.grammars.look_at_clock(now))
                 self.store.look_at_clock(now)
             case _:
                 assert_never(event)
@@ -190,7 +194,9 @@ class Engine:
         planner = self.serving.planner
         if isinstance(admitted, Rejected):
             self._refuse(generate, admitted)
-        elif len(planner.waiting) + len(planner.seeking) >= self.limits.max_waiting:
+        elif (error := self.serving.grammars.error(generation.grammar)) is not None:
+            self._refuse(generate, _uncompilable(generation, error))
+        elif planner.lined_up >= self.limits.max_waiting:
             self._refuse(generate, self._overloaded(request, attempt))
         else:
             self._accept(self.serving, admitted)
@@ -240,6 +246,16 @@ class Engine:
         if engine is not None:
             self._out.append(Relay(engine, message))
 
+    def _waited(self, serving: Serving, waited: list[Waited]) -> None:
+        """What became of grammars that sequences have waited for."""
+        for sequence, error in waited:
+            if error is None:
+                serving.planner.compiled(sequence)
+                continue
+            generation = sequence.generation
+            self._end(sequence, tell_detokenizer=True)
+            self._out.append(TellGateway(generation.gateway, _uncompilable(generation, error)))
+
     def _end(self, sequence: Sequence, *, tell_detokenizer: bool) -> None:
         assert self.serving is not None, "without workers no request is held"
         generation = sequence.generation
@@ -255,7 +271,7 @@ class Engine:
     def _plan(self, now: float) -> None:
         serving = self.serving
         self.plan_due = None
-        while serving is not None and serving.steps.in_flight <= self.limits.run_ahead:
+        while serving is not None and serving.steps.in_flight <= serving.limits.plans_ahead:
             if self._may_wait(serving, now):
                 return
             planned = serving.planner.plan(now)
@@ -267,7 +283,7 @@ class Engine:
                 self._streams.open(sequence, cached)
             for sequence in planned.handing:
                 serving.hand_overs.begin(sequence)
-            step = serving.steps.issue(samples=planned.samples, tokens=planned.tokens, now=now)
+            step = serving.steps.issue(planned.expected, now)
             serving.transfers.issued(step)
             plan = StepPlan(
                 epoch=serving.steps.epoch,
@@ -276,12 +292,13 @@ class Engine:
                 new=planned.new,
                 work=planned.work,
                 transfers=planned.transfers,
+                compile=planned.compile,
             )
             self._out.append(SendPlan(plan))
 
     def _may_wait(self, serving: Serving, now: float) -> bool:
         """Whether the plan is the last one ahead, and not due yet; then sets `plan_due`."""
-        last_ahead = 0 < serving.steps.in_flight == self.limits.run_ahead
+        last_ahead = self.limits.run_ahead > 0 and serving.steps.in_flight == serving.limits.plans_ahead
         if self.limits.plan_late and last_ahead and now < serving.steps.next_due():
             self.plan_due = serving.steps.next_due()
             return True
@@ -294,19 +311,20 @@ class Engine:
         if result.step > serving.steps.finished:
             self._start_anew(f"the result of step {serving.steps.finished} never came")
             return
-        serving.steps.finish(len(result.sampled), now)
+        expected = serving.steps.finish(len(result.sampled), now)
         serving.transfers.step_finished(result.step, now)
+        serving.drafts.take(result, expected)
         by_id = serving.planner.by_id
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is not None:  # else it ended meanwhile, and this was computed ahead for nothing
-                self._take_token(serving, sequence, sampled)
+                self._take_tokens(serving, sequence, sampled)
 
-    def _take_token(self, serving: Serving, sequence: Sequence, sampled: Sampled) -> None:
+    def _take_tokens(self, serving: Serving, sequence: Sequence, sampled: Sampled) -> None:
         entry = results.take(sequence, sampled)
-        self.tokens += 1
+        self.tokens += len(entry.tokens)
         self._streams.add(sequence, entry)
-        if not len(sequence.tokens) % BLOCK_SIZE:
+        if len(sequence.hashes) > sequence.indexed:
             serving.planner.memory.index_full_blocks(sequence)
         if entry.finish is not None:
             self._end(sequence, tell_detokenizer=False)
@@ -449,3 +467,8 @@ class Engine:
 
     def _flush(self) -> None:
         self._out += self._streams.flush()
+
+
+def _uncompilable(generation: Generation, error: str) -> Rejected:
+    """Which of the client's fields the grammar came from, the gateway knows."""
+    return Rejected(request=generation.request, attempt=generation.attempt, kind="invalid_request", message=error)

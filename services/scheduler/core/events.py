@@ -24,6 +24,12 @@ class WorkersReady:
     world_size: int = 1
     layout: KvLayout | None = None
     """None: their blocks cannot be shared through a KV store."""
+    stages: int = 1
+    """Of the pipeline that the ranks form."""
+    max_speculate: int = 0
+    """Drafts that a step may hold of one sequence."""
+    max_jump_ahead: int = 0
+    """Forced tokens that a step may hold of a sequence with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ from collections import Counter
 
 from services.scheduler.core.engine import Engine
 from services.scheduler.core.kv_memory import KvMemory
-from services.scheduler.core.limits import Limits
-from services.scheduler.core.planner import Planner
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.serving import Serving
 from shared.blocks import BLOCK_SIZE, blocks_for
@@ -30,9 +28,9 @@ def check(engine: Engine) -> None:
     planner = engine.serving.planner
     sequences = list(engine.requests.values())
     check_memory(planner.memory, sequences, list(engine.serving.transfers.blocks))
-    _check_lines(planner, sequences, engine.serving.limits)
+    _check_lines(engine.serving, sequences)
     for sequence in sequences:
-        _check_sequence(sequence)
+        _check_sequence(sequence, most_reserved=_most_reserved(engine.serving))
         if engine.serving.steps.in_flight == 0:
             _hold(not sequence.awaits_token, f"{sequence.id} awaits a token, but no step is in flight")
     if engine.serving.steps.in_flight == 0 and not planner.waits_elsewhere:
@@ -57,8 +55,15 @@ def check_memory(memory: KvMemory, sequences: list[Sequence], copied: list[int])
     _hold({h: b for b, h in index.hash_of.items()} == index.block_of, "the index's two sides differ")
 
 
-def _check_lines(planner: Planner, sequences: list[Sequence], limits: Limits) -> None:
-    beside = {"seeking": planner.seeking, "loading": planner.loading, "handing": planner.handing}
+def _check_lines(serving: Serving, sequences: list[Sequence]) -> None:
+    planner, limits = serving.planner, serving.limits
+    _hold(serving.grammars.waiting == planner.compiling, "grammars are waited for by others than those compiling")
+    beside = {
+        "compiling": planner.compiling,
+        "seeking": planner.seeking,
+        "loading": planner.loading,
+        "handing": planner.handing,
+    }
     for phase, members in beside.items():
         _hold(members == {s.id: s for s in sequences if s.phase == phase}, f"those {phase}")
     lines = {"waiting": planner.waiting, "prefilling": planner.prefilling, "decoding": planner.decoding}
@@ -71,7 +76,14 @@ def _check_lines(planner: Planner, sequences: list[Sequence], limits: Limits) ->
     _hold(planner.running <= limits.max_running, "more run than may")
 
 
-def _check_sequence(sequence: Sequence) -> None:
+def _most_reserved(serving: Serving) -> int:
+    """Tokens beyond `planned` for which a decoding sequence may hold blocks: drafts of as many steps as may be in
+    flight, had they been accepted."""
+    workers = serving.workers
+    return max(workers.max_speculate, workers.max_jump_ahead) * (serving.limits.plans_ahead + 1)
+
+
+def _check_sequence(sequence: Sequence, most_reserved: int) -> None:
     name = f"sequence {sequence.id}"
     known, full = len(sequence.tokens), len(sequence.blocks)
     _hold(known <= sequence.length <= sequence.limit, f"{name}: lengths {known}, {sequence.length}, {sequence.limit}")
@@ -79,12 +91,13 @@ def _check_sequence(sequence: Sequence) -> None:
     if sequence.phase == "loading":
         _hold(full > blocks_for(sequence.planned), f"{name}: is loaded into no blocks")
     else:
-        _hold(full == blocks_for(sequence.planned), f"{name}: holds blocks that it has no tokens for")
+        most = blocks_for(sequence.planned + (most_reserved if sequence.phase == "decoding" else 0))
+        _hold(blocks_for(sequence.planned) <= full <= most, f"{name}: holds blocks that it has no tokens for")
     _hold(len(sequence.hashes) == known // BLOCK_SIZE, f"{name}: hashes")
-    if sequence.phase in ("waiting", "seeking", "returning"):
+    if sequence.phase in ("waiting", "compiling", "seeking", "returning"):
         _hold(full == 0, f"{name}: holds blocks while it waits")
         _hold(not sequence.introduced, f"{name}: the workers know it while it waits")
-    if sequence.phase in ("waiting", "seeking", "loading", "prefilling"):
+    if sequence.phase in ("waiting", "compiling", "seeking", "loading", "prefilling"):
         _hold(known == sequence.length and sequence.planned < known, f"{name}: nothing to prefill")
     if sequence.phase in ("decoding", "handing"):
         _hold(sequence.planned == sequence.length - 1, f"{name}: decodes one token behind")

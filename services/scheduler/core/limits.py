@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Policy = Literal["fcfs", "priority"]
+SpeculationPolicy = Literal["dynamic", "fixed", "off"]
+"""dynamic: as many drafts as pay (see `speculation.py`). fixed: as many as the ranks can. off: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,9 @@ class Limits:
     max_new_bytes: int = 4 * 2**20
     """Token ids that newcomers may add to one plan, in bytes: a plan must fit the bus. A single one always may."""
     run_ahead: int = 1
-    """Plans issued beyond the one that is being computed."""
+    """Plans issued beyond those that are being computed."""
+    stages: int = 1
+    """Of the pipeline that the workers form: plans that are computed at a time."""
     plan_late: bool = True
     """Make the last plan ahead only when the step before it is half over, for the sake of who arrives meanwhile."""
     step_timeout: float = 60.0
@@ -30,6 +34,10 @@ class Limits:
     """Seconds that the KV store may take to say what it has of a newcomer."""
     remote_deadline: float = 0.5
     """The same, where another node is likely to have it: the blocks come over before the answer does."""
+
+    speculation: SpeculationPolicy = "dynamic"
+    compile_timeout: float = 30.0
+    """Seconds that the workers may take to compile a grammar."""
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting) < 1 or self.run_ahead not in (0, 1, 2):
@@ -40,8 +48,13 @@ class Limits:
                 "each running sequence computes one token a step"
             )
 
-    def bounded(self, max_running: int | None, max_batch_tokens: int | None) -> Limits:
+    @property
+    def plans_ahead(self) -> int:
+        """Plans issued beyond the one whose result comes next."""
+        return self.run_ahead + self.stages - 1
+
+    def bounded(self, max_running: int | None, max_batch_tokens: int | None, stages: int = 1) -> Limits:
         """These limits, or less where the workers can hold only less."""
         running = min(self.max_running, max_running or self.max_running)
         tokens = min(self.max_batch_tokens, max_batch_tokens or self.max_batch_tokens)
-        return replace(self, max_running=min(running, tokens), max_batch_tokens=tokens)
+        return replace(self, max_running=min(running, tokens), max_batch_tokens=tokens, stages=stages)

@@ -1,23 +1,30 @@
 """Builds the next step: who computes how many tokens in which blocks. Knows lengths, never token values.
 
-One token budget a step. Decoding sequences first (one token each), so that nobody's stream stalls behind a long
-prompt; then the rest of chunked prefills; then newcomers. Memory that runs out under a decoding sequence is taken
-from whoever stands last in line (preemption by recompute).
+One token budget a step. Decoding sequences first (one token each, and drafts where they pay), so that nobody's stream
+stalls behind a long prompt; then the rest of chunked prefills; then newcomers. Memory that runs out under a decoding
+sequence is taken from whoever stands last in line (preemption by recompute).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+from services.scheduler.core.grammars import Grammars
 from services.scheduler.core.kv_memory import KvMemory
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.line import Line
 from services.scheduler.core.loads import Loads
+from services.scheduler.core.micro_batches import MicroBatches
 from services.scheduler.core.saves import BESIDE_DECODES, MOST_BLOCKS, Saves
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.shared_prompts import SharedPrompts
+from services.scheduler.core.speculation import Speculation
+from services.scheduler.core.steps import Expected
+from services.scheduler.core.tally import Tally
 from services.scheduler.core.transfers import Transfers
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
+from shared.messages.generation import Grammar
 from shared.messages.worker import NewSequence, Transfer, Work
 from shared.tokens import TOKEN_BYTES, pack
 
@@ -37,22 +44,31 @@ class Planned(NamedTuple):
     work: tuple[Work, ...]
     transfers: tuple[Transfer, ...]
     started: tuple[Started, ...]
+    compile: tuple[Grammar, ...]
     handing: tuple[Sequence, ...]
     """Those whose only token it draws: the next ones come from another engine."""
-    samples: int
-    """How many works draw a token."""
-    tokens: int
-    """Tokens that the step computes."""
+    expected: Expected
 
 
 class Planner:
     """Owns the three lines, who stands beside them, and the sequences in the engine by number."""
 
-    def __init__(self, limits: Limits, memory: KvMemory, transfers: Transfers, loads: Loads, saves: Saves) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        memory: KvMemory,
+        transfers: Transfers,
+        loads: Loads,
+        saves: Saves,
+        grammars: Grammars,
+        speculation: Speculation,
+        tally: Tally,
+    ) -> None:
         self.memory = memory
         self.waiting = Line()
         self.prefilling = Line()
         self.decoding = Line()
+        self.compiling: dict[SequenceId, Sequence] = {}
         self.seeking: dict[SequenceId, Sequence] = {}
         self.loading: dict[SequenceId, Sequence] = {}
         self.handing: dict[SequenceId, Sequence] = {}
@@ -62,11 +78,19 @@ class Planner:
         self._transfers = transfers
         self._loads = loads
         self._saves = saves
+        self._grammars = grammars
+        self._speculation = speculation
+        self._tally = tally
+        self._prompts = SharedPrompts()
+        self._micro_batches = MicroBatches(limits.stages)
         self._released: list[SequenceId] = []
         # of the step that is being planned
         self._work: list[Work] = []
         self._budget = 0
         self._samples = 0
+        self._drafts = 0
+        """Drafts that it may still hold."""
+        self._extras: dict[SequenceId, int] = {}
         self._started: list[Started] = []
         self._new_bytes = 0
         self._handing: list[Sequence] = []
@@ -79,13 +103,20 @@ class Planner:
         return len(self.prefilling) + len(self.decoding) + len(self.loading) + len(self.handing)
 
     @property
+    def lined_up(self) -> int:
+        """Those that wait for their turn, or beside the line for what they need before it."""
+        return len(self.waiting) + len(self.seeking) + len(self.compiling)
+
+    @property
     def waits_elsewhere(self) -> bool:
-        """Whether somebody goes on when the store or the ranks' copying has answered, without any step's result."""
-        return bool(self.seeking or self.handing or len(self._transfers))
+        """Whether somebody goes on without any step's result: when the store has answered, when the ranks have copied
+        or compiled something."""
+        sought = len(self.seeking) > self._prompts.waiting
+        return bool(sought or self.handing or len(self._transfers) or self._grammars.answers_awaited)
 
     def plan(self, now: float) -> Planned | None:
         """The next step, or None where there is nothing to compute or copy before results come."""
-        self._work, self._filled, self._started, self._handing = [], [], [], []
+        self._work, self._filled, self._started, self._handing, self._extras = [], [], [], [], {}
         self._budget, self._samples, self._new_bytes = self._limits.max_batch_tokens, 0, 0
         preemptions = self.preemptions
         self._plan_decodes()
@@ -96,29 +127,37 @@ class Planner:
             self._admit(now)
         for sequence in self._filled:
             self.memory.index_full_blocks(sequence)
+            self._resume(self._prompts.progressed(sequence))
         if self._saves.pending:
             self._saves.plan(BESIDE_DECODES if decodes else MOST_BLOCKS, now)
-        if not self._work and not self._transfers.planned:
+        compile_ = self._grammars.take(self._limits.max_new_bytes - self._new_bytes, now)
+        if not self._work and not self._transfers.planned and not compile_:
             return None
+        self._micro_batches.issued(self._work, self.by_id)
         released, self._released = self._released, []
+        tokens = self._limits.max_batch_tokens - self._budget
         return Planned(
             released=tuple(released),
             new=tuple(_new_sequence(*start) for start in self._started),
             work=tuple(self._work),
             transfers=self._transfers.take_planned(),
             started=tuple(self._started),
+            compile=compile_,
             handing=tuple(self._handing),
-            samples=self._samples,
-            tokens=self._limits.max_batch_tokens - self._budget,
+            expected=Expected(self._samples, tokens, self._extras, prefills=len(self._work) > decodes),
         )
 
     # ---- decode
 
     def _plan_decodes(self) -> None:
-        work = self._work
-        for sequence in self.decoding.members():
+        work, members = self._work, self._micro_batches.of_next_plan(self.decoding.members())
+        self._drafts = drafts = self._speculation.begin(len(members), self._budget)
+        for sequence in members:
             if sequence.length >= sequence.limit or sequence.phase != "decoding":
                 continue  # all its tokens are on their way; or it was preempted for one before it
+            if drafts and (extra := self._extra(sequence)):
+                work.append(self._speculate(sequence, extra))
+                continue
             if sequence.planned < sequence.capacity:
                 work.append(sequence.decode_work)
             elif self._make_room(sequence):
@@ -128,8 +167,34 @@ class Planner:
                 continue
             sequence.planned += 1
             sequence.length += 1
-        self._budget -= len(work)
+        self._budget -= len(work) + drafts - self._drafts
         self._samples = len(work)
+
+    def _extra(self, sequence: Sequence) -> int:
+        """How many drafts its next step may hold. They take no block that somebody running needs for certain, and
+        nothing beyond the limit: until results say less, all that is in flight counts as accepted."""
+        wanted = min(self._speculation.wanted(sequence), sequence.limit - sequence.length - 1, self._drafts)
+        missing = blocks_for(sequence.length + wanted) - len(sequence.blocks)
+        if missing > 0 and self.memory.pool.free - missing < self.running:
+            wanted = sequence.capacity - sequence.length
+        return max(0, wanted)
+
+    def _speculate(self, sequence: Sequence, extra: int) -> Work:
+        blocks = self.memory.grow(sequence, sequence.length + extra)
+        if blocks:
+            self._filled.append(sequence)
+        sequence.planned += 1 + extra
+        sequence.length += 1 + extra
+        self._drafts -= extra
+        self._extras[sequence.id] = extra
+        return Work(sequence.id, 1, pack(blocks), True, extra)
+
+    def yielded_less(self, sequence: Sequence, tokens: int) -> None:
+        """A step has yielded so many tokens less than it might have. The blocks that were meant for them stay in the
+        sequence's table, where the workers have them too, and are filled by its next steps."""
+        sequence.length -= tokens
+        if sequence.phase == "decoding":
+            sequence.planned -= tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Frees a block from the end of the line; False where that end was `sequence` itself.
@@ -231,6 +296,9 @@ class Planner:
         cached = self.memory.cached_blocks(sequence)
         turn = self._loads.turn(sequence, len(cached), now) if concerned else "compute"
         match turn:
+            case "compute" if self._prompts.wait(sequence, len(cached)):
+                self._tally.prompts_shared += 1
+                self._step_aside(sequence)
             case "compute":
                 return self._fits(sequence, cached) and self._enter(sequence, cached)
             case "load":
@@ -268,6 +336,7 @@ class Planner:
         self.memory.adopt(sequence, cached)
         sequence.move("prefilling")
         self.prefilling.add(sequence)
+        self._prompts.begin(sequence)
         self._prefill(sequence)
         return True
 
@@ -295,6 +364,10 @@ class Planner:
         sequence.move("waiting")
         self.waiting.add(sequence)
 
+    def _resume(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.resume(sequence)
+
     def loaded(self, sequence: Sequence, tokens: int | None) -> None:
         """Its first `tokens` lie computed in its blocks; None: only those that did before."""
         del self.loading[sequence.id]
@@ -304,17 +377,29 @@ class Planner:
             self.memory.fill(sequence, tokens)
         sequence.move("prefilling")
         self.prefilling.add(sequence)
+        self._prompts.begin(sequence)
 
     # ---- coming and leaving
 
     def accept(self, sequence: Sequence) -> None:
-        """A new sequence, into the waiting line, or out of it while the store is asked what it has of it."""
+        """A new sequence, into the waiting line; or beside it while its grammar is compiled, or the store is asked what
+        it has of it."""
         self.by_id[sequence.id] = sequence
-        self.waiting.add(sequence)
-        self._seek(sequence)
+        if self._grammars.ready(sequence.generation.grammar):
+            self.waiting.add(sequence)
+            self._seek(sequence)
+        else:
+            sequence.move("compiling")
+            self.compiling[sequence.id] = sequence
+            self._grammars.wait(sequence)
+
+    def compiled(self, sequence: Sequence) -> None:
+        """Its grammar is ready."""
+        del self.compiling[sequence.id]
+        self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """Back into the waiting line, preempted and with all its tokens known. The store may have what it lost."""
+        """Into the waiting line, with all its tokens known. The store may have what it lacks."""
         sequence.move("waiting")
         self.waiting.add(sequence)
         self._seek(sequence)
@@ -323,6 +408,9 @@ class Planner:
         """Takes `sequence` out, whatever its phase; its blocks are free for the next plan."""
         if sequence.phase == "waiting":
             self.waiting.remove(sequence)
+        elif sequence.phase == "compiling":
+            del self.compiling[sequence.id]
+            self._grammars.leave(sequence)
         self.seeking.pop(sequence.id, None)
         self._loads.forget(sequence)
         self._release(sequence)
@@ -334,6 +422,7 @@ class Planner:
         match sequence.phase:
             case "prefilling":
                 self.prefilling.remove(sequence)
+                self._resume(self._prompts.left(sequence))
             case "decoding":
                 self.decoding.remove(sequence)
             case "handing":
@@ -361,4 +450,5 @@ def _new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         sampling=generation.sampling,
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(sequence.stops)),
+        grammar=generation.grammar,
     )

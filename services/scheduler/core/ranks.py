@@ -69,6 +69,9 @@ class Ranks:
             max_batch_tokens=_least(report.max_batch_tokens for report in reports),
             world_size=size,
             layout=_common(report.layout for report in reports),
+            stages=reports[0].stages,
+            max_speculate=min(report.max_speculate for report in reports),
+            max_jump_ahead=min(report.max_jump_ahead for report in reports),
         )
 
     def _ready_by_rank(self) -> dict[int, Lifecycle]:
@@ -86,9 +89,9 @@ class Ranks:
         return None
 
 
-def _comparable(report: WorkerReport) -> tuple[ModelCard, int]:
+def _comparable(report: WorkerReport) -> tuple[ModelCard, int, int]:
     """What must be equal on all ranks; when each was started need not be."""
-    return msgspec.structs.replace(report.model, created=0), report.world_size
+    return msgspec.structs.replace(report.model, created=0), report.world_size, report.stages
 
 
 def _least(values: Iterable[int | None]) -> int | None:

@@ -1,4 +1,4 @@
-"""What a drawn token means for its sequence: kept, and whether it is the last. Knows no memory and no lines."""
+"""What drawn tokens mean for their sequence: kept, and whether one is the last. Knows no memory and no lines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from shared.messages.scheduler import Sampled
 
 
 def take(sequence: Sequence, sampled: Sampled) -> NewTokens:
-    """Adds the token to `sequence`; the answer says so to the detokenizer, with `finish` where it was the last.
-
-    Raises ValueError for more or fewer tokens than one: none of our plans asks for that.
-    """
-    (token,) = sampled.tokens
-    sequence.learn(token)
-    known = len(sequence.tokens)
+    """Adds the tokens to `sequence`; the answer says so to the detokenizer, with `finish` where the last is among them.
+    What a step has yielded behind that one is dropped."""
+    kept = 0
     finish: FinishReason | None = None
+    for token in sampled.tokens:
+        sequence.learn(token)
+        kept += 1
+        finish = _finish(sequence, token)
+        if finish is not None:
+            break
+    logprobs = None if sampled.logprobs is None else sampled.logprobs[:kept]
+    return entry(sequence, sampled.tokens[:kept], finish, logprobs)
+
+
+def _finish(sequence: Sequence, token: int) -> FinishReason | None:
+    """How `sequence` ends with `token`, if it does."""
+    known = len(sequence.tokens)
     if token in sequence.stops and known > sequence.min_length:
-        finish = "stop"
-    elif known >= sequence.limit:
-        finish = "length"
-    return entry(sequence, sampled.tokens, finish, sampled.logprobs)
+        return "stop"
+    return "length" if known >= sequence.limit else None
 
 
 def entry(

@@ -11,10 +11,11 @@ from shared.messages.scheduler import Generate
 from shared.messages.worker import Work
 from shared.tokens import pack, unpack
 
-Phase = Literal["waiting", "seeking", "loading", "prefilling", "decoding", "handing", "returning", "ended"]
+Phase = Literal["waiting", "compiling", "seeking", "loading", "prefilling", "decoding", "handing", "returning", "ended"]
 
 FOLLOWS: dict[Phase, frozenset[Phase]] = {
-    "waiting": frozenset({"seeking", "loading", "prefilling", "ended"}),
+    "waiting": frozenset({"compiling", "seeking", "loading", "prefilling", "ended"}),
+    "compiling": frozenset({"waiting", "ended"}),
     "seeking": frozenset({"waiting", "ended"}),
     "loading": frozenset({"prefilling", "ended"}),
     "prefilling": frozenset({"decoding", "handing", "waiting", "ended"}),
@@ -23,9 +24,10 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
     "returning": frozenset({"waiting", "ended"}),
     "ended": frozenset(),
 }
-"""seeking: out of the line until the KV store has answered, or others have loaded the same. loading: its blocks are
-being filled from the store. handing: drew its one token here; its blocks are being saved for the engine that goes on.
-returning: preempted while a sampled token was still on its way; waits again once that has come."""
+"""compiling: out of the line until the workers have compiled its grammar. seeking: the same until the KV store has
+answered, or others have loaded or computed the same blocks. loading: its blocks are being filled from the store.
+handing: drew its one token here; its blocks are being saved for the engine that goes on. returning: preempted while
+sampled tokens were still on their way; waits again once those have come."""
 
 
 class IllegalStep(Exception):
@@ -40,20 +42,51 @@ class Rank(NamedTuple):
     ticket: int
 
 
+class Acceptance:
+    """How likely a draft is accepted whose predecessors were, from counts that fade with each step."""
+
+    __slots__ = ("_accepted", "_tried")
+
+    FADE = 0.9
+    """What a step leaves of the weight of those before it."""
+    FADE_UNTRIED = 0.98
+    """The same for a step without drafts: what is not tried is forgotten, and so is tried again some time."""
+
+    def __init__(self) -> None:
+        self._accepted = self._tried = 0.0
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """The first that is rejected ends the trial of those behind it."""
+        self._accepted = self._accepted * self.FADE + accepted
+        self._tried = self._tried * self.FADE + min(drafted, accepted + 1)
+
+    def fade(self) -> None:
+        self._accepted *= self.FADE_UNTRIED
+        self._tried *= self.FADE_UNTRIED
+
+    def rate(self, assumed: float) -> float:
+        """`assumed` counts as one trial more."""
+        return (self._accepted + assumed) / (self._tried + 1.0)
+
+
 class Sequence:
     """Owned by the engine; a field is written by the one part of the core that its comment names.
 
-    `planned` ≤ `length`: of `length` tokens (known ones, and one that is being sampled) the first `planned` have
-    been given to the workers to compute. The last token of all is never computed: nothing follows it.
+    `planned` ≤ `length`: of `length` tokens (known ones, and those that are being sampled) the first `planned` have
+    been given to the workers to compute. The last token of all is never computed: nothing follows it. Both are upper
+    bounds while steps are in flight that may yield several tokens; with each result they are corrected.
     """
 
     __slots__ = (
+        "acceptance",
+        "awaited",
         "blocks",
         "cached_tokens",
         "capacity",
         "decode_on",
         "decode_work",
         "detokenizer",
+        "drawn_in",
         "generation",
         "hashes",
         "history",
@@ -105,6 +138,14 @@ class Sequence:
         self.planned = 0
         self.introduced = False
         """Whether the workers know it."""
+        # written by SharedPrompts
+        self.awaited = 0
+        """Times that it waited for others to compute what it needs, too."""
+        # written by Speculation
+        self.acceptance = Acceptance()
+        # written by MicroBatches
+        self.drawn_in = 0
+        """The plan that draws its latest token, where the engine has several stages."""
         # written by KvMemory
         self.blocks: list[int] = []
         self.capacity = 0

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
 from services.scheduler.core.pace import Pace
-from shared.ids import Incarnation
+from shared.ids import Incarnation, SequenceId
 
 REPORT_APART = 0.4
 """Seconds between two reports of a rank that are compared; anything that was sent before the first has arrived by
 the second."""
 
 
-class _Expected(NamedTuple):
-    """What is known of a step in flight."""
+class Expected(NamedTuple):
+    """What is known of a step in flight: tokens drawn for certain and computed at the most, and beyond those what each
+    sequence may yield."""
 
     samples: int
     tokens: int
+    extras: Mapping[SequenceId, int]
+    prefills: bool
 
 
 class _Seen(NamedTuple):
@@ -36,7 +40,7 @@ class Steps:
         self.epoch = epoch
         self.issued = 0
         self.finished = 0
-        self._expected: deque[_Expected] = deque()
+        self._expected: deque[Expected] = deque()
         self._pace = pace
         self._awaited_since = 0.0
         self._seen: dict[int, _Seen] = {}
@@ -45,16 +49,16 @@ class Steps:
     def in_flight(self) -> int:
         return self.issued - self.finished
 
-    def issue(self, *, samples: int, tokens: int, now: float) -> int:
-        """The next plan's number; it computes `tokens`, and its result will hold `samples`."""
-        self._expected.append(_Expected(samples, tokens))
+    def issue(self, expected: Expected, now: float) -> int:
+        """The next plan's number."""
+        self._expected.append(expected)
         if self.in_flight == 0:
             self._awaited_since = now
         self.issued += 1
         return self.issued - 1
 
-    def finish(self, samples: int, now: float) -> None:
-        """The oldest step in flight has its result. Raises ValueError where tokens are missing: its sequences would
+    def finish(self, samples: int, now: float) -> Expected:
+        """The oldest step in flight has its result. Raises ValueError where a sequence's tokens are missing: it would
         wait for them for ever."""
         expected = self._expected.popleft()
         if samples != expected.samples:
@@ -62,6 +66,7 @@ class Steps:
         self._pace.took(expected.tokens, now - self._awaited_since)
         self.finished += 1
         self._awaited_since = now
+        return expected
 
     def next_due(self) -> float:
         """When the plan behind those in flight should be made. Past, where nothing is in flight."""

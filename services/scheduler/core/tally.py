@@ -22,3 +22,19 @@ class Tally:
     handed_over: int = 0
     kept: int = 0
     """Requests that were to be handed over and are decoded here, because their blocks could not be saved."""
+    prompts_shared: int = 0
+    """Times that a request waited for another one's prefill instead of computing the same."""
+    drafted: int = 0
+    """Draft tokens that were tried."""
+    accepted: tuple[int, ...] = ()
+    """Of those, at the first position, the second, and so on."""
+    speculated: int = 0
+    """Times that a sequence's step tried drafts."""
+    speculated_tokens: int = 0
+    """What those yielded; over `speculated`, the mean accepted length."""
+    grammar_waits: int = 0
+    """Requests that waited for their grammar and went on."""
+    grammars_refused: int = 0
+    """Requests whose grammar could not be compiled."""
+    grammar_seconds: float = 0.0
+    """What all of these waited."""

@@ -1,0 +1,64 @@
+"""What a step's results mean for lengths that were upper bounds, and for how much is drafted next."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from services.scheduler.core.planner import Planner
+from services.scheduler.core.speculation import Speculation
+from services.scheduler.core.steps import Expected
+from services.scheduler.core.tally import Tally
+from shared.messages.scheduler import Sampled, StepFinished
+
+
+class WrongYield(ValueError):
+    """A step yielded no token of a sequence, or more than were planned: the ranks have a bug."""
+
+
+class Drafts:
+    """Owns nothing: corrects what the planner assumed, and tells the policy."""
+
+    def __init__(self, planner: Planner, speculation: Speculation, tally: Tally) -> None:
+        self._planner = planner
+        self._speculation = speculation
+        self._tally = tally
+
+    def take(self, result: StepFinished, expected: Expected) -> None:
+        """Before the tokens are learnt, so that `length` and `planned` are bounds again. Raises WrongYield."""
+        extras = expected.extras
+        if not extras:
+            self._check_single(result)
+            yielded = len(result.sampled)
+        else:
+            yielded = sum(self._correct(sampled, extras.get(sampled.sequence, 0)) for sampled in result.sampled)
+            self._count(result)
+        if not expected.prefills:
+            timing = result.timing
+            rows = expected.samples + result.drafted
+            self._speculation.took(rows, timing.prepare + timing.forward + timing.sample, yielded)
+
+    def _check_single(self, result: StepFinished) -> None:
+        for sampled in result.sampled:
+            if len(sampled.tokens) != 1:
+                raise WrongYield(f"step {result.step}: {len(sampled.tokens)} tokens of {sampled.sequence}, not 1")
+
+    def _correct(self, sampled: Sampled, extra: int) -> int:
+        """One sequence's part; how many tokens it has got."""
+        got, drafted = len(sampled.tokens), sampled.drafted
+        if not 1 <= got <= 1 + extra:
+            raise WrongYield(f"{got} tokens of {sampled.sequence}, not 1 to {1 + extra}")
+        sequence = self._planner.by_id.get(sampled.sequence)
+        if sequence is not None:
+            if got <= extra:
+                self._planner.yielded_less(sequence, 1 + extra - got)
+            if drafted:
+                self._speculation.tried(sequence, drafted, got - 1)
+        if drafted:
+            self._tally.speculated += 1
+            self._tally.speculated_tokens += got
+        return got
+
+    def _count(self, result: StepFinished) -> None:
+        tally = self._tally
+        tally.drafted += result.drafted
+        tally.accepted = tuple(a + b for a, b in zip_longest(tally.accepted, result.accepted, fillvalue=0))
