@@ -6,6 +6,7 @@ from typing import assert_never
 
 from services.tokenizer.chat_rendering import chosen_template, render_chat
 from services.tokenizer.refusal import PromptRefused
+from services.tokenizer.sampling_words import translated
 from services.tokenizer.template_files import ChatTemplates
 from services.tokenizer.thinking import LOOKED_AT, adapted, thinking_at, thinking_of_continued
 from services.tokenizer.vocabulary import Vocabulary
@@ -59,11 +60,14 @@ class Encoding:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
         try:
             ids = self._tokens(prompt)
+            if message.truncate_prompt_tokens is not None:
+                ids = ids[-message.truncate_prompt_tokens :]
             resumed = self._resumed(message)
+            thinking = self._thinking(message.prompt, ids)
+            sampling = translated(message, self._vocabulary, self.dialect, thinking, ids)
         except PromptRefused as refused:
             return rejected(message, refused)
         tokens = pack(ids) + resumed
-        thinking = self._thinking(message.prompt, ids)
         return Route(
             Generation(
                 request=message.request,
@@ -73,7 +77,7 @@ class Encoding:
                 tokens=tokens,
                 prompt_length=len(ids),
                 block_hashes=b"".join(hash_chain(tokens, message.cache_salt)),
-                sampling=message.sampling,
+                sampling=sampling,
                 stopping=message.stopping,
                 sent_chars=message.sent_chars,
                 skip_special_tokens=message.skip_special_tokens,

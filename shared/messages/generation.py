@@ -54,8 +54,10 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_logprobs: int | None = None
     """N: log-probabilities of each prompt token but the first, and of the N most likely there."""
     thinking_budget: int | None = None
-    """Output tokens after which `thinking_end` is forced, unless it has occurred."""
+    """Tokens of thinking after which `thinking_end` is forced, unless it has occurred."""
     thinking_end: tuple[int, ...] = ()
+    thinking_start: tuple[int, ...] = ()
+    """Thinking begins behind the first occurrence of this in the output; empty: with the output."""
 
 
 class StopParams(Struct, frozen=True, array_like=True, kw_only=True):

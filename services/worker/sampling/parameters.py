@@ -18,6 +18,12 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this one are greedy, as in vLLM: dividing by them would only overflow."""
 
 
+HIGHEST = 1e30
+"""Factors beyond it, or beyond its inverse, would leave the range of single precision."""
+
+MOST_TOKENS = 2**31 - 1
+"""No sequence is longer than counts of 32 bits can say."""
+
 _ALL = 1 << 40
 
 
@@ -101,26 +107,27 @@ class ParameterTable:
         self.stops = Padded(slots, np.int64)
         self.bad_words = BadWords(slots)
         self.logprob_ids = Padded(slots, np.int64)
+        self.thinking_starts = Padded(slots, np.int64)
         self.thinking_ends = Padded(slots, np.int64)
         self.allowed: NDArray[np.int32] = np.zeros((slots, 0), dtype=np.int32)
         """[slots, words] bits as in `masks`; no words until the first who asks."""
         self._min_tokens = np.zeros(slots, dtype=np.int32)
-        self._thinking_budget = np.zeros(slots, dtype=np.int32)
+        self.thinking_budget = np.zeros(slots, dtype=np.int32)
 
     def put(self, slot: int, sequence: NewSequence) -> None:
         """Remembers `sequence`'s parameters. Tokens outside the vocabulary have no logit and are left out."""
         params = sequence.sampling
         greedy = params.temperature < GREEDY_BELOW
-        self.temperature[slot] = 1.0 if greedy else params.temperature
+        self.temperature[slot] = 1.0 if greedy else min(params.temperature, HIGHEST)
         keeps_all = not 0 < params.top_k < self._vocab_size
         self.top_k[slot] = _ALL if keeps_all else params.top_k
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
-        self.repetition[slot] = params.repetition_penalty
+        self.repetition[slot] = min(max(params.repetition_penalty, 1 / HIGHEST), HIGHEST)
         self.seed[slot] = params.seed & (2**64 - 1)
-        self._min_tokens[slot] = sequence.min_tokens
+        self._min_tokens[slot] = min(sequence.min_tokens, MOST_TOKENS)
         drawn = self._asked_of_draw(slot, params, greedy)
         told = self._asked_of_logprobs(slot, params)
         self._features[slot] = drawn | told | self._put_lists(slot, sequence)
@@ -161,7 +168,8 @@ class ParameterTable:
             self.bad_words.put(slot, bad)
             asked |= Feature.BAD_WORDS
         if params.thinking_budget is not None and (end := self._inside(params.thinking_end)):
-            self._thinking_budget[slot] = params.thinking_budget
+            self.thinking_budget[slot] = min(params.thinking_budget, MOST_TOKENS)
+            self.thinking_starts.put(slot, self._inside(params.thinking_start))
             self.thinking_ends.put(slot, end)
             asked |= Feature.THINKING
         return asked
@@ -180,7 +188,7 @@ class ParameterTable:
         features = Feature(int(np.bitwise_or.reduce(by_row)))
         if features & (Feature.MIN_TOKENS | Feature.THINKING):
             reached = np.where(position >= self._min_tokens[slots], int(Feature.MIN_TOKENS), 0)
-            thinks_on = np.where(position < self._thinking_budget[slots], int(Feature.THINKING), 0)
+            thinks_on = np.where(position < self.thinking_budget[slots], int(Feature.THINKING), 0)
             by_row = by_row & ~(reached | thinks_on).astype(np.int32)
             features = Feature(int(np.bitwise_or.reduce(by_row)))
         return Choices(features, by_row, position, slots, self)

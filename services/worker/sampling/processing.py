@@ -9,9 +9,10 @@ from torch import Tensor
 
 from services.worker.sampling.held import Held, History, held
 from services.worker.sampling.masks import only_allowed
+from services.worker.sampling.padded import Padded
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.penalties import Penalties, penalised
-from services.worker.sampling.thinking import forced
+from services.worker.sampling.thinking import Marks, Thoughts, forced
 
 _BANS = Feature.MIN_TOKENS | Feature.BAD_WORDS
 CHANGES = Feature.ALLOWED | Feature.GRAMMAR | Feature.BIAS | _BANS | Feature.PENALTIES | Feature.THINKING
@@ -88,11 +89,18 @@ def _penalise(logits: Tensor, choices: Choices, history: History) -> None:
 
 def _force(logits: Tensor, choices: Choices, history: History) -> None:
     rows, have = _held(choices, Feature.THINKING, history, logits.device)
-    numbers, ends = torch.from_numpy(rows).to(logits.device), choices.table.thinking_ends
-    slots = choices.slots[rows]
-    lengths = torch.from_numpy(ends.lengths(slots).astype(np.int64)).to(logits.device).unsqueeze(1)
-    tokens = torch.from_numpy(ends.rows(slots)).to(logits.device)
-    logits.index_copy_(0, numbers, forced(logits.index_select(0, numbers), have, tokens, lengths))
+    table, slots = choices.table, choices.slots[rows]
+
+    def on_device(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(logits.device)
+
+    def marks(lists: Padded) -> Marks:
+        return Marks(on_device(lists.rows(slots)), on_device(lists.lengths(slots)).unsqueeze(1))
+
+    budget = on_device(table.thinking_budget[slots]).unsqueeze(1)
+    thoughts = Thoughts(budget, marks(table.thinking_starts), marks(table.thinking_ends))
+    numbers = torch.from_numpy(rows).to(logits.device)
+    logits.index_copy_(0, numbers, forced(logits.index_select(0, numbers), have, thoughts))
 
 
 def _held(choices: Choices, feature: Feature, history: History, device: torch.device) -> tuple[NDArray[np.intp], Held]:

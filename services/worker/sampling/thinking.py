@@ -1,11 +1,13 @@
 """Ends thinking that has used its budget up: the tokens that close it are forced, one after the other.
 
-A function of the output so far, with no state: where the end has occurred nothing is forced; else what is missing of it
-behind the longest beginning of it that the output ends with. So it goes on in the middle after a re-dispatch, and
-finishes an end that the model has begun by itself.
+A function of the output so far, with no state: thinking begins behind its start mark (or with the output); where the
+end mark has followed nothing is forced; else what is missing of it behind the longest beginning of it that the output
+ends with. So it goes on in the middle after a re-dispatch, and finishes an end that the model has begun by itself.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,33 +15,52 @@ from torch import Tensor
 from services.worker.sampling.held import Held
 
 
-def forced(logits: Tensor, held: Held, ends: Tensor, end_lengths: Tensor) -> Tensor:
-    """logits [P, vocab] of rows past their budget → only the forced token's is finite, where there is one.
+class Marks(NamedTuple):
+    """One mark of P rows, each its own."""
 
-    ends [P, longest] int64, of which end_lengths [P, 1] tokens count. Overwrites `logits`.
-    """
-    due = ~_occurred(held, ends, end_lengths)
-    token = ends.gather(1, _begun(held, ends, end_lengths))
+    tokens: Tensor
+    """[P, longest] int64; what lies behind a row's length is not read."""
+    lengths: Tensor
+    """[P, 1] int64; 0 where there is none."""
+
+
+class Thoughts(NamedTuple):
+    """What bounds the thinking of P rows."""
+
+    budget: Tensor
+    """[P, 1] tokens."""
+    start: Marks
+    end: Marks
+
+
+def forced(logits: Tensor, held: Held, thoughts: Thoughts) -> Tensor:
+    """logits [P, vocab] → where thinking must end now, only the token that does it is finite; overwrites `logits`."""
+    begun, began = _found(held, thoughts.start, held.prompt_lengths)
+    ended, _ = _found(held, thoughts.end, began)
+    due = begun & ~ended & (held.lengths - began >= thoughts.budget)
+    token = thoughts.end.tokens.gather(1, _written(held, thoughts.end))
     only = torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
     return logits.copy_(torch.where(due, only, logits))
 
 
-def _occurred(held: Held, ends: Tensor, end_lengths: Tensor) -> Tensor:
-    """[P, 1] whether the output holds the whole end."""
+def _found(held: Held, marks: Marks, begin: Tensor) -> tuple[Tensor, Tensor]:
+    """([P, 1] whether the mark stands at `begin` [P, 1] or behind, [P, 1] where it ends first)."""
     longest = held.tokens.shape[1]
-    start = torch.arange(longest, device=ends.device)
-    found = (start >= held.prompt_lengths) & (start + end_lengths <= held.lengths)
-    for place in range(ends.shape[1]):
-        here = (start + place).clamp(max=longest - 1)
-        found &= (held.tokens[:, here] == ends[:, place : place + 1]) | (place >= end_lengths)
-    return found.any(dim=1, keepdim=True)
+    place = torch.arange(longest + 1, device=held.tokens.device)
+    found = (place >= begin) & (place + marks.lengths <= held.lengths)
+    for i in range(marks.tokens.shape[1]):
+        here = (place + i).clamp(max=longest - 1)
+        found &= (held.tokens[:, here] == marks.tokens[:, i : i + 1]) | (i >= marks.lengths)
+    # argmax of booleans is the first that is true
+    first = found.to(torch.int8).argmax(dim=1, keepdim=True)
+    return found.any(dim=1, keepdim=True), first + marks.lengths
 
 
-def _begun(held: Held, ends: Tensor, end_lengths: Tensor) -> Tensor:
-    """[P, 1] how many tokens of the end the output ends with, the whole end excepted."""
-    begun = torch.zeros_like(end_lengths)
-    last = held.last_output(ends.shape[1])
-    for count in range(1, ends.shape[1]):
-        matches = (last[:, -count:] == ends[:, :count]).all(dim=1, keepdim=True)
-        begun = torch.where(matches & (count < end_lengths), count, begun)
-    return begun
+def _written(held: Held, marks: Marks) -> Tensor:
+    """[P, 1] how many tokens of the mark the output ends with, the whole mark excepted."""
+    written = torch.zeros_like(marks.lengths)
+    last = held.last_output(marks.tokens.shape[1])
+    for count in range(1, marks.tokens.shape[1]):
+        matches = (last[:, -count:] == marks.tokens[:, :count]).all(dim=1, keepdim=True)
+        written = torch.where(matches & (count < marks.lengths), count, written)
+    return written
