@@ -37,6 +37,8 @@ class Place:
     engine: EngineId
     rank: int = 0
     world_size: int = 1
+    stages: int = 1
+    """Of the pipeline that the ranks form."""
     max_num_seqs: int | None = None
     max_batch_tokens: int | None = None
     kvstore_dir: Path | None = None
@@ -44,8 +46,8 @@ class Place:
 
     @property
     def publishes(self) -> bool:
-        """One rank speaks for all: results are the same on each."""
-        return self.rank == 0
+        """One rank speaks for all: the first of the last stage, which draws the tokens."""
+        return self.rank == self.world_size - self.world_size // self.stages
 
 
 class WorkerActor(Actor):
@@ -132,6 +134,7 @@ class WorkerActor(Actor):
             engine=self._place.engine,
             rank=self._place.rank,
             world_size=self._place.world_size,
+            stages=self._place.stages,
             model=self._backend.card,
             num_blocks=self._backend.num_blocks,
             device=self._backend.device,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.parallel import Communicator
+    from services.worker.pipeline import Pipeline
 
 
 def make_backend(config: WorkerConfig) -> Backend:
@@ -52,6 +53,7 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
     from services.worker.torch_backend import create_backend
 
     device = _torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
+    communicator, pipeline = _others(config, torch.device(device))
     try:
         return create_backend(
             folder,
@@ -62,11 +64,13 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             kv_memory_bytes=config.kv_memory,
             max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
-            rank=config.rank,
-            world_size=config.world_size,
-            communicator=_communicator(config, torch.device(device)),
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+            communicator=communicator,
             ops=config.ops,
             threads=config.threads,
+            pipeline=pipeline,
+            layers=config.pp_layers or None,
         )
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None
@@ -80,19 +84,22 @@ def _torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
         return "cpu"
     if not cuda:
         raise BackendError("device = cuda: PyTorch sees no CUDA device here")
-    if config.rank >= count:
-        raise BackendError(f"rank {config.rank} has no GPU of its own: {count} are there")
-    return f"cuda:{config.rank}"
+    index = config.rank if config.local_rank is None else config.local_rank
+    if index >= count:
+        raise BackendError(f"rank {config.rank} has no GPU of its own: it is number {index} here, {count} are there")
+    return f"cuda:{index}"
 
 
-def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
-    from services.worker.parallel import SingleRank, TorchCommunicator
+def _others(config: WorkerConfig, device: torch.device) -> tuple[Communicator, Pipeline]:
+    """The ways to the other ranks of the engine."""
+    from services.worker.parallel import SingleRank
+    from services.worker.pipeline import SingleStage
+    from services.worker.torch_ranks import RankPlace, join
 
     if config.world_size == 1:
-        return SingleRank()
-    return TorchCommunicator(
-        rank=config.rank,
-        world_size=config.world_size,
+        return SingleRank(), SingleStage()
+    return join(
+        RankPlace(config.rank, config.world_size, config.pp),
         init_method=config.rendezvous_url(),
         device=device,
         timeout=timedelta(seconds=config.rendezvous_timeout),

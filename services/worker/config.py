@@ -18,7 +18,14 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
     served_model_name: Annotated[str | None, Meta(description="Name that clients use; by default --model's.")] = None
     rank: Annotated[int, Meta(ge=0, description="Which of the engine's ranks this is.")] = 0
-    world_size: Annotated[int, Meta(ge=1, description="Ranks of the engine; tensor parallel.")] = 1
+    world_size: Annotated[int, Meta(ge=1, description="Ranks of the engine: tensor parallel × pipeline.")] = 1
+    local_rank: Annotated[
+        int | None, Meta(ge=0, description="Which of this host's GPUs it takes; by default the one of its rank.")
+    ] = None
+    pp: Annotated[int, Meta(ge=1, description="Pipeline stages that the ranks form.")] = 1
+    pp_layers: Annotated[
+        tuple[int, ...], Meta(description="Layers of each stage, e.g. 17,15; by default as even as can be.")
+    ] = ()
     rendezvous: Annotated[str | None, Meta(description="tcp://HOST:PORT where the ranks meet.")] = None
     rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
     device: Annotated[
@@ -53,6 +60,12 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank = {self.rank}: must be below world_size, which is {self.world_size}")
+        if self.world_size % self.pp:
+            raise ValueError(f"pp = {self.pp}: world_size, which is {self.world_size}, must be a multiple of it")
+        if self.pp_layers and len(self.pp_layers) != self.pp:
+            raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
+        if self.pp > 1 and self.device == "sim":
+            raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         if self.sim_bandwidth == 0:
             raise ValueError("sim_bandwidth: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
@@ -68,6 +81,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             engine=EngineId(self.engine),
             rank=self.rank,
             world_size=self.world_size,
+            stages=self.pp,
             max_num_seqs=self.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,
             kvstore_dir=self.kvstore_dir,

@@ -13,7 +13,9 @@ from services.worker.backend import StepOutput
 from services.worker.kv.copier import KvShare
 from services.worker.model.decoder import Decoder, KvCaches
 from services.worker.ops import BatchMeta
+from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
+from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.sampling.sampler import Drawn, sample
 from services.worker.sequences import Batch, SequenceTable
 from shared.messages.lifecycle import ModelCard
@@ -34,6 +36,7 @@ class ModelRunner:
         max_num_seqs: int,
         communicator: Communicator,
         digest: str,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other."""
         self._card = card
@@ -41,6 +44,7 @@ class ModelRunner:
         self._decoder = decoder
         self._num_blocks = num_blocks
         self._communicator = communicator
+        self._pipeline = pipeline or SingleStage()
         self._caches: KvCaches = decoder.allocate_kv(num_blocks)
         self._kv = decoder.share_kv(self._caches, digest)
         self._sequences = SequenceTable(
@@ -49,6 +53,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             vocab_size=card.vocab_size,
         )
+        self._outstanding = OutstandingTokens(self._pipeline, self._sequences)
 
     @property
     def card(self) -> ModelCard:
@@ -67,6 +72,7 @@ class ModelRunner:
         return self._kv
 
     def reset(self) -> None:
+        self._outstanding.settle_all()
         self._sequences.clear()
 
     @torch.inference_mode()
@@ -74,10 +80,12 @@ class ModelRunner:
         begun = time.perf_counter()
         for sequence in plan.released:
             self._sequences.release(sequence)
+            self._outstanding.release(sequence)
         for new in plan.new:
             self._sequences.add(new)
         if not plan.work:
             return StepOutput((), _timing(begun, *[time.perf_counter()] * 3))
+        self._outstanding.settle(plan.work)
         batch = self._sequences.batch(plan.work)
         ids, meta = on_device(batch, self._device)
         prepared = time.perf_counter()
@@ -91,11 +99,15 @@ class ModelRunner:
         """The next token of each sequence that asked for one; they are appended to the sequences."""
         if batch.choices is None:
             return ()
+        if self._pipeline.stage + 1 < self._pipeline.stages:
+            self._outstanding.expect(batch)
+            return ()
         if logits is not None:
             drawn = sample(logits, batch.choices, self._sequences.history)
         else:
             drawn = Drawn([0] * len(batch.sampled), {})
         tokens = self._agreed(drawn.tokens)
+        self._pipeline.tell(tokens)
         self._sequences.append(batch.sampled_slots, np.array(tokens, dtype=np.int32))
         return tuple(
             Sampled(sequence, (token,), (drawn.logprobs[row],) if row in drawn.logprobs else None)

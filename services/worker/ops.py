@@ -79,6 +79,9 @@ class Ops(Protocol):
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """ids [n] int32, table [vocab, hidden] → [n, hidden]."""
 
+    def empty_rows(self, rows: int, hidden: int) -> Tensor:
+        """[rows, hidden] in the dtype that `embed` gives, to be filled by another rank's."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [n, hidden] / sqrt(mean(x²) + eps) * weight, computed in float32."""
 

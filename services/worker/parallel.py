@@ -1,20 +1,22 @@
-"""Tensor parallelism: who holds which share of a model, and how the ranks of an engine exchange tensors.
+"""Who holds which share of a model, and how the ranks that share a layer exchange tensors.
 
-Heads and MLP columns are split (Shoeybi et al., "Megatron-LM", arXiv:1909.08053): each rank computes partial sums of
-the attention's and the MLP's outputs, which are added up over the ranks. Key/value heads are replicated where there
-are fewer of them than ranks.
+*Tensor parallelism.* Heads, MLP columns and words are split (Shoeybi et al., "Megatron-LM", arXiv:1909.08053): each
+rank computes partial sums of the embedding and of the attention's and the MLP's outputs, which are added up over the
+ranks. Key/value heads are replicated where there are fewer of them than ranks.
 
-Rank 0 alone draws the next tokens and tells them to the others. Drawing on every rank would save that message, but then
-ranks on CPUs or GPUs of different kinds could draw different tokens, and no one would notice.
+*Pipeline parallelism.* Layers are split into stages (Huang et al., "GPipe", arXiv:1811.06965); `pipeline.py` has what
+passes between them. The ranks of a stage share its layers by tensor parallelism: rank = stage * ranks of a stage + its
+place in the stage.
+
+Rank 0 of the last stage alone draws the next tokens and tells them to the others. Drawing on every rank would save that
+message, but then ranks on CPUs or GPUs of different kinds could draw different tokens, and no one would notice.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
@@ -22,13 +24,15 @@ from services.worker.model.config import ModelConfig, ModelError
 
 
 class Communicator(Protocol):
-    """Collectives over the ranks of one engine; every rank calls them in the same order."""
+    """Collectives over the ranks of one stage; every rank calls them in the same order."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Within the stage."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Ranks of the stage."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, on every rank; may overwrite `x`."""
@@ -40,11 +44,14 @@ class Communicator(Protocol):
         """Rank 0's `x`, on every rank; overwrites `x`."""
 
     def least(self, value: int) -> int:
-        """The smallest of every rank's `value`, on every rank."""
+        """The smallest of the `value`s of every rank of the engine, all stages, on every rank."""
+
+    def all_say(self, value: str) -> list[str]:
+        """What every rank of the engine, all stages, says, in the order of the ranks."""
 
 
 class SingleRank:
-    """An engine of one rank: nothing to exchange."""
+    """A stage of one rank in an engine of one stage: nothing to exchange."""
 
     rank = 0
     world_size = 1
@@ -61,48 +68,8 @@ class SingleRank:
     def least(self, value: int) -> int:
         return value
 
-
-class TorchCommunicator:
-    """The ranks' process group of torch.distributed: gloo on CPUs, NCCL on GPUs.
-
-    Blocks until every rank has joined. A rank that dies makes the others' collectives raise.
-    """
-
-    def __init__(
-        self, *, rank: int, world_size: int, init_method: str, device: torch.device, timeout: timedelta
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._device = device
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
-
-    def sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
-        dist.gather(x, parts, dst=0)
-        return parts or []
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        dist.broadcast(x, src=0)
-        return x
-
-    def least(self, value: int) -> int:
-        smallest = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-        return int(smallest.item())
-
-    def close(self) -> None:
-        """Leaves the group."""
-        dist.destroy_process_group()
+    def all_say(self, value: str) -> list[str]:
+        return [value]
 
 
 class Share(Struct, frozen=True):
@@ -115,7 +82,7 @@ class Share(Struct, frozen=True):
     mlp: tuple[int, int]
     vocab: tuple[int, int]
     padded_vocab: int
-    """Words of each rank's share of the logits, padding included: the same on every rank."""
+    """Words of each rank's share of the embedding and the logits, padding included: the same on every rank."""
 
     @property
     def num_heads(self) -> int:
@@ -127,7 +94,7 @@ class Share(Struct, frozen=True):
 
 
 def share_of(config: ModelConfig, rank: int, world_size: int) -> Share:
-    """What `rank` holds. Raises ModelError where the model does not divide by `world_size`."""
+    """What `rank` of a stage holds. Raises ModelError where the model does not divide by `world_size`."""
     for key, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
         if count % world_size:
             raise ModelError(f"{key} {count} does not divide over {world_size} tensor-parallel ranks")
@@ -157,3 +124,47 @@ def _kv_part(count: int, rank: int, world_size: int) -> tuple[int, int]:
         return _part(count, rank, world_size)
     head = rank * count // world_size
     return head, head + 1
+
+
+class Stage(Struct, frozen=True):
+    """A part of the pipeline: which layers it computes."""
+
+    index: int
+    count: int
+    """Stages of the engine."""
+    first_layer: int
+    end_layer: int
+    """The one behind its last."""
+
+    @property
+    def is_first(self) -> bool:
+        """It embeds."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It has the head, and draws."""
+        return self.index == self.count - 1
+
+    @property
+    def num_layers(self) -> int:
+        return self.end_layer - self.first_layer
+
+
+def stage_of(config: ModelConfig, index: int, count: int, split: Sequence[int] | None = None) -> Stage:
+    """The layers of stage `index`. `split`: layers of each stage, where they are not to be as even as can be.
+
+    Raises ModelError where they cannot be split so.
+    """
+    layers = list(split) if split else _even(config.num_layers, count)
+    if len(layers) != count or sum(layers) != config.num_layers or min(layers) < 1:
+        shown = ",".join(map(str, layers))
+        raise ModelError(f"{config.num_layers} layers cannot be split as {shown} over {count} pipeline stages")
+    first = sum(layers[:index])
+    return Stage(index, count, first, first + layers[index])
+
+
+def _even(layers: int, count: int) -> list[int]:
+    """What is left over goes to the stages before the last, which has the head besides."""
+    size, more = divmod(layers, count)
+    return [size + (count - 1 - more <= stage < count - 1) for stage in range(count)]

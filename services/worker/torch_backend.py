@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,8 @@ from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName, create_ops
-from services.worker.parallel import Communicator, share_of
+from services.worker.parallel import Communicator, Stage, share_of, stage_of
+from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rehearsal import rehearse
 from shared.blocks import blocks_for
 from shared.ids import ModelName
@@ -55,10 +56,13 @@ def create_backend(
     communicator: Communicator,
     ops: OpsName,
     threads: int | None = None,
+    pipeline: Pipeline | None = None,
+    layers: Sequence[int] | None = None,
 ) -> ModelRunner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
-    `threads`: for computing on a CPU; None: this rank's share of the machine's cores.
+    `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
+    the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -66,12 +70,15 @@ def create_backend(
         raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
     place = torch.device(device)
     config = read_model_config(model_dir)
+    pipeline = pipeline or SingleStage()
+    stage = stage_of(config, pipeline.stage, pipeline.stages, layers)
     chosen = _dtype(dtype, config, place)
     length = _model_len(config, max_model_len)
-    _check_weights_fit(config, chosen, world_size, free_bytes(place))
-    torch.set_num_threads(threads or max(1, _cores() // world_size))
+    _check_weights_fit(config, stage, chosen, world_size, free_bytes(place))
+    torch.set_num_threads(threads or max(1, _cores() // (world_size * pipeline.stages)))
     digest = model_digest(model_dir, config)
-    decoder = _load(model_dir, config, place, chosen, length, communicator, ops)
+    decoder = _load(model_dir, config, place, chosen, length, communicator, ops, pipeline, stage)
+    _check_agreement(communicator, f"model {digest} in {chosen}, layers {layers or 'even'}, {decoder.wire}")
 
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
         return ModelRunner(
@@ -82,6 +89,7 @@ def create_backend(
             max_num_seqs=max_num_seqs,
             communicator=communicator,
             digest=digest,
+            pipeline=pipeline,
         )
 
     activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)
@@ -96,9 +104,10 @@ def create_backend(
     ready = runner(communicator.least(size.num_blocks), communicator.least(size.max_model_len))
     rehearse(ready, rows=_WARM_UP_ROWS, sequences=max_num_seqs)
     _log.info(
-        "%s: %d parameters in %s, %d blocks of KV memory of %d bytes, %d bytes of activations, %s operations",
-        *(model_name, config.parameters, chosen, ready.num_blocks, decoder.kv_block_bytes, activations),
-        decoder.ops_name,
+        "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes, %d bytes of activations, "
+        "%s operations",
+        *(model_name, config.parameters, chosen, stage.first_layer, stage.end_layer - 1),
+        *(ready.num_blocks, decoder.kv_block_bytes, activations, decoder.ops_name),
     )
     return ready
 
@@ -118,13 +127,28 @@ def _dtype(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dt
     return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
 
 
-def _check_weights_fit(config: ModelConfig, dtype: Dtype, world_size: int, free: int) -> None:
-    needed = config.parameters * _DTYPES[dtype].itemsize // world_size
+def _check_agreement(communicator: Communicator, own: str) -> None:
+    """Ranks of several hosts may have been given different models. Raises ModelError."""
+    said = communicator.all_say(own)
+    other = next((rank for rank, word in enumerate(said) if word != own), None)
+    if other is not None:
+        raise ModelError(f"the engine's ranks differ: here {own}; rank {other} has {said[other]}")
+
+
+def _check_weights_fit(config: ModelConfig, stage: Stage, dtype: Dtype, world_size: int, free: int) -> None:
+    needed = _parameters_of(config, stage) * _DTYPES[dtype].itemsize // world_size
     if needed > free:
         raise ModelError(
             f"the weights take {gib(needed)} in {dtype} and {gib(free)} are free: "
             "choose a smaller dtype, more ranks or a smaller model"
         )
+
+
+def _parameters_of(config: ModelConfig, stage: Stage) -> int:
+    """Of all ranks of a stage together."""
+    table = config.vocab_size * config.hidden_size
+    own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
+    return config.layer_parameters * stage.num_layers + table * (stage.is_first + own_head)
 
 
 def _model_len(config: ModelConfig, asked: int | None) -> int:
@@ -148,12 +172,14 @@ def _load(
     max_model_len: int,
     communicator: Communicator,
     ops_name: OpsName,
+    pipeline: Pipeline,
+    stage: Stage,
 ) -> Decoder:
     share = share_of(config, communicator.rank, communicator.world_size)
     ops = create_ops(ops_name, device, _DTYPES[dtype])
     with torch.inference_mode(), open_checkpoint(model_dir, _DTYPES[dtype]) as checkpoint:
-        weights = load_weights(checkpoint, config, share, ops, device, max_model_len)
-    return Decoder(config, weights, share, ops, communicator)
+        weights = load_weights(checkpoint, config, share, ops, device, max_model_len, stage)
+    return Decoder(config, weights, share, ops, communicator, pipeline)
 
 
 def _card(name: ModelName, config: ModelConfig, dtype: Dtype, max_model_len: int) -> ModelCard:

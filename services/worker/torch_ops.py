@@ -65,6 +65,9 @@ class TorchOps:
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(ids, table)
 
+    def empty_rows(self, rows: int, hidden: int) -> Tensor:
+        return torch.empty(rows, hidden, dtype=self._dtype, device=self._device)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 

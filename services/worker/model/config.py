@@ -62,7 +62,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     @property
     def parameters(self) -> int:
         """Weights of the matrices (norms and biases are too few to count)."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * (attention + mlp) + embeddings
+        return self.num_layers * self.layer_parameters + embeddings
+
+    @property
+    def layer_parameters(self) -> int:
+        """Those of one layer."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size

@@ -1,4 +1,4 @@
-"""One forward pass of a decoder. Knows tensors and `Ops`; no sequences, no sampling, no files."""
+"""One forward pass of a decoder, or of one stage of it. Knows tensors and `Ops`; no sequences, no sampling, no files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from services.worker.kv.copier import KvShare
 from services.worker.model.config import ModelConfig
 from services.worker.ops import BatchMeta, Ops, PackedLinear
 from services.worker.parallel import Communicator, Share
+from services.worker.pipeline import Pipeline, SingleStage
 from shared.messages.kvstore import KvLayout
 
 KvCaches = list[tuple[Tensor, Tensor]]
@@ -38,12 +39,16 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One rank's weights of a whole model. The embedding is whole on every rank, the head is a share of words."""
+    """One rank's weights of its stage's layers. Embedding and head are shares of words, padded alike on all ranks."""
 
-    embedding: Tensor
+    embedding: Tensor | None
+    """On the first stage."""
     layers: tuple[Layer, ...]
-    final_norm: Tensor
-    head: PackedLinear
+    final_norm: Tensor | None
+    """As the head: on the last stage."""
+    head: PackedLinear | None
+    first_layer: int = 0
+    """Which of the model's layers the first of `layers` is."""
 
 
 class ForwardPass(Protocol):
@@ -56,7 +61,7 @@ class ForwardPass(Protocol):
 @runtime_checkable
 class FusesDecoders(Protocol):
     """An `Ops` that has a forward pass of its own, faster than its operations one by one. For engines of one rank:
-    between the operations of several, sums are exchanged."""
+    between the operations of several, sums or rows are exchanged."""
 
     def fuse(self, config: ModelConfig, weights: Weights) -> ForwardPass | None:
         """The forward pass of this model; None where its operations must do."""
@@ -66,20 +71,32 @@ class Decoder:
     """Turns token ids into logits, and fills the KV caches on the way."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, share: Share, ops: Ops, communicator: Communicator
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        share: Share,
+        ops: Ops,
+        communicator: Communicator,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
         self._share = share
         self._ops = ops
         self._communicator = communicator
+        self._pipeline = pipeline or SingleStage()
         self._fused: ForwardPass | None = None
-        if communicator.world_size == 1 and isinstance(ops, FusesDecoders):
+        if communicator.world_size == self._pipeline.stages == 1 and isinstance(ops, FusesDecoders):
             self._fused = ops.fuse(config, weights)
 
     @property
     def ops_name(self) -> str:
         return self._ops.name
+
+    @property
+    def wire(self) -> str:
+        """How rows pass between ranks: must be the same on all."""
+        return f"rows of {self._ops.empty_rows(1, 1).dtype}"
 
     def allocate_kv(self, num_blocks: int) -> KvCaches:
         """Caches of `num_blocks` blocks for every layer."""
@@ -112,17 +129,23 @@ class Decoder:
         return per_layer * len(self._weights.layers)
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
-        """ids [n] int32 → logits [R, vocab] of `meta.logits_rows`; None where R is 0, and on ranks other than 0."""
+        """ids [n] int32 → logits [R, vocab] of `meta.logits_rows` on rank 0 of the last stage; None where R is 0.
+
+        None on all other ranks; stages before the last one pass their rows on to the stage behind."""
         if self._fused is not None:
             return self._fused(ids, meta, caches)
         layers = self._weights.layers
-        residual = self._embedded(ids)
+        residual = self._rows(ids)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
         for layer, following, cache in zip(layers[:-1], layers[1:], caches[:-1], strict=True):
             x = self._attention(layer, self._queries(layer, x, meta, cache), meta, cache)
             x, residual = self._mlp(layer, x, residual, following.input_norm)
         last, cache = layers[-1], caches[-1]
         queries = self._queries(last, x, meta, cache)
+        if self._weights.final_norm is None:
+            x, residual = self._summed(last, self._attention(last, queries, meta, cache), residual)
+            self._pipeline.send(residual.add_(x))
+            return None
         if not len(meta.logits_rows):
             return None
         x = self._attention(last, queries, meta, cache, meta.logits_rows)
@@ -131,12 +154,25 @@ class Decoder:
         x, _ = self._mlp(last, x, residual, self._weights.final_norm)
         return self._logits(x)
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        x = self._ops.embed(ids, self._weights.embedding)
+    def _rows(self, ids: Tensor) -> Tensor:
+        """[n, hidden] that this stage's layers begin with."""
+        embedding = self._weights.embedding
+        if embedding is None:
+            return self._pipeline.receive(self._ops.empty_rows(len(ids), self._config.hidden_size))
+        x = self._embedded(ids, embedding)
         if self._config.embedding_scale is not None:
             # Gemma was trained with the factor rounded to the weights' dtype.
-            x = x * self._weights.embedding.new_tensor(self._config.embedding_scale).to(x.dtype)
+            x = x * embedding.new_tensor(self._config.embedding_scale).to(x.dtype)
         return x
+
+    def _embedded(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        """Each rank has some of the words; the sum of one word's row and zeros is that row, to the last bit."""
+        if self._communicator.world_size == 1:
+            return self._ops.embed(ids, embedding)
+        own = ids - self._share.vocab[0]
+        inside = (own >= 0) & (own < self._share.vocab[1] - self._share.vocab[0])
+        x = self._ops.embed(own.clamp_(0, len(embedding) - 1), embedding)
+        return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
 
     def _queries(self, layer: Layer, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [n, hidden] → queries [n, H, D]; keys and values are in the cache then."""
@@ -177,15 +213,21 @@ class Decoder:
 
     def _mlp(self, layer: Layer, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's output and the residual → (the next block's normed input, the residual)."""
+        x, residual = self._summed(layer, x, residual)
+        return self._ops.add_rms_norm(x, residual, following_norm, self._config.norm_eps)
+
+    def _summed(self, layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         eps = self._config.norm_eps
         x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
         x = self._ops.gated_act(self._ops.linear(x, layer.gate_up), self._config.activation)
         x = self._communicator.sum(self._ops.linear(x, layer.down))
         if layer.mlp_post_norm is not None:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
-        return self._ops.add_rms_norm(x, residual, following_norm, eps)
+        return x, residual
 
     def _logits(self, x: Tensor) -> Tensor | None:
+        assert self._weights.head is not None, "only the last stage comes here"
         parts = self._communicator.gather(self._ops.linear(x, self._weights.head))
         if not parts:
             return None

@@ -10,7 +10,7 @@ from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Layer, Weights
 from services.worker.model.rope import Rope, cos_sin_table
 from services.worker.ops import Ops, PackedLinear
-from services.worker.parallel import Share
+from services.worker.parallel import Share, Stage, stage_of
 
 
 def load_weights(
@@ -20,9 +20,12 @@ def load_weights(
     ops: Ops,
     device: torch.device,
     max_model_len: int,
+    stage: Stage | None = None,
 ) -> Weights:
-    """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen."""
-    return _Loader(checkpoint, config, share, ops, device, max_model_len).weights()
+    """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen.
+
+    `stage`: None: all layers."""
+    return _Loader(checkpoint, config, share, ops, device, max_model_len).weights(stage or stage_of(config, 0, 1))
 
 
 class _Loader:
@@ -43,25 +46,29 @@ class _Loader:
         self._max_model_len = max_model_len
         self._tables: dict[Rope, Tensor] = {}
 
-    def weights(self) -> Weights:
-        embedding = self._embedding()
-        layers = tuple(self._layer(i, layer) for i, layer in enumerate(self._config.layers))
-        return Weights(embedding, layers, self._norm("model.norm.weight"), self._head(embedding))
+    def weights(self, stage: Stage) -> Weights:
+        embedding = self._words("model.embed_tokens.weight") if stage.is_first else None
+        numbers = range(stage.first_layer, stage.end_layer)
+        return Weights(
+            embedding=embedding,
+            layers=tuple(self._layer(number, self._config.layers[number]) for number in numbers),
+            final_norm=self._norm("model.norm.weight") if stage.is_last else None,
+            head=self._ops.pack_linear(self._head(embedding), None) if stage.is_last else None,
+            first_layer=stage.first_layer,
+        )
 
-    def _embedding(self) -> Tensor:
+    def _head(self, embedding: Tensor | None) -> Tensor:
+        """`embedding`, where it is tied to that and this stage has it."""
+        if not self._config.tied_embeddings:
+            return self._words("lm_head.weight")
+        return self._words("model.embed_tokens.weight") if embedding is None else embedding
+
+    def _words(self, name: str) -> Tensor:
+        """This rank's words of a table, padded to as many as every rank has."""
         shape = (self._config.vocab_size, self._config.hidden_size)
-        return self._checkpoint.read("model.embed_tokens.weight", shape).to(self._device)
-
-    def _head(self, embedding: Tensor) -> PackedLinear:
-        words = self._share.vocab
-        if self._config.tied_embeddings:
-            weight = embedding[words[0] : words[1]]
-        else:
-            weight = self._checkpoint.read("lm_head.weight", tuple(embedding.shape), rows=words).to(self._device)
-        missing = self._share.padded_vocab - len(weight)
-        if missing:
-            weight = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
-        return self._ops.pack_linear(weight, None)
+        table = self._checkpoint.read(name, shape, rows=self._share.vocab).to(self._device)
+        missing = self._share.padded_vocab - len(table)
+        return torch.cat((table, table.new_zeros(missing, table.shape[1]))) if missing else table
 
     def _layer(self, index: int, layer: LayerConfig) -> Layer:
         name, config, dim = f"model.layers.{index}", self._config, self._config.head_dim

@@ -29,10 +29,13 @@ class NativeDecoder:
         self._kernels = kernels
         self._weights = weights
         self._vocab_size = config.vocab_size
+        assert weights.embedding is not None and weights.final_norm is not None and weights.head is not None, "whole"
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
         self._embedding = weights.embedding.to(dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
-        described = self._described(config, number)
+        described = self._described(config, weights.embedding, number)
+        described.final_norm = weights.final_norm.data_ptr()
+        described.head = _linear(weights.head)
         self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
         self._caches: tuple[KvCaches, object, object] | None = None
         self._logits = torch.empty(0)
@@ -68,9 +71,9 @@ class NativeDecoder:
             self._caches = (caches, keys, values)
         return self._caches[1:]
 
-    def _described(self, config: ModelConfig, number: int) -> library.DecoderConfig:
+    def _described(self, config: ModelConfig, embedding: Tensor, number: int) -> library.DecoderConfig:
         scale = config.embedding_scale
-        rounded = 1.0 if scale is None else float(self._weights.embedding.new_tensor(scale))
+        rounded = 1.0 if scale is None else float(embedding.new_tensor(scale))
         return library.DecoderConfig(
             number=number,
             layers=config.num_layers,
@@ -87,8 +90,6 @@ class NativeDecoder:
             logits_softcap=config.logits_softcap or 0.0,
             embedding_scale=rounded,
             embedding=self._embedding.data_ptr(),
-            final_norm=self._weights.final_norm.data_ptr(),
-            head=_linear(self._weights.head),
         )
 
 

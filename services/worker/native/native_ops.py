@@ -92,6 +92,9 @@ class NativeOps:
             raise IndexError(f"a token id is outside of the vocabulary of {vocab}")
         return to
 
+    def empty_rows(self, rows: int, hidden: int) -> Tensor:
+        return torch.empty(rows, hidden)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)
 

@@ -1,0 +1,168 @@
+"""One rank of engines of several, as a process of its own: `python -m tests.engine_rank RANK`.
+
+Hears `Serve`, and then plans, from standard input; says `Serving` and, where it draws, `Drew` on standard output. Both
+are MessagePack, each message behind its length. `tests/engine_ranks.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import pytest
+import torch
+from msgspec import Struct
+
+from services.worker.model_runner import ModelRunner
+from services.worker.ops_choice import OpsName
+from services.worker.parallel import SingleRank
+from services.worker.pipeline import SingleStage
+from services.worker.torch_backend import create_backend
+from services.worker.torch_ranks import RankPlace, join
+from shared.ids import Incarnation, ModelName
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import Sampled
+from shared.messages.worker import StepPlan
+from tests.recorded_logits import record_logits
+
+LENGTH_BYTES = 4
+JOIN_DEADLINE = timedelta(seconds=60)
+
+
+class Serve(Struct, frozen=True, tag=True):
+    """Join the ranks of an engine, and load a model. Ranks that the engine has no place for only say so."""
+
+    model: str
+    ops: OpsName
+    rendezvous: str
+    tp: int
+    stages: int
+    layers: tuple[int, ...] = ()
+    kv_memory: int = 4 << 20
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.stages
+
+    @property
+    def draws(self) -> int:
+        """The rank that draws."""
+        return self.tp * (self.stages - 1)
+
+
+class Serving(Struct, frozen=True):
+    num_blocks: int
+    card: ModelCard
+    words: int
+    """Of the vocabulary in this rank's embedding; 0 on stages without one."""
+    layers: int
+    block_bytes: int
+
+
+class Drew(Struct, frozen=True):
+    step: int
+    sampled: tuple[Sampled, ...]
+    logits: list[list[float]]
+    """Of each row that was drawn from."""
+
+
+Heard = Serve | StepPlan
+
+
+def write(stream: IO[bytes], message: Struct | None) -> None:
+    payload = msgspec.msgpack.encode(message)
+    stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    stream.flush()
+
+
+def read(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    length = stream.read(LENGTH_BYTES)
+    return stream.read(int.from_bytes(length, "little")) if len(length) == LENGTH_BYTES else None
+
+
+def served(rank: int, asked: Serve) -> ModelRunner:
+    communicator, pipeline = SingleRank(), SingleStage()
+    if asked.world_size > 1:
+        communicator, pipeline = join(  # type: ignore[assignment]
+            RankPlace(rank, asked.world_size, asked.stages),
+            init_method=f"file://{asked.rendezvous}",
+            device=torch.device("cpu"),
+            timeout=JOIN_DEADLINE,
+        )
+    return create_backend(
+        Path(asked.model),
+        model_name=ModelName("tiny"),
+        device="cpu",
+        dtype="float32",
+        max_model_len=None,
+        kv_memory_bytes=asked.kv_memory,
+        max_num_seqs=8,
+        max_batch_tokens=64,
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        communicator=communicator,
+        ops=asked.ops,
+        threads=1,
+        pipeline=pipeline,
+        layers=asked.layers or None,
+    )
+
+
+def serving(backend: ModelRunner) -> Serving:
+    decoder = backend._decoder
+    embedding = decoder._weights.embedding
+    return Serving(
+        num_blocks=backend.num_blocks,
+        card=backend.card,
+        words=0 if embedding is None else len(embedding),
+        layers=len(decoder._weights.layers),
+        block_bytes=decoder.kv_block_bytes,
+    )
+
+
+class Rank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.asked: Serve | None = None
+        self.backend: ModelRunner | None = None
+        self.epoch: Incarnation | None = None
+        self.logits = record_logits(pytest.MonkeyPatch())
+
+    def serve(self, asked: Serve) -> Serving | None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        self.asked, self.backend, self.epoch = asked, None, None
+        if self.rank >= asked.world_size:
+            return None
+        self.backend = served(self.rank, asked)
+        return serving(self.backend)
+
+    def step(self, plan: StepPlan) -> Drew | None:
+        assert self.backend is not None
+        assert self.asked is not None
+        if plan.epoch != self.epoch:
+            self.epoch = plan.epoch
+            self.backend.reset()
+        self.logits.clear()
+        output = self.backend.step(plan)
+        rows = [row for logits in self.logits for row in logits.tolist()]
+        return Drew(plan.step, output.sampled, rows) if self.rank == self.asked.draws else None
+
+
+def main(rank: str) -> None:
+    this = Rank(int(rank))
+    decoder = msgspec.msgpack.Decoder(Serve)
+    plans = msgspec.msgpack.Decoder(StepPlan)
+    while (payload := read(sys.stdin.buffer)) is not None:
+        if payload[0] >> 4 == 0x8:  # a map: `Serve`; plans are arrays
+            write(sys.stdout.buffer, this.serve(decoder.decode(payload)))
+        elif (drew := this.step(plans.decode(payload))) is not None:
+            write(sys.stdout.buffer, drew)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
