@@ -20,6 +20,7 @@ from services.scheduler.journal import JournalSettings
 from services.worker.actor import Place, WorkerActor
 from services.worker.backend import Backend
 from services.worker.sim.accelerator import PROFILES
+from services.worker.sim.speculation import SimSpeculation
 from services.worker.sim_backend import create_sim_backend
 from shared import topics
 from shared.actor import ActorRuntime
@@ -58,7 +59,13 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def sim_backend(model: Path, *, step_seconds: float | None = 0.0, kv_memory_bytes: int = 2**20) -> Backend:
+def sim_backend(
+    model: Path,
+    *,
+    step_seconds: float | None = 0.0,
+    kv_memory_bytes: int = 2**20,
+    speculation: SimSpeculation | None = None,
+) -> Backend:
     return create_sim_backend(
         model,
         model_name=ModelName("m"),
@@ -70,6 +77,7 @@ def sim_backend(model: Path, *, step_seconds: float | None = 0.0, kv_memory_byte
         profile="l4",
         step_seconds=step_seconds,
         time_scale=1.0,
+        speculation=speculation,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.scheduler.core.limits import Limits
+from services.scheduler.core.limits import Limits, SpeculationPolicy
 from services.scheduler.journal import JournalSettings
 from shared.config import ByteSize, ServiceConfig
 from shared.ids import EngineId, NodeId, checked_instance
@@ -31,6 +31,13 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     plan_late: Annotated[
         bool, Meta(description="Make the last plan ahead only when the step before it is half over.")
     ] = True
+    speculation: Annotated[
+        SpeculationPolicy,
+        Meta(description="Drafts: as many as pay, as many as the workers can, or none."),
+    ] = "dynamic"
+    compile_timeout_s: Annotated[
+        float, Meta(gt=0, description="Seconds that a grammar may take to compile; then its request is refused.")
+    ] = 30.0
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="Seconds that a step may take before this process ends as wedged.")
     ] = 60.0
@@ -79,6 +86,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             policy=self.policy,
             run_ahead=self.run_ahead,
             plan_late=self.plan_late,
+            speculation=self.speculation,
+            compile_timeout=self.compile_timeout_s,
             step_timeout=self.step_timeout_s,
             store_deadline=self.store_deadline,
             remote_deadline=self.remote_deadline,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -40,6 +41,22 @@ HAND_OVERS = Counter(
     "Requests handed over to a decode engine, or kept because their blocks could not be saved.",
     ["outcome"],
 )
+SHARED = Counter(
+    "baton_scheduler_prompts_shared_total", "Requests that waited for another's prefill instead of computing the same."
+)
+DRAFTED = Counter("baton_scheduler_draft_tokens_total", "Draft tokens that were verified.")
+ACCEPTED = Counter(
+    "baton_scheduler_accepted_draft_tokens_total", "Draft tokens that were accepted, by their place.", ["position"]
+)
+SPECULATED = Counter("baton_scheduler_speculated_draws_total", "Times that a sequence's step verified drafts.")
+SPECULATED_TOKENS = Counter(
+    "baton_scheduler_speculated_tokens_total", "What those yielded: over the draws, the mean accepted length."
+)
+GRAMMAR_WAITS = Counter(
+    "baton_scheduler_grammar_waits_total", "Requests that waited for their grammar to be compiled.", ["outcome"]
+)
+GRAMMAR_SECONDS = Counter("baton_scheduler_grammar_wait_seconds_total", "What those waited.")
+COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for their grammar.")
 TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Copies between the ranks and the node's KV store under way.")
 REFUSED = Counter("baton_scheduler_refused_requests_total", "Final words to gateways, by kind.", ["kind"])
 EPOCHS = Counter("baton_scheduler_workers_lost_total", "Times that everything had to begin anew.")
@@ -75,6 +92,7 @@ class EngineGauges:
         if report is None or engine.serving is None:
             return
         TRANSFERS.set(len(engine.serving.transfers))
+        COMPILING.set(len(engine.serving.planner.compiling))
         cached = len(engine.serving.planner.memory.pool.cached)
         BLOCKS.labels("used").set(report.blocks_total - report.blocks_free)
         BLOCKS.labels("cached").set(cached)
@@ -95,6 +113,16 @@ class EngineGauges:
             (LOADS_FAILED, tally.loads_failed - before.loads_failed),
             (HAND_OVERS.labels("handed"), tally.handed_over - before.handed_over),
             (HAND_OVERS.labels("kept"), tally.kept - before.kept),
+            (SHARED, tally.prompts_shared - before.prompts_shared),
+            (DRAFTED, tally.drafted - before.drafted),
+            (SPECULATED, tally.speculated - before.speculated),
+            (SPECULATED_TOKENS, tally.speculated_tokens - before.speculated_tokens),
+            (GRAMMAR_WAITS.labels("compiled"), tally.grammar_waits - before.grammar_waits),
+            (GRAMMAR_WAITS.labels("refused"), tally.grammars_refused - before.grammars_refused),
+            (GRAMMAR_SECONDS, tally.grammar_seconds - before.grammar_seconds),
         ):
             if more:
                 counter.inc(more)
+        for place, (now, then) in enumerate(zip_longest(tally.accepted, before.accepted, fillvalue=0), start=1):
+            if now > then:
+                ACCEPTED.labels(str(place)).inc(now - then)

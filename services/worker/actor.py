@@ -114,7 +114,14 @@ class WorkerActor(Actor):
     async def _publish(self, plan: StepPlan, output: StepOutput) -> None:
         if plan.epoch == self._order.epoch:
             self._published += 1
-        finished = StepFinished(epoch=plan.epoch, step=plan.step, sampled=output.sampled, timing=output.timing)
+        finished = StepFinished(
+            epoch=plan.epoch,
+            step=plan.step,
+            sampled=output.sampled,
+            timing=output.timing,
+            drafted=output.drafted,
+            accepted=output.accepted,
+        )
         await self.bus.publish(topics.engine_results(self._place.engine), finished)
 
     async def tear_down(self) -> None:
@@ -145,6 +152,8 @@ class WorkerActor(Actor):
             max_batch_tokens=self._place.max_batch_tokens,
             layout=None if self._backend.kv is None else self._backend.kv.layout,
             transfers=self._ledger.report(),
+            max_speculate=self._backend.max_speculate,
+            max_jump_ahead=self._backend.max_jump_ahead,
         )
 
     async def _missed(self, plan: StepPlan, expected: int) -> None:

@@ -22,7 +22,11 @@ class StepOutput(Struct, frozen=True):
     sampled: tuple[Sampled, ...]
     """One entry for each work of the plan that had `sample` set, in the plan's order."""
     timing: StepTiming
-    """`wait` is filled by the caller, who knows when the plan arrived."""
+    """`wait` and `answer` are filled by the caller, who knows when the plan arrived and what became of the result."""
+    drafted: int = 0
+    """Draft tokens that were verified, all sequences together."""
+    accepted: tuple[int, ...] = ()
+    """How many sequences accepted their first draft token, their second, and so on."""
 
 
 class Backend(Protocol):
@@ -44,6 +48,14 @@ class Backend(Protocol):
     @property
     def kv(self) -> KvShare | None:
         """Its KV memory, for copying blocks beside steps, on another thread; None where there is no memory."""
+
+    @property
+    def max_speculate(self) -> int:
+        """What `Work.speculate` may ask for at the most; 0 where nothing drafts."""
+
+    @property
+    def max_jump_ahead(self) -> int:
+        """The same for a sequence with a grammar: forced tokens that one step may yield."""
 
     def step(self, plan: StepPlan) -> StepOutput:
         """Applies `plan` (released, new, work, in this order) and computes it. Its transfers are the caller's affair.

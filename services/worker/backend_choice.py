@@ -27,6 +27,7 @@ def make_backend(config: WorkerConfig) -> Backend:
 
 
 def _sim_backend(config: WorkerConfig, folder: Path) -> Backend:
+    from services.worker.sim.speculation import SimSpeculation
     from services.worker.sim_backend import create_sim_backend
 
     return create_sim_backend(
@@ -40,6 +41,7 @@ def _sim_backend(config: WorkerConfig, folder: Path) -> Backend:
         profile=config.sim_profile,
         step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,
         time_scale=config.sim_time_scale,
+        speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
     )
 
 

@@ -55,6 +55,12 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     sim_bandwidth: Annotated[
         ByteSize | None, Meta(description="Simulated memory bandwidth per second, e.g. 4800GB.")
     ] = None
+    sim_speculate: Annotated[
+        int, Meta(ge=0, le=64, description="Tokens that the simulated device may draft for a sequence and step.")
+    ] = 0
+    sim_acceptance: Annotated[
+        float, Meta(ge=0, le=1, description="Share of those that are accepted while all before them were.")
+    ] = 0.7
     sim_tflops: Annotated[float | None, Meta(gt=0, description="Simulated compute rate.")] = None
 
     def __post_init__(self) -> None:

@@ -71,6 +71,14 @@ class ModelRunner:
     def kv(self) -> KvShare:
         return self._kv
 
+    @property
+    def max_speculate(self) -> int:
+        return 0
+
+    @property
+    def max_jump_ahead(self) -> int:
+        return 0
+
     def reset(self) -> None:
         self._outstanding.settle_all()
         self._sequences.clear()

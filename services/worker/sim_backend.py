@@ -10,6 +10,7 @@ from pathlib import Path
 from services.worker.backend import BackendError, StepOutput
 from services.worker.sim.accelerator import MEMORY_SHARE, Accelerator
 from services.worker.sim.shape import ModelShape, read_shape
+from services.worker.sim.speculation import SimSpeculation
 from services.worker.sim.vocabulary import drawn, printable_tokens
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import ModelName, SequenceId
@@ -40,12 +41,21 @@ class SimBackend:
     """Owns the lengths of the sequences; there is no memory to own."""
 
     def __init__(
-        self, card: ModelCard, num_blocks: int, seconds: StepSeconds | None, vocabulary: list[int], device: str
+        self,
+        card: ModelCard,
+        num_blocks: int,
+        seconds: StepSeconds | None,
+        vocabulary: list[int],
+        device: str,
+        speculation: SimSpeculation | None = None,
     ) -> None:
         self.card = card
         self.num_blocks = num_blocks
         self.device = device
         self.kv = None
+        self._speculation = speculation or SimSpeculation()
+        self.max_speculate = self._speculation.most
+        self.max_jump_ahead = 0
         self._seconds = seconds
         """None: a step takes no time at all."""
         self._vocabulary = vocabulary
@@ -61,11 +71,12 @@ class SimBackend:
         for new in plan.new:
             self._held[new.sequence] = _Held(new)
         sampled, seconds = self._compute(plan)
+        drafted = sum(work.speculate for work in plan.work)
         prepared = time.perf_counter() - started
         if seconds > prepared:
             time.sleep(seconds - prepared)
         timing = StepTiming(wait=0.0, prepare=prepared, forward=max(0.0, seconds - prepared), sample=0.0)
-        return StepOutput(sampled, timing)
+        return StepOutput(sampled, timing, drafted, _accepted(sampled) if drafted else ())
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[Sampled, ...], float]:
         sampled: list[Sampled] = []
@@ -75,30 +86,34 @@ class SimBackend:
             sequence, work_count, blocks = work.sequence, work.count, work.blocks
             held = held_by_id[sequence]
             read += held.computed
-            tokens += work_count
-            pairs += work_count * held.computed + work_count * (work_count + 1) // 2
+            rows = work_count + work.speculate
+            tokens += rows
+            pairs += rows * held.computed + rows * (rows + 1) // 2
             held.computed += work_count
             if blocks:
                 held.blocks += count(blocks)
-            if held.computed > held.blocks * BLOCK_SIZE or held.computed > held.length:
+            if held.computed + work.speculate > held.blocks * BLOCK_SIZE or held.computed > held.length:
                 raise ValueError(f"sequence {sequence}: {held.computed} of {held.length} in {held.blocks} blocks")
             if work.sample:
-                sampled.append(self._sample(sequence, held))
+                sampled.append(self._sample(sequence, held, work.speculate))
         seconds = self._seconds(tokens, pairs, read, len(sampled)) if self._seconds is not None else 0.0
         return tuple(sampled), seconds
 
-    def _sample(self, sequence: SequenceId, held: _Held) -> Sampled:
+    def _sample(self, sequence: SequenceId, held: _Held, drafts: int) -> Sampled:
         new = held.new
-        position = held.length - new.prompt_length
-        held.length += 1
-        token = self._token(new.sampling.seed, position, new.stop_token_ids if position < new.min_tokens else ())
-        if new.sampling.logprobs is None:
-            return Sampled(sequence, (token,))
-        return Sampled(sequence, (token,), (self._logprobs(token, new.sampling.logprobs),))
+        position, seed = held.length - new.prompt_length, new.sampling.seed
+        accepted = self._speculation.accepted(seed, position, drafts)
+        tokens = tuple(self._token(new, place) for place in range(position, position + accepted + 1))
+        held.length += len(tokens)
+        held.computed += accepted
+        wanted = new.sampling.logprobs
+        logprobs = None if wanted is None else tuple(self._logprobs(token, wanted) for token in tokens)
+        return Sampled(sequence, tokens, logprobs, drafts)
 
-    def _token(self, seed: int, position: int, barred: tuple[int, ...]) -> int:
+    def _token(self, new: NewSequence, position: int) -> int:
+        barred = new.stop_token_ids if position < new.min_tokens else ()
         size = len(self._vocabulary)
-        place = drawn(seed, position) % size
+        place = drawn(new.sampling.seed, position) % size
         for step in range(size):
             token = self._vocabulary[(place + step) % size]
             if token not in barred:
@@ -125,6 +140,7 @@ def create_sim_backend(
     profile: str,
     step_seconds: float | None,
     time_scale: float,
+    speculation: SimSpeculation | None = None,
 ) -> SimBackend:
     """A simulated rank of the model in `model_dir`, of which the config and the tokenizer are read.
 
@@ -145,7 +161,13 @@ def create_sim_backend(
     blocks = _num_blocks(shape, kv_memory_bytes, world_size, accelerator, length)
     seconds = _step_seconds(shape, world_size, accelerator, step_seconds, time_scale)
     vocabulary = printable_tokens(model_dir, shape.vocab_size)
-    return SimBackend(card, blocks, seconds, vocabulary, f"sim ({profile})")
+    return SimBackend(card, blocks, seconds, vocabulary, f"sim ({profile})", speculation)
+
+
+def _accepted(sampled: tuple[Sampled, ...]) -> tuple[int, ...]:
+    """By draft position."""
+    longest = max((len(one.tokens) for one in sampled), default=1) - 1
+    return tuple(sum(len(one.tokens) > place + 1 for one in sampled) for place in range(longest))
 
 
 def _num_blocks(

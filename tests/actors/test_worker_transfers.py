@@ -34,6 +34,7 @@ class Memory:
             name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="x", created=0
         )
         self.num_blocks, self.device = BLOCKS, "memory"
+        self.max_speculate = self.max_jump_ahead = 0
 
     def step(self, plan: StepPlan) -> StepOutput:
         return StepOutput((), StepTiming(wait=0, prepare=0, forward=0, sample=0))

@@ -38,6 +38,7 @@ class Scripted:
             name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="x", created=0
         )
         self.num_blocks, self.device = BLOCKS, "scripted"
+        self.max_speculate = self.max_jump_ahead = 0
         self.kv = KvShare(LAYOUT, 0, LAYOUT.kv_heads, True, BLOCKS, self)
         self.held: dict[str, threading.Event] = {}
         self.reached: dict[str, threading.Event] = {}
