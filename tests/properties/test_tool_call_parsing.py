@@ -1,0 +1,143 @@
+"""What parsing an output promises, whatever the model wrote and however it is cut into deltas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.parsing.json_text import read_value
+from services.gateway.parsing.python_value import python_as_json
+from services.gateway.parsing.tape import NoCall, Tape
+from shared.dialects import ReasoningFormat, ToolFormat
+from tests.written_calls import STYLES, Call, Read, cut_at, read, schema_of, written
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>"), max_size=12)
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False), TEXT
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
+)
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
+CALLS = st.lists(st.builds(Call, NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), min_size=1, max_size=3)
+PLACES = st.lists(st.integers(0, 10_000), max_size=12)
+
+
+@pytest.mark.parametrize(("form", "style"), STYLES)
+@settings(max_examples=20, deadline=None)
+@given(calls=CALLS, before=st.sampled_from(["", "Let me look.\n", "Grüße 🎉\n\n"]), places=PLACES)
+def test_calls_are_read_as_they_were_written(
+    form: ToolFormat, style: str, calls: list[Call], before: str, places: list[int]
+) -> None:
+    calls = list({call.name: call for call in calls}.values())
+    schemas = {call.name: schema_of(call) for call in calls}
+    if form == "qwen3_xml":  # a text's own line break at either end could not be told from the frame's
+        calls = [Call(name, {k: _framed(v) for k, v in arguments.items()}) for name, arguments in calls]
+    got = read(cut_at(before + written(form, calls, style), places), form, schemas)
+    assert got.content == before.rstrip()
+    assert got.broken == 0
+    assert [Call(name, json.loads(arguments)) for name, arguments in got.calls] == calls
+    if form not in ("qwen3_xml", "pythonic"):
+        assert [text for _, text in got.calls] == [json.dumps(c.arguments, ensure_ascii=False) for c in calls]
+
+
+def _framed(value: Any) -> Any:
+    return f"x{value}y" if isinstance(value, str) else value
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<tool", "_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[TOOL"),
+        *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>", "</think>", "[f(", "[f(a=1)]"),
+        *('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name":', '"f"', ", ", ": "),
+        *("{", "}", "[", "]", "(", ")", "=", '"', "'", "\\", "a", "f", "1", "-", "true", "None", "\n", " ", ";", "é"),
+    ]
+)
+OUTPUTS = st.lists(FRAGMENTS, max_size=14).map("".join)
+FORMS: list[ToolFormat | None] = [None, "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]
+SCHEMAS = {"f": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(
+    text=OUTPUTS,
+    places=PLACES,
+    reasoning=st.sampled_from([None, "qwen3", "deepseek_r1", "mistral"]),
+    thinking=st.sampled_from([None, "open", "closed"]),
+    cut=st.booleans(),
+)
+def test_any_cut_into_deltas_gives_the_same(
+    form: ToolFormat | None,
+    text: str,
+    places: list[int],
+    reasoning: ReasoningFormat | None,
+    thinking: Any,
+    cut: bool,
+) -> None:
+    how: dict[str, Any] = {"reasoning": reasoning, "thinking": thinking, "cut": cut}
+    whole = read([text], form, SCHEMAS, **how)
+    assert read(cut_at(text, places), form, SCHEMAS, **how) == whole
+    assert read(list(text), form, SCHEMAS, **how) == whole
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=30, deadline=None)
+@given(text=OUTPUTS)
+def test_an_output_without_a_whole_call_is_content_unchanged(form: ToolFormat | None, text: str) -> None:
+    got = read([text], form, SCHEMAS)
+    if not got.calls:
+        assert got == Read(text, "", [], got.broken)
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES, st.booleans(), PLACES)
+def test_json_passes_unchanged(value: Any, ascii_only: bool, places: list[int]) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
+    assert _json(cut_at(text, places)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(OUTPUTS, st.text('{}[]",:\\u0123e.-+ truefalsn', max_size=14)))
+def test_only_json_is_json(text: str) -> None:
+    """Python's own reader decides; it takes NaN, too, which none of these texts has."""
+    try:
+        json.loads(text)
+    except ValueError:
+        assert _json([text]) is None
+    else:
+        assert _json([text]) is not None
+
+
+def _json(parts: list[str]) -> str | None:
+    """What of a whole text was passed on as JSON; None where it is none."""
+    tape, got = Tape(), list[str]()
+    tape.feed("")
+    reading = _whole(tape, got)
+    try:
+        for part in parts:
+            tape.feed(part)
+            next(reading, None)
+        tape.close(cut=False)
+        next(reading, None)
+    except NoCall:
+        return None
+    return "".join(got).strip()
+
+
+def _whole(tape: Tape, got: list[str]) -> Any:
+    yield from tape.space()
+    yield from read_value(tape, got.append)
+    yield from tape.space()
+    if tape.rest:
+        raise NoCall
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES)
+def test_python_literals_become_json(value: Any) -> None:
+    assert json.loads(python_as_json(repr(value))) == value
