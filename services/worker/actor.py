@@ -15,11 +15,12 @@ from services.worker.compute_thread import ComputeThread
 from services.worker.copy_thread import CopyThread
 from services.worker.kv.transfer_ledger import TransferLedger
 from services.worker.step_order import Gap, StepOrder
+from services.worker.step_sums import added
 from shared import topics
 from shared.actor import Actor, Hears
 from shared.bus import Bus
 from shared.ids import EngineId, InstanceId
-from shared.messages.lifecycle import WorkerReport
+from shared.messages.lifecycle import StepSums, WorkerReport
 from shared.messages.scheduler import StepFinished, StepMissed
 from shared.messages.worker import StepPlan
 
@@ -66,6 +67,7 @@ class WorkerActor(Actor):
         self._ledger = TransferLedger(place.rank)
         self._in_hand = 0
         self._published = 0
+        self._sums = StepSums()
 
     def hears(self) -> Sequence[Hears[Any]]:
         return [Hears(topics.engine_steps(self._place.engine))]
@@ -110,6 +112,7 @@ class WorkerActor(Actor):
             if self._place.publishes:
                 await self._publish(plan, output)
             metrics.note_step(plan, output)
+            self._sums = added(self._sums, plan, output)
 
     async def _publish(self, plan: StepPlan, output: StepOutput) -> None:
         if plan.epoch == self._order.epoch:
@@ -154,6 +157,7 @@ class WorkerActor(Actor):
             transfers=self._ledger.report(),
             max_speculate=self._backend.max_speculate,
             max_jump_ahead=self._backend.max_jump_ahead,
+            sums=self._sums,
         )
 
     async def _missed(self, plan: StepPlan, expected: int) -> None:

@@ -52,6 +52,10 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Where its KV store is; None without one."""
     prefill_tokens: int = 0
     """Prompt tokens accepted and yet to be computed."""
+    prompt_tokens: int = 0
+    """Of all prompts that were begun since the start."""
+    cached_tokens: int = 0
+    """Those of them that did not have to be computed."""
 
 
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
@@ -72,6 +76,24 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Those of `hits` that came from Redis or from another node."""
     transfer: str = ""
     """Host and port where the stores of other nodes fetch blocks ("10.0.0.7:7700"); empty where they cannot."""
+
+
+class StepSums(Struct, frozen=True, array_like=True, kw_only=True):
+    """Where one rank's time went since its start, in seconds over all steps; differences of two reports are rates."""
+
+    steps: int = 0
+    wait: float = 0.0
+    """Between steps; pauses of traffic left out."""
+    prepare: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+    answer: float = 0.0
+    paused: float = 0.0
+    """Without any plan, because there was no traffic."""
+    computed: int = 0
+    """Tokens, prompts' included."""
+    sampled: int = 0
+    """Tokens."""
 
 
 class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
@@ -102,6 +124,7 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The same for sequences with a grammar, where no more is drafted: how many forced tokens one step may yield."""
     stages: int = 1
     """Pipeline stages that the engine's ranks form: so many plans are computed at a time."""
+    sums: StepSums = StepSums()
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

@@ -167,6 +167,8 @@ class Engine:
             role=self.site.role,
             node=self.site.node,
             prefill_tokens=sum(max(0, len(s.tokens) - s.planned) for s in self.requests.values()),
+            prompt_tokens=self.tally.prompt_tokens,
+            cached_tokens=self.tally.cached_tokens,
         )
 
     @property
@@ -281,6 +283,7 @@ class Engine:
                 return
             for sequence, cached in planned.started:
                 self._streams.open(sequence, cached)
+                self.tally.began(sequence.generation.prompt_length, cached)
             for sequence in planned.handing:
                 serving.hand_overs.begin(sequence)
             step = serving.steps.issue(planned.expected, now)

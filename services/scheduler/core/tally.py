@@ -9,6 +9,10 @@ from dataclasses import dataclass
 class Tally:
     """Counts since the start; whoever publishes them takes differences."""
 
+    prompt_tokens: int = 0
+    """Of all prompts that were begun."""
+    cached_tokens: int = 0
+    """Those of them that lay in a cache."""
     blocks_saved: int = 0
     """Blocks that the store has shown to others."""
     blocks_unsaved: int = 0
@@ -38,3 +42,8 @@ class Tally:
     """Requests whose grammar could not be compiled."""
     grammar_seconds: float = 0.0
     """What all of these waited."""
+
+    def began(self, prompt: int, cached: int) -> None:
+        """A prompt of so many tokens; what was cached of it is no more than that."""
+        self.prompt_tokens += prompt
+        self.cached_tokens += min(prompt, cached)
