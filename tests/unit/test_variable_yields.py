@@ -1,0 +1,288 @@
+"""Steps that yield several tokens: what is reserved, given back, dropped, and how many drafts are planned."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.scheduler.core.drafts import WrongYield
+from services.scheduler.core.events import WorkersReady
+from services.scheduler.core.invariants import check
+from services.scheduler.core.limits import Limits, SpeculationPolicy
+from services.scheduler.core.sequence import Acceptance, Rank, Sequence
+from services.scheduler.core.speculation import RowCost, Speculation
+from shared.ids import Attempt, RequestId
+from shared.messages.generation import Grammar, TokenLogprobs
+from shared.messages.scheduler import Cancel, Generate, Sampled, StepFinished
+from shared.messages.worker import StepPlan
+from tests.honest_worker import EOS, TIMING, HonestWorker, card, continuation, generate, right_output
+from tests.unit.test_scheduler_engine import PROMPT, Ring
+
+ALL, NONE = (lambda most: most), (lambda most: 0)
+
+
+class DraftingRing(Ring):
+    """An engine whose worker drafts up to `most` tokens, of which `accepts` says how many are right."""
+
+    def __init__(self, most: int, accepts: object, *, run_ahead: int = 1, num_blocks: int = 32) -> None:
+        limits = Limits(run_ahead=run_ahead, speculation="fixed")
+        super().__init__(limits, num_blocks)
+        self.worker = HonestWorker(num_blocks, accepts=accepts)  # type: ignore[arg-type]
+        self.send(WorkersReady(card(256), num_blocks, max_speculate=most))
+        self.plans.clear()
+
+    def only(self) -> Sequence:
+        (sequence,) = self.engine.requests.values()
+        return sequence
+
+
+def spoken(plan: StepPlan, tokens: list[int]) -> StepFinished:
+    """The result of a plan of one work."""
+    (work,) = plan.work
+    sampled = Sampled(work.sequence, tuple(tokens), drafted=work.speculate)
+    return StepFinished(epoch=plan.epoch, step=plan.step, sampled=(sampled,), timing=TIMING)
+
+
+def test_a_plan_reserves_the_most_that_its_step_can_yield() -> None:
+    ring = DraftingRing(5, ALL, run_ahead=2)
+    ring.send(generate("a", PROMPT, ignore_eos=True))
+    assert [(w.count, w.speculate, w.sample) for p in ring.plans for w in p.work] == [
+        (20, 0, True),
+        (1, 5, True),
+        (1, 5, True),
+    ]
+    sequence = ring.only()
+    assert (sequence.planned, sequence.length, len(sequence.blocks)) == (32, 33, 2)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_what_was_not_yielded_is_planned_again_in_the_same_blocks(run_ahead: int) -> None:
+    ring = DraftingRing(5, NONE, run_ahead=run_ahead)
+    ring.send(generate("a", PROMPT, max_tokens=24, ignore_eos=True))
+    most = 0
+    while ring.plans:
+        most = max(most, len(ring.only().blocks))
+        ring.step()
+    assert ring.output_of("a") == right_output(generate("a", PROMPT, max_tokens=24, ignore_eos=True), 256)[0]
+    assert (most, ring.free) == (3, 32), "44 tokens fit three blocks"
+
+
+def test_nothing_is_drafted_beyond_the_limit_even_if_all_that_is_in_flight_is_accepted() -> None:
+    ring = DraftingRing(5, ALL, run_ahead=2)
+    ring.send(generate("a", PROMPT, max_tokens=9, ignore_eos=True))
+    assert [w.speculate for p in ring.plans for w in p.work] == [0, 5, 1]
+    ring.finish()
+    assert [len(e.tokens) for e in ring.entries] == [1, 6, 2]
+    assert (ring.entries[-1].finish, ring.free) == ("length", 32)
+
+
+def test_when_less_came_than_was_reserved_planning_goes_on_up_to_the_limit() -> None:
+    ring = DraftingRing(5, NONE, run_ahead=2)
+    ring.send(generate("a", PROMPT, max_tokens=9, ignore_eos=True))
+    ring.finish()
+    assert len(ring.output_of("a")) == 9
+    assert ring.free == 32
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_tokens_behind_a_stop_reach_nobody(place: int) -> None:
+    ring = DraftingRing(3, ALL)
+    ring.send(generate("a", PROMPT, stop_token_ids=(9,)))
+    ring.send(spoken(ring.plans.pop(0), [5]))
+    tokens = [4, 5, 6, 7]
+    tokens[place] = 9
+    ring.send(spoken(ring.plans.pop(0), tokens))
+    assert ring.output_of("a") == [5, *tokens[: place + 1]]
+    assert [e.finish for e in ring.entries] == [None, "stop"]
+    assert ring.entries[-1].stop_token == 9
+    for plan in ring.plans:
+        ring.send(spoken(plan, [4]))
+    assert ring.output_of("a") == [5, *tokens[: place + 1]]
+    assert (ring.engine.idle, ring.free, ring.engine.tokens) == (True, 32, place + 2)
+
+
+def test_a_stop_within_a_step_before_the_least_length_is_none() -> None:
+    ring = DraftingRing(3, ALL)
+    ring.send(generate("a", PROMPT, min_tokens=3))
+    ring.send(spoken(ring.plans.pop(0), [5]))
+    ring.send(spoken(ring.plans.pop(0), [EOS, 6, EOS, 7]))
+    assert ring.output_of("a") == [5, EOS, 6, EOS]
+    assert ring.entries[-1].finish == "stop"
+
+
+def test_log_probabilities_behind_a_stop_are_dropped_with_their_tokens() -> None:
+    ring = DraftingRing(3, ALL)
+    ring.send(generate("a", PROMPT))
+    ring.send(spoken(ring.plans.pop(0), [5]))
+    plan = ring.plans.pop(0)
+    tokens = (4, EOS, 6)
+    logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in tokens)
+    sampled = Sampled(plan.work[0].sequence, tokens, logprobs, 3)
+    ring.send(StepFinished(epoch=plan.epoch, step=plan.step, sampled=(sampled,), timing=TIMING))
+    assert ring.entries[-1].logprobs == logprobs[:2]
+
+
+@pytest.mark.parametrize("tokens", [[], [4, 5, 6, 7, 8]])
+def test_a_yield_that_was_not_planned_is_a_bug(tokens: list[int]) -> None:
+    ring = DraftingRing(3, ALL)
+    ring.send(generate("a", PROMPT))
+    ring.send(spoken(ring.plans.pop(0), [5]))
+    with pytest.raises(WrongYield):
+        ring.send(spoken(ring.plans.pop(0), tokens))
+
+
+def test_blocks_that_drafts_filled_are_found_by_the_next_prompt_and_hold_what_they_should() -> None:
+    ring = DraftingRing(4, ALL)
+    first = generate("a", PROMPT, max_tokens=30, ignore_eos=True)
+    ring.send(first)
+    ring.finish()
+    whole = PROMPT + ring.output_of("a")
+    ring.send(generate("b", whole, max_tokens=5, ignore_eos=True))
+    assert ring.plans[0].new[0].computed == 48
+    ring.finish()
+    assert ring.output_of("b") == continuation(whole, 5)
+
+
+def test_a_sequence_that_is_preempted_with_drafts_in_flight_goes_on_from_what_they_yield() -> None:
+    ring = DraftingRing(3, lambda most: most // 2, run_ahead=2, num_blocks=6)
+    requests = [generate(name, PROMPT[:15], max_tokens=60, ignore_eos=True, arrival=at) for at, name in enumerate("ab")]
+    for request in requests:
+        ring.send(request)
+    ring.finish()
+    assert ring.engine.serving is not None
+    assert ring.engine.serving.planner.preemptions > 0
+    for request in requests:
+        assert ring.output_of(request.generation.request) == right_output(request, ring.context)[0]
+
+
+def test_drafts_take_no_block_that_a_running_sequence_needs_for_its_next_token() -> None:
+    ring = DraftingRing(16, NONE, num_blocks=3)
+    ring.send(generate("a", PROMPT[:15], max_tokens=30, ignore_eos=True))
+    ring.send(generate("b", PROMPT[:14], max_tokens=1, ignore_eos=True))
+    free = []
+    while ring.plans:
+        ring.step()
+        free.append(ring.free)
+    assert ring.engine.serving is not None
+    assert ring.engine.serving.planner.preemptions == 0
+    assert len(ring.output_of("a")) == 30
+
+
+def test_a_request_that_is_cancelled_with_drafts_in_flight_gives_all_its_blocks_back() -> None:
+    ring = DraftingRing(5, ALL, run_ahead=2)
+    ring.send(generate("a", PROMPT, ignore_eos=True))
+    ring.step()
+    ring.send(Cancel(RequestId("a"), Attempt(1)))
+    assert ring.free == 32
+    ring.finish()
+    check(ring.engine)
+
+
+# ---- how many
+
+
+def sequence_of(request: Generate) -> Sequence:
+    ring = Ring()
+    ring.send(request)
+    return ring.engine.requests[request.generation.request]
+
+
+def policy(most: int, policy: SpeculationPolicy = "dynamic", jump_ahead: int = 0) -> Speculation:
+    speculation = Speculation(most, jump_ahead, policy)
+    speculation.begin(1, 1000)
+    return speculation
+
+
+def test_ranks_that_draft_nothing_are_asked_for_nothing() -> None:
+    assert policy(0).begin(3, 1000) == 0
+    assert policy(5, "off").begin(3, 1000) == 0
+
+
+def test_drafts_take_at_most_a_quarter_of_the_budget_and_nothing_from_who_decodes() -> None:
+    assert policy(5).begin(3, 1000) == 250
+    assert policy(5).begin(950, 1000) == 50
+
+
+def test_where_rows_cost_nothing_as_much_is_drafted_as_can_be() -> None:
+    speculation = policy(5)
+    sequence = sequence_of(generate("a", PROMPT))
+    for rows in (1, 6, 3, 6, 1):
+        speculation.took(rows, 0.005, 1)
+    speculation.begin(1, 1000)
+    assert speculation.wanted(sequence) == 5
+
+
+def test_where_every_row_costs_as_much_as_it_brings_nothing_is_drafted() -> None:
+    speculation = policy(5)
+    sequence = sequence_of(generate("a", PROMPT))
+    for rows in (100, 150, 120, 180):
+        speculation.took(rows, rows * 0.001, rows)
+    speculation.begin(100, 1000)
+    assert speculation.wanted(sequence) == 0
+
+
+def test_the_length_follows_from_acceptance_and_what_a_row_costs() -> None:
+    """A fifth of the time is rows': a draft must be accepted with probability 0.2."""
+    speculation = policy(8)
+    sequence = sequence_of(generate("a", PROMPT))
+    for rows in (8, 12, 10, 8, 12, 10):
+        speculation.took(rows, 0.040 + rows * 0.001, 10)
+    for _ in range(100):
+        speculation.tried(sequence, 8, 2)
+    speculation.begin(10, 1000)
+    rate = sequence.acceptance.rate(0.7)
+    assert rate == pytest.approx(2 / 3, abs=0.02)
+    assert speculation.wanted(sequence) == math.floor(math.log(0.2) / math.log(rate))
+
+
+def test_a_sequence_whose_drafts_fail_stops_drafting_and_tries_again_later() -> None:
+    speculation = policy(4)
+    good, bad = sequence_of(generate("a", PROMPT)), sequence_of(generate("b", PROMPT))
+    for _ in range(50):
+        for rows in (8, 12):
+            speculation.took(rows, 0.040 + rows * 0.001, 10)
+        speculation.tried(good, 4, 4)
+        speculation.tried(bad, 4, 0)
+    speculation.begin(10, 1000)
+    assert (speculation.wanted(good), speculation.wanted(bad)) == (4, 0)
+    waited = next(step for step in range(1000) if speculation.wanted(bad))
+    assert 20 < waited < 300
+
+
+def test_sequences_with_a_grammar_may_jump_ahead_where_nothing_else_is_drafted() -> None:
+    speculation = policy(0, jump_ahead=6)
+    speculation.begin(1, 1000)
+    assert speculation.wanted(sequence_of(generate("a", PROMPT))) == 0
+    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset())
+    assert speculation.wanted(guided) == 6
+
+
+def sequence_rank() -> Rank:
+    return sequence_of(generate("r", PROMPT)).rank
+
+
+def test_acceptance_is_the_share_of_drafts_that_had_a_chance() -> None:
+    acceptance = Acceptance()
+    assert acceptance.rate(0.7) == 0.7
+    for _ in range(500):
+        acceptance.note(4, 1)  # the second was rejected, the third and fourth never had a chance
+    assert acceptance.rate(0.5) == pytest.approx(0.5)
+
+
+def test_rows_of_one_size_say_nothing_new_of_what_a_row_costs() -> None:
+    cost = RowCost()
+    for rows in (4, 8, 12, 4, 8):
+        cost.note(rows, 0.010 + rows * 0.002, 4)
+    assert cost.slope == pytest.approx(0.002)
+    for _ in range(300):
+        cost.note(16, 0.5, 4)
+    assert cost.slope > 0
+
+
+def test_an_engine_counts_what_was_drafted_and_accepted() -> None:
+    ring = DraftingRing(2, ALL)
+    ring.send(generate("a", PROMPT, max_tokens=7, ignore_eos=True))
+    ring.finish()
+    tally = ring.engine.tally
+    assert (tally.drafted, tally.accepted, tally.speculated, tally.speculated_tokens) == (4, (2, 2), 2, 6)
