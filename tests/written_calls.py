@@ -6,7 +6,7 @@ import itertools
 import json
 from typing import Any, NamedTuple
 
-from services.gateway.parsing.output_parser import OutputParser
+from services.gateway.parsing.output_parser import OutputParser, Parsing
 from services.gateway.parsing.pieces import (
     Arguments,
     CallBegan,
@@ -109,7 +109,7 @@ def read(
     parallel: bool = True,
 ) -> Read:
     """Parses an output that comes in these parts."""
-    parser = OutputParser(Dialect(tools, reasoning), schemas or {}, parallel=parallel)
+    parser = OutputParser(Parsing(Dialect(tools, reasoning), schemas or {}, parallel))
     parser.thinking = thinking
     pieces = [piece for part in parts for piece in parser.feed(part)]
     return assembled([*pieces, *parser.finish(cut=cut)])

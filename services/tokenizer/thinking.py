@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from shared.dialects import THINKING_MARKS, Thinking, ThinkingMarks
+from shared.dialects import THINKING_MARKS, Thinking
 from shared.messages.generation import Grammar
 from shared.messages.tokenizer import ChatPrompt
+from shared.structural_tags import ANY_TEXT, as_format, either, regex, sequence, tag, tagged
 
 MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
+SPACE = regex("[ \\n]{0,4}")
+"""What may stand between thoughts and the answer."""
 LOOKED_AT = 16
 """Tokens at a prompt's end that hold the marks which a template writes there."""
 
@@ -38,40 +40,16 @@ def thinking_of_continued(prompt: ChatPrompt) -> Thinking:
 
 def adapted(grammar: Grammar | None, thinking: Thinking | None) -> Grammar | None:
     """The grammar for a prompt that ends so. Where nothing shows whether the model will think, it may do either."""
-    marks = next((marks for marks in MARKS if grammar is not None and marks.end == grammar.after), None)
-    if grammar is None or marks is None or thinking == "open":
+    if grammar is None or thinking == "open":
+        return grammar
+    marks = next((marks for marks in MARKS if marks.end == grammar.after), None)
+    if marks is None:
         return grammar
     if thinking == "closed":
         return replace(grammar, after="")
-    inner = _format(grammar)
-    return grammar if inner is None else Grammar("structural_tag", _tag(_perhaps_thoughts(marks, inner)))
-
-
-def _perhaps_thoughts(marks: ThinkingMarks, inner: dict[str, Any]) -> dict[str, Any]:
-    thoughts = {"type": "tag", "begin": marks.start, "content": {"type": "any_text"}, "end": marks.end}
-    space = {"type": "regex", "pattern": "[ \\n]{0,4}"}
-    return {"type": "or", "elements": [inner, {"type": "sequence", "elements": [thoughts, space, inner]}]}
-
-
-def _tag(content: dict[str, Any]) -> str:
-    return json.dumps({"type": "structural_tag", "format": content}, ensure_ascii=False)
-
-
-def _format(grammar: Grammar) -> dict[str, Any] | None:
-    """As part of a structural tag. None where the text is not what it should be: the compiler tells the client."""
-    try:
-        match grammar.kind:
-            case "json":
-                return {"type": "json_schema", "json_schema": json.loads(grammar.text)}
-            case "regex":
-                return {"type": "regex", "pattern": grammar.text}
-            case "grammar":
-                return {"type": "grammar", "grammar": grammar.text}
-            case "choice":
-                choices = [{"type": "const_string", "value": text} for text in json.loads(grammar.text)]
-                return {"type": "or", "elements": choices}
-            case "structural_tag":
-                tag = json.loads(grammar.text).get("format")
-                return tag if isinstance(tag, dict) else None
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None
+    inner = as_format(grammar)
+    if inner is None:
+        return grammar
+    thoughts = tag(marks.start, ANY_TEXT, marks.end)
+    text = json.dumps(tagged(either(inner, sequence(thoughts, SPACE, inner))), ensure_ascii=False)
+    return Grammar("structural_tag", text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, assert_never
+from types import MappingProxyType
+from typing import Any, NamedTuple, assert_never
 
 from services.gateway.parsing.content import Content
 from services.gateway.parsing.llama3_json import Llama3Json
@@ -18,6 +19,21 @@ from shared.dialects import Dialect, Thinking, ToolFormat
 
 Schemas = Mapping[str, Any]
 """The JSON schema of each function's arguments, by its name."""
+
+
+NO_SCHEMAS: Schemas = MappingProxyType({})
+
+
+class Parsing(NamedTuple):
+    """How an output is taken apart."""
+
+    dialect: Dialect
+    """Without `tools` where no calls are looked for."""
+    schemas: Schemas = NO_SCHEMAS
+    parallel: bool = True
+    """Whether more than one call is wanted."""
+    tell_reasoning: bool = True
+    """False: thoughts are left out."""
 
 
 def syntax_of(form: ToolFormat, schemas: Schemas) -> Syntax:
@@ -42,12 +58,11 @@ class OutputParser:
     However the text is cut into deltas, the pieces are the same, but for where text and arguments are divided.
     """
 
-    def __init__(self, dialect: Dialect, schemas: Schemas, *, parallel: bool = True) -> None:
-        """`dialect.tools` is None where calls are not looked for. `parallel`: whether more than one is wanted."""
+    def __init__(self, parsing: Parsing) -> None:
         self._tape = Tape()
-        self._pieces = Pieces(parallel=parallel)
-        self._dialect = dialect
-        self._syntax = None if dialect.tools is None else syntax_of(dialect.tools, schemas)
+        self._pieces = Pieces(parallel=parsing.parallel, tell_reasoning=parsing.tell_reasoning)
+        self._dialect = parsing.dialect
+        self._syntax = None if parsing.dialect.tools is None else syntax_of(parsing.dialect.tools, parsing.schemas)
         self._reading: Reading[None] | None = None
         self.thinking: Thinking | None = None
         """How the prompt ends; to be set before the first text."""

@@ -43,10 +43,11 @@ Piece = Content | Reasoning | CallBegan | Arguments | CallEnded | CallBroken
 class Pieces:
     """Owns what has been read and not been taken yet. Neighbours of a kind are joined."""
 
-    def __init__(self, *, parallel: bool = True) -> None:
+    def __init__(self, *, parallel: bool, tell_reasoning: bool) -> None:
         self._pieces: list[Piece] = []
         self._parallel = parallel
         """Whether there may be more than one call; further ones are dropped otherwise."""
+        self._tell_reasoning = tell_reasoning
         self._dropping = False
         self._calls = 0
         self.calling = False
@@ -65,7 +66,7 @@ class Pieces:
             self._pieces.append(Content(text))
 
     def reasoning(self, text: str) -> None:
-        if not text:
+        if not text or not self._tell_reasoning:
             return
         if self._pieces and isinstance(last := self._pieces[-1], Reasoning):
             self._pieces[-1] = Reasoning(last.text + text)
