@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from shared import topics
 from shared.bus import Bus
@@ -24,6 +25,7 @@ from shared.messages.gateway import (
     LogprobText,
     Placed,
     PositionLogprobs,
+    PromptPart,
     Queued,
     Rejected,
     StreamOpened,
@@ -189,11 +191,18 @@ class FakeRing:
     async def tell(self, message: Tokenize, what: Any) -> None:
         await self.bus.publish(topics.gateway_inbox(message.gateway), what)
 
-    async def deltas(self, message: Tokenize, opened: tuple[Any, ...], deltas: tuple[Any, ...]) -> None:
+    async def deltas(
+        self, message: Tokenize, opened: tuple[Any, ...], deltas: tuple[Any, ...], scored: tuple[PromptPart, ...] = ()
+    ) -> None:
         number = self._numbers.get(message.gateway, 0)
         self._numbers[message.gateway] = number + 1
         batch = Deltas(
-            detokenizer=DETOKENIZER, epoch=self.lives["detokenizer"], number=number, opened=opened, deltas=deltas
+            detokenizer=DETOKENIZER,
+            epoch=self.lives["detokenizer"],
+            number=number,
+            opened=opened,
+            deltas=deltas,
+            scored=scored,
         )
         await self.tell(message, batch)
 
@@ -227,8 +236,14 @@ class FakeRing:
         length = min(message.stopping.max_tokens or 8, self.longest)
         finish = "length" if message.stopping.max_tokens else "stop"
         position = count(message.resume)
-        prompt_tokens = len(prompt_text(message.prompt).split(" "))
-        opened = (StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2),)
+        text = prompt_text(message.prompt)
+        prompt_tokens = len(text.split(" "))
+        opened: tuple[StreamOpened, ...] = (
+            StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2),
+        )
+        if message.sampling.prompt_logprobs is not None and not ("UNSCORED" in text and message.attempt == 1):
+            await self.deltas(message, opened, (), _scored(message, prompt_tokens))
+            opened = ()
         while position < length and position != until and message.attempt > self.cancelled.get(message.request, 0):
             self.running[message.request] = position + 1
             last = position + 1 == length
@@ -263,15 +278,29 @@ def _rejected(message: Tokenize, kind: Any) -> Rejected:
     )
 
 
-def _logprobs(message: Tokenize, position: int) -> tuple[PositionLogprobs, ...] | None:
-    if message.sampling.logprobs is None:
-        return None
+def _scored(message: Tokenize, prompt_tokens: int) -> tuple[PromptPart, ...]:
+    """All but the first, in two parts."""
+    wanted = message.sampling.prompt_logprobs or 0
+    entries = [replace(_position(token, wanted), rank=1) for token in range(1, prompt_tokens)]
+    halves = (entries[: prompt_tokens // 2], entries[prompt_tokens // 2 :])
+    starts = (1, 1 + len(halves[0]))
+    return tuple(
+        PromptPart(message.request, message.attempt, start, tuple(half))
+        for start, half in zip(starts, halves, strict=True)
+        if half
+    )
 
+
+def _logprobs(message: Tokenize, position: int) -> tuple[PositionLogprobs, ...] | None:
+    return None if message.sampling.logprobs is None else (_position(position, message.sampling.logprobs),)
+
+
+def _position(position: int, most_likely: int) -> PositionLogprobs:
     def text(token: int, logprob: float) -> LogprobText:
         return LogprobText(word(token), word(token).encode(), logprob, token)
 
-    top = tuple(text(position + i, -0.5 - i) for i in range(message.sampling.logprobs))
-    return (PositionLogprobs(text(position, -0.5), top),)
+    top = tuple(text(position + i, -0.5 - i) for i in range(most_likely))
+    return PositionLogprobs(text(position, -0.5), top)
 
 
 async def eventually(true: Callable[[], bool], timeout: float = 10.0) -> None:

@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import Any, assert_never
 
-from services.gateway.answers.choice import ChoiceState
+from services.gateway.answers.choice import ChoiceState, cached_of_prompts
 from services.gateway.answers.exchange import Exchange, Outcome, Outlet
 from services.gateway.answers.heading import Heading
 from services.gateway.api.errors import ApiError
@@ -19,12 +19,12 @@ from services.gateway.core.ring import Ring
 from services.gateway.core.supervision import Supervision
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS
 from services.gateway.probes import Probes
-from services.gateway.questions import Questions
+from services.gateway.questions import PromptTold, Questions
 from shared import topics
 from shared.bus import Bus, BusError, PayloadTooLarge
 from shared.ids import Attempt, GatewayId, RequestId
 from shared.messages.coordinator import Withdraw
-from shared.messages.gateway import Delta, GatewayMessage, Rejected, StreamOpened
+from shared.messages.gateway import Delta, GatewayMessage, PromptPart, Rejected, StreamOpened
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.tokenizer import Tokenize
 
@@ -72,7 +72,9 @@ class Desk:
         prefix = "chatcmpl" if job.kind == "chat" else "cmpl"
         return Heading(job.kind, f"{prefix}-{secrets.token_hex(12)}", int(time.time()), job.name)
 
-    async def open(self, job: Job, heading: Heading, outlet: Outlet, echoes: list[str], trace: str | None) -> Exchange:
+    async def open(
+        self, job: Job, heading: Heading, outlet: Outlet, told: list[PromptTold], trace: str | None
+    ) -> Exchange:
         """Sends every sequence of `job` on its way."""
         now, arrival = self._bus.liveness_now(), time.time()
         messages: dict[RequestId, Tokenize] = {}
@@ -80,7 +82,7 @@ class Desk:
         for choice in job.choices(secrets.randbits(63)):
             request = RequestId(heading.id if job.size == 1 else f"{heading.id}-{choice.place}")
             prompt = choice.place // job.n
-            choices[request] = ChoiceState(choice.place, prompt, echoes[prompt] if echoes else "")
+            choices[request] = _choice_state(choice.place, prompt, job, told[prompt] if told else None)
             messages[request] = Tokenize(
                 request=request,
                 attempt=Attempt(1),
@@ -95,6 +97,8 @@ class Desk:
                 cache_salt=job.cache_salt,
                 trace=trace,
                 grammar=job.guided.grammar if job.guided is not None else None,
+                bad_words=job.bad_words,
+                truncate_prompt_tokens=job.truncate_prompt_tokens,
             )
         meters, field = METERS.of(job.name), job.guided.field if job.guided is not None else None
         exchange = Exchange(heading, choices, outlet, meters, time.monotonic(), grammar_field=field)
@@ -125,9 +129,8 @@ class Desk:
         if outcome in ("client left", "client too slow"):
             DISCONNECTS.labels(outcome).inc()
         meters = METERS.of(heading.model)
-        first = {choice.prompt: choice for choice in choices}
-        meters.prompt_tokens += sum(choice.prompt_tokens for choice in first.values())
-        meters.cached_tokens += sum(choice.cached_tokens for choice in first.values())
+        meters.prompt_tokens += sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
+        meters.cached_tokens += sum(cached_of_prompts(choices))
         now = time.monotonic()
         log.info("answered", extra=_last_words(exchange, outcome, now))
 
@@ -175,6 +178,9 @@ class Desk:
                 case StreamOpened():
                     if (route := self._routes.get(effect.request)) is not None:
                         route[0].opened(effect)
+                case PromptPart():
+                    if (route := self._routes.get(effect.request)) is not None:
+                        route[0].scored(effect)
                 case Rejected():
                     if (route := self._routes.pop(effect.request, None)) is not None:
                         route[0].rejected(effect)
@@ -225,6 +231,14 @@ class Desk:
     async def _probed(self, ask: Ask, answer: Any) -> None:
         now = self._bus.liveness_now()
         await self._perform(self._supervision.probed(ask.probe.request, ask.probe.attempt, answer, now))
+
+
+def _choice_state(place: int, prompt: int, job: Job, told: PromptTold | None) -> ChoiceState:
+    state = ChoiceState(place, prompt, only_echo=job.only_echo)
+    if told is not None:
+        state.echo, state.prompt_ids = told.echo, told.token_ids
+        state.echoed_first = told.first if job.telling.echo_logprobs is not None else None
+    return state
 
 
 def _last_words(exchange: Exchange, outcome: Outcome, now: float) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class WorkerActor(Actor):
             timing=output.timing,
             drafted=output.drafted,
             accepted=output.accepted,
+            scored=output.scored,
         )
         await self.bus.publish(topics.engine_results(self._place.engine), finished)
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Sampled, StepTiming
+from shared.messages.scheduler import PromptScored, Sampled, StepTiming
 from shared.messages.worker import StepPlan
 
 if TYPE_CHECKING:
+    from services.worker.guided.library import GrammarLibrary
     from services.worker.kv.copier import KvShare
 
 
@@ -27,6 +28,7 @@ class StepOutput(Struct, frozen=True):
     """Draft tokens that were verified, all sequences together."""
     accepted: tuple[int, ...] = ()
     """How many sequences accepted their first draft token, their second, and so on."""
+    scored: tuple[PromptScored, ...] = ()
 
 
 class Backend(Protocol):
@@ -56,6 +58,10 @@ class Backend(Protocol):
     @property
     def max_jump_ahead(self) -> int:
         """The same for a sequence with a grammar: forced tokens that one step may yield."""
+
+    @property
+    def grammars(self) -> GrammarLibrary | None:
+        """Where grammars are compiled; None where nothing here follows any."""
 
     def step(self, plan: StepPlan) -> StepOutput:
         """Applies `plan` (released, new, work, in this order) and computes it. Its transfers are the caller's affair.

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
+from services.worker.guided.guided_sequences import GuidedSequences
+from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import KvShare
 from services.worker.model.decoder import Decoder, KvCaches
 from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
+from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
 from services.worker.sequences import Batch, SequenceTable
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Sampled, StepTiming
+from shared.messages.scheduler import PromptScored, Sampled, StepTiming
 from shared.messages.worker import StepPlan
 
 
@@ -37,8 +40,10 @@ class ModelRunner:
         communicator: Communicator,
         digest: str,
         pipeline: Pipeline | None = None,
+        grammars: GrammarLibrary | None = None,
     ) -> None:
-        """`digest` tells this model's keys and values from those of any other."""
+        """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
+        samples."""
         self._card = card
         self._device = device
         self._decoder = decoder
@@ -54,6 +59,8 @@ class ModelRunner:
             vocab_size=card.vocab_size,
         )
         self._outstanding = OutstandingTokens(self._pipeline, self._sequences)
+        self._grammars = grammars
+        self._guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
 
     @property
     def card(self) -> ModelCard:
@@ -72,6 +79,10 @@ class ModelRunner:
         return self._kv
 
     @property
+    def grammars(self) -> GrammarLibrary | None:
+        return self._grammars
+
+    @property
     def max_speculate(self) -> int:
         return 0
 
@@ -82,6 +93,8 @@ class ModelRunner:
     def reset(self) -> None:
         self._outstanding.settle_all()
         self._sequences.clear()
+        if self._guided is not None:
+            self._guided.clear()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
@@ -89,8 +102,12 @@ class ModelRunner:
         for sequence in plan.released:
             self._sequences.release(sequence)
             self._outstanding.release(sequence)
+            if self._guided is not None:
+                self._guided.release(sequence)
         for new in plan.new:
             self._sequences.add(new)
+            if self._guided is not None:
+                self._guided.add(new)
         if not plan.work:
             return StepOutput((), _timing(begun, *[time.perf_counter()] * 3))
         self._outstanding.settle(plan.work)
@@ -98,25 +115,43 @@ class ModelRunner:
         ids, meta = on_device(batch, self._device)
         prepared = time.perf_counter()
         logits = self._decoder.forward(ids, meta, self._caches)
+        choices = self._masked(batch)
         self._wait_for_device()
         forwarded = time.perf_counter()
-        sampled = self._sampled(batch, logits)
-        return StepOutput(sampled, _timing(begun, prepared, forwarded, time.perf_counter()))
+        logits, scored = self._scored(batch, logits)
+        sampled = self._sampled(batch, logits, choices)
+        timing = _timing(begun, prepared, forwarded, time.perf_counter())
+        return StepOutput(sampled, timing, scored=scored)
 
-    def _sampled(self, batch: Batch, logits: Tensor | None) -> tuple[Sampled, ...]:
+    def _scored(self, batch: Batch, logits: Tensor | None) -> tuple[Tensor | None, tuple[PromptScored, ...]]:
+        """The logits to draw from, and what the others say of prompts."""
+        if batch.merged is None or logits is None:
+            return logits, ()
+        drawn, scored = (torch.from_numpy(rows).to(logits.device) for rows in batch.merged[1:])
+        told = batch.prompts.scored(logits.index_select(0, scored))
+        return logits.index_select(0, drawn), told
+
+    def _masked(self, batch: Batch) -> Choices | None:
+        """How to draw, with what grammars allow; found out while the device computes."""
+        mask = None if self._guided is None else self._guided.mask(batch.sampled)
+        return batch.choices if batch.choices is None or mask is None else batch.choices.masked(mask)
+
+    def _sampled(self, batch: Batch, logits: Tensor | None, choices: Choices | None) -> tuple[Sampled, ...]:
         """The next token of each sequence that asked for one; they are appended to the sequences."""
-        if batch.choices is None:
+        if choices is None:
             return ()
         if self._pipeline.stage + 1 < self._pipeline.stages:
             self._outstanding.expect(batch)
             return ()
         if logits is not None:
-            drawn = sample(logits, batch.choices, self._sequences.history)
+            drawn = sample(logits, choices, self._sequences.history)
         else:
             drawn = Drawn([0] * len(batch.sampled), {})
         tokens = self._agreed(drawn.tokens)
         self._pipeline.tell(tokens)
         self._sequences.append(batch.sampled_slots, np.array(tokens, dtype=np.int32))
+        if self._guided is not None:
+            self._guided.take(batch.sampled, tokens)
         return tuple(
             Sampled(sequence, (token,), (drawn.logprobs[row],) if row in drawn.logprobs else None)
             for row, (sequence, token) in enumerate(zip(batch.sampled, tokens, strict=True))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.sampling.parameters import Choices, ParameterTable
+from services.worker.sampling.prompt_rows import LogitsRows, PromptRows, merged
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
@@ -53,6 +54,9 @@ class Batch:
     sampled_slots: Slots
     choices: Choices | None
     """None where nothing is sampled."""
+    prompts: PromptRows
+    """What is told of prompts. Where there is any, `logits_rows` are those of `merged`, in rising order."""
+    merged: LogitsRows | None = None
 
 
 class SequenceTable:
@@ -73,6 +77,8 @@ class SequenceTable:
         self._held = np.zeros(max_sequences, dtype=np.int32)
         """Blocks in each table."""
         self._parameters = ParameterTable(max_sequences, vocab_size)
+        self._scored: dict[int, tuple[SequenceId, int]] = {}
+        """The slots whose prompts are scored, and how many of the most likely tokens are told beside each."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -81,10 +87,13 @@ class SequenceTable:
         """Forgets every sequence."""
         self._free.extend(self._slots.values())
         self._slots.clear()
+        self._scored.clear()
 
     def release(self, sequence: SequenceId) -> None:
         """Forgets `sequence`. Raises BrokenPlan where it is unknown."""
-        self._free.append(self._slot_of(sequence))
+        slot = self._slot_of(sequence)
+        self._free.append(slot)
+        self._scored.pop(slot, None)
         del self._slots[sequence]
 
     def add(self, new: NewSequence) -> None:
@@ -102,6 +111,8 @@ class SequenceTable:
         if new.computed > self._held[slot] * BLOCK_SIZE:
             raise BrokenPlan(f"sequence {new.sequence}: {new.computed} computed tokens lie in too few blocks")
         self._parameters.put(slot, new)
+        if new.sampling.prompt_logprobs is not None:
+            self._scored[slot] = (new.sequence, new.sampling.prompt_logprobs)
 
     def _check_new(self, new: NewSequence, length: int) -> None:
         if new.sequence in self._slots:
@@ -172,6 +183,9 @@ class SequenceTable:
         block, offset = np.divmod(positions, BLOCK_SIZE)
         max_context = int(ends.max())
         num_decodes = int(np.count_nonzero(counts == 1))
+        prompts = self._prompt_rows(slots, counts, query_starts)
+        drawn = query_starts[sampled_at + 1] - 1
+        union = merged(drawn, prompts.rows()) if prompts.parts else None
         self._computed[slots] = ends
         return Batch(
             ids=self._tokens[rows, positions],
@@ -180,7 +194,7 @@ class SequenceTable:
             query_starts=query_starts,
             context_lens=ends,
             block_tables=self._blocks[slots, : blocks_for(max_context)],
-            logits_rows=query_starts[sampled_at + 1] - 1,
+            logits_rows=drawn if union is None else union.rows,
             num_decodes=num_decodes,
             prefills=tuple(zip(counts[num_decodes:].tolist(), ends[num_decodes:].tolist(), strict=True)),
             max_query=int(counts.max()),
@@ -188,7 +202,26 @@ class SequenceTable:
             sampled=sampled,
             sampled_slots=sampled_slots,
             choices=choices,
+            prompts=prompts,
+            merged=union,
         )
+
+    def _prompt_rows(self, slots: Slots, counts: Int32s, query_starts: Int32s) -> PromptRows:
+        rows = PromptRows()
+        if not self._scored:
+            return rows
+        for place, slot in enumerate(slots.tolist()):
+            if slot in self._scored:
+                sequence, most_likely = self._scored[slot]
+                rows.add(
+                    sequence,
+                    prompt=self._tokens[slot, : int(self._prompt[slot])],
+                    computed=int(self._computed[slot]),
+                    count=int(counts[place]),
+                    first_row=int(query_starts[place]),
+                    most_likely=most_likely,
+                )
+        return rows
 
     def append(self, slots: Slots, tokens: Int32s) -> None:
         """The tokens just drawn, one for each of `slots`."""

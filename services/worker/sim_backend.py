@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from services.worker.backend import BackendError, StepOutput
 from services.worker.sim.accelerator import MEMORY_SHARE, Accelerator
@@ -16,9 +18,9 @@ from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import ModelName, SequenceId
 from shared.messages.generation import TokenLogprobs
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Sampled, StepTiming
-from shared.messages.worker import NewSequence, StepPlan
-from shared.tokens import count
+from shared.messages.scheduler import PromptScored, Sampled, StepTiming
+from shared.messages.worker import NewSequence, StepPlan, Work
+from shared.tokens import count, unpack
 
 
 class _Held:
@@ -53,6 +55,7 @@ class SimBackend:
         self.num_blocks = num_blocks
         self.device = device
         self.kv = None
+        self.grammars = None
         self._speculation = speculation or SimSpeculation()
         self.max_speculate = self._speculation.most
         self.max_jump_ahead = 0
@@ -60,23 +63,30 @@ class SimBackend:
         """None: a step takes no time at all."""
         self._vocabulary = vocabulary
         self._held: dict[SequenceId, _Held] = {}
+        self._scores: dict[SequenceId, list[int]] = {}
+        """Prompts of which log-probabilities are wanted."""
 
     def reset(self) -> None:
         self._held.clear()
+        self._scores.clear()
 
     def step(self, plan: StepPlan) -> StepOutput:
         started = time.perf_counter()
         for sequence in plan.released:
             del self._held[sequence]
+            self._scores.pop(sequence, None)
         for new in plan.new:
             self._held[new.sequence] = _Held(new)
+            if new.sampling.prompt_logprobs is not None:
+                self._scores[new.sequence] = unpack(new.tokens)[: new.prompt_length]
+        scored = tuple(self._scored(plan.work)) if self._scores else ()
         sampled, seconds = self._compute(plan)
         drafted = sum(work.speculate for work in plan.work)
         prepared = time.perf_counter() - started
         if seconds > prepared:
             time.sleep(seconds - prepared)
         timing = StepTiming(wait=0.0, prepare=prepared, forward=max(0.0, seconds - prepared), sample=0.0)
-        return StepOutput(sampled, timing, drafted, _accepted(sampled) if drafted else ())
+        return StepOutput(sampled, timing, drafted, _accepted(sampled) if drafted else (), scored)
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[Sampled, ...], float]:
         sampled: list[Sampled] = []
@@ -98,6 +108,15 @@ class SimBackend:
                 sampled.append(self._sample(sequence, held, work.speculate))
         seconds = self._seconds(tokens, pairs, read, len(sampled)) if self._seconds is not None else 0.0
         return tuple(sampled), seconds
+
+    def _scored(self, work: tuple[Work, ...]) -> Iterator[PromptScored]:
+        for item in work:
+            held, prompt = self._held[item.sequence], self._scores.get(item.sequence, [])
+            tokens = prompt[held.computed + 1 : held.computed + item.count + 1]
+            if tokens:
+                wanted = held.new.sampling.prompt_logprobs or 0
+                entries = tuple(replace(self._logprobs(token, wanted), rank=len(self._vocabulary)) for token in tokens)
+                yield PromptScored(item.sequence, held.computed + 1, entries)
 
     def _sample(self, sequence: SequenceId, held: _Held, drafts: int) -> Sampled:
         new = held.new

@@ -13,9 +13,9 @@ from services.gateway.answers.bodies import body
 from services.gateway.answers.choice import ChoiceState, usage
 from services.gateway.answers.frames import Frames, error_frame
 from services.gateway.answers.heading import Heading
-from services.gateway.answers.logprobs import LOWEST, chat_logprobs, completion_logprobs
+from services.gateway.answers.logprobs import LOWEST, chat_logprobs, completion_columns
 from services.gateway.api.errors import ApiError
-from services.gateway.api.job import StreamOptions
+from services.gateway.api.job import StreamOptions, Telling
 from services.gateway.metrics import Histogram
 from shared.messages.gateway import LogprobText, PositionLogprobs
 
@@ -90,7 +90,8 @@ def test_chats_show_bytes_and_completions_offsets() -> None:
     [entry] = chat_logprobs([POSITION])["content"]
     assert (entry["token"], entry["bytes"]) == ("a", [0xC3])
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, LOWEST]
-    shown, offset = completion_logprobs([POSITION, POSITION], 10)
+    columns, offset = completion_columns([POSITION, POSITION], 10)
+    shown = columns.shown()
     assert (shown["text_offset"], offset) == ([10, 11], 12)
     assert shown["top_logprobs"][0] == {"a": -0.5, "b": LOWEST}
 
@@ -112,10 +113,10 @@ def test_a_prompt_of_several_choices_counts_once() -> None:
 
 def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
     choice = ChoiceState(0, 0, echo="P:", pieces=["a", "b"], finish="length", logprobs=[POSITION])
-    [shown] = json.loads(body(COMPLETION, [choice], True))["choices"]
+    [shown] = json.loads(body(COMPLETION, [choice], Telling(logprobs=True)))["choices"]
     assert (shown["text"], shown["finish_reason"], shown["stop_reason"]) == ("P:ab", "length", None)
     assert shown["logprobs"]["text_offset"] == [2]
-    [shown] = json.loads(body(CHAT, [choice], False))["choices"]
+    [shown] = json.loads(body(CHAT, [choice], Telling()))["choices"]
     assert shown["message"] == {"role": "assistant", "content": "ab", "refusal": None}
 
 

@@ -213,8 +213,6 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"ignore_eos": "no"}, "ignore_eos"),
 ]
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -231,7 +229,6 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 1, "echo": True}, "logprobs"),
 ]
 
 

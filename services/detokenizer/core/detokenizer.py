@@ -12,7 +12,7 @@ from services.detokenizer.core.stream import Stream, Taken
 from services.detokenizer.core.tally import Tally
 from services.detokenizer.core.text import TextVocabulary
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
-from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, PromptLogprobs, TokenBatch
 from shared.messages.gateway import Failed, Rejected, StreamOpened
 from shared.messages.scheduler import Cancel, DetokenizerLost, StopMatched
 from shared.tokens import TOKEN_BYTES
@@ -74,6 +74,8 @@ class Detokenizer:
         actions: list[Action] = []
         for opened in batch.opened:
             self._open(opened, batch.engine, actions)
+        for scored in batch.scored:
+            self._scored(scored, batch.engine)
         for entry in batch.entries:
             self._entry(entry, batch.engine, actions)
         for moved in batch.moved:
@@ -117,6 +119,13 @@ class Detokenizer:
             message = f"stop: {MAX_STOP_CHARS} characters at most, all stop strings together"
             return Rejected(request=request, attempt=attempt, kind="invalid_request", message=message, field="stop")
         return None
+
+    def _scored(self, scored: PromptLogprobs, engine: EngineId) -> None:
+        stream = self.streams.get(scored.request)
+        if stream is None or stream.opened.attempt != scored.attempt or stream.engine != engine:
+            self.tally.unknown += 1
+            return
+        self._outbox.scored(stream.opened.gateway, stream.scored(scored))
 
     def _entry(self, entry: NewTokens, engine: EngineId, actions: list[Action]) -> None:
         stream = self.streams.get(entry.request)

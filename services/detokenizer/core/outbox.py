@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from services.detokenizer.core.actions import Action, ToGateway
 from shared.ids import DetokenizerId, GatewayId, Incarnation
-from shared.messages.gateway import Delta, Deltas, StreamOpened
+from shared.messages.gateway import Delta, Deltas, PromptPart, StreamOpened
+
+
+class _Gathered(NamedTuple):
+    opened: list[StreamOpened]
+    deltas: list[Delta]
+    scored: list[PromptPart]
 
 
 class Outbox:
@@ -14,24 +22,27 @@ class Outbox:
         self._detokenizer = detokenizer
         self._epoch = epoch
         self._numbers: dict[GatewayId, int] = {}
-        self._gathered: dict[GatewayId, tuple[list[StreamOpened], list[Delta]]] = {}
+        self._gathered: dict[GatewayId, _Gathered] = {}
 
     def opened(self, gateway: GatewayId, opened: StreamOpened) -> None:
-        self._for(gateway)[0].append(opened)
+        self._for(gateway).opened.append(opened)
 
     def add(self, gateway: GatewayId, delta: Delta) -> None:
-        self._for(gateway)[1].append(delta)
+        self._for(gateway).deltas.append(delta)
 
-    def _for(self, gateway: GatewayId) -> tuple[list[StreamOpened], list[Delta]]:
+    def scored(self, gateway: GatewayId, part: PromptPart) -> None:
+        self._for(gateway).scored.append(part)
+
+    def _for(self, gateway: GatewayId) -> _Gathered:
         gathered = self._gathered.get(gateway)
         if gathered is None:
-            gathered = self._gathered[gateway] = ([], [])
+            gathered = self._gathered[gateway] = _Gathered([], [], [])
         return gathered
 
     def flush(self) -> list[Action]:
         """One message for each gateway that there is something for."""
         messages: list[Action] = []
-        for gateway, (opened, deltas) in self._gathered.items():
+        for gateway, (opened, deltas, scored) in self._gathered.items():
             number = self._numbers.get(gateway, 0)
             self._numbers[gateway] = number + 1
             message = Deltas(
@@ -40,6 +51,7 @@ class Outbox:
                 number=number,
                 opened=tuple(opened),
                 deltas=tuple(deltas),
+                scored=tuple(scored),
             )
             messages.append(ToGateway(gateway, message))
         self._gathered.clear()

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from services.detokenizer.core.stop_strings import StopHit, StopScan
 from services.detokenizer.core.text import Spelling, TextVocabulary
 from shared.ids import EngineId
-from shared.messages.detokenizer import NewTokens, OpenStream
-from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
+from shared.messages.detokenizer import NewTokens, OpenStream, PromptLogprobs
+from shared.messages.gateway import Delta, LogprobText, PositionLogprobs, PromptPart
 from shared.messages.generation import FinishReason, TokenLogprobs
 from shared.tokens import unpack
 
@@ -80,6 +80,11 @@ class Stream:
         taken = self._taken(start, tokens, text, finish, reason, entry.logprobs)
         return taken._replace(stopped=stop is not None and entry.finish is None)
 
+    def scored(self, prompt: PromptLogprobs) -> PromptPart:
+        """A part of the prompt with its tokens spelled."""
+        spelled = tuple(map(self._spelled, prompt.logprobs))
+        return PromptPart(prompt.request, prompt.attempt, prompt.position, spelled)
+
     def _run(self, tokens: tuple[int, ...]) -> tuple[str, int, str | None]:
         """Text of `tokens`; how many of them there are up to a stop string's end; the stop string."""
         push = self._text.push
@@ -129,6 +134,7 @@ class Stream:
         return PositionLogprobs(
             _logprob_text(spelling(logprobs.token), logprobs.logprob, logprobs.token),
             tuple(_logprob_text(spelling(token), logprob, token) for token, logprob in logprobs.top),
+            logprobs.rank,
         )
 
 

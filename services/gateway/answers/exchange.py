@@ -10,7 +10,8 @@ from services.gateway.answers.heading import Heading
 from services.gateway.api.errors import STATUS, ApiError
 from services.gateway.metrics import ModelMeters
 from shared.ids import RequestId
-from shared.messages.gateway import Delta, Rejected, StreamOpened
+from shared.messages.gateway import Delta, PromptPart, Rejected, StreamOpened
+from shared.messages.generation import FinishReason
 
 Outcome = Literal["finished", "failed", "client left", "client too slow"]
 
@@ -62,12 +63,17 @@ class Exchange:
         choice = self.requests[opened.request]
         choice.prompt_tokens, choice.cached_tokens = opened.prompt_tokens, opened.cached_tokens
 
+    def scored(self, part: PromptPart) -> None:
+        self.requests[part.request].scored(part)
+
     def delta(self, choice: ChoiceState, delta: Delta, now: float) -> None:
         """New output of one choice. The path of every streamed token: measure a change."""
         if self.ended.done():
             return
-        if delta.tokens:
+        if delta.tokens and not choice.only_echo:
             self._measure(choice, len(delta.tokens), now)
+        if choice.only_echo:
+            delta = without_output(delta)
         if delta.finish is not None:
             choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
         if not self._outlet.delta(choice, delta, now):
@@ -119,3 +125,9 @@ class Exchange:
     def tick(self, now: float) -> None:
         if not self.ended.done():
             self._outlet.tick(now)
+
+
+def without_output(delta: Delta) -> Delta:
+    """For a client that wants its prompt back and nothing else: the one token was generated in vain."""
+    finish: FinishReason | None = None if delta.finish is None else "length"
+    return Delta(delta.request, delta.attempt, delta.position, (), "", finish)

@@ -12,9 +12,16 @@ import msgspec
 
 from services.gateway.answers.choice import ChoiceState, usage
 from services.gateway.answers.heading import Heading
-from services.gateway.answers.logprobs import chat_logprobs, completion_logprobs
+from services.gateway.answers.logprobs import (
+    by_id,
+    by_text,
+    chat_logprobs,
+    completion_columns,
+    echoed_columns,
+    joined,
+)
 from services.gateway.api.errors import ApiError
-from services.gateway.api.job import StreamOptions
+from services.gateway.api.job import TEXT_ONLY, StreamOptions, Telling
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -28,8 +35,10 @@ def error_frame(error: ApiError) -> bytes:
 class Frames:
     """Owns one stream's templates. `text` of the common case costs two joins and one escape."""
 
-    def __init__(self, heading: Heading, options: StreamOptions, choices: int) -> None:
+    def __init__(self, heading: Heading, options: StreamOptions, choices: int, telling: Telling = TEXT_ONLY) -> None:
         self._chat = heading.kind == "chat"
+        self._telling = telling
+        self._naming = by_id if telling.tokens_as_ids else by_text
         self._continuous = options.continuous_usage
         self._head = b"data: " + encode(heading.fields(chunk=True))[:-1]
         opening = b'"delta":{"content":' if self._chat else b'"text":'
@@ -40,6 +49,10 @@ class Frames:
         self._end = b"%b}\n\n" % no_usage
         self._plain = closed + b',"logprobs":null,"finish_reason":null}]' + self._end
 
+    @property
+    def tells_ids(self) -> bool:
+        return self._telling.token_ids
+
     def role(self, choice: ChoiceState) -> bytes:
         """The first chunk of each choice of a chat; completions have none."""
         if not self._chat:
@@ -47,11 +60,12 @@ class Frames:
         body = (
             b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         )
-        return self._head + body % choice.index + self._tail(choice)
+        return self._head + body % choice.index + self._prompt_ids(choice) + self._tail(choice)
 
     def text(self, choice: ChoiceState, text: str) -> bytes:
         """New text; `choice` counts its tokens already, and its collected log-probabilities go along."""
-        if choice.finish is None and not choice.logprobs and not self._continuous:
+        plain = choice.finish is None and not choice.logprobs and not self._continuous
+        if plain and not self._telling.token_ids and choice.echoed_first is None:
             return b"%b%b%b" % (self._before[choice.index], encode(text), self._plain)
         return self._full(choice, text)
 
@@ -61,16 +75,29 @@ class Frames:
         parts += [b',"finish_reason":', encode(choice.finish)]
         if choice.finish is not None:
             parts += [b',"stop_reason":', encode(choice.stop_reason)]
+        if self._telling.token_ids:
+            parts += [b',"token_ids":', encode(choice.token_ids), self._prompt_ids(choice)]
+            choice.token_ids = []
         return b"".join([*parts, b"}]", self._tail(choice)])
 
     def _logprobs(self, choice: ChoiceState) -> bytes:
-        if not choice.logprobs:
+        if not choice.logprobs and choice.echoed_first is None:
             return b"null"
         positions, choice.logprobs = choice.logprobs, []
         if self._chat:
-            return encode(chat_logprobs(positions))
-        shown, choice.offset = completion_logprobs(positions, choice.offset)
-        return encode(shown)
+            return encode(chat_logprobs(positions, self._naming))
+        columns, choice.offset = completion_columns(positions, choice.offset, self._naming)
+        if choice.echoed_first is not None:
+            columns = joined(echoed_columns(choice, self._naming, self._telling.echo_logprobs), columns)
+            choice.echoed_first = None
+        return encode(columns.shown())
+
+    def _prompt_ids(self, choice: ChoiceState) -> bytes:
+        """Told once, in a chat beside the choices, in a completion within them."""
+        if not self._telling.token_ids or choice.prompt_ids is None:
+            return b""
+        ids, choice.prompt_ids = choice.prompt_ids, None
+        return b',"prompt_token_ids":' + encode(ids)
 
     def _tail(self, choice: ChoiceState) -> bytes:
         if not self._continuous:

@@ -24,6 +24,7 @@ class Whole:
 
     def delta(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         choice.pieces.append(delta.text)
+        choice.token_ids.extend(delta.tokens)
         if delta.logprobs:
             choice.logprobs.extend(delta.logprobs)
         return True
@@ -56,6 +57,8 @@ class Stream:
     def delta(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         if delta.logprobs:
             choice.logprobs.extend(delta.logprobs)
+        if self._frames.tells_ids:
+            choice.token_ids.extend(delta.tokens)
         if not delta.text and delta.finish is None:
             return True  # half a character, or perhaps the beginning of a stop string
         if choice.begun:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
+from services.gateway.api.beams import read_beams
 from services.gateway.api.errors import invalid, shown, unsupported
 from services.gateway.api.fields import (
     CommonFields,
@@ -14,12 +15,12 @@ from services.gateway.api.fields import (
     checked_salt,
     choose_model,
     refuse_unsupported,
-    sampling_params,
-    stop_params,
     stream_options,
 )
-from services.gateway.api.job import Job, Limits
+from services.gateway.api.job import Job, Limits, Telling
+from services.gateway.api.logprobs import chat_logprobs_asked
 from services.gateway.api.reading import check_depth, read
+from services.gateway.api.sampling import bad_words, sampling_params, stop_params, truncation
 from services.gateway.api.structured import read_guided
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt
@@ -69,15 +70,25 @@ def read_chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
     n = fields.n or 1
     check_count(1, n, limits)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    asked = chat_logprobs_asked(fields, fields.logprobs, fields.top_logprobs, card, limits)
     return Job(
         kind="chat",
         model=card,
         prompts=(chat_prompt(fields.messages, fields, limits),),
         n=n,
         seed=fields.seed,
-        sampling=sampling_params(fields, _logprobs(fields, limits), card, limits),
+        sampling=sampling_params(fields, asked, card, limits),
         stopping=stop_params(fields, max_tokens, card, limits),
         stream=stream_options(fields),
+        telling=Telling(
+            logprobs=asked.most_likely is not None,
+            prompt_logprobs=asked.of_prompt,
+            token_ids=bool(fields.return_token_ids),
+            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+        ),
+        bad_words=bad_words(fields, limits),
+        truncate_prompt_tokens=truncation(fields, max_tokens, card),
+        beams=read_beams(fields, limits),
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=checked_salt(fields),
@@ -147,13 +158,3 @@ def _refuse_unsupported_chat(fields: ChatFields) -> None:
         raise unsupported("echo", "echo for chats")
     if fields.modalities is not None and fields.modalities != ["text"]:
         raise unsupported("modalities", f"{shown(fields.modalities)} (only ['text'] is)")
-
-
-def _logprobs(fields: ChatFields, limits: Limits) -> int | None:
-    if fields.top_logprobs is not None:
-        if not 0 <= fields.top_logprobs <= limits.max_logprobs:
-            allowed = f"0 to {limits.max_logprobs}"
-            raise invalid("top_logprobs", f"{fields.top_logprobs} is not allowed; it must be {allowed}")
-        if fields.top_logprobs and not fields.logprobs:
-            raise invalid("top_logprobs", "only allowed when logprobs is true")
-    return (fields.top_logprobs or 0) if fields.logprobs else None

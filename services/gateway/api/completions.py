@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.api.beams import read_beams
 from services.gateway.api.errors import invalid, shown, unsupported
 from services.gateway.api.fields import (
     CommonFields,
@@ -15,12 +16,12 @@ from services.gateway.api.fields import (
     checked_salt,
     choose_model,
     refuse_unsupported,
-    sampling_params,
-    stop_params,
     stream_options,
 )
-from services.gateway.api.job import Job, Limits
+from services.gateway.api.job import Job, Limits, Telling
+from services.gateway.api.logprobs import completion_logprobs_asked
 from services.gateway.api.reading import read
+from services.gateway.api.sampling import bad_words, sampling_params, stop_params, truncation
 from services.gateway.api.structured import read_guided
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt
@@ -43,24 +44,37 @@ def read_completion(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
     """Raises ApiError."""
     fields = read(body, _decoder)
     card = choose_model(fields.model, cards)
-    check_ranges(fields)
+    only_echo = bool(fields.echo) and fields.max_tokens == 0
+    check_ranges(fields, but="max_tokens" if only_echo else "")
     refuse_unsupported(fields)
     if fields.suffix:
         raise unsupported("suffix", "a suffix")
     prompts = _prompts(fields, card)
     n = fields.n or 1
     check_count(len(prompts), n, limits)
-    max_tokens = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    max_tokens = 1 if only_echo else DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    asked = completion_logprobs_asked(fields, fields.logprobs, bool(fields.echo), card, limits)
     return Job(
         kind="completion",
         model=card,
         prompts=prompts,
         n=n,
         seed=fields.seed,
-        sampling=sampling_params(fields, _logprobs(fields, limits), card, limits),
+        sampling=sampling_params(fields, asked, card, limits),
         stopping=stop_params(fields, max_tokens, card, limits),
         stream=stream_options(fields),
         echo=bool(fields.echo),
+        only_echo=only_echo,
+        telling=Telling(
+            logprobs=asked.most_likely is not None,
+            prompt_logprobs=None if fields.prompt_logprobs is None else asked.of_prompt,
+            echo_logprobs=asked.most_likely if fields.echo and fields.logprobs is not None else None,
+            token_ids=bool(fields.return_token_ids),
+            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+        ),
+        bad_words=bad_words(fields, limits),
+        truncate_prompt_tokens=truncation(fields, max_tokens, card),
+        beams=read_beams(fields, limits),
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=checked_salt(fields),
@@ -94,13 +108,3 @@ def _token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:
         raise invalid(name, "[] is not allowed; at least one token is needed")
     check_token_ids(name, ids, card)
     return TokenPrompt(pack(ids))
-
-
-def _logprobs(fields: CompletionFields, limits: Limits) -> int | None:
-    if fields.logprobs is None:
-        return None
-    if not 0 <= fields.logprobs <= limits.max_logprobs:
-        raise invalid("logprobs", f"{fields.logprobs} is not allowed; it must be 0 to {limits.max_logprobs}")
-    if fields.echo:
-        raise unsupported("logprobs", "echo together with logprobs")
-    return fields.logprobs

@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from services.gateway.api.errors import ApiError, invalid, shown, unsupported
-from services.gateway.api.job import Limits, StreamOptions
+from services.gateway.api.job import EarlyStopping, Limits, StreamOptions
 from services.gateway.api.structured import ResponseFormat, StructuredOutputs
 from shared.ids import ModelName
-from shared.messages.generation import SamplingParams, StopParams
 from shared.messages.lifecycle import ModelCard
 
 INT64 = 2**63
-LOWEST_TEMPERATURE = 0.01
-"""Below it, but above 0, division overflows; vLLM lifts such values to this one too."""
 
 
 class Range(NamedTuple):
@@ -51,6 +48,8 @@ RANGES = {
     "min_tokens": Range(0, INT64 - 1),
     "seed": Range(-INT64, INT64 - 1),
     "priority": Range(-(2**31), 2**31 - 1),
+    "thinking_token_budget": Range(0, INT64 - 1),
+    "length_penalty": Range(-10, 10),
 }
 
 
@@ -93,27 +92,33 @@ class CommonFields(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
     # Asked for by some, offered by nobody here yet: refused rather than ignored, as the answer would be another.
-    prompt_logprobs: Any = None
     prompt_embeds: Any = None
-    truncate_prompt_tokens: Any = None
     logits_processors: Any = None
 
 
 _REFUSED = {
-    "prompt_logprobs": "log-probabilities of the prompt",
     "prompt_embeds": "a prompt as embeddings",
-    "truncate_prompt_tokens": "truncating the prompt",
     "logits_processors": "a logits processor of the client's",
 }
 
 
-def check_ranges(fields: CommonFields) -> None:
-    """Raises ApiError 400 for a number out of its range."""
+def check_ranges(fields: CommonFields, *, but: str = "") -> None:
+    """Raises ApiError 400 for a number out of its range, `but` a field that has another one."""
     for name, allowed in RANGES.items():
         value = getattr(fields, name, None)
-        if value is not None and value not in allowed:
+        if value is not None and name != but and value not in allowed:
             raise invalid(name, f"{shown(value)} is not allowed; it must be {allowed}")
 
 
@@ -121,8 +126,6 @@ def refuse_unsupported(fields: CommonFields) -> None:
     for name, what in _REFUSED.items():
         if getattr(fields, name) is not None:
             raise unsupported(name, what)
-    if fields.use_beam_search:
-        raise unsupported("use_beam_search", "beam search")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise invalid("best_of", f"{fields.best_of} is not allowed; only the value of n ({fields.n or 1}) is")
 
@@ -135,72 +138,6 @@ def stream_options(fields: CommonFields) -> StreamOptions | None:
         return None
     usage = options is not None and bool(options.include_usage)
     return StreamOptions(usage, usage and options is not None and bool(options.continuous_usage_stats))
-
-
-def sampling_params(fields: CommonFields, logprobs: int | None, card: ModelCard, limits: Limits) -> SamplingParams:
-    """The seed is filled in for each choice."""
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    if 0 < temperature < LOWEST_TEMPERATURE:
-        temperature = LOWEST_TEMPERATURE
-    return SamplingParams(
-        seed=0,
-        temperature=temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=max(0, fields.top_k or 0),
-        min_p=fields.min_p or 0.0,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        logit_bias=_logit_bias(fields.logit_bias or {}, card, limits),
-        logprobs=logprobs,
-    )
-
-
-def _logit_bias(biases: dict[str, float], card: ModelCard, limits: Limits) -> tuple[tuple[int, float], ...]:
-    if len(biases) > limits.max_logit_bias:
-        raise invalid("logit_bias", f"{len(biases)} entries are not allowed; at most {limits.max_logit_bias}")
-    checked = []
-    for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < card.vocab_size):
-            allowed = f"keys are token ids below {card.vocab_size}"
-            raise invalid("logit_bias", f"key {shown(key)} is not allowed; {allowed}")
-        if not math.isfinite(bias):
-            raise invalid("logit_bias", f"{shown(bias)} is not allowed; values are finite numbers")
-        checked.append((int(key), min(100.0, max(-100.0, bias))))
-    return tuple(checked)
-
-
-def stop_params(fields: CommonFields, max_tokens: int | None, card: ModelCard, limits: Limits) -> StopParams:
-    min_tokens = fields.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise invalid("min_tokens", f"{min_tokens} is not allowed; it must be at most max_tokens ({max_tokens})")
-    return StopParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=_stop_strings(fields.stop, limits),
-        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], card, limits),
-        ignore_eos=bool(fields.ignore_eos),
-        include_stop=bool(fields.include_stop_str_in_output),
-    )
-
-
-def _stop_strings(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(strings) > limits.max_stop:
-        raise invalid("stop", f"{len(strings)} stop strings are not allowed; at most {limits.max_stop}")
-    for string in strings:
-        if not 1 <= len(string) <= limits.max_stop_chars:
-            raise invalid(
-                "stop", f"{shown(string)} is not allowed; a stop string has 1 to {limits.max_stop_chars} characters"
-            )
-    return strings
-
-
-def _stop_token_ids(ids: list[int], card: ModelCard, limits: Limits) -> tuple[int, ...]:
-    if len(ids) > limits.max_stop_token_ids:
-        raise invalid("stop_token_ids", f"{len(ids)} ids are not allowed; at most {limits.max_stop_token_ids}")
-    check_token_ids("stop_token_ids", ids, card)
-    return tuple(ids)
 
 
 def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:

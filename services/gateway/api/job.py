@@ -26,13 +26,44 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_stop_chars: int = 1024
     max_stop_token_ids: int = 256
     max_logit_bias: int = 1024
-    max_logprobs: int = 20
+    max_logprobs: int | None = 20
+    """None: as many as the vocabulary has."""
+    max_logprob_token_ids: int = 128
+    max_bad_words: int = 128
+    max_bad_word_chars: int = 256
+    max_beams: int = 16
     allow_request_template: bool = False
 
 
 class StreamOptions(NamedTuple):
     include_usage: bool
     continuous_usage: bool
+
+
+EarlyStopping = bool | Literal["never"]
+
+
+class Beams(NamedTuple):
+    """How to search for the likeliest outputs. The width is the request's n."""
+
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+
+class Telling(NamedTuple):
+    """What an answer tells beside its text."""
+
+    logprobs: bool = False
+    prompt_logprobs: int | None = None
+    """For each token of the prompt, its log-probability and those of so many most likely ones."""
+    echo_logprobs: int | None = None
+    """The same among the log-probabilities of the output, as the prompt is among its text."""
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Tokens among log-probabilities are named `token_id:…`."""
+
+
+TEXT_ONLY = Telling()
 
 
 class Choice(NamedTuple):
@@ -57,6 +88,13 @@ class Job(Struct, frozen=True, kw_only=True):
     stream: StreamOptions | None
     """None: one body at the end."""
     echo: bool = False
+    only_echo: bool = False
+    """The client wants no output; one token is generated, as an engine cannot do with less."""
+    telling: Telling = TEXT_ONLY
+    bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None
+    beams: Beams | None = None
+    """The choices of a prompt are the best hypotheses of a beam search, not draws."""
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
@@ -77,4 +115,7 @@ class Job(Struct, frozen=True, kw_only=True):
         for number, prompt in enumerate(self.prompts):
             for i in range(self.n):
                 offset = i if self.seed is not None else number * self.n + i
-                yield Choice(number * self.n + i, prompt, replace(self.sampling, seed=(base + offset) & SEED_MASK))
+                sampling = replace(self.sampling, seed=(base + offset) & SEED_MASK)
+                if i and self.stream is None:  # one of them tells what the prompt's log-probabilities are
+                    sampling = replace(sampling, prompt_logprobs=None)
+                yield Choice(number * self.n + i, prompt, sampling)

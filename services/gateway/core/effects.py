@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.coordinator import Withdraw
-from shared.messages.gateway import Delta, Rejected, StreamOpened
+from shared.messages.gateway import Delta, PromptPart, Rejected, StreamOpened
 from shared.messages.scheduler import Cancel, Probe
 from shared.messages.tokenizer import Tokenize
 
@@ -41,6 +41,6 @@ class Retried(NamedTuple):
     """Output tokens that the new attempt resumes from."""
 
 
-Effect = Delta | StreamOpened | Rejected | Dispatch | Stop | Withdraw | Ask | Retried
-"""`StreamOpened`, `Delta` and `Rejected` go to the client: each request's last is a `Delta` with `finish` or a
-`Rejected`, and nothing of it follows."""
+Effect = Delta | StreamOpened | PromptPart | Rejected | Dispatch | Stop | Withdraw | Ask | Retried
+"""`StreamOpened`, `PromptPart`, `Delta` and `Rejected` go to the client: each request's last is a `Delta` with `finish`
+or a `Rejected`, and nothing of it follows."""

@@ -51,6 +51,10 @@ class OpenRequest:
     chars: int = 0
     avoid: tuple[EngineId, ...] = ()
     usage_told: bool = False
+    prompt_tokens: int | None = None
+    """None: not told yet."""
+    scored: int = 1
+    """Leading tokens of the prompt whose log-probabilities came; the first has none."""
     silent_tries: int = 0
     """Times in this stretch that tokenizer and coordinator left it unplaced and silent."""
     pauses: int = 0
@@ -82,6 +86,12 @@ class OpenRequest:
         self.engine, self.detokenizer, self.quiet_since = engine, detokenizer, now
         self.silent_tries = 0
 
+    @property
+    def misses_scores(self) -> bool:
+        """Whether output came before all that was asked of the prompt: something was lost on the way."""
+        asked = self.tokenize.sampling.prompt_logprobs is not None
+        return asked and not self.tokens and self.scored != self.prompt_tokens
+
     def take(self, tokens: tuple[int, ...], text: str, now: float) -> None:
         """New output arrived where it was expected."""
         self.quiet_since = now
@@ -108,8 +118,12 @@ class OpenRequest:
 
     def message(self) -> Tokenize:
         """What to dispatch for the present attempt."""
+        sampling = self.tokenize.sampling
+        if self.tokens and sampling.prompt_logprobs is not None:  # told before the first token
+            sampling = replace(sampling, prompt_logprobs=None)
         return replace(
             self.tokenize,
+            sampling=sampling,
             attempt=self.attempt,
             resume=pack(self.tokens),
             sent_chars=self.chars,

@@ -21,6 +21,7 @@ from shared.messages.gateway import (
     Failed,
     GatewayMessage,
     Placed,
+    PromptPart,
     Queued,
     Rejected,
     StreamOpened,
@@ -139,10 +140,14 @@ class Supervision:
             self._suspect(lambda r: r.detokenizer == message.detokenizer, now)
         for opened in message.opened:
             effects += self._stream_opened(opened, message.detokenizer, now)
+        for part in message.scored:
+            effects += self._scored(part, now)
         for delta in message.deltas:
             current = self._current(delta.request, delta.attempt)
             if current is None:
                 effects += self._departed.heard_of(delta.request, delta.attempt, now)
+            elif current.misses_scores:
+                effects += self._retry(current, "log-probabilities of the prompt were lost", now, at_once=True)
             elif delta.position == len(current.tokens):
                 self._accept(current, delta, message.detokenizer, now)
                 effects.append(delta)
@@ -164,10 +169,23 @@ class Supervision:
         if current.stage != "placed":
             current.place(None, detokenizer, now)
         current.quiet_since = now
+        current.prompt_tokens = opened.prompt_tokens
         if current.usage_told:
             return []
         current.usage_told = True
         return [opened]
+
+    def _scored(self, part: PromptPart, now: float) -> list[Effect]:
+        """A part that begins too late is dropped here; the first output token will show that something is missing."""
+        current = self._current(part.request, part.attempt)
+        if current is None:
+            return []
+        current.quiet_since = now
+        end = part.position + len(part.logprobs)
+        if not part.position <= current.scored < end:
+            return []
+        current.scored = end
+        return [part]
 
     def _placed(self, placed: Placed, now: float) -> list[Effect]:
         current = self._current(placed.request, placed.attempt)

@@ -14,10 +14,12 @@ from services.gateway.answers.exchange import Exchange
 from services.gateway.answers.frames import Frames
 from services.gateway.answers.heading import Heading
 from services.gateway.answers.outlets import Stream, Whole
+from services.gateway.api.errors import unsupported
 from services.gateway.api.job import Job, Limits, StreamOptions
 from services.gateway.desk import Desk
 from services.gateway.http.call import Call
 from services.gateway.http.connection import connection_of
+from services.gateway.questions import PromptTold
 from shared.messages.lifecycle import ModelCard
 
 log = logging.getLogger(__name__)
@@ -52,35 +54,39 @@ class Generate:
         desk = self._desk
         desk.admit(1)
         job = self._read(await call.body(self._max_body), desk.ring.models(), desk.limits)
+        if job.beams is not None:
+            raise unsupported("use_beam_search", "beam search")
         desk.admit(job.size)
-        echoes = await desk.questions.echoes(job) if job.echo else []
+        told = await desk.questions.told(job)
         heading = desk.heading(job)
         _log_start(heading, job, call)
         if job.stream is None:
-            await self._whole(call, job, heading, echoes)
+            await self._whole(call, job, heading, told)
         else:
-            await self._stream(call, job, heading, echoes, job.stream)
+            await self._stream(call, job, heading, told, job.stream)
 
-    async def _whole(self, call: Call, job: Job, heading: Heading, echoes: list[str]) -> None:
-        exchange = await self._desk.open(job, heading, Whole(), echoes, call.trace)
+    async def _whole(self, call: Call, job: Job, heading: Heading, told: list[PromptTold]) -> None:
+        exchange = await self._desk.open(job, heading, Whole(), told, call.trace)
         async with self._attended(call, exchange):
             outcome = await exchange.ended
         if exchange.error is not None:
             raise exchange.error
         if outcome == "finished":
-            answer = body(heading, exchange.choices, job.sampling.logprobs is not None)
+            answer = body(heading, exchange.choices, job.telling)
             await self._finish(call, call.respond(answer))
 
-    async def _stream(self, call: Call, job: Job, heading: Heading, echoes: list[str], options: StreamOptions) -> None:
+    async def _stream(
+        self, call: Call, job: Job, heading: Heading, told: list[PromptTold], options: StreamOptions
+    ) -> None:
         stream = Stream(
-            Frames(heading, options, job.size),
+            Frames(heading, options, job.size, job.telling),
             connection_of(call.scope),
             include_usage=options.include_usage,
             keep_alive=self._settings.keep_alive,
             unread_limit=self._settings.unread_limit,
             now=time.monotonic(),
         )
-        exchange = await self._desk.open(job, heading, stream, echoes, call.trace)
+        exchange = await self._desk.open(job, heading, stream, told, call.trace)
         exchange.ended.add_done_callback(lambda _: stream.wake())
         async with self._attended(call, exchange):
             await stream.first

@@ -318,6 +318,9 @@ class Engine:
         serving.transfers.step_finished(result.step, now)
         serving.drafts.take(result, expected)
         by_id = serving.planner.by_id
+        for scored in result.scored:
+            if (sequence := by_id.get(scored.sequence)) is not None:
+                self._streams.scored(sequence, scored)
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is not None:  # else it ended meanwhile, and this was computed ahead for nothing

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, assert_never
 
+from msgspec.structs import replace
+
 from services.scheduler.core.grammars import Grammars
 from services.scheduler.core.kv_memory import KvMemory
 from services.scheduler.core.limits import Limits
@@ -24,9 +26,13 @@ from services.scheduler.core.tally import Tally
 from services.scheduler.core.transfers import Transfers
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
-from shared.messages.generation import Grammar
+from shared.messages.generation import Grammar, SamplingParams
 from shared.messages.worker import NewSequence, Transfer, Work
 from shared.tokens import TOKEN_BYTES, pack
+
+MOST_SCORED = 512
+"""Prompt tokens of a plan whose log-probabilities are wanted. Each takes a row of logits on the device, as wide as the
+vocabulary; other tokens of prompts take none."""
 
 
 class Started(NamedTuple):
@@ -91,6 +97,8 @@ class Planner:
         self._drafts = 0
         """Drafts that it may still hold."""
         self._extras: dict[SequenceId, int] = {}
+        self._scores = 0
+        """Prompt tokens whose log-probabilities it may still yield."""
         self._started: list[Started] = []
         self._new_bytes = 0
         self._handing: list[Sequence] = []
@@ -118,6 +126,7 @@ class Planner:
         """The next step, or None where there is nothing to compute or copy before results come."""
         self._work, self._filled, self._started, self._handing, self._extras = [], [], [], [], {}
         self._budget, self._samples, self._new_bytes = self._limits.max_batch_tokens, 0, 0
+        self._scores = MOST_SCORED
         preemptions = self.preemptions
         self._plan_decodes()
         decodes = self._samples
@@ -234,6 +243,9 @@ class Planner:
         """Plans as many of the sequence's tokens as budget and free blocks allow."""
         room = sequence.capacity - sequence.planned + self.memory.pool.free * BLOCK_SIZE
         count = min(sequence.length - sequence.planned, self._budget, room)
+        if sequence.scored:
+            count = min(count, self._scores)
+            self._scores -= max(0, count)
         if count <= 0 or not (sequence.introduced or self._introduce(sequence)):
             return
         new_blocks = self.memory.grow(sequence, sequence.planned + count)
@@ -439,6 +451,13 @@ class Planner:
             self._released.append(sequence.id)
 
 
+def _sampling(sequence: Sequence) -> SamplingParams:
+    """The client's, without what it has been told already."""
+    sampling = sequence.generation.sampling
+    told = sampling.prompt_logprobs is not None and not sequence.scored
+    return replace(sampling, prompt_logprobs=None) if told else sampling
+
+
 def _new_sequence(sequence: Sequence, cached: int) -> NewSequence:
     generation = sequence.generation
     return NewSequence(
@@ -447,7 +466,7 @@ def _new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         prompt_length=sequence.prompt_length,
         computed=cached,
         blocks=pack(sequence.blocks[: blocks_for(cached)]),
-        sampling=generation.sampling,
+        sampling=_sampling(sequence),
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(sequence.stops)),
         grammar=generation.grammar,

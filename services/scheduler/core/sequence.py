@@ -174,8 +174,13 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Leading tokens that need not be computed where their blocks are found: all but the last, from which the
-        next is drawn."""
-        return len(self.tokens) - 1
+        next is drawn. None of a prompt of which log-probabilities are wanted: only computing gives them."""
+        return 0 if self.scored else len(self.tokens) - 1
+
+    @property
+    def scored(self) -> bool:
+        """Whether its prompt is to be computed for its log-probabilities. They are told before the first token."""
+        return self.generation.sampling.prompt_logprobs is not None and not self.produced
 
     @property
     def produced(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from services.scheduler.core.events import Output, SendTokens
 from services.scheduler.core.sequence import Sequence
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
-from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, PromptLogprobs, TokenBatch
+from shared.messages.scheduler import PromptScored
 from shared.tokens import TOKEN_BYTES
 
 CONTEXT_TOKENS = 8
@@ -13,13 +14,14 @@ CONTEXT_TOKENS = 8
 
 
 class _Gathered:
-    __slots__ = ("abandoned", "entries", "moved", "opened")
+    __slots__ = ("abandoned", "entries", "moved", "opened", "scored")
 
     def __init__(self) -> None:
         self.opened: list[OpenStream] = []
         self.entries: list[NewTokens] = []
         self.abandoned: list[Abandon] = []
         self.moved: list[Moved] = []
+        self.scored: list[PromptLogprobs] = []
 
 
 class Streams:
@@ -37,6 +39,11 @@ class Streams:
             sequence.opened = True
             sequence.cached_tokens = min(cached_tokens, sequence.prompt_length)
             self._for(sequence.detokenizer).opened.append(_open_stream(sequence))
+
+    def scored(self, sequence: Sequence, scored: PromptScored) -> None:
+        generation = sequence.generation
+        told = PromptLogprobs(generation.request, generation.attempt, scored.position, scored.logprobs)
+        self._for(sequence.detokenizer).scored.append(told)
 
     def add(self, sequence: Sequence, entry: NewTokens) -> None:
         self._for(sequence.detokenizer).entries.append(entry)
@@ -73,7 +80,7 @@ class Streams:
         due = [
             detokenizer
             for detokenizer, gathered in self._gathered.items()
-            if gathered.entries or gathered.abandoned or gathered.moved
+            if gathered.entries or gathered.abandoned or gathered.moved or gathered.scored
         ]
         return [
             SendTokens(detokenizer, self._batch(detokenizer, self._gathered.pop(detokenizer))) for detokenizer in due
@@ -90,6 +97,7 @@ class Streams:
             entries=tuple(gathered.entries),
             abandoned=tuple(gathered.abandoned),
             moved=tuple(gathered.moved),
+            scored=tuple(gathered.scored),
         )
 
 
