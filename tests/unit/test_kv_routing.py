@@ -6,6 +6,7 @@ import pytest
 
 from services.coordinator.core.actions import Place
 from services.coordinator.core.coordinator import Coordinator
+from services.coordinator.core.expected_prompts import SECONDS
 from services.coordinator.core.limits import Limits
 from services.coordinator.core.reuse import Reuse
 from services.coordinator.core.routing import Routing
@@ -84,7 +85,7 @@ def test_what_was_just_placed_counts_until_a_report_does() -> None:
     for other in range(3):
         place(core, f"t{other}", seed=1000 * (1 + other))
     work = core.fleet.decoding(route("u", prompt=PROMPT).generation)
-    assert sum(seat.placed.prefill for seat in work) == 2 * 6 + 3 * 21
+    assert sum(seat.placed.prefill for seat in work) == 6 + 1 + 3 * 21, "the second of equal prompts costs one block"
     core.lifecycle(big("a", blocks_used=30), at(1.5))
     core.lifecycle(big("b", blocks_used=40), at(1.5))
     work = core.fleet.decoding(route("u", prompt=PROMPT).generation)
@@ -103,7 +104,7 @@ def test_a_block_in_the_nodes_store_is_worth_three_quarters() -> None:
 def test_the_store_counts_only_beyond_what_the_device_holds() -> None:
     core = coordinator(big("a", node="n1"), store("n1"), holds("a", prefix(5)), holds("kvstore-n1", prefix(9)))
     assert place(core).reuse == Reuse(device=5, stored=4)
-    assert place(core, "s").generate.predicted_cached == 9 * BLOCK
+    assert place(core, "s", seconds=1.0 + SECONDS).generate.predicted_cached == 9 * BLOCK
 
 
 def test_the_node_is_named_whose_store_holds_more_than_the_engines_own() -> None:
@@ -175,3 +176,39 @@ def test_other_policies_do_not_look_at_blocks_but_predict_them(policy: str) -> N
     placed = [place(core, f"r{i}") for i in range(12)]
     assert {action.reuse.device for action in placed if action.engine == "a"} <= {9}
     assert {action.reuse.device for action in placed if action.engine == "b"} == {0}
+
+
+def test_choices_of_one_request_go_to_one_engine() -> None:
+    core = coordinator(big("a"), big("b"), big("c"))
+    first = place(core, "r-0")
+    others = [place(core, f"r-{number}") for number in range(1, 8)]
+    assert {other.engine for other in others} == {first.engine}
+    assert (first.generate.predicted_cached, others[0].generate.predicted_cached) == (0, 20 * BLOCK)
+
+
+def test_equal_prompts_that_are_short_are_spread() -> None:
+    core = coordinator(big("a"), big("b"))
+    engines = [place(core, f"r-{number}", prompt=BLOCK + 2).engine for number in range(8)]
+    assert {engines.count("a"), engines.count("b")} == {4}
+
+
+def test_an_engine_that_has_too_much_in_hand_gets_no_more_choices() -> None:
+    core = coordinator(big("a"), big("b"), big("c"), routing=Routing(saturation=1.0))
+    engines = [place(core, f"r-{number}").engine for number in range(16)]
+    assert len(set(engines)) > 1
+
+
+def test_the_blocks_of_a_prompt_are_expected_for_a_moment_only() -> None:
+    core = coordinator(big("a"), big("b"))
+    place(core, "r")
+    assert place(core, "s", seconds=1.9).generate.predicted_cached == 20 * BLOCK
+    assert place(core, "t", seconds=1.9 + SECONDS).generate.predicted_cached == 0
+
+
+def test_nothing_is_expected_of_another_prompt_or_policy() -> None:
+    core = coordinator(big("a"))
+    place(core, "r")
+    assert place(core, "s", seed=1).generate.predicted_cached == 0
+    core = coordinator(big("a"), routing=Routing(policy="round-robin"))
+    place(core, "r")
+    assert place(core, "s").generate.predicted_cached == 0

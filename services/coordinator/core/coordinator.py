@@ -6,6 +6,7 @@ import math
 
 from services.coordinator.core.actions import Action, CancelAt, Moment, Place, Tell
 from services.coordinator.core.admission import refusal
+from services.coordinator.core.expected_prompts import ExpectedPrompts
 from services.coordinator.core.fence import Fence
 from services.coordinator.core.fleet import Fleet
 from services.coordinator.core.kv_sources import KvSources
@@ -46,7 +47,8 @@ class Coordinator:
         self.fleet = Fleet(instance, limits, turn, since)
         self.sources = KvSources(self.routing.index_blocks)
         self.line = WaitingLine()
-        self._router = Router(self.fleet, self.sources, self.routing)
+        self._expected = ExpectedPrompts()
+        self._router = Router(self.fleet, self.sources, self._expected, self.routing)
         self._fence = Fence(limits.remembered)
 
     def route(self, route: Route, at: Moment) -> list[Action]:
@@ -158,11 +160,12 @@ class Coordinator:
         if (refused := self._refusal(generation)) is not None:  # queued before the model was known
             self.line.remove(generation.request)
             return [Tell(generation.gateway, refused)]
-        choice = self._router.choose(generation)
+        choice = self._router.choose(generation, at.now)
         if choice is None:
             return []
         self.line.remove(generation.request)
         self.fleet.place(choice, at)
+        self._expected.place(generation, choice.engine, at.now)
         self._fence.placed(generation.request, choice.engine)
         generate = Generate(
             generation,

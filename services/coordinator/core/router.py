@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.coordinator.core.choice import Choice
+from services.coordinator.core.expected_prompts import ExpectedPrompt, ExpectedPrompts
 from services.coordinator.core.fleet import DECODING, Fleet, Seat
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.load import cost
@@ -32,23 +33,25 @@ class _Asked(NamedTuple):
     tokens: int
     blocks: int
     reuses: Reuses
+    expected: ExpectedPrompt | None
 
 
 class Router:
     """Reads the fleet and the sources, which the coordinator owns; holds nothing of its own."""
 
-    def __init__(self, fleet: Fleet, sources: KvSources, routing: Routing) -> None:
+    def __init__(self, fleet: Fleet, sources: KvSources, expected: ExpectedPrompts, routing: Routing) -> None:
         self._fleet = fleet
         self._sources = sources
+        self._expected = expected
         self._routing = routing
 
-    def choose(self, generation: Generation) -> Choice | None:
+    def choose(self, generation: Generation, now: float) -> Choice | None:
         """None where no engine, or no detokenizer, takes one more."""
         seats = self._fleet.decoding(generation)
         detokenizer = self._fleet.detokenizer()
         if not seats or detokenizer is None:
             return None
-        asked = self._asked(generation)
+        asked = self._asked(generation, now)
         reuses = _reuses(asked, seats)
         chosen = self._pick(self._costs(asked, seats, reuses), asked, "decode")
         engine, reuse = seats[chosen], reuses[chosen]
@@ -58,11 +61,12 @@ class Router:
             return Choice(prefill.engine.id, detokenizer, reuse, asked.blocks, decode.engine.id)
         return Choice(engine.engine.id, detokenizer, reuse, asked.blocks)
 
-    def _asked(self, generation: Generation) -> _Asked:
+    def _asked(self, generation: Generation, now: float) -> _Asked:
         """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too."""
         tokens = len(generation.tokens) // TOKEN_BYTES
         hits = self._sources.hits(generation.model, generation.block_hashes, (tokens - 1) // BLOCK_SIZE)
-        return _Asked(generation, tokens, blocks_for(tokens), Reuses(hits))
+        expected = self._expected.of(generation, now) if self._routing.policy == "kv" else None
+        return _Asked(generation, tokens, blocks_for(tokens), Reuses(hits), expected)
 
     # ---- one engine
 
@@ -74,7 +78,7 @@ class Router:
             NO_REUSE if saturated else reuse for reuse, saturated in zip(reuses, self._saturated(seats), strict=True)
         ]
         return [
-            _prefill_work(seat) + blocks - reuse.worth(discount) + _blocks_after(seat, blocks, reuse)
+            _prefill_before(seat, asked, reuse) + blocks - reuse.worth(discount) + _blocks_after(seat, blocks, reuse)
             for seat, reuse in zip(seats, counted, strict=True)
         ]
 
@@ -138,13 +142,27 @@ class Router:
 
 
 def _reuses(asked: _Asked, seats: Sequence[Seat]) -> list[Reuse]:
-    of = asked.reuses.of
-    return [of(engine.life.instance, engine.report.node) for engine, _ in seats]
+    of, expected = asked.reuses.of, asked.expected
+    reuses = [of(engine.life.instance, engine.report.node) for engine, _ in seats]
+    if expected is not None:
+        for place, (engine, _) in enumerate(seats):
+            if engine.life.instance == expected.engine and reuses[place].device < expected.blocks:
+                reuses[place] = Reuse(device=expected.blocks)
+    return reuses
 
 
 def _prefill_work(seat: Seat) -> float:
     """Blocks that the engine computes before it gets to one more request."""
     return seat.engine.prefill + seat.placed.prefill
+
+
+def _prefill_before(seat: Seat, asked: _Asked, reuse: Reuse) -> float:
+    """The same for `asked`: what another one's prefill computes for it too is counted as its own, and once."""
+    work = _prefill_work(seat)
+    expected = asked.expected
+    if expected is None or expected.engine != seat.engine.life.instance or reuse is NO_REUSE:
+        return work
+    return max(0.0, work - expected.blocks)
 
 
 def _blocks_after(seat: Seat, blocks: int, reuse: Reuse) -> int:
