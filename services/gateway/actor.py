@@ -39,6 +39,7 @@ class Gateway(Actor):
             max_body=config.max_body,
             keys=config.api_keys,
             cors_origins=config.cors_origins,
+            parsers=config.parsers(),
         )
         self.server = HttpServer(
             app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from services.gateway.api.job import Limits
 from services.gateway.core.policy import Policy
 from services.gateway.http.generate import StreamSettings
+from services.gateway.tools.plan import ParserChoice
 from shared.config import ByteSize, Port, ServiceConfig
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -32,6 +33,14 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=100, description="top_logprobs and logprobs at the most.")] = 20
     allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"],
+        Meta(description="How the model writes tool calls; auto: as its chat template shows."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
+        Meta(description="How the model writes its thoughts; auto: as its chat template shows."),
+    ] = "auto"
     attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 6
     silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is asked about a request.")] = 2.0
     placement_s: Annotated[Seconds, Meta(description="Time to hear where a request went, before another try.")] = 5.0
@@ -60,6 +69,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             max_logprobs=self.max_logprobs,
             allow_request_template=self.allow_request_template,
         )
+
+    def parsers(self) -> ParserChoice:
+        return ParserChoice(self.tool_call_parser, self.reasoning_parser)
 
     def stream_settings(self) -> StreamSettings:
         return StreamSettings(self.keep_alive_s, self.unread_limit, self.read_timeout_s)

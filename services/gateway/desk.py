@@ -11,6 +11,7 @@ from typing import Any, assert_never
 from services.gateway.answers.choice import ChoiceState, cached_of_prompts
 from services.gateway.answers.exchange import Exchange, Outcome, Outlet
 from services.gateway.answers.heading import Heading
+from services.gateway.answers.speech import Speech
 from services.gateway.api.errors import ApiError
 from services.gateway.api.job import Job, Limits
 from services.gateway.core.effects import Ask, Dispatch, Effect, Retried, Stop
@@ -99,6 +100,8 @@ class Desk:
                 grammar=job.guided.grammar if job.guided is not None else None,
                 bad_words=job.bad_words,
                 truncate_prompt_tokens=job.truncate_prompt_tokens,
+                keep_markup=job.parsing is not None,
+                thinking_end=job.thinking_end,
             )
         meters, field = METERS.of(job.name), job.guided.field if job.guided is not None else None
         exchange = Exchange(heading, choices, outlet, meters, time.monotonic(), grammar_field=field)
@@ -234,7 +237,8 @@ class Desk:
 
 
 def _choice_state(place: int, prompt: int, job: Job, told: PromptTold | None) -> ChoiceState:
-    state = ChoiceState(place, prompt, only_echo=job.only_echo)
+    speech = None if job.parsing is None else Speech(job.parsing)
+    state = ChoiceState(place, prompt, speech=speech, only_echo=job.only_echo)
     if told is not None:
         state.echo, state.prompt_ids = told.echo, told.token_ids
         state.echoed_first = told.first if job.telling.echo_logprobs is not None else None

@@ -42,12 +42,18 @@ def _chat_choice(choice: ChoiceState, telling: Telling) -> dict[str, Any]:
     naming = by_id if telling.tokens_as_ids else by_text
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": "".join(choice.pieces), "refusal": None},
+        "message": _message(choice),
         "logprobs": chat_logprobs(choice.logprobs, naming) if telling.logprobs else None,
-        "finish_reason": choice.finish,
+        "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         **({"token_ids": choice.token_ids} if telling.token_ids else {}),
     }
+
+
+def _message(choice: ChoiceState) -> dict[str, Any]:
+    if choice.speech is not None:
+        return choice.speech.message()
+    return {"role": "assistant", "content": "".join(choice.pieces), "refusal": None}
 
 
 def _completion_choice(choice: ChoiceState, telling: Telling) -> dict[str, Any]:

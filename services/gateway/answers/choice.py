@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.gateway.answers.speech import Speech
 from shared.messages.gateway import PositionLogprobs, PromptPart
 from shared.messages.generation import FinishReason
 
@@ -43,8 +44,15 @@ class ChoiceState:
     """Where the client wants to know them. In a stream: until it has been told."""
     token_ids: list[int] = field(default_factory=list)
     """Output tokens, where the client wants to know them. In a stream: those not sent yet."""
+    speech: Speech | None = None
+    """Takes a chat's output apart, where it is more than text."""
     only_echo: bool = False
     """The output is of no interest."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As clients are told."""
+        return self.finish if self.finish is None or self.speech is None else self.speech.finish(self.finish)
 
     def scored(self, part: PromptPart) -> None:
         """What comes a second time, after a preemption or with another attempt, is known."""

@@ -62,6 +62,8 @@ class Exchange:
     def opened(self, opened: StreamOpened) -> None:
         choice = self.requests[opened.request]
         choice.prompt_tokens, choice.cached_tokens = opened.prompt_tokens, opened.cached_tokens
+        if choice.speech is not None:
+            choice.speech.parser.thinking = opened.thinking
 
     def scored(self, part: PromptPart) -> None:
         self.requests[part.request].scored(part)

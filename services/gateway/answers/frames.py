@@ -67,12 +67,16 @@ class Frames:
         plain = choice.finish is None and not choice.logprobs and not self._continuous
         if plain and not self._telling.token_ids and choice.echoed_first is None:
             return b"%b%b%b" % (self._before[choice.index], encode(text), self._plain)
-        return self._full(choice, text)
+        return self._full(choice, self._before[choice.index] + encode(text) + self._behind_text)
 
-    def _full(self, choice: ChoiceState, text: str) -> bytes:
-        parts = [self._before[choice.index], encode(text), self._behind_text]
+    def parts(self, choice: ChoiceState, said: dict[str, Any]) -> bytes:
+        """A chat's new output, taken apart."""
+        return self._full(choice, b'%b,"choices":[{"index":%d,"delta":%b' % (self._head, choice.index, encode(said)))
+
+    def _full(self, choice: ChoiceState, said: bytes) -> bytes:
+        parts = [said]
         parts += [b',"logprobs":', self._logprobs(choice)]
-        parts += [b',"finish_reason":', encode(choice.finish)]
+        parts += [b',"finish_reason":', encode(choice.finish_reason)]
         if choice.finish is not None:
             parts += [b',"stop_reason":', encode(choice.stop_reason)]
         if self._telling.token_ids:

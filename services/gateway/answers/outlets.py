@@ -23,7 +23,10 @@ class Whole:
     """Collects; the body is made when the exchange has ended."""
 
     def delta(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
-        choice.pieces.append(delta.text)
+        if choice.speech is None:
+            choice.pieces.append(delta.text)
+        else:
+            choice.speech.take(delta.text, delta.finish)
         choice.token_ids.extend(delta.tokens)
         if delta.logprobs:
             choice.logprobs.extend(delta.logprobs)
@@ -61,7 +64,13 @@ class Stream:
             choice.token_ids.extend(delta.tokens)
         if not delta.text and delta.finish is None:
             return True  # half a character, or perhaps the beginning of a stop string
-        if choice.begun:
+        if choice.speech is not None:
+            said = choice.speech.take(delta.text, delta.finish)
+            if not said and delta.finish is None:
+                return True  # perhaps the beginning of a mark
+            frame = (b"" if choice.begun else self._frames.role(choice)) + self._frames.parts(choice, said)
+            choice.begun = True
+        elif choice.begun:
             frame = self._frames.text(choice, delta.text)
         else:
             choice.begun, choice.offset = True, len(choice.echo)

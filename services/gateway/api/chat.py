@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -22,6 +23,10 @@ from services.gateway.api.logprobs import chat_logprobs_asked
 from services.gateway.api.reading import check_depth, read
 from services.gateway.api.sampling import bad_words, sampling_params, stop_params, truncation
 from services.gateway.api.structured import read_guided
+from services.gateway.tools.offer import read_offer
+from services.gateway.tools.plan import plan_grammar, plan_parsing
+from shared.dialects import Dialect
+from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt
 
@@ -51,6 +56,7 @@ class ChatFields(CommonFields, kw_only=True):
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     echo: bool | None = None
     functions: Any = None
     function_call: Any = None
@@ -60,8 +66,15 @@ class ChatFields(CommonFields, kw_only=True):
 _decoder = msgspec.json.Decoder(ChatFields)
 
 
-def read_chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
-    """Raises ApiError."""
+def _no_dialect(model: ModelName) -> Dialect:
+    """Of a model that writes neither calls nor thoughts."""
+    return Dialect()
+
+
+def read_chat(
+    body: bytes, cards: list[ModelCard], limits: Limits, dialect_of: Callable[[ModelName], Dialect] = _no_dialect
+) -> Job:
+    """`dialect_of`: how a model writes calls and thoughts. Raises ApiError."""
     fields = read(body, _decoder)
     card = choose_model(fields.model, cards)
     check_ranges(fields)
@@ -70,6 +83,9 @@ def read_chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
     n = fields.n or 1
     check_count(1, n, limits)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    dialect, offer = dialect_of(card.name), read_offer(fields)
+    if fields.tool_choice == "none":
+        fields.tools = None
     asked = chat_logprobs_asked(fields, fields.logprobs, fields.top_logprobs, card, limits)
     return Job(
         kind="chat",
@@ -92,7 +108,8 @@ def read_chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=checked_salt(fields),
-        guided=read_guided(fields),
+        guided=plan_grammar(dialect, offer, read_guided(fields)),
+        parsing=plan_parsing(dialect, offer, tell_reasoning=fields.include_reasoning is not False),
     )
 
 
@@ -129,13 +146,31 @@ def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
     content = message.get("content")
     match content:
         case None if role == "assistant":
-            return message
+            pass
         case str():
-            return message
+            pass
         case list():
-            return {**message, "content": [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]}
+            message = {**message, "content": [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]}
         case _:
             raise invalid(f"{path}.content", f"{shown(content)} is not allowed; a string or a list of text parts")
+    _check_calls(message.get("tool_calls"), f"{path}.tool_calls")
+    return message
+
+
+def _check_calls(calls: Any, path: str) -> None:
+    """A message's `tool_calls`, as an earlier answer had them. Arguments that are no JSON are the template's to bear: a
+    model wrote them."""
+    if calls is None:
+        return
+    if not isinstance(calls, list):
+        raise invalid(path, f"{shown(calls)} is not allowed; a list of calls is")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        match function:
+            case {"name": str(), "arguments": str() | dict() | None} | {"name": str()}:
+                pass
+            case _:
+                raise invalid(f"{path}[{i}].function", f"{shown(function)} is not allowed; name and arguments are")
 
 
 def _part(part: Any, path: str) -> dict[str, str]:
@@ -149,8 +184,6 @@ def _part(part: Any, path: str) -> dict[str, str]:
 
 
 def _refuse_unsupported_chat(fields: ChatFields) -> None:
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", f"{shown(fields.tool_choice)} (only 'none' and 'auto' are)")
     for name in ("functions", "function_call"):
         if getattr(fields, name) is not None:
             raise invalid(name, "deprecated and not supported; use tools")

@@ -9,6 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.api.structured import Guided
+from services.gateway.parsing.output_parser import Parsing
+from shared.dialects import THINKING_MARKS
 from shared.ids import ModelName
 from shared.messages.generation import SamplingParams, StopParams
 from shared.messages.lifecycle import ModelCard
@@ -100,6 +102,8 @@ class Job(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     guided: Guided | None = None
     """What the output must match."""
+    parsing: Parsing | None = None
+    """How a chat's output is taken apart; None: it is text and nothing else."""
 
     @property
     def name(self) -> ModelName:
@@ -108,6 +112,12 @@ class Job(Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def thinking_end(self) -> str:
+        """The mark behind thoughts; empty where none are looked for."""
+        reasoning = None if self.parsing is None else self.parsing.dialect.reasoning
+        return "" if reasoning is None else THINKING_MARKS[reasoning].end
 
     def choices(self, drawn: int) -> Iterator[Choice]:
         """Every sequence. `drawn` is a random seed for where the client gave none; choices of a prompt differ."""

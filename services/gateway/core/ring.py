@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shared.dialects import Dialect
 from shared.ids import ModelName
 from shared.messages.lifecycle import Lifecycle, ModelCard, Service
 from shared.registry import Gone, Registry
@@ -17,12 +18,16 @@ class Ring:
     def __init__(self) -> None:
         self._registry = Registry()
         self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
+        self._dialects: dict[ModelName, Dialect] = {}
+        """As tokenizers say; kept, as a card is."""
         self.missing: tuple[Service, ...] = NEEDED
         """The services of which none is ready; the ring serves when there are none such."""
 
     def heard(self, message: Lifecycle, now: float) -> Gone | None:
         if message.engine is not None:
             self._cards[message.engine.model.name] = (message.engine.model, now)
+        if message.tokenizer is not None:
+            self._dialects[message.tokenizer.model] = message.tokenizer.dialect
         gone = self._registry.heard(message, now)
         self._take_stock()
         return gone
@@ -32,6 +37,7 @@ class Ring:
         old = [name for name, (_, heard) in self._cards.items() if now - heard > MODEL_MEMORY_S]
         for name in old:
             del self._cards[name]
+            self._dialects.pop(name, None)
         gone = self._registry.expire(now)
         if gone:
             self._take_stock()
@@ -43,6 +49,10 @@ class Ring:
 
     def models(self) -> list[ModelCard]:
         return [card for card, _ in self._cards.values()]
+
+    def dialect(self, name: ModelName) -> Dialect:
+        """What markup the model speaks; none as long as no tokenizer has said."""
+        return self._dialects.get(name, Dialect())
 
     def model(self, name: ModelName) -> ModelCard | None:
         entry = self._cards.get(name)

@@ -21,10 +21,13 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import ApiError
+from services.gateway.api.job import Job, Limits
 from services.gateway.desk import Desk
 from services.gateway.http.call import Call
 from services.gateway.http.generate import Generate, StreamSettings
 from services.gateway.http.pages import Pages
+from services.gateway.tools.plan import ParserChoice
+from shared.messages.lifecycle import ModelCard
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +60,26 @@ class Endpoint:
 
 
 def build_app(
-    desk: Desk, settings: StreamSettings, *, max_body: int, keys: Sequence[str], cors_origins: Sequence[str]
+    desk: Desk,
+    settings: StreamSettings,
+    *,
+    max_body: int,
+    keys: Sequence[str],
+    cors_origins: Sequence[str],
+    parsers: ParserChoice,
 ) -> Starlette:
     pages = Pages(desk, max_body)
     secrets = [key.encode() for key in keys]
+
+    def chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
+        return read_chat(body, cards, limits, lambda name: parsers.of(desk.ring.dialect(name)))
 
     def route(method: str, path: str, answer: Answer, *, free: bool = False) -> Route:
         return Route(path, Endpoint(answer, () if free else secrets), methods=[method])
 
     return Starlette(
         routes=[
-            route("POST", "/v1/chat/completions", Generate(desk, read_chat, settings, max_body)),
+            route("POST", "/v1/chat/completions", Generate(desk, chat, settings, max_body)),
             route("POST", "/v1/completions", Generate(desk, read_completion, settings, max_body)),
             route("GET", "/v1/models", pages.models),
             route("GET", "/v1/models/{name:path}", pages.model),

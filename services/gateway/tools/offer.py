@@ -55,8 +55,6 @@ def read_offer(fields: ToolFields) -> Offer | None:
             return Offer(tools, "required", parallel, "tool_choice")
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return Offer(_named(name, tools), "required", False, "tool_choice")
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
-            return Offer(_allowed(allowed, tools), mode, parallel, "tool_choice")
         case _:
             forms = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}'
             raise invalid("tool_choice", f"{shown(fields.tool_choice)} is not allowed; {forms} is")
@@ -68,19 +66,6 @@ def _named(name: str, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         known = f"one of {shown([tool.name for tool in tools])[1:-1]} is" if tools else "there are no tools"
         raise invalid("tool_choice", f"{shown(name)} is not allowed; {known}")
     return found
-
-
-def _allowed(given: list[Any], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    chosen: list[Tool] = []
-    for item in given:
-        match item:
-            case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-                chosen += _named(name, tools)
-            case _:
-                raise invalid("tool_choice", f"{shown(item)} is not allowed; a function's type and name are")
-    if not chosen:
-        raise invalid("tool_choice", "an empty list of allowed tools is not allowed; use 'none'")
-    return tuple({tool.name: tool for tool in chosen}.values())
 
 
 def _tools(given: list[dict[str, Any]]) -> tuple[Tool, ...]:
