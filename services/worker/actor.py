@@ -13,6 +13,7 @@ from services.worker import metrics
 from services.worker.backend import Backend, StepOutput
 from services.worker.compute_thread import ComputeThread
 from services.worker.copy_thread import CopyThread
+from services.worker.guided.compile_desk import CompileDesk
 from services.worker.kv.transfer_ledger import TransferLedger
 from services.worker.step_order import Gap, StepOrder
 from services.worker.step_sums import added
@@ -65,6 +66,7 @@ class WorkerActor(Actor):
         self._backend: Backend | None = None
         self._order = StepOrder()
         self._ledger = TransferLedger(place.rank)
+        self._grammars = CompileDesk()
         self._in_hand = 0
         self._published = 0
         self._sums = StepSums()
@@ -85,6 +87,8 @@ class WorkerActor(Actor):
                     self._published = 0
                 self._in_hand += 1
                 self._ledger.took(message)
+                if message.compile and self._place.publishes:
+                    self._grammars.ask(self._ready.grammars, message.epoch, message.compile)
                 self._thread.submit(message, first=verdict == "first")
             case "repeated":
                 log.warning("plan came twice", extra={"step": message.step})
@@ -92,9 +96,19 @@ class WorkerActor(Actor):
                 await self._missed(message, expected)
 
     async def background(self) -> None:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._tell_steps())
-            both.create_task(self._tell_transfers())
+        async with asyncio.TaskGroup() as all_three:
+            all_three.create_task(self._tell_steps())
+            all_three.create_task(self._tell_transfers())
+            all_three.create_task(self._tell_grammars())
+
+    async def _tell_grammars(self) -> None:
+        while True:
+            await self.bus.publish(topics.engine_results(self._place.engine), await self._grammars.told())
+
+    @property
+    def _ready(self) -> Backend:
+        assert self._backend is not None, "messages come behind set_up"
+        return self._backend
 
     async def _tell_transfers(self) -> None:
         while True:

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from services.worker.guided.compiler import Compiler
+from services.worker.guided.library import GrammarLibrary
 from services.worker.kv_memory import KvDemand, size_kv
 from services.worker.memory import free_bytes, gib, peak_bytes
 from services.worker.model.checkpoint import open_checkpoint
@@ -80,6 +82,9 @@ def create_backend(
     decoder = _load(model_dir, config, place, chosen, length, communicator, ops, pipeline, stage)
     _check_agreement(communicator, f"model {digest} in {chosen}, layers {layers or 'even'}, {decoder.wire}")
 
+    samples = pipeline.stage + 1 == pipeline.stages and rank == 0
+    grammars = GrammarLibrary(Compiler(model_dir, config.vocab_size, config.eos_token_ids)) if samples else None
+
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
         return ModelRunner(
             card=_card(model_name, config, chosen, model_len),
@@ -90,6 +95,7 @@ def create_backend(
             communicator=communicator,
             digest=digest,
             pipeline=pipeline,
+            grammars=grammars,
         )
 
     activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)

@@ -35,6 +35,7 @@ class Memory:
         )
         self.num_blocks, self.device = BLOCKS, "memory"
         self.max_speculate = self.max_jump_ahead = 0
+        self.grammars = None
 
     def step(self, plan: StepPlan) -> StepOutput:
         return StepOutput((), StepTiming(wait=0, prepare=0, forward=0, sample=0))

@@ -1,0 +1,1 @@
+"""Guided decoding: what the output must match, compiled beside the steps and kept beside the sampler."""

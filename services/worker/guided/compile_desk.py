@@ -1,0 +1,39 @@
+"""Between the worker's actor and the threads that compile: grammars of plans in, what became of them out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.guided.library import GrammarLibrary, Outcome
+from shared.ids import Incarnation
+from shared.messages.generation import Grammar
+from shared.messages.scheduler import GrammarCompiled
+
+NOT_HERE = "this engine does no guided decoding: its device is simulated"
+
+
+class CompileDesk:
+    """Owns the outcomes on their way to the bus; there are as many at the most as grammars were sent."""
+
+    def __init__(self) -> None:
+        self._told: asyncio.Queue[GrammarCompiled] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def ask(self, library: GrammarLibrary | None, epoch: Incarnation, grammars: tuple[Grammar, ...]) -> None:
+        """Has `grammars` compiled, for `epoch`."""
+        for grammar in grammars:
+            if library is None:
+                self._told.put_nowait(GrammarCompiled(epoch=epoch, grammar=grammar, error=NOT_HERE))
+            else:
+                library.ask(grammar, lambda outcome: self._tell(epoch, outcome))
+
+    async def told(self) -> GrammarCompiled:
+        """The next grammar of which the outcome is known."""
+        return await self._told.get()
+
+    def _tell(self, epoch: Incarnation, outcome: Outcome) -> None:
+        compiled = GrammarCompiled(epoch=epoch, grammar=outcome.grammar, error=outcome.error)
+        try:
+            self._loop.call_soon_threadsafe(self._told.put_nowait, compiled)
+        except RuntimeError:  # the loop is closed: the process is ending
+            return

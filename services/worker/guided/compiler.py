@@ -1,0 +1,121 @@
+"""From a grammar to what a matcher runs on, with xgrammar. Slow; belongs on a thread of its own.
+
+xgrammar is imported here, and late: it brings a part of transformers, two seconds that most engines need not spend.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from services.worker.guided.refusal import GrammarRefused
+from services.worker.guided.schema.normal_form import normal_form
+from services.worker.guided.vocabulary import TokenBytes, token_bytes
+from shared.messages.generation import Grammar
+
+if TYPE_CHECKING:
+    import xgrammar
+
+MOST_WHITESPACE = 64
+"""Characters of white space in a row: enough to indent, an end to a model that would go on for ever."""
+
+_THREADS = 1
+"""xgrammar's own for one grammar: compiling must not take the cores from computing."""
+
+_SOURCE = re.compile(r"^\s*\[[\d:]+\] \S+?:\d+: ")
+_CHECK = re.compile(r"^Check failed: \(.*?\)(?: is false)?: ")
+
+
+class Compiler:
+    """Owns the vocabulary as xgrammar sees it, read when it is first needed. Any thread may use it."""
+
+    def __init__(self, folder: Path, vocab_size: int, stops: tuple[int, ...]) -> None:
+        """`stops` end a sequence; ids of `vocab_size` and above never do."""
+        self._folder = folder
+        self.vocab_size = vocab_size
+        self.stops = tuple(token for token in stops if token < vocab_size)
+        self._loading = Lock()
+        self._tokens: TokenBytes | None = None
+        self._backends: dict[bool, xgrammar.GrammarCompiler] = {}
+
+    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """Raises GrammarRefused."""
+        try:
+            return self._compiled(grammar)
+        except RuntimeError as error:  # the library's only kind, for whatever it cannot take
+            raise GrammarRefused(_without_source(str(error))) from None
+
+    def spelled(self) -> list[bytes]:
+        """The bytes of each token, special ones as they are written. Raises GrammarRefused."""
+        return self._token_bytes().spelled
+
+    def _compiled(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        backend = self._backend(with_special=grammar.kind == "structural_tag")
+        match grammar.kind:
+            case "json":
+                return _json(backend, grammar)
+            case "regex":
+                return backend.compile_regex(grammar.text)
+            case "choice":
+                return backend.compile_grammar(_choice(grammar.text))
+            case "grammar":
+                return backend.compile_grammar(grammar.text)
+            case "structural_tag":
+                return backend.compile_structural_tag(grammar.text)
+
+    def _backend(self, *, with_special: bool) -> xgrammar.GrammarCompiler:
+        tokens = self._token_bytes()
+        with self._loading:
+            if with_special not in self._backends:
+                self._backends[with_special] = self._load(tokens.spelled if with_special else tokens.ordinary)
+            return self._backends[with_special]
+
+    def _token_bytes(self) -> TokenBytes:
+        with self._loading:
+            if self._tokens is None:
+                self._tokens = token_bytes(self._folder, self.vocab_size)
+            return self._tokens
+
+    def _load(self, pieces: list[bytes]) -> xgrammar.GrammarCompiler:
+        try:
+            import xgrammar
+        except ImportError:
+            raise GrammarRefused("guided decoding is not installed on this engine (the package xgrammar)") from None
+        info = xgrammar.TokenizerInfo(
+            pieces, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=list(self.stops) or None
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
+
+
+def _json(backend: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    try:
+        schema: Any = json.loads(grammar.text)
+    except ValueError as error:
+        raise GrammarRefused(f"not valid JSON ({error})") from None
+    text = json.dumps(normal_form(schema), ensure_ascii=False)
+    if grammar.compact:
+        return backend.compile_json_schema(text, any_whitespace=False)
+    return backend.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE)
+
+
+def _choice(text: str) -> str:
+    """One of the strings, as EBNF."""
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in _strings(text))
+
+
+def _strings(text: str) -> list[str]:
+    try:
+        choices = json.loads(text)
+    except ValueError as error:
+        raise GrammarRefused(f"not valid JSON ({error})") from None
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise GrammarRefused("a choice is a list of strings, at least one")
+    return choices
+
+
+def _without_source(text: str) -> str:
+    """The library's message without its time and source line."""
+    return _CHECK.sub("", _SOURCE.sub("", text)).strip()[:500]

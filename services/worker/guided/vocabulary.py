@@ -1,0 +1,89 @@
+"""The bytes that each token of a vocabulary stands for, as a grammar sees them. No torch, no xgrammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from services.worker.guided.refusal import GrammarRefused
+from shared.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _alphabet() -> dict[int, int]:
+    """GPT-2's character for each byte, as a table for `str.translate` to Latin-1, whose characters are bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
+_LETTERS = frozenset(map(chr, _ALPHABET))
+
+
+class TokenBytes(NamedTuple):
+    """By token id, up to the model's vocabulary size; b"" for ids that are no token."""
+
+    ordinary: list[bytes]
+    """Special tokens too are b"": they are hidden from the client, so no grammar means them."""
+    spelled: list[bytes]
+    """Special tokens as they are written: what `Grammar.after` and structural tags name."""
+
+
+def token_bytes(folder: Path, vocab_size: int) -> TokenBytes:
+    """Of the model in `folder`. Raises GrammarRefused where its kind of vocabulary does not spell bytes."""
+    try:
+        tokenizer = load_tokenizer(folder).tokenizer
+    except TokenizerUnusable as error:
+        raise GrammarRefused(f"guided decoding needs the model's tokenizer: {error}") from None
+    spell = _spelling(tokenizer)
+    hidden = special_ids(tokenizer)
+    added = {i: token.content.encode() for i, token in tokenizer.get_added_tokens_decoder().items()}
+    spelled = [b""] * vocab_size
+    for letters, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token < vocab_size:
+            spelled[token] = added[token] if token in hidden else spell(letters)
+    ordinary = [b"" if token in hidden else piece for token, piece in enumerate(spelled)]
+    return TokenBytes(ordinary, spelled)
+
+
+def _spelling(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    """How tokens become bytes, told by the decoder."""
+    steps = _decoder_steps(tokenizer)
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level
+    if kinds == ["Metaspace"]:
+        return _pieces(steps[0]["replacement"])
+    if kinds[:1] == ["Replace"] and steps[0]["content"] == " " and "WordPiece" not in kinds:
+        pattern = steps[0]["pattern"]
+        return _pieces(pattern.get("String") or pattern.get("Regex"))
+    raise GrammarRefused("guided decoding is not possible with this model: its vocabulary does not spell bytes")
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _byte_level(letters: str) -> bytes:
+    """GPT-2's letters for bytes; a token with letters outside that alphabet stands for itself."""
+    return letters.translate(_ALPHABET).encode("latin-1") if _LETTERS.issuperset(letters) else letters.encode()
+
+
+def _pieces(space: str) -> Callable[[str], bytes]:
+    """Sentencepiece's: `space` for a space, and single bytes as `<0x0A>`."""
+
+    def spell(letters: str) -> bytes:
+        byte = _BYTE.fullmatch(letters)
+        return bytes([int(byte[1], 16)]) if byte else letters.replace(space, " ").encode()
+
+    return spell
