@@ -97,23 +97,23 @@ class MappedArena:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.geometry.kv_heads, self.geometry.head_bytes)
+        return Shape(self.geometry.cells, self.geometry.cell_bytes)
 
     @property
     def slots(self) -> int:
         return self.geometry.slots
 
-    def heads(self, slot: int, first: int, count: int) -> memoryview:
-        """The bytes of `count` KV heads from head `first` on, writable, `count * geometry.head_bytes` long."""
+    def cells(self, slot: int, first: int, count: int) -> memoryview:
+        """The bytes of `count` cells from cell `first` on, writable, `count * geometry.cell_bytes` long."""
         shape = self.geometry
-        if not (0 <= slot < shape.slots and 0 <= first < first + count <= shape.kv_heads):
-            raise IndexError(f"slot {slot}, heads {first}..{first + count}: {shape.slots} slots of {shape.kv_heads}")
+        if not (0 <= slot < shape.slots and 0 <= first < first + count <= shape.cells):
+            raise IndexError(f"slot {slot}, cells {first}..{first + count}: {shape.slots} slots of {shape.cells}")
         start = shape.payload_at(slot, first)
-        return self._bytes[start : start + count * shape.head_bytes]
+        return self._bytes[start : start + count * shape.cell_bytes]
 
     def payload(self, slot: int) -> memoryview:
-        """All heads."""
-        return self.heads(slot, 0, self.geometry.kv_heads)
+        """All cells."""
+        return self.cells(slot, 0, self.geometry.cells)
 
     def state(self, slot: int) -> int:
         """FREE, RESERVED or COMMITTED."""
@@ -123,25 +123,26 @@ class MappedArena:
         """Differs after each reservation: while it has not changed, neither has what may be written there."""
         return self._words[self._header_word(slot) + GENERATION_AT // WORD]
 
-    def checksum(self, slot: int, head: int) -> int:
-        """0: this head has not been written since the slot was reserved."""
-        return self._words[self.geometry.checksum_at(slot, head) // WORD]
+    def checksum(self, slot: int, cell: int) -> int:
+        """0: this cell has not been written since the slot was reserved."""
+        return self._words[self.geometry.checksum_at(slot, cell) // WORD]
 
-    def write_checksum(self, slot: int, head: int) -> None:
-        """Call after the head's bytes are written."""
-        self._words[self.geometry.checksum_at(slot, head) // WORD] = checksum(self.heads(slot, head, 1))
+    def write_checksum(self, slot: int, cell: int) -> None:
+        """Call after the cell's bytes are written."""
+        self._words[self.geometry.checksum_at(slot, cell) // WORD] = checksum(self.cells(slot, cell, 1))
 
-    def verify(self, slot: int, head: int) -> bool:
-        """Whether the head's bytes are those that its checksum was made of."""
-        return self.checksum(slot, head) == checksum(self.heads(slot, head, 1))
+    def verify(self, slot: int, cell: int) -> bool:
+        """Whether the cell's bytes are those that its checksum was made of."""
+        return self.checksum(slot, cell) == checksum(self.cells(slot, cell, 1))
 
     def whole(self, slot: int) -> bool:
-        """Whether every head has been written since the slot was reserved."""
-        return all(self.checksum(slot, head) for head in range(self.geometry.kv_heads))
+        """Whether every cell has been written since the slot was reserved."""
+        first = self.geometry.checksum_at(slot, 0) // WORD
+        return all(self._words[first : first + self.geometry.cells].tolist())
 
     def sound(self, slot: int) -> bool:
-        """Whether every head's bytes match its checksum. Reads the whole payload."""
-        return all(self.verify(slot, head) for head in range(self.geometry.kv_heads))
+        """Whether every cell's bytes match its checksum. Reads the whole payload."""
+        return all(self.verify(slot, cell) for cell in range(self.geometry.cells))
 
     def header(self, slot: int) -> SlotHeader:
         start = self.geometry.header_at(slot)
@@ -174,7 +175,7 @@ class MappedArena:
 
     def _checksums_at(self, slot: int) -> slice:
         start = self.geometry.checksum_at(slot, 0)
-        return slice(start, start + self.geometry.kv_heads * CHECKSUM.size)
+        return slice(start, start + self.geometry.cells * CHECKSUM.size)
 
 
 def _read_file_header(path: Path, file: int) -> tuple[ArenaId, KvLayout, Geometry]:

@@ -15,12 +15,12 @@ from shared.blocks import HASH_BYTES, BlockHash
 class Shape(NamedTuple):
     """How large the blocks of a layout are: all that a tier need know of it beside its fingerprint."""
 
-    kv_heads: int
-    head_bytes: int
+    cells: int
+    cell_bytes: int
 
     @property
     def payload_bytes(self) -> int:
-        return self.kv_heads * self.head_bytes
+        return self.cells * self.cell_bytes
 
 
 class CarriedBlock(NamedTuple):
@@ -28,32 +28,32 @@ class CarriedBlock(NamedTuple):
     parent: bytes
     tokens: int
     checksums: bytes
-    """8 bytes for each KV head, as in a slot's header."""
+    """8 bytes for each cell, as in a slot's header."""
     payload: bytes | bytearray | memoryview
 
 
 def is_sound(block: CarriedBlock, shape: Shape) -> bool:
     """Whether sizes and checksums are what they must be. Whatever is not, is a miss."""
-    if len(block.payload) != shape.payload_bytes or len(block.checksums) != shape.kv_heads * CHECKSUM.size:
+    if len(block.payload) != shape.payload_bytes or len(block.checksums) != shape.cells * CHECKSUM.size:
         return False
     expected = (value for (value,) in CHECKSUM.iter_unpack(block.checksums))
-    return all(checksum(head) == value for head, value in zip(_heads(block.payload, shape), expected, strict=True))
+    return all(checksum(cell) == value for cell, value in zip(_cells(block.payload, shape), expected, strict=True))
 
 
-def checksum(head: bytes | bytearray | memoryview) -> int:
-    """xxh3-64, and 1 where that is 0: a slot's header says by 0 that a head is not written yet."""
-    return xxhash.xxh3_64_intdigest(head) or 1
+def checksum(cell: bytes | bytearray | memoryview) -> int:
+    """xxh3-64, and 1 where that is 0: a slot's header says by 0 that a cell is not written yet."""
+    return xxhash.xxh3_64_intdigest(cell) or 1
 
 
-def _heads(payload: bytes | bytearray | memoryview, shape: Shape) -> Iterator[memoryview]:
+def _cells(payload: bytes | bytearray | memoryview, shape: Shape) -> Iterator[memoryview]:
     view = memoryview(payload)
-    for start in range(0, shape.payload_bytes, shape.head_bytes):
-        yield view[start : start + shape.head_bytes]
+    for start in range(0, shape.payload_bytes, shape.cell_bytes):
+        yield view[start : start + shape.cell_bytes]
 
 
 ENVELOPE = struct.Struct("<8s16s16sII")
 """MAGIC, hash, parent, tokens, length of the checksums; then the checksums, then the payload."""
-MAGIC = b"BATONBL1"
+MAGIC = b"BATONBL2"
 
 
 def packed(block: CarriedBlock) -> bytes:

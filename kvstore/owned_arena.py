@@ -63,7 +63,7 @@ class OwnedArena(MappedArena):
         return cls.open(path, arena)
 
     def reserve(self, slot: int, generation: int, name: BlockHash, parent: bytes, tokens: int) -> None:
-        """The slot is being written to from now on; no head counts as written."""
+        """The slot is being written to from now on; no cell counts as written."""
         self._words[self._header_word(slot)] = RESERVED
         self.set_generation(slot, generation)
         self._clear_checksums(slot)

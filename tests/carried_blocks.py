@@ -8,7 +8,7 @@ from kvstore.carried import NO_PARENT, CarriedBlock, Shape, checksum
 from kvstore.core.layout import CHECKSUM
 from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
 
-SHAPE = Shape(kv_heads=2, head_bytes=3000)
+SHAPE = Shape(cells=2, cell_bytes=3000)
 
 
 def chain(length: int, shape: Shape = SHAPE, *, seed: int = 0) -> list[CarriedBlock]:
@@ -24,7 +24,7 @@ def chain(length: int, shape: Shape = SHAPE, *, seed: int = 0) -> list[CarriedBl
 
 
 def carried(name: BlockHash, parent: bytes, payload: bytes, shape: Shape) -> CarriedBlock:
-    size = shape.head_bytes
+    size = shape.cell_bytes
     sums = b"".join(CHECKSUM.pack(checksum(payload[at : at + size])) for at in range(0, len(payload), size))
     return CarriedBlock(name, parent, BLOCK_SIZE, sums, payload)
 

@@ -78,25 +78,25 @@ def chain(label: object, length: int) -> list[BlockHash]:
     return [name_of((label, at)) for at in range(length)]
 
 
-def contents(name: bytes, head: int, size: int) -> bytes:
-    """What a rank writes for a block's head: no two blocks or heads have the same."""
-    return (blake2b(name + bytes([head]), digest_size=64).digest() * (size // 64 + 1))[:size]
+def contents(name: bytes, cell: int, size: int) -> bytes:
+    """What a rank writes for a cell of a block: no two have the same."""
+    return (blake2b(name + bytes([cell]), digest_size=64).digest() * (size // 64 + 1))[:size]
 
 
-def write_head(arena: MappedArena, slot: int, name: bytes, head: int) -> None:
-    arena.heads(slot, head, 1)[:] = contents(name, head, arena.geometry.head_bytes)
-    arena.write_checksum(slot, head)
+def write_cell(arena: MappedArena, slot: int, name: bytes, cell: int) -> None:
+    arena.cells(slot, cell, 1)[:] = contents(name, cell, arena.geometry.cell_bytes)
+    arena.write_checksum(slot, cell)
 
 
 def write(arena: MappedArena, slot: int, name: bytes) -> None:
-    for head in range(arena.geometry.kv_heads):
-        write_head(arena, slot, name, head)
+    for cell in range(arena.geometry.cells):
+        write_cell(arena, slot, name, cell)
 
 
 def holds(arena: MappedArena, slot: int, name: bytes) -> bool:
     """Whether the slot's contents are this block's."""
-    size = arena.geometry.head_bytes
-    return all(arena.heads(slot, head, 1) == contents(name, head, size) for head in range(arena.geometry.kv_heads))
+    size = arena.geometry.cell_bytes
+    return all(arena.cells(slot, cell, 1) == contents(name, cell, size) for cell in range(arena.geometry.cells))
 
 
 def parents_of(hashes: Sequence[BlockHash], before: bytes = NO_PARENT) -> list[bytes]:

@@ -112,14 +112,14 @@ class Engine:
 
     async def _fill(self, arena: MappedArena, slot: int, generation: int, name: BlockHash) -> bool:
         """As a rank does: looks before each head whether the slot is still its own."""
-        for head in range(arena.geometry.kv_heads):
+        for head in range(arena.geometry.cells):
             if self._chance.random() < 0.02:
                 return True  # a rank that died: this head stays unwritten
             if self._chance.random() < 0.2:
                 await asyncio.sleep(0)
             if arena.generation(slot) != generation:
                 return False
-            arena.heads(slot, head, 1)[:] = contents(name, head, arena.geometry.head_bytes)
+            arena.cells(slot, head, 1)[:] = contents(name, head, arena.geometry.cell_bytes)
             if arena.generation(slot) != generation:
                 return False
             arena.write_checksum(slot, head)

@@ -74,6 +74,7 @@ class Rank:
         directory: Path,
         heads: tuple[int, int] | None = None,
         *,
+        layers: tuple[int, int] | None = None,
         writes: bool = True,
         level: Level | None = None,
     ) -> None:
@@ -81,16 +82,17 @@ class Rank:
         self.layout = layout
         self.first, last = heads or (0, layout.kv_heads)
         self.heads = last - self.first
+        self.first_layer, end = layers or (0, layout.layers)
         self.ops: Ops = TorchOps(CPU, dtype) if kind == "torch" else native(dtype, level=level)
-        self.caches = [self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim) for _ in range(layout.layers)]
+        self.caches = [self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim) for _ in range(self.first_layer, end)]
         copier = self.ops.kv_copier(self.caches, layout.head_dim)
-        self.share = KvShare(layout, self.first, self.heads, writes, BLOCKS, copier)
+        self.share = KvShare(layout, self.first, self.heads, writes, BLOCKS, copier, self.first_layer, len(self.caches))
         self.transfers = Transfers(self.share, directory)
 
     def compute(self, seed: int = 0) -> None:
         """Fills every block, each layer with the keys and values of `seed` for these heads."""
         meta = meta_of([Rows(BLOCKS * BLOCK_SIZE, BLOCKS * BLOCK_SIZE, tuple(range(BLOCKS)))])
-        for layer, (keys, values) in enumerate(self.caches):
+        for layer, (keys, values) in enumerate(self.caches, start=self.first_layer):
             self.ops.rope_and_store(
                 computed(self.layout, seed + layer, self.first, self.heads),
                 meta,

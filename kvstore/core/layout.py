@@ -11,11 +11,13 @@ A slot's payload is one block of `BLOCK_SIZE` tokens, C order, little endian:
     [kv_heads][layers][2: keys, values][BLOCK_SIZE][head_dim]
 
 Heads come first so that the heads of one rank are one run of bytes, whatever the tensor-parallel size: a rank of any
-size writes and reads just its own, and nothing need be rearranged between engines of different sizes.
+size writes and reads just its own, and nothing need be rearranged between engines of different sizes. A stage of a
+pipeline writes and reads its layers of each head.
 
-A slot's header is `SLOT_HEADER`, then one checksum for each KV head: xxh3-64 over that head's bytes, 1 where that
-would be 0. The store is the only writer of headers, but for the checksums: whoever writes a head's bytes writes its
-checksum afterwards. Reserving sets them to 0, so that a commit sees whether every head was written.
+What one head has of one layer is a *cell*, number head * layers + layer of the block. A slot's header is `SLOT_HEADER`,
+then one checksum for each cell: xxh3-64 over its bytes, 1 where that would be 0. The store is the only writer of
+headers, but for the checksums: whoever writes a cell's bytes writes its checksum afterwards. Reserving sets them to 0,
+so that a commit sees whether every cell was written.
 
 The state is written last and read first: one aligned 8-byte word, which x86-64 and arm64 store whole.
 """
@@ -35,7 +37,7 @@ PAGE = 4096
 LINE = 64
 """Bytes of a cache line: two slots' headers share none."""
 
-MAGIC = b"BATONKV1"
+MAGIC = b"BATONKV2"
 FILE_HEADER = struct.Struct("<8sQQQQ")
 """MAGIC, arena id, slots, length of the layout that follows, and 0."""
 
@@ -66,8 +68,9 @@ def fingerprint(layout: KvLayout) -> str:
 class Geometry(Struct, frozen=True, kw_only=True):
     """Sizes and places, in bytes from the file's start."""
 
-    kv_heads: int
-    head_bytes: int
+    cells: int
+    """Of a block: heads × layers."""
+    cell_bytes: int
     slots: int
     header_stride: int
     payload_stride: int
@@ -76,7 +79,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
     @property
     def payload_bytes(self) -> int:
         """Of one block, without what fills the last page."""
-        return self.kv_heads * self.head_bytes
+        return self.cells * self.cell_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -85,30 +88,31 @@ class Geometry(Struct, frozen=True, kw_only=True):
     def header_at(self, slot: int) -> int:
         return PAGE + slot * self.header_stride
 
-    def checksum_at(self, slot: int, head: int) -> int:
-        return self.header_at(slot) + LINE + head * CHECKSUM.size
+    def checksum_at(self, slot: int, cell: int) -> int:
+        return self.header_at(slot) + LINE + cell * CHECKSUM.size
 
-    def payload_at(self, slot: int, head: int = 0) -> int:
-        return self.payloads_at + slot * self.payload_stride + head * self.head_bytes
+    def payload_at(self, slot: int, cell: int = 0) -> int:
+        return self.payloads_at + slot * self.payload_stride + cell * self.cell_bytes
 
 
-def head_bytes(layout: KvLayout) -> int:
-    """Of one KV head in one block, over all layers. Raises UnknownDtype."""
+def cell_bytes(layout: KvLayout) -> int:
+    """Of one KV head of one layer in one block. Raises UnknownDtype."""
     if layout.dtype not in ITEM_BYTES:
         raise UnknownDtype(f"dtype {layout.dtype!r}: {', '.join(ITEM_BYTES)} are known")
-    return layout.layers * 2 * BLOCK_SIZE * layout.head_dim * ITEM_BYTES[layout.dtype]
+    return 2 * BLOCK_SIZE * layout.head_dim * ITEM_BYTES[layout.dtype]
 
 
 def geometry(layout: KvLayout, slots: int) -> Geometry:
     """The arena of `slots` blocks of `layout`. Raises UnknownDtype."""
-    per_head = head_bytes(layout)
-    header_stride = LINE + _rounded(layout.kv_heads * CHECKSUM.size, LINE)
+    cells = layout.kv_heads * layout.layers
+    per_cell = cell_bytes(layout)
+    header_stride = LINE + _rounded(cells * CHECKSUM.size, LINE)
     return Geometry(
-        kv_heads=layout.kv_heads,
-        head_bytes=per_head,
+        cells=cells,
+        cell_bytes=per_cell,
         slots=slots,
         header_stride=header_stride,
-        payload_stride=_rounded(layout.kv_heads * per_head, PAGE),
+        payload_stride=_rounded(cells * per_cell, PAGE),
         payloads_at=_rounded(PAGE + slots * header_stride, PAGE),
     )
 

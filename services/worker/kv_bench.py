@@ -85,7 +85,7 @@ def _share(layout: KvLayout, blocks: int, device: torch.device, ops_name: OpsNam
     if str(caches[0][0].dtype) != f"torch.{layout.dtype}":
         raise CannotMeasure(f"{ops.name} keeps {layout.dtype} models' blocks in {caches[0][0].dtype}")
     copier = ops.kv_copier(caches, layout.head_dim)
-    return KvShare(layout, 0, layout.kv_heads, True, blocks, copier), ops.name
+    return KvShare(layout, 0, layout.kv_heads, True, blocks, copier, 0, layout.layers), ops.name
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class Below:
                 if name not in self.names:
                     return
                 parent = NAMES[NAMES.index(name) - 1] if name != NAMES[0] else bytes(16)
-                payload = b"".join(contents(name, head, shape.head_bytes) for head in range(shape.kv_heads))
+                payload = b"".join(contents(name, head, shape.cell_bytes) for head in range(shape.cells))
                 yield carried_blocks.carried(name, parent, payload, shape)
         finally:
             self.open -= 1

@@ -17,7 +17,7 @@ from tests.kv_arenas import LARGE, SMALL, new_directory, remove
 
 ARENA = ArenaId(0x0123456789ABCDEF)
 FILE_HEADER = bytes.fromhex(
-    "4241544f4e4b5631"  # BATONKV1
+    "4241544f4e4b5632"  # BATONKV2
     "efcdab8967452301"  # arena id
     "0300000000000000"  # slots
     "1200000000000000"  # length of the layout
@@ -32,8 +32,8 @@ COMMITTED_SLOT = bytes.fromhex(
     "10000000"  # tokens
     "00000000"
     "0700000000000000"  # order of use
-    "0fcc03336f6c91e3"  # checksum of head 0
-    "63feb1c633f4b25a"  # and of head 1
+    "0fcc03336f6c91e3"  # checksum of cell 0
+    "63feb1c633f4b25a"  # and of cell 1
 )
 
 
@@ -48,7 +48,7 @@ def arena_with_one_block(directory: Path) -> OwnedArena:
     arena = OwnedArena.create(directory / "some.arena", ARENA, SMALL, 3)
     arena.reserve(1, 5, BlockHash(bytes(range(16))), bytes(range(16, 32)), 16)
     for head in range(2):
-        arena.heads(1, head, 1)[:] = bytes([head + 1]) * arena.geometry.head_bytes
+        arena.cells(1, head, 1)[:] = bytes([head + 1]) * arena.geometry.cell_bytes
         arena.write_checksum(1, head)
     arena.commit(1, 7)
     return arena
@@ -69,11 +69,11 @@ def test_payloads_lie_head_by_head_from_a_page_on(directory: Path) -> None:
 
 def test_geometries_are_these() -> None:
     assert geometry(LARGE, 1000) == Geometry(
-        kv_heads=3, head_bytes=2048, slots=1000, header_stride=128, payload_stride=8192, payloads_at=135_168
+        cells=6, cell_bytes=1024, slots=1000, header_stride=128, payload_stride=8192, payloads_at=135_168
     )
     eight_billion = KvLayout(model="m", dtype="bfloat16", layers=32, kv_heads=8, head_dim=128)
     assert geometry(eight_billion, 7) == Geometry(
-        kv_heads=8, head_bytes=262_144, slots=7, header_stride=128, payload_stride=2_097_152, payloads_at=8192
+        cells=256, cell_bytes=8192, slots=7, header_stride=2112, payload_stride=2_097_152, payloads_at=20_480
     )
 
 

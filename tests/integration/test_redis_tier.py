@@ -130,7 +130,7 @@ async def test_a_search_that_finds_nothing_leaves_its_connection_to_the_next(sha
 
 
 async def test_what_came_before_the_deadline_counts_and_redis_is_not_away_for_it(own_redis: RedisServer) -> None:
-    shape = Shape(kv_heads=1, head_bytes=2**20)
+    shape = Shape(cells=1, cell_bytes=2**20)
     blocks = chain(24, shape, seed=16)
     async with running(own_redis.url, inflight=2**26) as tier:
         await present(tier)

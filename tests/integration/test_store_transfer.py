@@ -112,7 +112,7 @@ async def test_blocks_come_as_they_were_and_are_pinned_only_meanwhile() -> None:
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
 async def test_a_payload_of_any_size_goes_in_bounded_chunks(size: int) -> None:
-    shape = Shape(kv_heads=1, head_bytes=size)
+    shape = Shape(cells=1, cell_bytes=size)
     blocks = chain(2, shape)
     pieces = list(server_module.chunks(blocks[0]))
     assert max(len(piece.payload) for piece in pieces) <= CHUNK_BYTES
@@ -188,7 +188,7 @@ async def test_what_arrives_corrupted_is_refused_and_what_came_before_it_kept(ha
         await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
 
 
-BIG = Shape(kv_heads=1, head_bytes=4 * CHUNK_BYTES)
+BIG = Shape(cells=1, cell_bytes=4 * CHUNK_BYTES)
 
 MANY = 24
 """Of these, that is more than gRPC takes along while nobody reads."""

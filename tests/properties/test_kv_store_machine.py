@@ -34,7 +34,7 @@ from tests.kv_arenas import (
     remove,
     slots_of,
     store_in,
-    write_head,
+    write_cell,
 )
 
 MEMORY = 10 * PAGE
@@ -160,7 +160,7 @@ class KvStoreMachine(RuleBasedStateMachine):
 
     def contents(self, layout: str, name: BlockHash) -> bytes:
         shape = self.clients[0, layout].arena.shape
-        return b"".join(contents(name, head, shape.head_bytes) for head in range(shape.kv_heads))
+        return b"".join(contents(name, head, shape.cell_bytes) for head in range(shape.cells))
 
     def touch(self, layout: str, names: Sequence[BlockHash]) -> None:
         for name in names:
@@ -212,8 +212,8 @@ class KvStoreMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(writing.slots)))
         slot, generation = writing.slots[name]
         assert arena.generation(slot) == generation
-        for head in data.draw(st.sets(st.integers(0, arena.geometry.kv_heads - 1), min_size=1)):
-            write_head(arena, slot, name, head)
+        for head in data.draw(st.sets(st.integers(0, arena.geometry.cells - 1), min_size=1)):
+            write_cell(arena, slot, name, head)
             writing.written.setdefault(name, set()).add(head)
 
     @precondition(lambda self: self.writing)
@@ -221,10 +221,10 @@ class KvStoreMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, finish: bool) -> None:
         writing = data.draw(st.sampled_from(self.writing))
         client = self.clients[writing.client, writing.layout]
-        heads = set(range(client.arena.geometry.kv_heads))
+        heads = set(range(client.arena.geometry.cells))
         for name, (slot, _) in writing.slots.items() if finish else ():
             for head in heads - writing.written.get(name, set()):
-                write_head(client.arena, slot, name, head)
+                write_cell(client.arena, slot, name, head)
         whole = [name for name in writing.slots if finish or writing.written.get(name) == heads]
         self.writing.remove(writing)
         assert client.commit(writing.lease) == len(whole)

@@ -39,7 +39,8 @@ class Scripted:
         )
         self.num_blocks, self.device = BLOCKS, "scripted"
         self.max_speculate = self.max_jump_ahead = 0
-        self.kv = KvShare(LAYOUT, 0, LAYOUT.kv_heads, True, BLOCKS, self)
+        self.grammars = None
+        self.kv = KvShare(LAYOUT, 0, LAYOUT.kv_heads, True, BLOCKS, self, 0, LAYOUT.layers)
         self.held: dict[str, threading.Event] = {}
         self.reached: dict[str, threading.Event] = {}
 

@@ -15,7 +15,7 @@ from kvstore.owned_arena import OwnedArena
 from shared.blocks import BlockHash
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
-from tests.kv_arenas import LARGE, SMALL, holds, name_of, new_directory, remove, write, write_head
+from tests.kv_arenas import LARGE, SMALL, holds, name_of, new_directory, remove, write, write_cell
 
 ARENA = ArenaId(77)
 A, B = name_of("a"), name_of("b")
@@ -43,19 +43,19 @@ def test_what_one_process_writes_another_sees(path: Path) -> None:
     assert holds(store, 1, A)
 
 
-def test_each_head_has_its_own_bytes_and_checksum(path: Path) -> None:
+def test_each_head_of_each_layer_has_its_own_bytes_and_checksum(path: Path) -> None:
     arena = reserved(path, layout=LARGE)
-    write_head(arena, 1, A, 2)
-    assert [arena.verify(1, head) for head in range(3)] == [False, False, True]
+    write_cell(arena, 1, A, 2)
+    assert [arena.verify(1, cell) for cell in range(6)] == [False, False, True, False, False, False]
     assert not arena.whole(1)
-    assert bytes(arena.heads(1, 0, 2)) == bytes(2 * arena.geometry.head_bytes)
-    assert len(arena.heads(1, 1, 2)) == 2 * arena.geometry.head_bytes
+    assert bytes(arena.cells(1, 0, 2)) == bytes(2 * arena.geometry.cell_bytes)
+    assert len(arena.cells(1, 1, 2)) == 2 * arena.geometry.cell_bytes
 
 
 def test_a_byte_that_changes_is_noticed(path: Path) -> None:
     arena = reserved(path)
     write(arena, 1, A)
-    arena.heads(1, 1, 1)[100] ^= 1
+    arena.cells(1, 1, 1)[100] ^= 1
     assert arena.verify(1, 0)
     assert not arena.verify(1, 1)
     assert not arena.sound(1)
@@ -114,13 +114,13 @@ def test_an_arena_is_sparse_until_memory_is_taken(path: Path) -> None:
 def test_nobody_reaches_beyond_a_slot_or_the_arena(path: Path, slot: int, first: int, count: int) -> None:
     arena = reserved(path)
     with pytest.raises(IndexError):
-        arena.heads(slot, first, count)
+        arena.cells(slot, first, count)
 
 
 def test_a_view_outlives_the_arena_that_it_is_of(path: Path) -> None:
     arena = reserved(path)
     write(arena, 1, A)
-    view = arena.heads(1, 0, 1)
+    view = arena.cells(1, 0, 1)
     arena.close()
     arena.close()
     assert bytes(view[:8]) != bytes(8)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvstore.arena import MappedArena
+from services.worker.kv.rank_heads import RankHeads
 from services.worker.model.config import ModelConfig
 from services.worker.model.hf_config import read_model_config
 from services.worker.native.build import Level, runnable_levels
 from services.worker.ops import OpsUnavailable
-from services.worker.parallel import share_of
+from services.worker.parallel import share_of, stage_of
 from shared.messages.kvstore import KvLayout
 from tests.kv_ranks import BLOCKS, OpsKind, Rank, make_arena, make_layout
 
@@ -29,7 +31,7 @@ def rank(kind: OpsKind, layout: KvLayout, directory: Path, **options: object) ->
 
 @pytest.mark.parametrize(("saver", "loader"), list(product(KINDS, KINDS)))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 24, 6, 2])
+@pytest.mark.parametrize("head_dim", [64, 24, 6, 4])
 def test_what_one_saves_another_loads(
     tmp_path: Path, saver: OpsKind, loader: OpsKind, dtype: str, head_dim: int
 ) -> None:
@@ -80,17 +82,16 @@ def test_every_level_of_instructions_writes_the_same(tmp_path: Path, level: Leve
     assert all(arena.sound(slot) for slot in range(BLOCKS)), "its checksums are those of the xxhash package"
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 5, 8, 17])
-def test_checksums_are_right_at_every_length(tmp_path: Path, layers: int) -> None:
-    """XXH3 takes 1,024 bytes at a time: whole blocks, one stripe more, one less."""
-    for head_dim, kv_heads in ((4, 3), (16, 1), (30, 2)):
-        layout = make_layout("bfloat16", layers=layers, head_dim=head_dim, kv_heads=kv_heads)
-        arena = make_arena(tmp_path, layout)
-        one = rank("native", layout, tmp_path)
-        one.compute()
-        assert one.save([0, 1], [0, 1]) == "done"
-        assert arena.sound(0)
-        assert arena.sound(1)
+@pytest.mark.parametrize("head_dim", [4, 14, 16, 18, 30, 32, 34, 48, 256])
+def test_checksums_are_right_at_every_length(tmp_path: Path, head_dim: int) -> None:
+    """XXH3 takes 1,024 bytes at a time: whole blocks, two stripes more, two less."""
+    layout = make_layout("bfloat16", layers=2, head_dim=head_dim, kv_heads=3)
+    arena = make_arena(tmp_path, layout)
+    one = rank("native", layout, tmp_path)
+    one.compute()
+    assert one.save([0, 1], [0, 1]) == "done"
+    assert arena.sound(0)
+    assert arena.sound(1)
 
 
 def test_blocks_of_a_float16_model_are_shared_as_their_operations_keep_them(tmp_path: Path) -> None:
@@ -113,9 +114,16 @@ def grouped(tmp_path: Path) -> ModelConfig:
     return read_model_config(tmp_path)
 
 
-def ranks_of(config: ModelConfig, world_size: int, kind: OpsKind, layout: KvLayout, directory: Path) -> list[Rank]:
+def ranks_of(
+    config: ModelConfig, world_size: int, kind: OpsKind, layout: KvLayout, directory: Path, stages: int = 1
+) -> list[Rank]:
+    """Of `stages` stages, `world_size` ranks each."""
     shares = [share_of(config, number, world_size) for number in range(world_size)]
-    return [rank(kind, layout, directory, heads=share.kv_heads, writes=share.first_of_kv_heads) for share in shares]
+    layers = [(stage.first_layer, stage.end_layer) for stage in (stage_of(config, at, stages) for at in range(stages))]
+    return [
+        rank(kind, layout, directory, heads=share.kv_heads, writes=share.first_of_kv_heads, layers=part)
+        for part, share in product(layers, shares)
+    ]
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 1), (2, 4), (4, 1), (8, 2)])
@@ -139,6 +147,45 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
         assert all(torch.equal(reader.block(block), same.block(block)) for block in SCATTERED)
 
 
+@pytest.mark.parametrize(
+    ("saving", "loading"), [((1, 2), (1, 1)), ((2, 3), (2, 1)), ((1, 1), (4, 2)), ((4, 3), (1, 2))]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_pipeline_loads_what_any_other_saved(
+    tmp_path: Path, grouped: ModelConfig, kind: OpsKind, saving: tuple[int, int], loading: tuple[int, int]
+) -> None:
+    """(ranks of a stage, stages): each rank has its layers of its heads."""
+    layout = make_layout("bfloat16", kv_heads=2)
+    arena = make_arena(tmp_path, layout)
+    writers = [one for one in ranks_of(grouped, saving[0], kind, layout, tmp_path, saving[1]) if one.share.writes]
+    for writer in writers:
+        assert not arena.whole(SLOTS[0]), "whole before the last has written"
+        writer.compute()
+        assert writer.save(SCATTERED, SLOTS) == "done"
+    assert all(arena.whole(slot) and arena.sound(slot) for slot in SLOTS)
+    readers, computed = (ranks_of(grouped, loading[0], kind, layout, tmp_path, loading[1]) for _ in range(2))
+    for reader, same in zip(readers, computed, strict=True):
+        same.compute()
+        assert reader.load(SCATTERED, SLOTS) == "done"
+        assert all(torch.equal(reader.block(block), same.block(block)) for block in SCATTERED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_that_is_overtaken_forgets_its_own_checksums_alone(tmp_path: Path, kind: OpsKind) -> None:
+    layout = make_layout("float32")
+    arena = make_arena(tmp_path, layout)
+    first, second = (rank(kind, layout, tmp_path, layers=layers) for layers in ((0, 2), (2, 3)))
+    for one in (first, second):
+        one.compute()
+    assert first.save([1], [0]) == "done"
+    heads = RankHeads(MappedArena.open(arena.path), 0, layout.kv_heads, 2, 1)
+    assert second.save([1], [0]) == "done"
+    assert arena.sound(0)
+    heads.forget_checksums([0])
+    written = [bool(arena.checksum(0, cell)) for cell in range(arena.geometry.cells)]
+    assert written == [True, True, False] * layout.kv_heads
+
+
 def test_a_rank_that_does_not_write_leaves_the_arena_alone(tmp_path: Path) -> None:
     layout = make_layout("float32")
     arena = make_arena(tmp_path, layout)
@@ -146,4 +193,4 @@ def test_a_rank_that_does_not_write_leaves_the_arena_alone(tmp_path: Path) -> No
     one.compute()
     assert one.save([1], [0]) == "done"
     assert not any(arena.payload(0))
-    assert not any(arena.checksum(0, head) for head in range(layout.kv_heads))
+    assert not any(arena.checksum(0, cell) for cell in range(arena.geometry.cells))

@@ -125,7 +125,7 @@ def overtaken(tmp_path: Path) -> tuple[OwnedArena, BoundCopier, Piece]:
     arena = make_arena(tmp_path, LAYOUT)
     rank = Rank("torch", LAYOUT, tmp_path)
     rank.compute()
-    heads = ReservedMeanwhile(OwnedArena.open(arena.path, ARENA), 0, LAYOUT.kv_heads)
+    heads = ReservedMeanwhile(OwnedArena.open(arena.path, ARENA), 0, LAYOUT.kv_heads, 0, LAYOUT.layers)
     heads.store = arena
     piece = Piece(*(torch.tensor([3], dtype=t).numpy() for t in (torch.int32, torch.uint32, torch.uint64)))
     piece.generations[0] = 4
@@ -137,7 +137,7 @@ def test_a_slot_that_becomes_anothers_during_the_copy_loses_its_checksums(
 ) -> None:
     arena, copier, piece = overtaken
     assert copier.save(piece) == "other generation"
-    assert not any(arena.checksum(3, head) for head in range(LAYOUT.kv_heads))
+    assert not any(arena.checksum(3, cell) for cell in range(arena.geometry.cells))
 
 
 def test_a_slot_that_becomes_anothers_during_a_load_is_not_believed(
@@ -146,8 +146,8 @@ def test_a_slot_that_becomes_anothers_during_a_load_is_not_believed(
     arena, copier, piece = overtaken
     copier.save(piece)
     arena.set_generation(3, 4)
-    for head in range(LAYOUT.kv_heads):
-        arena.write_checksum(3, head)
+    for cell in range(arena.geometry.cells):
+        arena.write_checksum(3, cell)
     assert copier.load(piece) == "other generation"
 
 

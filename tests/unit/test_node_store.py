@@ -47,7 +47,7 @@ from tests.kv_arenas import (
     slots_of,
     store_in,
     write,
-    write_head,
+    write_cell,
 )
 
 FIVE_BLOCKS = 7 * PAGE
@@ -188,7 +188,7 @@ def test_a_block_that_lacks_a_head_is_not_shown(store: NodeStore) -> None:
     lease, reserved = engine.reserve(names)
     slots = numbers(slots_of(reserved))
     write(engine.arena, slots[0], names[0])
-    write_head(engine.arena, slots[1], names[1], 0)
+    write_cell(engine.arena, slots[1], names[1], 0)
     write(engine.arena, slots[2], names[2])
     assert engine.commit(lease) == 2
     assert engine.found(names) == 1
@@ -256,7 +256,7 @@ def test_the_end_of_the_chain_that_was_not_used_for_longest_goes_first(directory
     engine.found(old)
     assert engine.save(chain("newest", 3)) == 3
     assert [name for _, name, _ in below.taken] == [new[1], new[0], old[2]]
-    size = engine.arena.geometry.head_bytes
+    size = engine.arena.geometry.cell_bytes
     assert below.taken[0][2] == contents(new[1], 0, size) + contents(new[1], 1, size)
     assert engine.found(old) == 2
 
@@ -463,7 +463,7 @@ def test_slots_that_were_being_written_rest_after_a_restart(store: NodeStore, di
 def test_a_spoiled_block_is_dropped_at_its_first_use(store: NodeStore, directory: Path, clock: Clock) -> None:
     engine, names = Client(store), chain("a", 3)
     engine.save(names)
-    engine.arena.heads(1, 1, 1)[7] ^= 1
+    engine.arena.cells(1, 1, 1)[7] ^= 1
     store = again(store, directory, clock)
     back = Client(store)
     assert back.found(names) == 1
@@ -499,7 +499,7 @@ def test_checksums_are_compared_once_and_only_as_long_as_the_asker_waits(
 def test_what_nobody_asks_for_is_compared_meanwhile(store: NodeStore, directory: Path, clock: Clock) -> None:
     engine, names = Client(store), chain("a", 3)
     engine.save(names)
-    engine.arena.heads(2, 0, 1)[0] ^= 1
+    engine.arena.cells(2, 0, 1)[0] ^= 1
     store = again(store, directory, clock)
     assert not store.check_some(1.0)
     assert store.report().committed == 2
@@ -571,7 +571,7 @@ def test_two_stores_never_work_in_one_directory(store: NodeStore, directory: Pat
 def test_a_block_from_elsewhere_lands_and_is_found(store: NodeStore) -> None:
     engine, name = Client(store), name_of("from afar")
     shape = engine.arena.shape
-    payload = b"".join(contents(name, head, shape.head_bytes) for head in range(shape.kv_heads))
+    payload = b"".join(contents(name, head, shape.cell_bytes) for head in range(shape.cells))
     block = carried(name, bytes(16), payload, shape)
     assert store.land(engine.layout, block)
     assert store.land(engine.layout, block), "it is there already"
@@ -586,7 +586,7 @@ def test_a_block_from_elsewhere_lands_and_is_found(store: NodeStore) -> None:
 def test_a_loan_pins_a_checked_run(store: NodeStore, directory: Path, clock: Clock) -> None:
     engine, names = Client(store), chain("a", 3)
     engine.save(names)
-    engine.arena.heads(2, 0, 1)[0] ^= 1
+    engine.arena.cells(2, 0, 1)[0] ^= 1
     store = again(store, directory, clock)
     back = Client(store)
     assert store.lend("unknown", names) is None
@@ -631,7 +631,7 @@ def test_what_comes_and_goes_is_counted(store: NodeStore, directory: Path, clock
     engine.save(chain("b", 2))
     lease, reserved = engine.reserve(chain("c", 6))
     assert [slot for slot, _ in slots_of(reserved)].count(NO_SLOT) == 1
-    write_head(engine.arena, slots_of(reserved)[0][0], chain("c", 1)[0], 0)
+    write_cell(engine.arena, slots_of(reserved)[0][0], chain("c", 1)[0], 0)
     engine.commit(lease)
     engine.reserve(chain("d", 1))
     store.owner_gone(engine.owner)

@@ -38,7 +38,7 @@ class KvShape(NamedTuple):
     @property
     def block(self) -> Shape:
         size = geometry(self.layout, 1)
-        return Shape(size.kv_heads, size.head_bytes)
+        return Shape(size.cells, size.cell_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -60,8 +60,8 @@ def make_blocks(shape: KvShape) -> list[CarriedBlock]:
 
 def _block(name: BlockHash, parent: bytes, shape: Shape, random: Random) -> CarriedBlock:
     payload = random.randbytes(shape.payload_bytes)
-    heads = [payload[at : at + shape.head_bytes] for at in range(0, len(payload), shape.head_bytes)]
-    return CarriedBlock(name, parent, 16, b"".join(CHECKSUM.pack(checksum(head)) for head in heads), payload)
+    cells = [payload[at : at + shape.cell_bytes] for at in range(0, len(payload), shape.cell_bytes)]
+    return CarriedBlock(name, parent, 16, b"".join(CHECKSUM.pack(checksum(cell)) for cell in cells), payload)
 
 
 @contextlib.contextmanager

@@ -25,14 +25,14 @@ class Piece(NamedTuple):
 
 
 class BoundCopier(Protocol):
-    """Copies between one rank's caches and its heads in one arena. Used from the copy thread, beside steps."""
+    """Copies between one rank's caches and its cells in one arena. Used from the copy thread, beside steps."""
 
     def save(self, piece: Piece) -> Copied:
-        """Writes the heads of each block, then their checksums. A slot that became another's meanwhile is left
+        """Writes the cells of each block, then their checksums. A slot that became another's meanwhile is left
         without checksums, so that nobody takes it for whole. Raises OSError."""
 
     def load(self, piece: Piece) -> Copied:
-        """Reads the heads of each block, which equal their checksums, or the blocks are zeros. Raises OSError."""
+        """Reads the cells of each block, which equal their checksums, or the blocks are zeros. Raises OSError."""
 
     def close(self) -> None:
         """Lets go of the arena's memory."""
@@ -42,7 +42,7 @@ class KvCopier(Protocol):
     """Knows how a device lays out all layers' caches."""
 
     def bind(self, heads: RankHeads) -> BoundCopier:
-        """For these heads of an arena, as many as the caches have. Raises OSError."""
+        """For these heads and layers of an arena, as many as the caches have. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,6 @@ class KvShare:
     """Several ranks may hold the same heads: one of them writes, all read."""
     num_blocks: int
     copier: KvCopier
+    first_layer: int
+    """Of the model's layers, the first that this rank holds."""
+    num_layers: int

@@ -50,9 +50,10 @@ class BoundCudaKvCopier:
         device = caches[0][0].device
         self._caches = caches
         self._heads = heads
-        self._slots = _slots_as_tensor(heads, len(caches), caches[0][0].dtype)
+        self._slots = _slots_as_tensor(heads, caches[0][0].dtype)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._locked = _page_lock(self._slots)
+        # A copy between the device and what is no single run of bytes is made by way of one that is.
+        self._locked = heads.contiguous and _page_lock(self._slots)
         count = max(1, _STAGED_BYTES // heads.bytes_of_slot)
         like = torch.empty((count, *self._slots.shape[1:]), dtype=self._slots.dtype, device="meta")
         self._stages = [_Stage(like, device, bounce=not self._locked) for _ in range(2)]
@@ -160,16 +161,16 @@ def _page_lock(slots: Tensor) -> bool:
     return not refused
 
 
-def _slots_as_tensor(heads: RankHeads, layers: int, dtype: torch.dtype) -> Tensor:
+def _slots_as_tensor(heads: RankHeads, dtype: torch.dtype) -> Tensor:
     """[slots, heads, layers, 2, elements of 16 tokens] where the arena lies; the caller keeps it mapped."""
     shape = heads.arena.geometry
-    room = (shape.slots - 1) * shape.payload_stride + heads.bytes_of_slot
+    room = (shape.slots - 1) * shape.payload_stride + heads.span
     whole = torch.frombuffer((ctypes.c_char * room).from_address(heads.payloads), dtype=dtype)
     item = dtype.itemsize
-    per_half = shape.head_bytes // (layers * 2 * item)
+    per_half = shape.cell_bytes // (2 * item)
     return whole.as_strided(
-        (shape.slots, heads.count, layers, 2, per_half),
-        (shape.payload_stride // item, shape.head_bytes // item, 2 * per_half, per_half, 1),
+        (shape.slots, heads.count, heads.layers, 2, per_half),
+        (shape.payload_stride // item, heads.head_stride // item, 2 * per_half, per_half, 1),
     )
 
 

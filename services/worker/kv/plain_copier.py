@@ -38,7 +38,7 @@ class BoundPlainKvCopier:
     def __init__(self, caches: list[tuple[NDArray[np.generic], ...]], heads: RankHeads, dtype: np.dtype[Any]) -> None:
         self._caches = caches
         self._heads = heads
-        self._slots = slots_as_array(heads, len(caches), dtype)
+        self._slots = slots_as_array(heads, dtype)
 
     def save(self, piece: Piece) -> Copied:
         slots, generations = piece.slots.tolist(), piece.generations.tolist()
@@ -86,16 +86,16 @@ class BoundPlainKvCopier:
                 cache[blocks] = 0
 
 
-def slots_as_array(heads: RankHeads, layers: int, dtype: np.dtype[Any]) -> NDArray[np.generic]:
+def slots_as_array(heads: RankHeads, dtype: np.dtype[Any]) -> NDArray[np.generic]:
     """[slots, heads, layers, 2, elements of 16 tokens] where the arena lies; the caller keeps it mapped."""
     shape = heads.arena.geometry
-    room = (shape.slots - 1) * shape.payload_stride + heads.bytes_of_slot
-    half = shape.head_bytes // (layers * 2)
+    room = (shape.slots - 1) * shape.payload_stride + heads.span
+    half = shape.cell_bytes // 2
     return np.ndarray(
-        (shape.slots, heads.count, layers, 2, half // dtype.itemsize),
+        (shape.slots, heads.count, heads.layers, 2, half // dtype.itemsize),
         dtype=dtype,
         buffer=memoryview((ctypes.c_char * room).from_address(heads.payloads)).cast("B"),
-        strides=(shape.payload_stride, shape.head_bytes, 2 * half, half, dtype.itemsize),
+        strides=(shape.payload_stride, heads.head_stride, 2 * half, half, dtype.itemsize),
     )
 
 

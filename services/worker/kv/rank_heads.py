@@ -1,4 +1,7 @@
-"""The heads of one rank in a mapped arena: where they lie in this process's memory. Knows no device."""
+"""The cells of one rank in a mapped arena, some layers of some heads: where they lie in this process's memory.
+
+Knows no device.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,53 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from kvstore.arena import MappedArena
-from kvstore.core.layout import GENERATION_AT, PAGE
+from kvstore.core.layout import CHECKSUM, GENERATION_AT, PAGE
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; see madvise(2)."""
 
 
 class RankHeads:
-    """`count` KV heads from head `first` on, in every slot of `arena`. Keeps the arena mapped."""
+    """`count` KV heads from head `first` on, `layers` layers from `first_layer` on, in every slot of `arena`. Keeps the
+    arena mapped."""
 
-    def __init__(self, arena: MappedArena, first: int, count: int) -> None:
+    def __init__(self, arena: MappedArena, first: int, count: int, first_layer: int, layers: int) -> None:
         self.arena = arena
-        self.first = first
         self.count = count
-        start = arena.heads(0, first, count)
+        self.layers = layers
+        all_layers = arena.layout.layers
+        if not 0 <= first_layer < first_layer + layers <= all_layers:
+            raise IndexError(f"layers {first_layer}..{first_layer + layers} of {all_layers}")
+        self._first_cells = [head * all_layers + first_layer for head in range(first, first + count)]
+        """Of each head."""
+        start = arena.cells(0, self._first_cells[0], self._first_cells[-1] + layers - self._first_cells[0])
         self.payloads = ctypes.addressof(ctypes.c_char.from_buffer(start))
-        """Address of the first of these heads in slot 0."""
-        self._base = self.payloads - arena.geometry.payload_at(0, first)
+        """Address of the first of these cells in slot 0."""
+        self.span = len(start)
+        """Bytes of a slot from there to the end of the last of these cells."""
+        self._base = self.payloads - arena.geometry.payload_at(0, self._first_cells[0])
         self._keeps = start
         self._touched: set[int] = set()
 
     @property
     def bytes_of_slot(self) -> int:
-        return self.count * self.arena.geometry.head_bytes
+        """Of these cells; others' may lie between them."""
+        return self.count * self.layers * self.arena.geometry.cell_bytes
+
+    @property
+    def head_stride(self) -> int:
+        """Bytes from a head to the next."""
+        return self.arena.layout.layers * self.arena.geometry.cell_bytes
+
+    @property
+    def checksum_stride(self) -> int:
+        """Bytes from a head's checksums to the next one's."""
+        return self.arena.layout.layers * CHECKSUM.size
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether no others' cells lie between them."""
+        return self.span == self.bytes_of_slot
 
     @property
     def generations(self) -> int:
@@ -40,8 +67,8 @@ class RankHeads:
 
     @property
     def checksums(self) -> int:
-        """Address of the first head's checksum in slot 0."""
-        return self._base + self.arena.geometry.checksum_at(0, self.first)
+        """Address of the first cell's checksum in slot 0."""
+        return self._base + self.arena.geometry.checksum_at(0, self._first_cells[0])
 
     def unchanged(self, slots: Iterable[int], generations: Iterable[int]) -> bool:
         return all(self.arena.generation(slot) == wanted for slot, wanted in zip(slots, generations, strict=True))
@@ -55,25 +82,30 @@ class RankHeads:
             return
         for first, count in _runs(fresh):
             shape = self.arena.geometry
-            start = (self._base + shape.payload_at(first, self.first)) // PAGE * PAGE
-            end = self._base + shape.payload_at(first + count - 1, self.first) + self.bytes_of_slot
+            start = (self._base + shape.payload_at(first, self._first_cells[0])) // PAGE * PAGE
+            end = self._base + shape.payload_at(first + count - 1, self._first_cells[0]) + self.span
             _populate(start, end - start)
         self._touched.update(fresh)
 
     def write_checksums(self, slot: int) -> None:
-        """After the heads' bytes are written."""
-        for head in range(self.first, self.first + self.count):
-            self.arena.write_checksum(slot, head)
+        """After the cells' bytes are written."""
+        for cell in self._cells():
+            self.arena.write_checksum(slot, cell)
 
     def verified(self, slot: int) -> bool:
-        """Whether the heads' bytes are what their checksums were made of."""
-        return all(self.arena.verify(slot, head) for head in range(self.first, self.first + self.count))
+        """Whether the cells' bytes are what their checksums were made of."""
+        return all(self.arena.verify(slot, cell) for cell in self._cells())
 
     def forget_checksums(self, slots: Iterable[int]) -> None:
         """Nobody will take the slots for whole."""
         stride = self.arena.geometry.header_stride
         for slot in slots:
-            ctypes.memset(self.checksums + slot * stride, 0, 8 * self.count)
+            for head in range(self.count):
+                at = self.checksums + slot * stride + head * self.checksum_stride
+                ctypes.memset(at, 0, CHECKSUM.size * self.layers)
+
+    def _cells(self) -> Iterator[int]:
+        return (first + layer for first in self._first_cells for layer in range(self.layers))
 
     def close(self) -> None:
         self._keeps.release()

@@ -93,7 +93,8 @@ class Transfers:
         arena = MappedArena.open(path, transfer.arena)
         if arena.layout != self._share.layout:
             raise TransferFailed(f"{path} holds {arena.layout}, this rank {self._share.layout}")
-        heads = RankHeads(arena, self._share.first_head, self._share.num_heads)
+        share = self._share
+        heads = RankHeads(arena, share.first_head, share.num_heads, share.first_layer, share.num_layers)
         self._bytes_of_block = heads.bytes_of_slot
         self._bound = arena, self._share.copier.bind(heads)
         return self._bound

@@ -1,4 +1,4 @@
-"""One forward pass of a decoder, or of one stage of it. Knows tensors and `Ops`; no sequences, no sampling, no files."""
+"""One forward pass of a decoder or a stage of it. Knows tensors and `Ops`; no sequences, no sampling, no files."""
 
 from __future__ import annotations
 
@@ -120,6 +120,8 @@ class Decoder:
             writes=self._share.first_of_kv_heads,
             num_blocks=len(keys),
             copier=self._ops.kv_copier(caches, self._config.head_dim),
+            first_layer=self._weights.first_layer,
+            num_layers=len(caches),
         )
 
     @property

@@ -140,7 +140,8 @@ class Copier {
         if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
         save_heads(block, slot);
         if (generation_of(slot) == generation) return KvCopied::kAll;
-        for (int head = 0; head < heads_; ++head) __atomic_store_n(checksum(slot, head), 0, __ATOMIC_RELEASE);
+        for (int head = 0; head < heads_; ++head)
+            for (int layer = 0; layer < memory_.layers; ++layer) __atomic_store_n(checksum(slot, head, layer), 0, __ATOMIC_RELEASE);
         return KvCopied::kOtherGeneration;
     }
 
@@ -166,37 +167,45 @@ class Copier {
     char* cache(void* of, int block, int head) const {
         return (char*)of + (int64_t(block) * heads_ + head) * cached_;
     }
-    int64_t head_bytes() const { return 2 * half_ * memory_.layers; }
-    char* payload(uint32_t slot, int head) const { return (char*)arena_.payloads + slot * arena_.payload_stride + head * head_bytes(); }
-    uint64_t* checksum(uint32_t slot, int head) const { return (uint64_t*)((char*)arena_.checksums + slot * arena_.header_stride) + head; }
+    char* payload(uint32_t slot, int head) const {
+        return (char*)arena_.payloads + slot * arena_.payload_stride + head * arena_.head_stride;
+    }
+    uint64_t* checksum(uint32_t slot, int head, int layer) const {
+        return (uint64_t*)((char*)arena_.checksums + slot * arena_.header_stride + head * arena_.checksum_stride) + layer;
+    }
     uint64_t generation_of(uint32_t slot) const {
         return __atomic_load_n((uint64_t*)((char*)arena_.generations + slot * arena_.header_stride), __ATOMIC_ACQUIRE);
     }
 
     // Layer after layer: all heads of a block lie side by side there, and are read from the first to the last.
     void save_heads(int block, uint32_t slot) const {
-        std::vector<Checksum> sums{size_t(heads_), Checksum{head_bytes()}};
+        std::vector<uint64_t> sums(size_t(heads_) * memory_.layers);
         for (int layer = 0; layer < memory_.layers; ++layer)
             for (int head = 0; head < heads_; ++head) {
                 packed_.keys_out(cache(memory_.keys[layer], block, head), staged());
                 const char* values = cache(memory_.values[layer], block, head);
                 if (!packed_.plain_values()) packed_.values_out(values, staged() + half_), values = staged() + half_;
-                Checksum& sum = sums[size_t(head)];
+                Checksum sum(2 * half_);
                 sum.take(staged(), half_);
                 sum.take(values, half_);
+                sums[size_t(head) * memory_.layers + layer] = sum.value();
                 char* to = payload(slot, head) + layer * 2 * half_;
                 stream(to, staged(), half_, cache(memory_.keys[layer], block, head + 1));
                 stream(to + half_, values, half_, cache(memory_.values[layer], block, head + 1));
             }
         finish_streaming();
-        for (int head = 0; head < heads_; ++head) __atomic_store_n(checksum(slot, head), sums[size_t(head)].value(), __ATOMIC_RELEASE);
+        for (int head = 0; head < heads_; ++head)
+            for (int layer = 0; layer < memory_.layers; ++layer)
+                __atomic_store_n(checksum(slot, head, layer), sums[size_t(head) * memory_.layers + layer], __ATOMIC_RELEASE);
     }
 
     bool load_head(int block, int head, uint32_t slot) const {
-        Checksum sum(head_bytes());
+        bool sound = true;
         const char* from = payload(slot, head);
-        for (int layer = 0; layer < memory_.layers; ++layer, from += 2 * half_) {
+        for (int layer = 0; layer < memory_.layers && sound; ++layer, from += 2 * half_) {
+            Checksum sum(2 * half_);
             sum.take(from, 2 * half_);
+            sound = sum.value() == __atomic_load_n(checksum(slot, head, layer), __ATOMIC_ACQUIRE);
             packed_.keys_in(staged(), from);
             const char* values = from + half_;
             if (!packed_.plain_values()) packed_.values_in(staged() + half_, values), values = staged() + half_;
@@ -204,7 +213,7 @@ class Copier {
             stream(cache(memory_.values[layer], block, head), values, cached_, from + 3 * half_);
         }
         finish_streaming();
-        return sum.value() == __atomic_load_n(checksum(slot, head), __ATOMIC_ACQUIRE);
+        return sound;
     }
 
     const KvMemory& memory_;

@@ -12,13 +12,16 @@ struct KvMemory {
     void* const* values;
 };
 
-// Where the rank's heads of slot 0 lie; see kvstore/core/layout.py.
+// Where the rank's cells of slot 0 lie, which are the layers of `KvMemory` of each of its heads; see
+// kvstore/core/layout.py.
 struct KvArena {
     void* generations;
     void* checksums;
     void* payloads;
     int64_t header_stride;
     int64_t payload_stride;
+    int64_t head_stride;      // bytes from a head to the next: all layers of the model
+    int64_t checksum_stride;  // the same among checksums
 };
 
 struct KvBlocks {

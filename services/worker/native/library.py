@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 2
+VERSION = 3
 """Of the interface; api.cpp's `baton_version` must say the same."""
 
 SINGLE, HALF = 0, 1
@@ -139,6 +139,8 @@ class KvArena(Structure):
         ("payloads", c_void_p),
         ("header_stride", c_int64),
         ("payload_stride", c_int64),
+        ("head_stride", c_int64),
+        ("checksum_stride", c_int64),
     )
 
 

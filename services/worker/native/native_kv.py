@@ -39,8 +39,8 @@ class NativeKvCopier:
         )
 
     def bind(self, heads: RankHeads) -> BoundNativeKvCopier:
-        if heads.arena.geometry.head_bytes <= _SHORTEST:
-            raise OSError(errno.EINVAL, f"heads of {heads.arena.geometry.head_bytes} bytes are not supported")
+        if heads.arena.geometry.cell_bytes <= _SHORTEST:
+            raise OSError(errno.EINVAL, f"heads of {heads.arena.geometry.cell_bytes} bytes are not supported")
         return BoundNativeKvCopier(self._library, self._memory, heads)
 
 
@@ -58,6 +58,8 @@ class BoundNativeKvCopier:
             payloads=heads.payloads,
             header_stride=shape.header_stride,
             payload_stride=shape.payload_stride,
+            head_stride=heads.head_stride,
+            checksum_stride=heads.checksum_stride,
         )
 
     def save(self, piece: Piece) -> Copied:
