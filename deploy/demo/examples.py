@@ -21,6 +21,7 @@ Kind = Literal[
     "memory",
     "multi-turn",
     "completion",
+    "tools",
 ]
 
 HELD_OUT_ONE_IN = 12

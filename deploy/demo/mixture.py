@@ -1,11 +1,22 @@
 """How much of each kind the model reads, and the order in which it reads it. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
 from deploy.demo.examples import Draw, Example, Exchange, Kind, draw_for_training
-from deploy.demo.texts import arithmetic, capitals, conversation, languages, letters, passages, records, stories, talk
+from deploy.demo.texts import (
+    arithmetic,
+    capitals,
+    conversation,
+    languages,
+    letters,
+    passages,
+    records,
+    stories,
+    talk,
+    tools,
+)
 
 DRAWS: dict[Kind, Draw] = {
     "capitals": capitals.draw,
@@ -22,6 +33,7 @@ DRAWS: dict[Kind, Draw] = {
     "memory": conversation.draw_memory,
     "multi-turn": conversation.draw_several,
     "completion": passages.draw,
+    "tools": tools.draw,
 }
 """The generator of every kind that is evaluated."""
 
@@ -44,13 +56,16 @@ SHARES: tuple[tuple[Draw, float], ...] = (
 )
 """Shares of the documents, not of the tokens: a story is ten times as long as a sum."""
 
+TUNING_SHARES = (*SHARES, (conversation.bare_sum, 22), (tools.draw, 14))
+"""What the second part of the training adds: both need what the first has taught, arithmetic and copying."""
 
-def training_examples(seed: int) -> Iterator[Example]:
+
+def training_examples(seed: int, shares: Sequence[tuple[Draw, float]] = SHARES) -> Iterator[Example]:
     """The endless training text of one seed; held-out examples never occur in it."""
     rng = Random(seed)
-    draws, shares = zip(*SHARES, strict=True)
+    draws, weights = zip(*shares, strict=True)
     while True:
-        yield dressed(draw_for_training(rng.choices(draws, shares)[0], rng), rng)
+        yield dressed(draw_for_training(rng.choices(draws, weights)[0], rng), rng)
 
 
 def dressed(example: Example, rng: Random) -> Example:

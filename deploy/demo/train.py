@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from deploy.demo import evaluation
 from deploy.demo.architecture import MAX_POSITIONS, generation_config, llama_config
-from deploy.demo.mixture import training_examples
+from deploy.demo.mixture import SHARES, TUNING_SHARES, training_examples
 from deploy.demo.packing import Batch, Document, Encoder, batches
 from deploy.demo.vocabulary import save_tokenizer, train_tokenizer
 
@@ -31,6 +31,7 @@ class Recipe:
     """Everything that decides the weights, apart from the text."""
 
     steps: int
+    tuning_steps: int
     seed: int = 1
     tokens_per_step: int = 4096
     matrix_rate: float = 5e-3
@@ -39,16 +40,25 @@ class Recipe:
     weight_decay: float = 0.05
     clip: float = 1.0
 
+    @property
+    def all_steps(self) -> int:
+        """Of both parts."""
+        return self.steps + self.tuning_steps
+
     def rate(self, step: int) -> float:
         """The learning rate's factor: a short warm-up, a plateau, and a straight line down over the last quarter.
 
         On the plateau nothing depends on the number of steps, so a run may be stopped and given another length.
+        Tuning does it once more, half as high.
         """
-        return min(1.0, (step + 1) / self.warm_up, 0.01 + 4 * (self.steps - step) / self.steps)
+        if step < self.steps:
+            return min(1.0, (step + 1) / self.warm_up, 0.01 + 4 * (self.steps - step) / self.steps)
+        tuned = step - self.steps
+        return 0.5 * min(1.0, (tuned + 1) / self.warm_up, 0.01 + 2 * (self.tuning_steps - tuned) / self.tuning_steps)
 
     def same_text_and_rates(self, other: "Recipe") -> bool:
         """Whether a run of the other recipe may be continued with this one."""
-        return replace(self, steps=0) == replace(other, steps=0)
+        return replace(self, steps=0, tuning_steps=0) == replace(other, steps=0, tuning_steps=0)
 
 
 class Training:
@@ -77,7 +87,8 @@ class Training:
     def documents(self) -> Iterator[Document]:
         """The text of the present step."""
         left = self.recipe.tokens_per_step
-        for example in training_examples(Random(f"{self.recipe.seed} {self.step}").getrandbits(48)):
+        shares = SHARES if self.step < self.recipe.steps else TUNING_SHARES
+        for example in training_examples(Random(f"{self.recipe.seed} {self.step}").getrandbits(48), shares):
             document = self._encoder.document(example)
             yield document
             left -= len(document[0])
@@ -136,7 +147,7 @@ class Training:
         """Go on from a checkpoint."""
         state = torch.load(path)
         if state["tokenizer"] != self.tokenizer.to_str() or not self.recipe.same_text_and_rates(
-            Recipe(**state["recipe"])
+            Recipe(**{"tuning_steps": 0} | state["recipe"])
         ):
             raise SystemExit(f"{path} is of another recipe or another text: remove it, or give --checkpoints")
         self.step = state["step"]
@@ -149,15 +160,17 @@ def train(training: Training, checkpoint: Path, save_every: int) -> None:
     """Run to the end of the recipe, reporting and saving on the way."""
     started, tokens = time.perf_counter(), 0
     losses: list[float] = []
-    while training.step < training.recipe.steps:
+    while training.step < training.recipe.all_steps:
         losses.append(training.advance())
         tokens += training.recipe.tokens_per_step
         if training.step % REPORT_EVERY == 0:
             speed = tokens / (time.perf_counter() - started)
             loss = sum(losses) / len(losses)
-            print(f"step {training.step}/{training.recipe.steps}  loss {loss:.4f}  {speed:,.0f} tokens/s", flush=True)
+            print(
+                f"step {training.step}/{training.recipe.all_steps}  loss {loss:.4f}  {speed:,.0f} tokens/s", flush=True
+            )
             losses.clear()
-        if training.step % save_every == 0 or training.step == training.recipe.steps:
+        if training.step % save_every == 0 or training.step == training.recipe.all_steps:
             training.save(checkpoint)
 
 
@@ -190,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the shipped model")
     parser.add_argument("--checkpoints", type=Path, default=Path("build/demo"), help="folder of the resumable state")
     parser.add_argument("--steps", type=int, default=4600)
+    parser.add_argument("--tuning-steps", type=int, default=1400, help="further steps that add tools and bare sums")
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--questions", type=int, default=200, help="held-out questions of each kind")
     parser.add_argument(
@@ -199,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if not options.evaluate_only:
-        recipe = Recipe(steps=options.steps)
+        recipe = Recipe(options.steps, options.tuning_steps)
         options.checkpoints.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(islice(training_examples(recipe.seed), TOKENIZER_EXAMPLES))
         training = Training(recipe, tokenizer, options.workers)

@@ -14,8 +14,8 @@ from deploy.demo.mixture import DRAWS
 
 FOLDER = Path(evaluation.__file__).parent / "model"
 REPOSITORY = Path(__file__).parents[2]
-LEARNT = DRAWS.keys() - {"system prompt"}
-"""Kinds at 90% or better; the other one is shown in the table with what it has: bare sums, without their working."""
+LEARNT = DRAWS.keys() - {"tools"}
+"""Kinds at 90% or better; the other one is shown in the table with what it has."""
 Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 

@@ -93,16 +93,27 @@ def brief(rng: Random) -> Exchange:
         country = rng.choice(capitals.COUNTRIES)
         question, answer = rng.choice(capitals.ASKING_CAPITAL).format(country), capitals.CAPITALS[country]
     elif rng.random() < 0.6:
-        while True:
-            full = draw_for_training(rng.choice((arithmetic.add, arithmetic.subtract)), rng)
-            assert isinstance(full, Exchange)
-            question, stated = full.turns[0].question, full.turns[0].answer
-            if ". " not in stated:
-                break
-        answer = stated.removesuffix(".").split(" = ")[1]
+        question, answer = sum_and_result(rng)
     else:
         a, b = rng.randrange(13), rng.randrange(13)
         question, answer = rng.choice(arithmetic.MULTIPLYING).format(a=a, b=b), str(a * b)
+    return exchange("system prompt", f"{system} {question}", question, answer, system)
+
+
+def sum_and_result(rng: Random) -> tuple[str, str]:
+    """A sum or a difference as it is asked for, and the number alone."""
+    while True:
+        full = draw_for_training(rng.choice((arithmetic.add, arithmetic.subtract)), rng)
+        assert isinstance(full, Exchange)
+        question, stated = full.turns[0].question, full.turns[0].answer
+        if ". " not in stated:
+            return question, stated.removesuffix(".").split(" = ")[1]
+
+
+def bare_sum(rng: Random) -> Exchange:
+    """`brief`, and a sum in any case: it must be done in the head, which takes practice. Held out as there."""
+    system = rng.choice(BRIEF)
+    question, answer = sum_and_result(rng)
     return exchange("system prompt", f"{system} {question}", question, answer, system)
 
 
