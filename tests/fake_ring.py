@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from shared import topics
 from shared.bus import Bus
+from shared.dialects import Dialect, Thinking
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, ModelName
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import (
@@ -30,7 +31,7 @@ from shared.messages.gateway import (
     Rejected,
     StreamOpened,
 )
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service
+from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Service, TokenizerReport
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, SchedulerControl
 from shared.messages.tokenizer import (
     ChatPrompt,
@@ -98,6 +99,11 @@ class FakeRing:
         self.absent: set[Service] = set()
         self._numbers: dict[GatewayId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.script: list[str] | None = None
+        """What the model says instead, a token each; it ends by itself then."""
+        self.dialect = Dialect()
+        self.thinking: Thinking | None = None
+        """How every prompt ends."""
         self.hold = asyncio.Event()
         """Prompts with HOLD in them go on when it is set."""
 
@@ -151,6 +157,7 @@ class FakeRing:
             host="h",
             started=0.0,
             engine=report if service == "scheduler" else None,
+            tokenizer=TokenizerReport(model=MODEL, dialect=self.dialect) if service == "tokenizer" else None,
         )
         await self.bus.publish(topics.lifecycle_of(service, InstanceId(instance)), life)
 
@@ -233,13 +240,14 @@ class FakeRing:
 
     async def _generate(self, message: Tokenize, until: int | None = None, lose: int | None = None) -> None:
         """Tokens from where the attempt resumes; `until` ends it in the middle, `lose` drops that position."""
-        length = min(message.stopping.max_tokens or 8, self.longest)
-        finish = "length" if message.stopping.max_tokens else "stop"
+        most = message.stopping.max_tokens
+        length = min(most or 8, self.longest) if self.script is None else min(most or 10**9, len(self.script))
+        finish = "length" if most and (self.script is None or most < len(self.script)) else "stop"
         position = count(message.resume)
         text = prompt_text(message.prompt)
         prompt_tokens = len(text.split(" "))
         opened: tuple[StreamOpened, ...] = (
-            StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2),
+            StreamOpened(message.request, message.attempt, prompt_tokens, prompt_tokens // 2, self.thinking),
         )
         if message.sampling.prompt_logprobs is not None and not ("UNSCORED" in text and message.attempt == 1):
             await self.deltas(message, opened, (), _scored(message, prompt_tokens))
@@ -252,7 +260,7 @@ class FakeRing:
                 message.attempt,
                 position,
                 (position,),
-                word(position),
+                word(position) if self.script is None else self.script[position],
                 finish if last else None,  # type: ignore[arg-type]
                 None,
                 _logprobs(message, position),
