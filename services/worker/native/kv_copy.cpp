@@ -58,18 +58,19 @@ BATON_INLINE void transpose_tile(const uint32_t* from, int from_stride, uint32_t
 }
 #endif
 
-// to[columns][rows] = from[rows][columns] transposed; words of 4 bytes.
-void transpose(const uint32_t* from, uint32_t* to, int rows, int columns) {
+// to[columns][rows] = from[rows][columns] transposed; words of 4 bytes, and so is the stride between rows of `from`.
+void transpose(const uint32_t* from, int from_stride, uint32_t* to, int rows, int columns) {
     int whole_rows = rows / kSide * kSide, whole_columns = columns / kSide * kSide;
-    for (int row = 0; row < whole_rows; row += kSide)
-        for (int column = 0; column < whole_columns; column += kSide)
-            transpose_tile(from + row * columns + column, columns, to + column * rows + row, rows);
+    for (int column = 0; column < whole_columns; column += kSide)
+        for (int row = 0; row < whole_rows; row += kSide)
+            transpose_tile(from + row * from_stride + column, from_stride, to + column * rows + row, rows);
     for (int row = 0; row < rows; ++row)
         for (int column = row < whole_rows ? whole_columns : 0; column < columns; ++column)
-            to[column * rows + row] = from[row * columns + column];
+            to[column * rows + row] = from[row * from_stride + column];
 }
 
-// A head's block of one layer, keys or values, from its packed form to rows of head_dim and back.
+// A head's block of one layer, keys or values, from its packed form to rows of head_dim and back. What comes out may be
+// some of the tokens only: an even number, from an even one on.
 struct Packed {
     int item_bytes;
     int dim;
@@ -77,20 +78,24 @@ struct Packed {
     int key_words() const { return dim * item_bytes / 4; }
     bool plain_values() const { return item_bytes == 4 && dim == padded; }  // they are rows of head_dim as they are
 
-    void keys_out(const char* block, char* rows) const { transpose((const uint32_t*)block, (uint32_t*)rows, key_words(), kBlockTokens); }
-    void keys_in(char* block, const char* rows) const { transpose((const uint32_t*)rows, (uint32_t*)block, kBlockTokens, key_words()); }
+    void keys_out(const char* block, char* rows, int token, int tokens) const {
+        transpose((const uint32_t*)block + token, kBlockTokens, (uint32_t*)rows, key_words(), tokens);
+    }
+    void keys_in(char* block, const char* rows) const {
+        transpose((const uint32_t*)rows, key_words(), (uint32_t*)block, kBlockTokens, key_words());
+    }
 
-    void values_out(const char* block, char* rows) const {
-        if (item_bytes == 4) return copy_rows(block, padded, rows, dim);
-        for (int token = 0; token < kBlockTokens; token += 2) {
-            const uint16_t* __restrict from = (const uint16_t*)block + token * padded;
+    void values_out(const char* block, char* rows, int first, int tokens) const {
+        if (item_bytes == 4) return copy_rows(block + first * padded * 4, padded, rows, dim, tokens);
+        for (int token = 0; token < tokens; token += 2) {
+            const uint16_t* __restrict from = (const uint16_t*)block + (first + token) * padded;
             uint16_t* __restrict even = (uint16_t*)rows + token * dim;
             uint16_t* __restrict odd = even + dim;
             for (int i = 0; i < dim; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
         }
     }
     void values_in(char* block, const char* rows) const {
-        if (item_bytes == 4) return copy_rows(rows, dim, block, padded);
+        if (item_bytes == 4) return copy_rows(rows, dim, block, padded, kBlockTokens);
         for (int token = 0; token < kBlockTokens; token += 2) {
             uint16_t* __restrict to = (uint16_t*)block + token * padded;
             const uint16_t* __restrict even = (const uint16_t*)rows + token * dim;
@@ -98,25 +103,35 @@ struct Packed {
             for (int i = 0; i < dim; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
         }
     }
-    void copy_rows(const char* from, int from_stride, char* to, int to_stride) const {
-        for (int token = 0; token < kBlockTokens; ++token) memcpy(to + token * to_stride * 4, from + token * from_stride * 4, size_t(dim) * 4);
+    void copy_rows(const char* from, int from_stride, char* to, int to_stride, int rows) const {
+        for (int row = 0; row < rows; ++row) memcpy(to + row * to_stride * 4, from + row * from_stride * 4, size_t(dim) * 4);
     }
 };
 
-// Copies past the processor's caches, whole lines: what is stored is not read again soon, and lines stored whole need not
-// be read before. All of `to`, `from` and `bytes` are multiples of kLine. Meanwhile asks for as much from `next` on, line
-// by line: all at once would wait for memory.
-void stream(char* to, const char* from, int64_t bytes, const char* next) {
-    for (int64_t at = 0; at < bytes; at += kLine) {
-        __builtin_prefetch(next + at, 0, 2);
+// Copies a line past the processor's caches: what is stored is not read again soon, and lines stored whole need not be
+// read before.
+BATON_INLINE void stream_line(char* to, const char* from) {
 #if defined(BATON_AVX512)
-        _mm512_stream_si512((__m512i*)(to + at), _mm512_load_si512(from + at));
+    _mm512_stream_si512((__m512i*)to, _mm512_load_si512(from));
 #elif defined(__x86_64__)
-        for (int i = 0; i < kLine; i += 16) _mm_stream_si128((__m128i*)(to + at + i), _mm_load_si128((const __m128i*)(from + at + i)));
+    for (int i = 0; i < kLine; i += 16) _mm_stream_si128((__m128i*)(to + i), _mm_load_si128((const __m128i*)(from + i)));
 #else
-        memcpy(to + at, from + at, kLine);
+    memcpy(to, from, kLine);
 #endif
-    }
+}
+
+// Whole lines: all of `to`, `from` and `bytes` are multiples of kLine. Meanwhile asks for as much from `next` on, line by
+// line: all at once would wait for memory.
+void stream(char* to, const char* from, int64_t bytes, const char* next) {
+    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(next + at, 0, 2), stream_line(to + at, from + at);
+}
+
+// The same, and takes the lines into `sum`: that costs little beside stores that wait for memory.
+void stream(char* to, const char* from, int64_t bytes, const char* next, Checksum& sum) {
+    sum.take(from, bytes, [=](const char* line) {
+        __builtin_prefetch(next + (line - from), 0, 2);
+        stream_line(to + (line - from), line);
+    });
 }
 
 void finish_streaming() {
@@ -124,6 +139,12 @@ void finish_streaming() {
     _mm_sfence();
 #endif
 }
+
+// A block and its slot.
+struct Place {
+    int block;
+    uint32_t slot;
+};
 
 class Copier {
   public:
@@ -134,11 +155,13 @@ class Copier {
           packed_{memory.item_bytes, memory.head_dim, (memory.head_dim + kLanes - 1) / kLanes * kLanes},
           half_(int64_t(kBlockTokens) * memory.head_dim * memory.item_bytes),
           cached_(int64_t(kBlockTokens) * packed_.padded * memory.item_bytes),
+          part_(half_ / 2 % kLine ? kBlockTokens : kBlockTokens / 2),
           staged_(new F[size_t(half_ + cached_ + 63) / 64]()) {}
 
-    KvCopied save(int block, uint32_t slot, uint64_t generation) const {
+    KvCopied save(Place place, uint64_t generation, Place after) const {
+        const uint32_t slot = place.slot;
         if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
-        save_heads(block, slot);
+        save_heads(place, after);
         if (generation_of(slot) == generation) return KvCopied::kAll;
         for (int head = 0; head < heads_; ++head)
             for (int layer = 0; layer < memory_.layers; ++layer) __atomic_store_n(checksum(slot, head, layer), 0, __ATOMIC_RELEASE);
@@ -163,6 +186,8 @@ class Copier {
     }
 
   private:
+    static constexpr int kAhead = 2;  // how many pieces memory is asked for before they are needed
+
     char* staged() const { return (char*)staged_.get(); }
     char* cache(void* of, int block, int head) const {
         return (char*)of + (int64_t(block) * heads_ + head) * cached_;
@@ -178,26 +203,41 @@ class Copier {
     }
 
     // Layer after layer: all heads of a block lie side by side there, and are read from the first to the last.
-    void save_heads(int block, uint32_t slot) const {
-        std::vector<uint64_t> sums(size_t(heads_) * memory_.layers);
-        for (int layer = 0; layer < memory_.layers; ++layer)
-            for (int head = 0; head < heads_; ++head) {
-                packed_.keys_out(cache(memory_.keys[layer], block, head), staged());
-                const char* values = cache(memory_.values[layer], block, head);
-                if (!packed_.plain_values()) packed_.values_out(values, staged() + half_), values = staged() + half_;
-                Checksum sum(2 * half_);
-                sum.take(staged(), half_);
-                sum.take(values, half_);
-                sums[size_t(head) * memory_.layers + layer] = sum.value();
-                char* to = payload(slot, head) + layer * 2 * half_;
-                stream(to, staged(), half_, cache(memory_.keys[layer], block, head + 1));
-                stream(to + half_, values, half_, cache(memory_.values[layer], block, head + 1));
-            }
+    void save_heads(Place place, Place after) const {
+        int pieces = memory_.layers * heads_;
+        std::vector<uint64_t> sums{};
+        sums.reserve(size_t(pieces));
+        for (int piece = 0; piece < pieces; ++piece) {
+            int next = piece + kAhead;
+            sums.push_back(save_piece(place, piece, next < pieces ? place : after, next % pieces));
+        }
         finish_streaming();
-        for (int head = 0; head < heads_; ++head)
-            for (int layer = 0; layer < memory_.layers; ++layer)
-                __atomic_store_n(checksum(slot, head, layer), sums[size_t(head) * memory_.layers + layer], __ATOMIC_RELEASE);
+        for (int piece = 0; piece < pieces; ++piece)
+            __atomic_store_n(checksum(place.slot, piece % heads_, piece / heads_), sums[size_t(piece)], __ATOMIC_RELEASE);
     }
+
+    // Keys and values of one layer and head, a part of the tokens after the other: converting one part goes on while the
+    // one before is stored. Returns their checksum.
+    uint64_t save_piece(Place place, int piece, Place then, int next) const {
+        Checksum sum(2 * half_);
+        const char *keys = cached(memory_.keys, place, piece), *next_keys = cached(memory_.keys, then, next);
+        const char *values = cached(memory_.values, place, piece), *next_values = cached(memory_.values, then, next);
+        char* to = stored(place, piece);
+        __builtin_prefetch(stored(then, next), 1, 2);  // for its page's address, whose look-up would hold up the stores
+        const int64_t bytes = half_ * part_ / kBlockTokens;
+        for (int token = 0; token < kBlockTokens; token += part_, to += bytes, next_keys += bytes) {
+            packed_.keys_out(keys, staged(), token, part_);
+            stream(to, staged(), bytes, next_keys, sum);
+        }
+        for (int token = 0; token < kBlockTokens; token += part_, to += bytes, next_values += bytes) {
+            const char* rows = packed_.plain_values() ? values + token * packed_.dim * packed_.item_bytes : staged();
+            if (rows == staged()) packed_.values_out(values, staged(), token, part_);
+            stream(to, rows, bytes, next_values, sum);
+        }
+        return sum.value();
+    }
+    char* cached(void* const* of, Place place, int piece) const { return cache(of[piece / heads_], place.block, piece % heads_); }
+    char* stored(Place place, int piece) const { return payload(place.slot, piece % heads_) + piece / heads_ * 2 * half_; }
 
     bool load_head(int block, int head, uint32_t slot) const {
         bool sound = true;
@@ -222,6 +262,7 @@ class Copier {
     Packed packed_;
     int64_t half_;    // bytes of one head's keys of one layer in a slot, and of its values
     int64_t cached_;  // the same in the caches
+    int part_;        // tokens converted at a time: whole lines
     std::unique_ptr<F[]> staged_;  // zeros where nothing is put: what pads values must be finite
 };
 
@@ -230,7 +271,8 @@ class Copier {
 KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what) {
     Copier copier(memory, arena);
     for (int i = 0; i < what.count; ++i) {
-        KvCopied copied = copier.save(what.blocks[i], what.slots[i], what.generations[i]);
+        int after = i + 1 < what.count ? i + 1 : i;
+        KvCopied copied = copier.save({what.blocks[i], what.slots[i]}, what.generations[i], {what.blocks[after], what.slots[after]});
         if (copied != KvCopied::kAll) return copied;
     }
     return KvCopied::kAll;
