@@ -49,9 +49,12 @@ class Sequence:
 class Driver:
     """Runs sequences on `backend`, at most `budget` tokens a step."""
 
-    def __init__(self, backend: Backend, *, budget: int = 512, epoch: int = 1) -> None:
+    def __init__(self, backend: Backend, *, budget: int = 512, epoch: int = 1, speculate: int = 0) -> None:
+        """`speculate`: drafts that every decode may verify."""
         self.backend = backend
         self.budget = budget
+        self.speculate = speculate
+        self.drafted = self.accepted = 0
         self.sequences: dict[SequenceId, Sequence] = {}
         self._free = list(range(backend.num_blocks))
         Random(0).shuffle(self._free)
@@ -158,16 +161,24 @@ class Driver:
 
     def _work(self, sequence: Sequence, count: int) -> Work:
         sequence.computed += count
-        missing = -(-sequence.computed // BLOCK_SIZE) - len(sequence.blocks)
+        samples = sequence.computed == len(sequence.tokens)
+        speculate = self.speculate if samples and count == 1 else 0
+        longest = min(sequence.computed + speculate, self.backend.card.max_model_len)
+        missing = max(0, -(-longest // BLOCK_SIZE) - len(sequence.blocks))
         fresh = [self._free.pop() for _ in range(missing)]
         sequence.blocks += fresh
         sequence.own_blocks += fresh
-        return Work(sequence.id, count, pack(fresh), sequence.computed == len(sequence.tokens))
+        return Work(sequence.id, count, pack(fresh), samples, speculate)
 
     def _take(self, plan: StepPlan) -> None:
         output = self.backend.step(plan)
         assert [s.sequence for s in output.sampled] == [w.sequence for w in plan.work if w.sample]
         for sampled in output.sampled:
             sequence = self.sequences[sampled.sequence]
-            sequence.tokens += sampled.tokens
-            sequence.logprobs += sampled.logprobs or ()
+            # What lies behind the last token wanted is dropped, as a scheduler does.
+            kept = sampled.tokens[: sequence.wanted - len(sequence.output)]
+            sequence.tokens += kept
+            sequence.logprobs += (sampled.logprobs or ())[: len(kept)]
+            sequence.computed = len(sequence.tokens) - 1
+        self.drafted += output.drafted
+        self.accepted += sum(output.accepted)

@@ -71,6 +71,7 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             communicator=communicator,
             ops=config.ops,
             threads=config.threads,
+            speculation=config.speculation(),
             pipeline=pipeline,
             layers=config.pp_layers or None,
         )

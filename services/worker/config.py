@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from services.worker.actor import Place
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
+from services.worker.speculation.settings import Speculation, read_speculation
 from shared.config import ByteSize, ServiceConfig
 from shared.ids import EngineId, ModelName
 
@@ -46,6 +47,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = None
     ops: Annotated[Literal["auto", "torch", "native"], Meta(description="Operations the model runs on.")] = "auto"
     threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
+    speculative: Annotated[
+        str | None, Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.')
+    ] = None
     sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim imitates.")] = "h200"
     sim_step_ms: Annotated[
         float | None, Meta(ge=0, description="Every simulated step takes this long; 0 is allowed.")
@@ -72,6 +76,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
+        if self.speculative is not None:
+            read_speculation(self.speculative)
+            if self.device == "sim":
+                raise ValueError("speculative: the simulated device drafts nothing; see sim_speculate")
         if self.sim_bandwidth == 0:
             raise ValueError("sim_bandwidth: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
@@ -92,6 +100,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             max_batch_tokens=self.max_batch_tokens,
             kvstore_dir=self.kvstore_dir,
         )
+
+    def speculation(self) -> Speculation | None:
+        return None if self.speculative is None else read_speculation(self.speculative)
 
     def rendezvous_url(self) -> str:
         """As torch.distributed wants it."""

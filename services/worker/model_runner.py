@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,9 +17,12 @@ from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
+from services.worker.sampling.masks import Mask
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
-from services.worker.sequences import Batch, SequenceTable
+from services.worker.sequences import Batch, Int32s, SequenceTable, Shares
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Proposer
+from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import PromptScored, Sampled, StepTiming
 from shared.messages.worker import StepPlan
@@ -41,15 +43,21 @@ class ModelRunner:
         digest: str,
         pipeline: Pipeline | None = None,
         grammars: GrammarLibrary | None = None,
+        proposer: Proposer | None = None,
+        max_speculate: int = 0,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
-        samples."""
+        samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none."""
         self._card = card
         self._device = device
         self._decoder = decoder
         self._num_blocks = num_blocks
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
+        self._proposer = proposer
+        self._max_speculate = max_speculate
+        self._draws = self._pipeline.stage + 1 == self._pipeline.stages
+        """Or is of a stage before the last, and told later what was drawn."""
         self._caches: KvCaches = decoder.allocate_kv(num_blocks)
         self._kv = decoder.share_kv(self._caches, digest)
         self._sequences = SequenceTable(
@@ -84,7 +92,7 @@ class ModelRunner:
 
     @property
     def max_speculate(self) -> int:
-        return 0
+        return self._max_speculate
 
     @property
     def max_jump_ahead(self) -> int:
@@ -95,6 +103,8 @@ class ModelRunner:
         self._sequences.clear()
         if self._guided is not None:
             self._guided.clear()
+        if self._proposer is not None:
+            self._proposer.clear()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
@@ -105,13 +115,18 @@ class ModelRunner:
             if self._guided is not None:
                 self._guided.release(sequence)
         for new in plan.new:
-            self._sequences.add(new)
+            slot = self._sequences.add(new)
+            if self._proposer is not None:
+                self._proposer.took(slot, new.computed)
             if self._guided is not None:
                 self._guided.add(new)
         if not plan.work:
             return StepOutput((), _timing(begun, *[time.perf_counter()] * 3))
         self._outstanding.settle(plan.work)
-        batch = self._sequences.batch(plan.work)
+        shares = self._sequences.shares(plan.work)
+        if not shares.work:
+            return StepOutput(_complete(plan, ()), _timing(begun, *[time.perf_counter()] * 3))
+        batch = self._sequences.batch(shares, self._drafts(shares))
         ids, meta = on_device(batch, self._device)
         prepared = time.perf_counter()
         logits = self._decoder.forward(ids, meta, self._caches)
@@ -119,9 +134,12 @@ class ModelRunner:
         self._wait_for_device()
         forwarded = time.perf_counter()
         logits, scored = self._scored(batch, logits)
-        sampled = self._sampled(batch, logits, choices)
+        verdict = self._drawn(batch, logits, choices)
+        if self._proposer is not None and self._draws:
+            self._proposer.observe(self._computed(batch, meta, verdict))
+        sampled = _complete(plan, verdict.sampled(batch))
         timing = _timing(begun, prepared, forwarded, time.perf_counter())
-        return StepOutput(sampled, timing, scored=scored)
+        return StepOutput(sampled, timing, int(batch.drafted.sum()), verdict.by_position(batch), scored)
 
     def _scored(self, batch: Batch, logits: Tensor | None) -> tuple[Tensor | None, tuple[PromptScored, ...]]:
         """The logits to draw from, and what the others say of prompts."""
@@ -134,35 +152,53 @@ class ModelRunner:
     def _masked(self, batch: Batch) -> Choices | None:
         """How to draw, with what grammars allow; found out while the device computes."""
         mask = None if self._guided is None else self._guided.mask(batch.sampled)
-        return batch.choices if batch.choices is None or mask is None else batch.choices.masked(mask)
+        if batch.choices is None or mask is None:
+            return batch.choices
+        return batch.choices.masked(Mask(batch.first_drawn[mask.rows], mask.bits))
 
-    def _sampled(self, batch: Batch, logits: Tensor | None, choices: Choices | None) -> tuple[Sampled, ...]:
-        """The next token of each sequence that asked for one; they are appended to the sequences."""
+    def _drafts(self, shares: Shares) -> Drafts | None:
+        """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate."""
+        speculating = shares.speculating
+        if not len(speculating):
+            return None
+        asked = Asked(shares.slots[speculating], shares.speculates[speculating], self._sequences)
+        if self._communicator.rank == 0 and self._proposer is not None:
+            drafts = self._proposer.propose(asked)
+        else:
+            drafts = Drafts.none(asked)
+        if self._communicator.world_size == 1:
+            return drafts
+        return Drafts.told(self._agreed(drafts.message(int(asked.most.max()))))
+
+    def _drawn(self, batch: Batch, logits: Tensor | None, choices: Choices | None) -> Verdict:
+        """The next tokens of each sequence that asked for some; they are appended to the sequences."""
         if choices is None:
-            return ()
-        if self._pipeline.stage + 1 < self._pipeline.stages:
+            return NOTHING_DRAWN
+        if not self._draws:
             self._outstanding.expect(batch)
-            return ()
+            return NOTHING_DRAWN
         if logits is not None:
             drawn = sample(logits, choices, self._sequences.history)
         else:
-            drawn = Drawn([0] * len(batch.sampled), {})
-        tokens = self._agreed(drawn.tokens)
-        self._pipeline.tell(tokens)
-        self._sequences.append(batch.sampled_slots, np.array(tokens, dtype=np.int32))
+            drawn = Drawn([0] * len(batch.drawn_rows), {})
+        tokens = self._agreed(by_sequence(np.array(drawn.tokens, dtype=np.int32), batch.drafted))
+        self._pipeline.tell(tokens.ravel().tolist())
+        counts = self._sequences.append(batch.sampled_slots, batch.drafted, tokens)
         if self._guided is not None:
-            self._guided.take(batch.sampled, tokens)
-        return tuple(
-            Sampled(sequence, (token,), (drawn.logprobs[row],) if row in drawn.logprobs else None)
-            for row, (sequence, token) in enumerate(zip(batch.sampled, tokens, strict=True))
-        )
+            self._guided.take(batch.sampled, tokens[:, 0].tolist())
+        return Verdict(tokens, counts, drawn.logprobs)
 
-    def _agreed(self, tokens: list[int]) -> Sequence[int]:
-        """Rank 0's tokens."""
+    def _computed(self, batch: Batch, meta: BatchMeta, verdict: Verdict) -> Computed:
+        kept = np.ones(len(batch.ids), dtype=np.bool_)
+        kept[batch.drawn_rows] = verdict.kept(batch.drafted)
+        return Computed(batch.row_slots, batch.positions, kept, meta, None, self._sequences)
+
+    def _agreed(self, numbers: Int32s) -> Int32s:
+        """Rank 0's; the others' have the same shape."""
         if self._communicator.world_size == 1:
-            return tokens
-        told = torch.tensor(tokens, dtype=torch.int32, device=self._device)
-        agreed: list[int] = self._communicator.broadcast(told).tolist()
+            return numbers
+        told = torch.from_numpy(numbers).to(self._device)
+        agreed: Int32s = self._communicator.broadcast(told).cpu().numpy()
         return agreed
 
     def _wait_for_device(self) -> None:
@@ -196,6 +232,14 @@ def on_device(batch: Batch, device: torch.device) -> tuple[Tensor, BatchMeta]:
         max_context=batch.max_context,
     )
     return ids, meta
+
+
+def _complete(plan: StepPlan, sampled: tuple[Sampled, ...]) -> tuple[Sampled, ...]:
+    """An entry for each work that wanted one: those whose context was full drew nothing."""
+    if len(sampled) == sum(work.sample for work in plan.work):
+        return sampled
+    by_sequence = {one.sequence: one for one in sampled}
+    return tuple(by_sequence.get(work.sequence) or Sampled(work.sequence, ()) for work in plan.work if work.sample)
 
 
 def _timing(begun: float, prepared: float, forwarded: float, sampled: float) -> StepTiming:

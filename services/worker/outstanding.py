@@ -38,7 +38,7 @@ class OutstandingTokens:
         if not batch.sampled:
             return
         self._number += 1
-        self._steps.append(_Step(self._number, batch, self._pipeline.expect(len(batch.sampled))))
+        self._steps.append(_Step(self._number, batch, self._pipeline.expect(batch.drawn_at_most)))
         self._awaits.update(dict.fromkeys(batch.sampled, self._number))
 
     def release(self, sequence: SequenceId) -> None:
@@ -61,9 +61,9 @@ class OutstandingTokens:
 
     def _settle_oldest(self) -> None:
         number, batch, expected = self._steps.popleft()
-        tokens = np.array(expected.wait(), dtype=np.int32)
+        tokens = np.array(expected.wait(), dtype=np.int32).reshape(len(batch.sampled), -1)
         awaits = self._awaits
         rows = [row for row, sequence in enumerate(batch.sampled) if awaits.get(sequence) == number]
         for row in rows:
             del awaits[batch.sampled[row]]
-        self._sequences.append(batch.sampled_slots[rows], tokens[rows])
+        self._sequences.append(batch.sampled_slots[rows], batch.drafted[rows], tokens[rows])

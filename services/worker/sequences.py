@@ -7,12 +7,16 @@ here runs over tokens; those over a step's sequences only look things up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.rows import Units, drafts_apart, rows_of
 from services.worker.sampling.parameters import Choices, ParameterTable
 from services.worker.sampling.prompt_rows import LogitsRows, PromptRows, merged
+from services.worker.speculation.proposer import Drafts
+from services.worker.speculation.standing import standing
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
@@ -49,14 +53,50 @@ class Batch:
     prefills: tuple[tuple[int, int], ...]
     max_query: int
     max_context: int
+    row_slots: Slots
+    """[n] whose row each is."""
     sampled: tuple[SequenceId, ...]
-    """[R] in the plan's order."""
+    """[Q] in the plan's order."""
     sampled_slots: Slots
+    """[Q]"""
+    drafted: Int32s
+    """[Q] drafts of each, beside its last token: it has one more row of logits than that."""
     choices: Choices | None
-    """None where nothing is sampled."""
+    """Of the R rows of logits that are drawn from, each sequence's together. None where nothing is sampled."""
+    drawn_rows: Int32s
+    """[R]"""
     prompts: PromptRows
     """What is told of prompts. Where there is any, `logits_rows` are those of `merged`, in rising order."""
     merged: LogitsRows | None = None
+
+    @property
+    def first_drawn(self) -> Slots:
+        """[Q] which of the R rows is the first of each sequence."""
+        return np.cumsum(self.drafted + 1) - (self.drafted + 1)
+
+    @property
+    def drawn_at_most(self) -> int:
+        """Q * (K + 1), K being the most drafts that one of the sequences has."""
+        return len(self.sampled) * (int(self.drafted.max(initial=0)) + 1)
+
+
+class Shares(NamedTuple):
+    """A plan's work, with whose it is."""
+
+    work: tuple[Work, ...]
+    slots: Slots
+    """[W]"""
+    counts: Int32s
+    """[W]"""
+    samples: NDArray[np.bool_]
+    """[W]"""
+    speculates: Int32s
+    """[W] tokens that may be drafted, as far as context and blocks have room for them."""
+
+    @property
+    def speculating(self) -> Slots:
+        """The numbers of those that may draft."""
+        return np.flatnonzero(self.speculates)
 
 
 class SequenceTable:
@@ -96,8 +136,11 @@ class SequenceTable:
         self._scored.pop(slot, None)
         del self._slots[sequence]
 
-    def add(self, new: NewSequence) -> None:
-        """Remembers a sequence. Raises BrokenPlan where it is known already, too long, or one too many."""
+    def add(self, new: NewSequence) -> int:
+        """Remembers a sequence, in the slot it gives back.
+
+        Raises BrokenPlan where it is known already, too long, or one too many.
+        """
         tokens = np.frombuffer(new.tokens, dtype=_WIRE)
         self._check_new(new, len(tokens))
         slot = self._free.pop()
@@ -113,6 +156,7 @@ class SequenceTable:
         self._parameters.put(slot, new)
         if new.sampling.prompt_logprobs is not None:
             self._scored[slot] = (new.sequence, new.sampling.prompt_logprobs)
+        return slot
 
     def _check_new(self, new: NewSequence, length: int) -> None:
         if new.sequence in self._slots:
@@ -124,110 +168,160 @@ class SequenceTable:
         if not 0 <= new.computed < length or not 0 <= new.prompt_length <= length:
             raise BrokenPlan(f"sequence {new.sequence}: computed or prompt_length is out of range")
 
-    def batch(self, work: tuple[Work, ...]) -> Batch:
-        """The rows of `work`, which count as computed from here on. Raises BrokenPlan where they cannot be."""
+    def shares(self, work: tuple[Work, ...]) -> Shares:
+        """`work`, its new blocks appended to the tables. Raises BrokenPlan where a sequence is unknown, or twice in it.
+
+        A sequence whose context is full is left out: it was planned before it was known that speculation would fill it
+        so soon, and draws nothing more.
+        """
         slots = np.array([self._slot_of(item.sequence) for item in work], dtype=np.intp)
+        if len(np.unique(slots)) != len(slots):
+            raise BrokenPlan("a sequence has two shares of one step")
         for slot, item in zip(slots, work, strict=True):
             if item.blocks:
                 self._append_blocks(int(slot), item.sequence, item.blocks)
+        full = self._length[slots] >= self._tokens.shape[1]
+        if full.any():
+            work = tuple(work[i] for i in np.flatnonzero(~full))
+            slots = slots[~full]
         counts = np.array([item.count for item in work], dtype=np.int32)
-        sampling = np.flatnonzero([item.sample for item in work])
-        self._check_work(work, slots, counts, sampling)
-        order = np.argsort(counts > 1, kind="stable")
-        where = np.empty_like(order)
-        where[order] = np.arange(len(order))
-        sampled_slots = slots[sampling]
-        lengths = self._length[sampled_slots]
-        return self._flattened(
-            slots[order],
-            counts[order],
-            sampled=tuple(work[i].sequence for i in sampling),
-            sampled_slots=sampled_slots,
-            sampled_at=where[sampling],
-            choices=self._parameters.choose(sampled_slots, lengths - self._prompt[sampled_slots])
-            if len(sampling)
-            else None,
-        )
+        samples = np.array([item.sample for item in work], dtype=np.bool_)
+        asked = np.array([item.speculate for item in work], dtype=np.int32)
+        return Shares(work, slots, counts, samples, self._most_drafts(slots, counts, samples, asked))
 
-    def _check_work(self, work: tuple[Work, ...], slots: Slots, counts: Int32s, sampling: Slots) -> None:
-        ends = self._computed[slots] + counts
-        broken = (counts < 1) | (ends > self._length[slots]) | (ends > self._held[slots] * BLOCK_SIZE)
-        broken[sampling] |= ends[sampling] != self._length[slots[sampling]]
+    def _most_drafts(self, slots: Slots, counts: Int32s, samples: NDArray[np.bool_], asked: Int32s) -> Int32s:
+        """[W] Drafts are verified where a decode samples, and have to fit the context and the blocks."""
+        if not asked.any():
+            return asked
+        room = np.minimum(self._held[slots] * BLOCK_SIZE, self._tokens.shape[1] - 1) - self._length[slots]
+        return np.where(samples & (counts == 1), np.clip(room, 0, asked), 0).astype(np.int32)
+
+    def batch(self, shares: Shares, drafts: Drafts | None = None) -> Batch:
+        """The rows of `shares`, which count as computed from here on; `drafts` are those of the speculating ones.
+
+        Raises BrokenPlan where they cannot be computed.
+        """
+        self._check_work(shares)
+        drafted = np.zeros(len(shares.slots), dtype=np.int32)
+        if drafts is not None:
+            drafted[shares.speculating] = drafts.counts
+            self._put_drafts(shares.slots[shares.speculating], drafts)
+        return self._flattened(shares, drafted)
+
+    def _put_drafts(self, slots: Slots, drafts: Drafts) -> None:
+        """Behind the known tokens, where those drawn will be written over them."""
+        at = self._length[slots][:, None] + np.arange(drafts.tokens.shape[1])
+        rows, columns = np.nonzero(np.arange(drafts.tokens.shape[1]) < drafts.counts[:, None])
+        self._tokens[slots[rows], at[rows, columns]] = drafts.tokens[rows, columns]
+
+    def _check_work(self, shares: Shares) -> None:
+        slots = shares.slots
+        ends = self._computed[slots] + shares.counts
+        broken = (shares.counts < 1) | (ends > self._length[slots]) | (ends > self._held[slots] * BLOCK_SIZE)
+        broken |= shares.samples & (ends != self._length[slots])
         if broken.any():
             index = int(broken.argmax())
             slot = int(slots[index])
             raise BrokenPlan(
-                f"{work[index]}: of {self._length[slot]} tokens {self._computed[slot]} are computed, "
+                f"{shares.work[index]}: of {self._length[slot]} tokens {self._computed[slot]} are computed, "
                 f"in {self._held[slot]} blocks"
             )
-        if len(np.unique(slots)) != len(slots):
-            raise BrokenPlan("a sequence has two shares of one step")
 
-    def _flattened(
-        self,
-        slots: Slots,
-        counts: Int32s,
-        *,
-        sampled: tuple[SequenceId, ...],
-        sampled_slots: Slots,
-        sampled_at: Slots,
-        choices: Choices | None,
-    ) -> Batch:
-        starts = self._computed[slots]
-        ends = starts + counts
-        query_starts = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_starts[1:])
-        owner = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[owner]
-        rows = slots[owner]
-        block, offset = np.divmod(positions, BLOCK_SIZE)
-        max_context = int(ends.max())
-        num_decodes = int(np.count_nonzero(counts == 1))
-        prompts = self._prompt_rows(slots, counts, query_starts)
-        drawn = query_starts[sampled_at + 1] - 1
+    def _flattened(self, shares: Shares, drafted: Int32s) -> Batch:
+        units = self._units(shares, drafted)
+        sampling = np.flatnonzero(shares.samples)
+        sampled_slots = shares.slots[sampling]
+        rows = rows_of(units, self._blocks, self._tokens)
+        prompts = self._prompt_rows(units, rows.last_rows)
+        drawn = rows.last_rows[shares.samples[units.share]]
         union = merged(drawn, prompts.rows()) if prompts.parts else None
-        self._computed[slots] = ends
+        self._computed[shares.slots] += shares.counts
         return Batch(
-            ids=self._tokens[rows, positions],
-            positions=positions,
-            kv_slots=self._blocks[rows, block] * BLOCK_SIZE + offset,
-            query_starts=query_starts,
-            context_lens=ends,
-            block_tables=self._blocks[slots, : blocks_for(max_context)],
+            ids=rows.ids,
+            positions=rows.positions,
+            kv_slots=rows.kv_slots,
+            query_starts=rows.query_starts,
+            context_lens=rows.context_lens,
+            block_tables=rows.block_tables,
             logits_rows=drawn if union is None else union.rows,
-            num_decodes=num_decodes,
-            prefills=tuple(zip(counts[num_decodes:].tolist(), ends[num_decodes:].tolist(), strict=True)),
-            max_query=int(counts.max()),
-            max_context=max_context,
-            sampled=sampled,
+            num_decodes=rows.num_decodes,
+            prefills=rows.prefills,
+            max_query=rows.max_query,
+            max_context=rows.max_context,
+            row_slots=rows.row_slots,
+            sampled=tuple(shares.work[i].sequence for i in sampling),
             sampled_slots=sampled_slots,
-            choices=choices,
+            drafted=drafted[sampling],
+            choices=self._choices(sampled_slots, drafted[sampling]),
+            drawn_rows=drawn,
             prompts=prompts,
             merged=union,
         )
 
-    def _prompt_rows(self, slots: Slots, counts: Int32s, query_starts: Int32s) -> PromptRows:
+    def _units(self, shares: Shares, drafted: Int32s) -> Units:
+        """Each share is one run of rows; but each draft is one of its own, as all of them are decodes then."""
+        share, ahead = drafts_apart(drafted)
+        slots = shares.slots[share]
+        return Units(share, slots, self._computed[slots] + ahead, shares.counts[share])
+
+    def _choices(self, slots: Slots, drafted: Int32s) -> Choices | None:
+        if not len(slots):
+            return None
+        owner, ahead = drafts_apart(drafted)
+        return self.choose(slots[owner], ahead)
+
+    def _prompt_rows(self, units: Units, last_rows: Int32s) -> PromptRows:
         rows = PromptRows()
         if not self._scored:
             return rows
-        for place, slot in enumerate(slots.tolist()):
+        for place, slot in enumerate(units.slots.tolist()):
             if slot in self._scored:
                 sequence, most_likely = self._scored[slot]
                 rows.add(
                     sequence,
                     prompt=self._tokens[slot, : int(self._prompt[slot])],
-                    computed=int(self._computed[slot]),
-                    count=int(counts[place]),
-                    first_row=int(query_starts[place]),
+                    computed=int(units.starts[place]),
+                    count=int(units.counts[place]),
+                    first_row=int(last_rows[place] - units.counts[place] + 1),
                     most_likely=most_likely,
                 )
         return rows
 
-    def append(self, slots: Slots, tokens: Int32s) -> None:
-        """The tokens just drawn, one for each of `slots`."""
+    def append(self, slots: Slots, drafted: Int32s, drawn: Int32s) -> Int32s:
+        """What was drawn for the sequences of a batch, as far as their drafts stand: how many tokens each gains [Q].
+
+        drawn [Q, K + 1]: behind each one's known tokens, behind its first draft, and so on; its drafts are still where
+        the batch put them. Keys and values are computed of all but the last token then.
+        """
+        counts = 1 + standing(drawn, self._drafts(slots, drawn.shape[1] - 1), drafted)
+        rows, columns = np.nonzero(np.arange(drawn.shape[1]) < counts[:, None])
         lengths = self._length[slots]
-        self._tokens[slots, lengths] = tokens
-        self._length[slots] = lengths + 1
+        self._tokens[slots[rows], lengths[rows] + columns] = drawn[rows, columns]
+        self._length[slots] = lengths + counts
+        self._computed[slots] = lengths + counts - 1
+        return counts
+
+    def _drafts(self, slots: Slots, most: int) -> Int32s:
+        """[Q, most] what lies behind the known tokens."""
+        at = np.minimum(self._length[slots][:, None] + np.arange(most), self._tokens.shape[1] - 1)
+        drafts: Int32s = self._tokens[slots[:, None], at]
+        return drafts
+
+    @property
+    def tokens(self) -> Int32s:
+        """See `speculation.proposer.Histories`, as for the next three."""
+        return self._tokens
+
+    @property
+    def lengths(self) -> Int32s:
+        return self._length
+
+    @property
+    def block_tables(self) -> Int32s:
+        return self._blocks
+
+    def choose(self, slots: Slots, ahead: Int32s | int) -> Choices:
+        return self._parameters.choose(slots, self._length[slots] - self._prompt[slots] + ahead)
 
     def history(self, slots: Slots, positions: Int32s) -> tuple[Int32s, Int32s, Int32s]:
         """(tokens [P, longest], lengths [P], prompt lengths [P]) before the output `positions` are drawn."""

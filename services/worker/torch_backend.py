@@ -26,6 +26,8 @@ from services.worker.ops_choice import OpsName, create_ops
 from services.worker.parallel import Communicator, Stage, share_of, stage_of
 from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rehearsal import rehearse
+from services.worker.speculation.choice import make_proposer
+from services.worker.speculation.settings import Speculation
 from shared.blocks import blocks_for
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
@@ -60,6 +62,7 @@ def create_backend(
     threads: int | None = None,
     pipeline: Pipeline | None = None,
     layers: Sequence[int] | None = None,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
@@ -84,6 +87,8 @@ def create_backend(
 
     samples = pipeline.stage + 1 == pipeline.stages and rank == 0
     grammars = GrammarLibrary(Compiler(model_dir, config.vocab_size, config.eos_token_ids)) if samples else None
+    proposer = None if speculation is None else make_proposer(speculation, pipeline)
+    most = 0 if proposer is None else proposer.most
 
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
         return ModelRunner(
@@ -96,6 +101,8 @@ def create_backend(
             digest=digest,
             pipeline=pipeline,
             grammars=grammars,
+            proposer=proposer,
+            max_speculate=most,
         )
 
     activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)

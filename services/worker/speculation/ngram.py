@@ -1,0 +1,87 @@
+"""Drafts by looking up: what followed the last tokens when they occurred before will follow again.
+
+Saxena, "Prompt lookup decoding" (2023), with the most recent of the longest matches. No weights, no memory of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Int32s
+
+WINDOW = 4096
+"""Tokens before the end that are looked through: bounds the cost for each sequence."""
+
+
+class NgramProposer(Struct, frozen=True, kw_only=True):
+    """See the module. Pure: drafts depend on the sequences' tokens alone, so every rank drafts the same."""
+
+    most: int
+    longest: int
+    """Tokens that a match should have: fewer only where so many occur nowhere else."""
+    shortest: int
+    """Tokens that a match must have."""
+    wants_features: bool = False
+
+    def propose(self, asked: Asked) -> Drafts:
+        lengths = asked.histories.lengths[asked.slots]
+        window = min(WINDOW, int(lengths.max()))
+        # The sequences' last tokens, aligned at their ends; before the beginning of a short one, its first token.
+        at = np.maximum(lengths[:, None] - window + np.arange(window), 0)
+        tokens = asked.histories.tokens[asked.slots[:, None], at]
+        ends, found = last_match(tokens, np.minimum(lengths, window), self.longest, self.shortest)
+        return Drafts(continued(tokens, ends, self.most), np.where(found, np.minimum(asked.most, self.most), 0))
+
+    def observe(self, computed: Computed) -> None:
+        pass
+
+    def took(self, slot: int, computed: int) -> None:
+        pass
+
+    def loaded(self, blocks: Int32s) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+def last_match(
+    tokens: Int32s, lengths: Int32s, longest: int, shortest: int
+) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """Of each row's last tokens, the most recent place where the most of them, `longest` at the most, occurred before.
+
+    tokens [P, window], each row's `lengths` last ones being its own → (ends [P], the index behind that place; found
+    [P], whether at least `shortest` tokens match).
+    """
+    rows, window = tokens.shape
+    most = min(longest, window - 1)
+    ends = np.full(rows, window, dtype=np.intp)
+    found = np.zeros(rows, dtype=np.bool_)
+    if most < shortest:
+        return ends, found
+    # Column e: whether the last n tokens equal those that end before e. It grows by one token a round.
+    ending = np.arange(window)
+    matches = ending >= 1
+    reached = np.zeros((rows, window), dtype=np.int8)
+    for n in range(1, most + 1):
+        same = np.zeros((rows, window), dtype=np.bool_)
+        same[:, n:] = tokens[:, : window - n] == tokens[:, window - n, None]
+        matches = matches & same & (ending >= window - lengths[:, None] + n)
+        if not matches.any():
+            break
+        reached[matches] = n
+    best = reached.max(axis=1)
+    found = best >= shortest
+    ends[found] = window - 1 - (reached[found] == best[found, None])[:, ::-1].argmax(axis=1)
+    return ends, found
+
+
+def continued(tokens: Int32s, ends: NDArray[np.intp], count: int) -> Int32s:
+    """The `count` tokens behind `ends` of each row [P, count]; where the row ends, its period goes on."""
+    window = tokens.shape[1]
+    period = np.maximum(window - ends, 1)[:, None]
+    at = np.minimum(ends[:, None] + np.arange(count) % period, window - 1)
+    following: Int32s = tokens[np.arange(len(tokens))[:, None], at]
+    return following

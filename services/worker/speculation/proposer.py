@@ -1,0 +1,180 @@
+"""Who drafts: the interface between the model runner and the methods of speculation. Knows no method.
+
+A proposer drafts for whole batches and keeps what it needs of each sequence by its slot. It may be wrong at will: what
+it drafts costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.ops import BatchMeta
+from services.worker.sampling.parameters import Choices
+
+Int32s = NDArray[np.int32]
+Slots = NDArray[np.intp]
+
+
+class Histories(Protocol):
+    """What proposers may know of the sequences: arrays by slot, read while a call lasts, and never written."""
+
+    @property
+    def tokens(self) -> Int32s:
+        """[slots, width]"""
+
+    @property
+    def lengths(self) -> Int32s:
+        """[slots] tokens known; the last one is drawn, its keys and values are not computed yet."""
+
+    @property
+    def block_tables(self) -> Int32s:
+        """[slots, blocks]"""
+
+    def choose(self, slots: Slots, ahead: Int32s | int) -> Choices:
+        """How the tokens are drawn that come `ahead` tokens behind the known ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The sequences of one step that may speculate."""
+
+    slots: Slots
+    """[P] different ones."""
+    most: Int32s
+    """[P] tokens that may be drafted for each; 0 for some."""
+    histories: Histories
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What was drafted for each sequence asked about."""
+
+    tokens: Int32s
+    """[P, K] what lies behind a row's count means nothing."""
+    counts: Int32s
+    """[P] never more than asked for."""
+    weights: Tensor | None = None
+    """[P, K, W] float32: the distribution, up to a factor, that each token was drawn from. None: each was certain to be
+    drafted, given what was known, which is the distribution that is 1 there."""
+
+    @classmethod
+    def none(cls, asked: Asked) -> Drafts:
+        """For whoever has nothing to say."""
+        return cls(np.zeros((len(asked.slots), 0), dtype=np.int32), np.zeros(len(asked.slots), dtype=np.int32))
+
+    def message(self, width: int) -> Int32s:
+        """[P, 1 + width] counts and tokens, to be told to other ranks."""
+        numbers = np.zeros((len(self.counts), 1 + width), dtype=np.int32)
+        numbers[:, 0] = self.counts
+        most = min(width, self.tokens.shape[1])
+        numbers[:, 1 : 1 + most] = self.tokens[:, :most]
+        return numbers
+
+    @classmethod
+    def told(cls, numbers: Int32s) -> Drafts:
+        """Out of a message."""
+        return cls(numbers[:, 1:], numbers[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that the model has computed, and what came of it."""
+
+    row_slots: Slots
+    """[n] whose row each is."""
+    positions: Int32s
+    """[n]"""
+    kept: NDArray[np.bool_]
+    """[n] False for the rows of drafts that were rejected."""
+    meta: BatchMeta
+    features: Tensor | None
+    """[n, hidden] the model's last hidden state, normed, of each row; None unless asked for."""
+    histories: Histories
+    """With the step's tokens."""
+
+
+class Proposer(Protocol):
+    """One method of drafting. Lives on the rank that draws; used from the compute thread."""
+
+    @property
+    def most(self) -> int:
+        """Tokens that it drafts in one step at the most."""
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether `Computed.features` are needed."""
+
+    def propose(self, asked: Asked) -> Drafts:
+        """Drafts, as many as it likes up to `asked.most` for each sequence."""
+
+    def observe(self, computed: Computed) -> None:
+        """A step is over. Called for every step that computed anything, whether or not somebody speculated."""
+
+    def took(self, slot: int, computed: int) -> None:
+        """A new sequence lies in `slot`, `computed` tokens of which were computed before."""
+
+    def loaded(self, blocks: Int32s) -> None:
+        """These blocks hold what this engine did not compute, or something else from here on."""
+
+    def clear(self) -> None:
+        """Every sequence is forgotten."""
+
+
+class FirstThatDrafts:
+    """Several proposers, by rank: each sequence gets the drafts of the first one that has any for it.
+
+    Tokens that a grammar forces go before guesses that way. The guesses of all but the last are certain.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._proposers = tuple(proposers)
+
+    @property
+    def most(self) -> int:
+        return max(proposer.most for proposer in self._proposers)
+
+    @property
+    def wants_features(self) -> bool:
+        return any(proposer.wants_features for proposer in self._proposers)
+
+    def propose(self, asked: Asked) -> Drafts:
+        first, *others = self._proposers
+        drafts = first.propose(asked)
+        for proposer in others:
+            left = np.where(drafts.counts > 0, 0, asked.most).astype(np.int32)
+            if not left.any():
+                break
+            drafts = _beside(drafts, proposer.propose(Asked(asked.slots, left, asked.histories)))
+        return drafts
+
+    def observe(self, computed: Computed) -> None:
+        for proposer in self._proposers:
+            proposer.observe(computed)
+
+    def took(self, slot: int, computed: int) -> None:
+        for proposer in self._proposers:
+            proposer.took(slot, computed)
+
+    def loaded(self, blocks: Int32s) -> None:
+        for proposer in self._proposers:
+            proposer.loaded(blocks)
+
+    def clear(self) -> None:
+        for proposer in self._proposers:
+            proposer.clear()
+
+
+def _beside(first: Drafts, second: Drafts) -> Drafts:
+    """Each row is whichever has drafts there; only one of the two does."""
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+    tokens = np.zeros((len(first.counts), width), dtype=np.int32)
+    tokens[:, : first.tokens.shape[1]] = first.tokens
+    rows = second.counts > 0
+    tokens[rows, : second.tokens.shape[1]] = second.tokens[rows]
+    return Drafts(tokens, first.counts + second.counts)

@@ -1,0 +1,80 @@
+"""What `--speculative` says: a JSON object with vLLM's keys, read strictly. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+Method = Literal["ngram", "draft", "medusa", "eagle"]
+
+MOST_TOKENS = 16
+"""Drafts of one step at the most: blocks are reserved for all of them."""
+
+
+class SpeculationError(ValueError):
+    """`--speculative` asks for what cannot be; the text names key, value and what is allowed."""
+
+
+class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine speculates."""
+
+    method: Method
+    num_speculative_tokens: int | None = None
+    """Drafts of one step at the most; by default 3, with Medusa as many as there are heads."""
+    model: str | None = None
+    """The directory of the draft model, the Medusa heads or the EAGLE layer; n-grams need none."""
+    prompt_lookup_max: int = 5
+    """Tokens of the longest match looked for."""
+    prompt_lookup_min: int = 2
+    """Tokens that a match must have."""
+    rejection_sample_method: Literal["strict", "probabilistic"] = "strict"
+    """Both keep the model's distribution. strict: a draft stands where the model draws the same by the same random
+    number, so that a seed gives the same tokens with speculation and without. probabilistic: drafts are drawn by random
+    numbers of their own, and rejected as in Leviathan et al., arXiv:2211.17192."""
+
+    @property
+    def most(self) -> int | None:
+        return self.num_speculative_tokens
+
+    def folder(self) -> Path:
+        assert self.model is not None, "checked when it was read"
+        return Path(self.model).expanduser()
+
+
+def read_speculation(text: str) -> Speculation:
+    """Raises SpeculationError."""
+    try:
+        settings = msgspec.json.decode(text, type=Speculation)
+    except msgspec.MsgspecError as error:
+        raise SpeculationError(f"speculative: {error}; {_allowed()}") from None
+    complaint = _complaint(settings)
+    if complaint is not None:
+        raise SpeculationError(f"speculative: {complaint}")
+    return settings
+
+
+def _complaint(settings: Speculation) -> str | None:
+    most = settings.num_speculative_tokens
+    if most is not None and not 1 <= most <= MOST_TOKENS:
+        return f"num_speculative_tokens is {most}, must be from 1 to {MOST_TOKENS}"
+    if settings.method == "ngram":
+        if settings.model is not None:
+            return f"model is {settings.model!r}, but method ngram has none"
+        if not 1 <= settings.prompt_lookup_min <= settings.prompt_lookup_max <= 64:
+            return (
+                f"prompt_lookup_min is {settings.prompt_lookup_min}, prompt_lookup_max {settings.prompt_lookup_max}: "
+                "must be from 1 to 64, and the first not above the other"
+            )
+    elif not settings.model:
+        return f"method {settings.method} needs model, the directory of its weights"
+    if settings.rejection_sample_method == "probabilistic" and settings.method == "ngram":
+        return "rejection_sample_method probabilistic: the drafts of method ngram have no probabilities"
+    return None
+
+
+def _allowed() -> str:
+    keys = ", ".join(field.name for field in msgspec.structs.fields(Speculation))
+    return f"a JSON object is wanted, with keys of {keys}, and method one of ngram, draft, medusa, eagle"

@@ -1,0 +1,64 @@
+"""What a step drew, sequence by sequence: tokens, log-probabilities, and how many drafts stood. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.rows import drafts_apart
+from services.worker.sequences import Batch
+from shared.messages.generation import TokenLogprobs
+from shared.messages.scheduler import Sampled
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step drew, and how much of it stands. Q sequences, R rows of logits."""
+
+    tokens: Int32s
+    """[Q, K + 1] what lies behind a row's count means nothing."""
+    counts: Int32s
+    """[Q] tokens that each sequence gains: the drafts that stand, and one more."""
+    logprobs: dict[int, TokenLogprobs]
+    """By row of the logits, for those that asked."""
+
+    def kept(self, drafted: Int32s) -> NDArray[np.bool_]:
+        """[R] whether each row of logits drew a token that stands."""
+        owner, ahead = drafts_apart(drafted)
+        kept: NDArray[np.bool_] = ahead < self.counts[owner]
+        return kept
+
+    def sampled(self, batch: Batch) -> tuple[Sampled, ...]:
+        """For the scheduler, in the batch's order."""
+        first = (np.cumsum(batch.drafted + 1) - (batch.drafted + 1)).tolist()
+        parts = zip(
+            batch.sampled, self.tokens.tolist(), self.counts.tolist(), batch.drafted.tolist(), first, strict=True
+        )
+        return tuple(
+            Sampled(sequence, tuple(tokens[:count]), self._logprobs(row, count), drafted)
+            for sequence, tokens, count, drafted, row in parts
+        )
+
+    def _logprobs(self, row: int, count: int) -> tuple[TokenLogprobs, ...] | None:
+        if row not in self.logprobs:
+            return None
+        return tuple(self.logprobs[at] for at in range(row, row + count))
+
+    def by_position(self, batch: Batch) -> tuple[int, ...]:
+        """How many sequences accepted their first draft, their second, and so on, up to the longest draft."""
+        longest = int(batch.drafted.max(initial=0))
+        return tuple(int(np.count_nonzero(self.counts > position)) for position in range(1, longest + 1))
+
+
+NOTHING_DRAWN = Verdict(np.zeros((0, 1), dtype=np.int32), np.zeros(0, dtype=np.int32), {})
+
+
+def by_sequence(drawn: Int32s, drafted: Int32s) -> Int32s:
+    """drawn [R], a token for each row of logits → [Q, K + 1], zeros behind the last of each sequence."""
+    tokens = np.zeros((len(drafted), int(drafted.max(initial=0)) + 1), dtype=np.int32)
+    tokens[drafts_apart(drafted)] = drawn
+    return tokens

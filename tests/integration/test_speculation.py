@@ -1,0 +1,235 @@
+"""Speculation changes how fast tokens come, never which: whoever drafts, in every situation a scheduler can make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from services.worker.model_runner import ModelRunner
+from services.worker.ops_choice import OpsName
+from services.worker.parallel import SingleRank
+from services.worker.speculation.ngram import NgramProposer
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Int32s, Proposer
+from services.worker.speculation.settings import Speculation
+from services.worker.torch_backend import create_backend
+from shared.blocks import BLOCK_SIZE
+from shared.ids import Incarnation, ModelName, SequenceId
+from shared.messages.generation import SamplingParams
+from shared.messages.worker import NewSequence, StepPlan, Work
+from shared.tokens import pack
+from tests.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
+from tests.worker_driver import GREEDY, Driver, Sequence
+
+OUTPUT = 24
+
+
+class Oracle:
+    """Drafts what it was told will come, and errs now and then."""
+
+    most = 4
+    wants_features = False
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], list[int]] = {}
+        """Prompt → what follows it."""
+        self._random = Random(11)
+
+    def propose(self, asked: Asked) -> Drafts:
+        tokens = np.zeros((len(asked.slots), self.most), dtype=np.int32)
+        counts = np.zeros(len(asked.slots), dtype=np.int32)
+        for row, slot in enumerate(asked.slots):
+            held = asked.histories.tokens[slot, : asked.histories.lengths[slot]].tolist()
+            drafts = self._following(held)[: min(self.most, asked.most[row])]
+            counts[row] = self._random.randint(0, len(drafts))
+            for i in range(counts[row]):
+                wrong = self._random.random() < 0.2
+                tokens[row, i] = (drafts[i] + wrong) % VOCABULARY
+        return Drafts(tokens, counts)
+
+    def _following(self, held: list[int]) -> list[int]:
+        for prompt, output in self.known.items():
+            if tuple(held[: len(prompt)]) == prompt:
+                return output[len(held) - len(prompt) :]
+        return []
+
+    def observe(self, computed: Computed) -> None:
+        assert len(computed.kept) == len(computed.positions)
+
+    def took(self, slot: int, computed: int) -> None: ...
+    def loaded(self, blocks: Int32s) -> None: ...
+    def clear(self) -> None: ...
+
+
+def backend_of(path: Path, *, ops: OpsName = "torch", speculation: Speculation | None = None) -> ModelRunner:
+    return create_backend(
+        path,
+        model_name=ModelName("tiny"),
+        device="cpu",
+        dtype="auto",
+        max_model_len=None,
+        kv_memory_bytes=8 << 20,
+        max_num_seqs=24,
+        max_batch_tokens=256,
+        rank=0,
+        world_size=1,
+        communicator=SingleRank(),
+        ops=ops,
+        threads=1,
+        speculation=speculation,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: TinyModel) -> ModelRunner:
+    return backend_of(model.path)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def repetitive(length: int) -> list[int]:
+    """A prompt with something to look up."""
+    period = prompt(7, seed=5)
+    return [period[i % 7] for i in range(length)]
+
+
+PROMPTS = [repetitive(40), prompt(1), prompt(15, 1), prompt(16, 2), prompt(33, 3), repetitive(70), prompt(5, 4)]
+
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(seed=5, temperature=0.7),
+    SamplingParams(seed=6, temperature=1.2, top_p=0.8),
+    SamplingParams(seed=7, temperature=1.0, top_k=5, repetition_penalty=1.3),
+    SamplingParams(seed=8, temperature=0.0, presence_penalty=0.9, frequency_penalty=0.4),
+    SamplingParams(seed=9, temperature=0.0, logit_bias=((17, 4.0), (30, -9.0)), logprobs=3),
+    SamplingParams(seed=10, temperature=0.9, min_p=0.1, logprobs=2),
+]
+
+
+def run(runner: ModelRunner, *, speculate: int, budget: int = 512) -> tuple[list[Sequence], Driver]:
+    runner.reset()
+    driver = Driver(runner, budget=budget, speculate=speculate)
+    sequences = [
+        driver.add(tokens, OUTPUT, sampling=sampling, min_tokens=9, stop_token_ids=tuple(range(40, 90)))
+        for tokens, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+    ]
+    driver.run()
+    return sequences, driver
+
+
+def proposed(runner: ModelRunner, proposer: Proposer | None) -> ModelRunner:
+    """`runner` with another proposer: weights are the dear part of a backend."""
+    runner._proposer = proposer
+    return runner
+
+
+@pytest.fixture(params=["torch", "native"])
+def by_ops(request: pytest.FixtureRequest, model: TinyModel) -> Callable[[], ModelRunner]:
+    return lambda: backend_of(model.path, ops=request.param)
+
+
+@pytest.mark.parametrize("budget", [512, 23])
+def test_every_request_gets_the_tokens_and_logprobs_it_would_have_got(
+    by_ops: Callable[[], ModelRunner], budget: int
+) -> None:
+    runner = by_ops()
+    expected, _ = run(runner, speculate=0, budget=budget)
+    oracle = Oracle()
+    oracle.known = {tuple(s.tokens[: s.prompt_length]): s.output for s in expected}
+    sequences, driver = run(proposed(runner, oracle), speculate=4, budget=budget)
+    assert [s.output for s in sequences] == [s.output for s in expected]
+    assert 0 < driver.accepted < driver.drafted, "some drafts right, some wrong, or nothing was tried"
+    for sequence, plain_one in zip(sequences, expected, strict=True):
+        assert [entry.token for entry in sequence.logprobs] == [entry.token for entry in plain_one.logprobs]
+        for entry, one in zip(sequence.logprobs, plain_one.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(one.logprob, abs=1e-4)
+            assert [token for token, _ in entry.top] == [token for token, _ in one.top]
+
+
+def test_looking_up_ngrams_drafts_and_changes_nothing(plain: ModelRunner) -> None:
+    expected, _ = run(proposed(plain, None), speculate=0)
+    sequences, driver = run(proposed(plain, NgramProposer(most=5, longest=4, shortest=1)), speculate=5)
+    assert [s.output for s in sequences] == [s.output for s in expected]
+    assert driver.drafted > 0
+
+
+def test_prefix_hits_and_preemption_with_rejected_drafts_behind_them_change_nothing(plain: ModelRunner) -> None:
+    common = repetitive(40)
+    prompts = [[*common, *prompt(9, 1)], [*common, *prompt(3, 2)], prompt(20, 3)]
+    expected = []
+    for speculate in (0, 4):
+        plain.reset()
+        proposed(plain, NgramProposer(most=4, longest=3, shortest=1))
+        driver = Driver(plain, budget=29, speculate=speculate)
+        first = driver.add(prompts[0], OUTPUT)
+        while not first.output:
+            driver.step()
+        sharing = driver.add(prompts[1], OUTPUT)
+        assert driver.share_prefix(sharing, first) == 2 * BLOCK_SIZE
+        preempted = driver.add(prompts[2], OUTPUT)
+        while len(preempted.output) < 6:
+            driver.step()
+        driver.preempt(preempted)
+        driver.run()
+        expected.append([first.output, sharing.output, preempted.output])
+    assert expected[0] == expected[1]
+
+
+def test_drafts_stop_where_the_context_ends(model: TinyModel, plain: ModelRunner) -> None:
+    tokens = repetitive(POSITIONS - 6)
+    outputs = []
+    for speculate in (0, 8):
+        plain.reset()
+        proposed(plain, NgramProposer(most=8, longest=3, shortest=1))
+        driver = Driver(plain, speculate=speculate)
+        sequence = driver.add(tokens, 7)
+        driver.run()
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
+    assert len(tokens) + len(outputs[1]) == POSITIONS + 1
+
+
+def test_a_sequence_whose_context_is_full_draws_nothing_more(plain: ModelRunner) -> None:
+    proposed(plain, None).reset()
+    tokens = prompt(POSITIONS)
+    blocks = pack(range(POSITIONS // BLOCK_SIZE))
+    new = NewSequence(
+        sequence=SequenceId(0), tokens=pack(tokens), prompt_length=3, computed=0, blocks=blocks, sampling=GREEDY
+    )
+    first = StepPlan(epoch=Incarnation(1), step=0, new=(new,), work=(Work(SequenceId(0), POSITIONS, b"", True),))
+    assert [len(s.tokens) for s in plain.step(first).sampled] == [1]
+    ahead = StepPlan(epoch=Incarnation(1), step=1, work=(Work(SequenceId(0), 1, b"", True, 4),))
+    assert [(s.sequence, s.tokens) for s in plain.step(ahead).sampled] == [(0, ())]
+
+
+def test_what_was_drafted_and_accepted_is_counted(plain: ModelRunner) -> None:
+    plain.reset()
+    expected, _ = run(proposed(plain, None), speculate=0)
+    known = expected[0]
+
+    class Told(Oracle):
+        def propose(self, asked: Asked) -> Drafts:
+            following = self._following(known.tokens[: int(asked.histories.lengths[asked.slots[0]])])
+            wrong = (following[1] + 1) % VOCABULARY
+            return Drafts(np.array([[following[0], wrong, 5]], dtype=np.int32), np.array([3], dtype=np.int32))
+
+    told = Told()
+    told.known = {tuple(known.tokens[: known.prompt_length]): known.output}
+    plain.reset()
+    driver = Driver(proposed(plain, told), speculate=4)
+    driver.add(known.tokens[: known.prompt_length], OUTPUT, min_tokens=9, stop_token_ids=tuple(range(40, 90)))
+    driver.step()
+    output = plain.step(StepPlan(epoch=Incarnation(1), step=1, work=(Work(SequenceId(0), 1, pack([99]), True, 4),)))
+    assert (output.drafted, output.accepted) == (3, (1, 0, 0))
+    assert [(s.tokens, s.drafted) for s in output.sampled] == [(tuple(known.output[1:3]), 3)]
