@@ -27,6 +27,14 @@ def up(
     sim_step_ms: Annotated[
         float | None, typer.Option(help="Milliseconds per step of --device sim.", rich_help_panel=MODEL)
     ] = None,
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"] | None,
+        typer.Option(help="How the model writes tool calls; auto: as its chat template shows.", rich_help_panel=MODEL),
+    ] = None,
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"] | None,
+        typer.Option(help="How the model writes its thoughts; auto: the same.", rich_help_panel=MODEL),
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence in tokens.", rich_help_panel=CAPACITY)
     ] = None,
@@ -40,7 +48,15 @@ def up(
     engines: Annotated[
         int | None, typer.Option(min=0, help="Copies of the model; 1, or 0 beside pools.", rich_help_panel=SIZE)
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Worker ranks per engine.", rich_help_panel=SIZE)] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Worker ranks that share each layer, per engine.", rich_help_panel=SIZE)
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option(min=1, help="Pipeline stages per engine, of --tp ranks each.", rich_help_panel=SIZE)
+    ] = 1,
+    pp_layers: Annotated[
+        str | None, typer.Option(help="Layers of each stage, e.g. 17,15; as even as can be.", rich_help_panel=SIZE)
+    ] = None,
     prefill: Annotated[
         int, typer.Option(min=0, help="Engines that compute prompts and hand over.", rich_help_panel=SIZE)
     ] = 0,
@@ -50,6 +66,12 @@ def up(
     ] = None,
     tp_decode: Annotated[
         int | None, typer.Option(min=1, help="Worker ranks per decode engine; --tp.", rich_help_panel=SIZE)
+    ] = None,
+    pp_prefill: Annotated[
+        int | None, typer.Option(min=1, help="Stages per prefill engine; --pp.", rich_help_panel=SIZE)
+    ] = None,
+    pp_decode: Annotated[
+        int | None, typer.Option(min=1, help="Stages per decode engine; --pp.", rich_help_panel=SIZE)
     ] = None,
     gateways: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     tokenizers: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
@@ -125,6 +147,7 @@ def up(
         chosen,
         cpu_share,
         engines_asked,
+        layer_split,
         merged,
         model_directory,
         parsed_settings,
@@ -152,11 +175,14 @@ def up(
         detokenizer=detokenizers,
         coordinator=coordinators,
         engines=engines_asked(engines, prefill, decode),
-        ranks=tp,
+        ranks=tp * pp,
+        stages=pp,
         prefill=prefill,
-        prefill_ranks=tp_prefill or tp,
+        prefill_ranks=(tp_prefill or tp) * (pp_prefill or pp),
+        prefill_stages=pp_prefill or pp,
         decode=decode,
-        decode_ranks=tp_decode or tp,
+        decode_ranks=(tp_decode or tp) * (pp_decode or pp),
+        decode_stages=pp_decode or pp,
         kvstore=int(store is not None),
     )
     run_stack(
@@ -168,11 +194,13 @@ def up(
             host=host,
             port=port,
             counts=counts,
+            pp_layers=layer_split(pp_layers, counts),
             store=store or StoreSpec(),
             settings=merged(
                 {
                     "*": {"log_level": log_level},
                     "scheduler": chosen(max_running=max_num_seqs, max_batch_tokens=max_batch_tokens),
+                    "gateway": chosen(tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
                     "coordinator": chosen(router_policy=router_policy, disaggregate_tokens=disaggregate_tokens),
                     "worker": chosen(
                         device=device,
