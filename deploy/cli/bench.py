@@ -22,6 +22,11 @@ _MEASURES_NO_SERVER = ("prefixes", "kv")
 
 def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | None) -> None:
     """Ends with the bench's own status. Raises CommandError."""
+    if argv and argv[0] == "idle":
+        from deploy.bench.idle import run_idle
+
+        run_idle(argv[1:])
+        return
     if not argv or argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:
