@@ -137,7 +137,7 @@ class ModelRunner:
         verdict = self._drawn(batch, logits, choices)
         if self._proposer is not None and self._draws:
             self._proposer.observe(self._computed(batch, meta, verdict))
-        sampled = _complete(plan, verdict.sampled(batch))
+        sampled = _complete(plan, verdict.sampled(batch)) if self._draws else ()
         timing = _timing(begun, prepared, forwarded, time.perf_counter())
         return StepOutput(sampled, timing, int(batch.drafted.sum()), verdict.by_position(batch), scored)
 
