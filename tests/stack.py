@@ -216,6 +216,7 @@ def running_stack(
     model: Path | str | None = None,
     engines: int | None = None,
     tp: int = 1,
+    pp: int = 1,
     prefill: int = 0,
     decode: int = 0,
     tp_prefill: int | None = None,
@@ -240,6 +241,7 @@ def running_stack(
     chosen = {
         "engines": engines,
         "tp": tp,
+        "pp": pp,
         "prefill": prefill,
         "decode": decode,
         "tp-prefill": tp_prefill,

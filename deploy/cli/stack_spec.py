@@ -10,7 +10,7 @@ from typing import get_args
 
 import deploy
 from deploy.cli.errors import CommandError
-from deploy.supervisor.core.plan import Counts
+from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.launch import EVERY_SERVICE
 from shared.ids import ModelName
 from shared.messages.lifecycle import Service
@@ -71,6 +71,23 @@ def engines_asked(engines: int | None, prefill: int, decode: int) -> int:
     if mixed + decode == 0:
         raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
     return mixed
+
+
+def layer_split(asked: str | None, counts: Counts) -> tuple[int, ...]:
+    """`17,15`: layers of each pipeline stage. Raises CommandError."""
+    if asked is None:
+        return ()
+    parts = asked.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise CommandError(f"--pp-layers {asked}: numbers from 1 on are expected, e.g. 17,15", status=2)
+    wrong = next((s for s in _stage_counts(counts) if s not in (1, len(parts))), None)
+    if wrong is not None:
+        raise CommandError(f"--pp-layers {asked}: {len(parts)} numbers for {wrong} stages", status=2)
+    return tuple(map(int, parts))
+
+
+def _stage_counts(counts: Counts) -> list[int]:
+    return [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
 
 
 def cpu_share(counts: Counts) -> int | None:

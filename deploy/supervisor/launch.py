@@ -98,7 +98,21 @@ def _rank(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
     ranks = _ranks(spec, seat)
     if ranks == 1 or where.rendezvous is None:
         return alone
-    return {**alone, "rank": str(seat.rank), "world_size": str(ranks), "rendezvous": where.rendezvous}
+    return {
+        **alone,
+        "rank": str(seat.rank),
+        "world_size": str(ranks),
+        "rendezvous": where.rendezvous,
+        **_pipeline(spec, seat),
+    }
+
+
+def _pipeline(spec: StackSpec, seat: Seat) -> dict[str, str]:
+    stages = spec.counts.stages_of(seat.pool) if seat.pool else 1
+    if stages == 1:
+        return {}
+    layers = {"pp_layers": ",".join(map(str, spec.pp_layers))} if spec.pp_layers else {}
+    return {"pp": str(stages), **layers}
 
 
 def _role(pool: Pool | None) -> dict[str, str]:

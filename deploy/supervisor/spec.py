@@ -51,6 +51,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     port: int = 8000
     """0 picks a free one."""
     counts: Counts = Counts()
+    pp_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty: as even as can be."""
     store: StoreSpec = StoreSpec()
     settings: Mapping[str, Mapping[str, str]] = {}
     """Service → key → value, as flags of that service. The key `*` speaks to every service."""

@@ -150,6 +150,16 @@ async def test_pools_of_any_size_continue_each_others_work(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("stages", [["--pp-prefill=2"], ["--pp-decode=2", "--pp-layers=2,3", "--tp-prefill=2"]])
+async def test_pipelines_continue_others_work_and_begin_it(
+    plain: RunningStack, tmp_path: Path, stages: list[str]
+) -> None:
+    with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", more=[ALWAYS, *CHUNKED, *stages]) as stack:
+        await assert_equal_to_plain(plain, stack, salt=7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "tp_prefill", "tp_decode"), [("qwen3", 1, 2), ("gemma3", 2, 1)])
 async def test_other_models_are_handed_over_as_well(
     tmp_path: Path, family: str, tp_prefill: int, tp_decode: int

@@ -10,7 +10,15 @@ import pytest
 
 from deploy.cli.errors import CommandError
 from deploy.cli.ps import duration
-from deploy.cli.stack_spec import cpu_share, engines_asked, merged, model_directory, parsed_settings, served_name
+from deploy.cli.stack_spec import (
+    cpu_share,
+    engines_asked,
+    layer_split,
+    merged,
+    model_directory,
+    parsed_settings,
+    served_name,
+)
 from deploy.supervisor.core.plan import Counts, all_seats
 from deploy.supervisor.launch import Whereabouts, flags, secret_settings, service_command
 from deploy.supervisor.spec import StackSpec, StoreSpec
@@ -145,3 +153,19 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 )
 def test_durations_are_short(seconds: float | None, shown: str) -> None:
     assert duration(seconds) == shown
+
+
+def test_ranks_of_a_pipeline_are_told_its_stages_and_their_layers() -> None:
+    pools = Counts(ranks=4, stages=2, prefill=1, prefill_ranks=2)
+    told = {i: set(argv) for i, argv in commands(spec(counts=pools, pp_layers=(4, 2))).items()}
+    assert told["engine-1-rank3"] >= {"--rank=3", "--world-size=4", "--pp=2", "--pp-layers=4,2"}
+    assert "--world-size=4" in told["engine-1"]
+    assert not any(flag.startswith("--pp") for flag in told["prefill-1-rank1"])
+
+
+def test_layers_are_split_over_as_many_stages_as_there_are() -> None:
+    assert layer_split(None, Counts()) == ()
+    assert layer_split("4,2", Counts(ranks=2, stages=2)) == (4, 2)
+    for asked, counts in (("4,2", Counts(stages=3)), ("4,", Counts(stages=2)), ("0,6", Counts(stages=2))):
+        with pytest.raises(CommandError, match="--pp-layers"):
+            layer_split(asked, counts)

@@ -35,10 +35,14 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Those that do everything."""
     ranks: int = 1
     """Worker processes of each of `engines`."""
+    stages: int = 1
+    """Pipeline stages that they form."""
     prefill: int = 0
     prefill_ranks: int = 1
+    prefill_stages: int = 1
     decode: int = 0
     decode_ranks: int = 1
+    decode_stages: int = 1
     kvstore: int = 0
     """One for the host, or none."""
 
@@ -54,6 +58,16 @@ class Counts(Struct, frozen=True, kw_only=True):
                 return self.prefill_ranks
             case "decode":
                 return self.decode_ranks
+
+    def stages_of(self, pool: Pool) -> int:
+        """Pipeline stages per engine."""
+        match pool:
+            case "engines":
+                return self.stages
+            case "prefill":
+                return self.prefill_stages
+            case "decode":
+                return self.decode_stages
 
     @property
     def all_engines(self) -> int:

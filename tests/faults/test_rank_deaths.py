@@ -1,0 +1,50 @@
+"""Any rank of a TP 2 × PP 2 engine is killed under streams: all ranks start anew, and every stream ends as it would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
+from tests.stack import RunningStack, running_stack
+
+STREAMS = 4
+TOKENS = 150
+RANKS = [f"engine-1-rank{rank}" for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("ranks"), tp=2, pp=2, settings=["worker.threads=1"]) as stack:
+        yield stack
+
+
+async def streams(stack: RunningStack, started: asyncio.Event | None = None) -> list[Streamed]:
+    options = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+    async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
+        chats = (stream_chat(client, stack.model, question, started, **options) for question in QUESTIONS[:STREAMS])
+        return await asyncio.gather(*chats)
+
+
+async def survive_the_death_of(stack: RunningStack, victim: str, undisturbed: list[Streamed]) -> None:
+    before = {rank: stack.pid(rank) for rank in RANKS}
+    started = asyncio.Event()
+    open_streams = asyncio.create_task(streams(stack, started))
+    async with asyncio.timeout(DEADLINE):
+        await started.wait()
+    assert not open_streams.done(), "the streams ended before anything happened to them"
+    stack.kill(victim)
+    seen = await open_streams
+    assert [s.text for s in seen] == [s.text for s in undisturbed]
+    assert [(s.finishes, s.completion_tokens) for s in seen] == [(["length"], TOKENS)] * STREAMS
+    for rank in RANKS:
+        stack.replaced(rank, before[rank])
+    assert await blocks_in_use(stack) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", RANKS)
+async def test_streams_survive_the_death_of_a_rank(stack: RunningStack, victim: str) -> None:
+    await survive_the_death_of(stack, victim, await streams(stack))
