@@ -97,6 +97,7 @@ class FakeRing:
         self.running: dict[str, int] = {}
         self.lives: dict[Service, Incarnation] = dict.fromkeys(IDENTITY, Incarnation(1))
         self.absent: set[Service] = set()
+        self.fails_first_attempts = False
         self._numbers: dict[GatewayId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.script: list[str] | None = None
@@ -227,6 +228,9 @@ class FakeRing:
             await self.tell(message, Queued(message.request, message.attempt))
         elif "VANISH" in text and first:
             await self.tell(message, Placed(message.request, message.attempt, ENGINE, DETOKENIZER))
+        elif self.fails_first_attempts and first:
+            await self.tell(message, Placed(message.request, message.attempt, ENGINE, DETOKENIZER))
+            await self.tell(message, Failed(message.request, message.attempt, "the worker died"))
         elif "FAIL" in text and (first or "ALWAYS" in text):
             await self.tell(message, Placed(message.request, message.attempt, ENGINE, DETOKENIZER))
             await self._generate(message, until=3)

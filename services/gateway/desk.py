@@ -18,7 +18,7 @@ from services.gateway.core.effects import Ask, Dispatch, Effect, Retried, Stop
 from services.gateway.core.policy import Policy
 from services.gateway.core.ring import Ring
 from services.gateway.core.supervision import Supervision
-from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS
+from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
 from services.gateway.probes import Probes
 from services.gateway.questions import PromptTold, Questions
 from shared import topics
@@ -37,6 +37,8 @@ class Desk:
 
     def __init__(self, bus: Bus, gateway: GatewayId, policy: Policy, limits: Limits, max_open: int) -> None:
         self.limits = limits
+        self.patience = policy.request_s
+        """Seconds that an answer may take in all."""
         self.ring = Ring()
         self.accepting = True
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
@@ -77,6 +79,17 @@ class Desk:
         self, job: Job, heading: Heading, outlet: Outlet, told: list[PromptTold], trace: str | None
     ) -> Exchange:
         """Sends every sequence of `job` on its way."""
+        return await self._open(job, heading, outlet, told, trace, METERS.of(job.name))
+
+    async def _open(
+        self,
+        job: Job,
+        heading: Heading,
+        outlet: Outlet,
+        told: list[PromptTold],
+        trace: str | None,
+        meters: ModelMeters,
+    ) -> Exchange:
         now, arrival = self._bus.liveness_now(), time.time()
         messages: dict[RequestId, Tokenize] = {}
         choices: dict[RequestId, ChoiceState] = {}
@@ -103,7 +116,7 @@ class Desk:
                 keep_markup=job.parsing is not None,
                 thinking_end=job.thinking_end,
             )
-        meters, field = METERS.of(job.name), job.guided.field if job.guided is not None else None
+        field = job.guided.field if job.guided is not None else None
         exchange = Exchange(heading, choices, outlet, meters, time.monotonic(), grammar_field=field)
         self._exchanges.add(exchange)
         STREAMS.set(len(self._exchanges))
@@ -114,8 +127,25 @@ class Desk:
         await self._perform(effects)
         return exchange
 
+    def begin(self, job: Job, heading: Heading, outlet: Outlet) -> Exchange:
+        """An answer whose choices come of parts, which are opened one by one."""
+        choices = {RequestId(f"{heading.id}-{place}"): ChoiceState(place, place // job.n) for place in range(job.size)}
+        exchange = Exchange(heading, choices, outlet, METERS.of(job.name), time.monotonic())
+        self._exchanges.add(exchange)
+        STREAMS.set(len(self._exchanges))
+        return exchange
+
+    async def open_part(self, job: Job, heading: Heading, outlet: Outlet, trace: str | None) -> Exchange:
+        """As `open`, for what no client sees as it comes: to be left, and not to be measured."""
+        return await self._open(job, heading, outlet, [], trace, ModelMeters())
+
     async def close(self, exchange: Exchange, outcome: Outcome) -> None:
         """The client has its answer, or wants it no more: whatever is still generated for it is cancelled."""
+        await self.leave(exchange)
+        self._record(exchange, outcome)
+
+    async def leave(self, exchange: Exchange) -> None:
+        """Nobody waits for it: whatever is still generated for it is cancelled."""
         self._exchanges.discard(exchange)
         STREAMS.set(len(self._exchanges))
         now = self._bus.liveness_now()
@@ -124,7 +154,6 @@ class Desk:
             if self._routes.pop(request, None) is not None:
                 effects += self._supervision.close(request, now)
         await self._perform(effects)
-        self._record(exchange, outcome)
 
     def _record(self, exchange: Exchange, outcome: Outcome) -> None:
         heading, choices = exchange.heading, exchange.choices

@@ -105,6 +105,14 @@ class Exchange:
             self._meters.e2e.observe(now - self.started)
             self.end("finished")
 
+    def complete(self, now: float) -> None:
+        """Every choice is known, at once."""
+        if not self.ended.done():
+            self._meters.generation_tokens += sum(choice.tokens for choice in self.choices)
+            self._meters.e2e.observe(now - self.started)
+            self._outlet.completed(self.choices, now)
+            self.end("finished")
+
     def rejected(self, rejected: Rejected) -> None:
         param, message = rejected.field, rejected.message
         if param == "grammar" and self._grammar_field is not None:

@@ -14,12 +14,12 @@ from services.gateway.answers.exchange import Exchange
 from services.gateway.answers.frames import Frames
 from services.gateway.answers.heading import Heading
 from services.gateway.answers.outlets import Stream, Whole
-from services.gateway.api.errors import unsupported
 from services.gateway.api.job import Job, Limits, StreamOptions
 from services.gateway.desk import Desk
 from services.gateway.http.call import Call
 from services.gateway.http.connection import connection_of
 from services.gateway.questions import PromptTold
+from services.gateway.searching import Searching, open_searches
 from shared.messages.lifecycle import ModelCard
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,10 @@ class Generate:
         desk = self._desk
         desk.admit(1)
         job = self._read(await call.body(self._max_body), desk.ring.models(), desk.limits)
-        if job.beams is not None:
-            raise unsupported("use_beam_search", "beam search")
         desk.admit(job.size)
+        if job.beams is not None:
+            await self._search(call, job)
+            return
         told = await desk.questions.told(job)
         heading = desk.heading(job)
         _log_start(heading, job, call)
@@ -64,6 +65,20 @@ class Generate:
             await self._whole(call, job, heading, told)
         else:
             await self._stream(call, job, heading, told, job.stream)
+
+    async def _search(self, call: Call, job: Job) -> None:
+        """The best hypotheses of each prompt, as one body."""
+        searches = await open_searches(self._desk.questions, job)
+        heading = self._desk.heading(job)
+        _log_start(heading, job, call)
+        exchange = self._desk.begin(job, heading, Whole())
+        async with self._attended(call, exchange):
+            await Searching(self._desk, job, exchange, searches, call.trace).run()
+            outcome = await exchange.ended
+        if exchange.error is not None:
+            raise exchange.error
+        if outcome == "finished":
+            await self._finish(call, call.respond(body(heading, exchange.choices, job.telling)))
 
     async def _whole(self, call: Call, job: Job, heading: Heading, told: list[PromptTold]) -> None:
         exchange = await self._desk.open(job, heading, Whole(), told, call.trace)

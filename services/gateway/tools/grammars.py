@@ -87,8 +87,8 @@ def _object(tool: Tool, key: str, before: str = "", behind: str = "") -> Format:
 
 
 def _xml(tool: Tool) -> Format:
-    begin, end = f"<tool_call>\n<function={tool.name}>\n", "\n</function>\n</tool_call>"
-    return tag(begin, arguments(tool.parameters, "qwen_xml"), end)
+    end = "</function>\n</tool_call>"  # on a line of its own, or where there are no parameters on the next
+    return tag(f"<tool_call>\n<function={tool.name}>\n", arguments(tool.parameters, "qwen_xml"), ["\n" + end, end])
 
 
 def _array(tools: Sequence[Tool], parallel: bool) -> Format:
