@@ -33,7 +33,8 @@ def regex(pattern: str) -> Format:
     return {"type": "regex", "pattern": pattern}
 
 
-def tag(begin: str, content: Format, end: str) -> Format:
+def tag(begin: str, content: Format, end: str | list[str]) -> Format:
+    """`end`: one text or any of several."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from services.gateway.parsing.output_parser import OutputParser, Parsing
@@ -51,6 +52,8 @@ def written(form: ToolFormat, calls: list[Call], style: str = "") -> str:
             return "[TOOL_CALLS] [" + ", ".join(_object(call, "arguments") for call in calls) + "]"
         case ("qwen3_xml", _):
             return "\n".join(f"<tool_call>\n{_xml(call)}\n</tool_call>" for call in calls)
+        case ("pythonic", "json"):
+            return "[" + ", ".join(f"{call.name}({_keywords(call, _json)})" for call in calls) + "]"
         case ("pythonic", _):
             return "[" + ", ".join(f"{call.name}({_keywords(call)})" for call in calls) + "]"
     raise AssertionError(form)
@@ -65,6 +68,7 @@ STYLES: list[tuple[ToolFormat, str]] = [
     ("mistral", "args"),
     ("qwen3_xml", ""),
     ("pythonic", ""),
+    ("pythonic", "json"),
 ]
 
 
@@ -76,8 +80,8 @@ def _object(call: Call, key: str) -> str:
     return f'{{"name": {_json(call.name)}, "{key}": {_json(call.arguments)}}}'
 
 
-def _keywords(call: Call) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+def _keywords(call: Call, shown: Callable[[Any], str] = repr) -> str:
+    return ", ".join(f"{key}={shown(value)}" for key, value in call.arguments.items())
 
 
 def _xml(call: Call) -> str:
