@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.arena import ArenaError
-from kvstore.core.layout import fingerprint
+from kvstore.core.layout import SUFFIX, file_name
 from kvstore.owned_arena import OwnedArena
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
 
 log = logging.getLogger(__name__)
 
-SUFFIX = ".arena"
 LOCK = "lock"
 
 
@@ -63,7 +62,7 @@ class StoreDirectory:
 
     def create(self, layout: KvLayout, slots: int) -> OwnedArena:
         """A new arena in place of any other of this layout. Raises ArenaUnreadable, UnknownDtype, OSError."""
-        path = self.path / f"{fingerprint(layout)}{SUFFIX}"
+        path = self.path / file_name(layout)
         return OwnedArena.create(path, ArenaId(secrets.randbits(63)), layout, slots)
 
     def remove(self, arena: OwnedArena) -> None:

@@ -65,6 +65,14 @@ def fingerprint(layout: KvLayout) -> str:
     return blake2b(msgspec.msgpack.encode(layout), digest_size=12).hexdigest()
 
 
+SUFFIX = ".arena"
+
+
+def file_name(layout: KvLayout) -> str:
+    """Of its arena, in the store's directory."""
+    return f"{fingerprint(layout)}{SUFFIX}"
+
+
 class Geometry(Struct, frozen=True, kw_only=True):
     """Sizes and places, in bytes from the file's start."""
 

@@ -109,7 +109,9 @@ class CopyThread:
                 self._transfers.close()
 
     def _do_next(self) -> bool:
-        """Waits for a transfer and does it; False when it is time to end."""
+        """Waits for a transfer and does it; False when it is time to end. While none waits, memory is prepared."""
+        while not self._waiting and not self._stopping and self._transfers is not None and self._transfers.prepare():
+            pass
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopping)
             if self._stopping:

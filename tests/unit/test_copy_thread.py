@@ -41,6 +41,7 @@ class Scripted:
         self.max_speculate = self.max_jump_ahead = 0
         self.grammars = None
         self.kv = KvShare(LAYOUT, 0, LAYOUT.kv_heads, True, BLOCKS, self, 0, LAYOUT.layers)
+        self.runs = ()
         self.held: dict[str, threading.Event] = {}
         self.reached: dict[str, threading.Event] = {}
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -24,6 +26,13 @@ class Piece(NamedTuple):
     generations: NDArray[np.uint64]
 
 
+class CacheRun(NamedTuple):
+    """One layer's keys or values in main memory: block after block."""
+
+    address: int
+    block_bytes: int
+
+
 class BoundCopier(Protocol):
     """Copies between one rank's caches and its cells in one arena. Used from the copy thread, beside steps."""
 
@@ -40,6 +49,10 @@ class BoundCopier(Protocol):
 
 class KvCopier(Protocol):
     """Knows how a device lays out all layers' caches."""
+
+    @property
+    def runs(self) -> Sequence[CacheRun]:
+        """The caches as far as they are pages of this process's memory: none where a device has its own."""
 
     def bind(self, heads: RankHeads) -> BoundCopier:
         """For these heads and layers of an arena, as many as the caches have. Raises OSError."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.kv.copier import Copied, Piece
+from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
 
 _STAGED_BYTES = 4 << 20
@@ -27,6 +27,10 @@ class CudaKvCopier:
 
     def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         self._caches = caches
+
+    @property
+    def runs(self) -> tuple[CacheRun, ...]:
+        return ()
 
     def bind(self, heads: RankHeads) -> BoundCudaKvCopier:
         return BoundCudaKvCopier(self._caches, heads)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.kv.copier import Copied, Piece
+from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
 
 _WORDS: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2"), 1: np.dtype("u1")}
@@ -27,6 +27,11 @@ class PlainKvCopier:
     def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         self._caches = [tuple(_as_words(cache) for cache in halves) for halves in caches]
         self._dtype = _WORDS[caches[0][0].dtype.itemsize]
+
+    @property
+    def runs(self) -> tuple[CacheRun, ...]:
+        caches = [cache for halves in self._caches for cache in halves]
+        return tuple(CacheRun(cache.ctypes.data, cache[0].nbytes) for cache in caches)
 
     def bind(self, heads: RankHeads) -> BoundPlainKvCopier:
         return BoundPlainKvCopier(self._caches, heads, self._dtype)

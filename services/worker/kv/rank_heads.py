@@ -6,16 +6,11 @@ Knows no device.
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
-import sys
 from collections.abc import Iterable, Iterator
 
 from kvstore.arena import MappedArena
-from kvstore.core.layout import CHECKSUM, GENERATION_AT, PAGE
-
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later; see madvise(2)."""
+from kvstore.core.layout import CHECKSUM, COMMITTED, GENERATION_AT
+from services.worker.kv.pages import provide
 
 
 class RankHeads:
@@ -78,14 +73,22 @@ class RankHeads:
         longer than the copying. Raises OSError (ENOSPC) where the system has no memory for them; writing there would
         be the signal SIGBUS, and the process's end. Elsewhere than on Linux it does nothing."""
         fresh = [slot for slot in slots if slot not in self._touched]
-        if sys.platform != "linux" or not fresh:
-            return
         for first, count in _runs(fresh):
-            shape = self.arena.geometry
-            start = (self._base + shape.payload_at(first, self._first_cells[0])) // PAGE * PAGE
-            end = self._base + shape.payload_at(first + count - 1, self._first_cells[0]) + self.span
-            _populate(start, end - start)
+            self._provide(first, count, write=True)
         self._touched.update(fresh)
+
+    def map_committed(self, slots: int) -> Iterator[None]:
+        """Maps the pages of what can be loaded, some `slots` at a time. Raises OSError."""
+        held = (slot for slot, header in self.arena.headers() if header.state == COMMITTED)
+        for first, count in _runs(held, slots):
+            self._provide(first, count, write=False)
+            yield
+
+    def _provide(self, first: int, count: int, *, write: bool) -> None:
+        shape = self.arena.geometry
+        start = self._base + shape.payload_at(first, self._first_cells[0])
+        end = self._base + shape.payload_at(first + count - 1, self._first_cells[0]) + self.span
+        provide(start, end - start, write=write)
 
     def write_checksums(self, slot: int) -> None:
         """After the cells' bytes are written."""
@@ -112,22 +115,11 @@ class RankHeads:
         self.arena.close()
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _populate(start: int, length: int) -> None:
-    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0:
-        return
-    # Whatever else is refused (an older kernel knows no such advice) costs only time: pages come when written to.
-    if ctypes.get_errno() in (errno.EFAULT, errno.ENOMEM):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _runs(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Slots that follow each other, as (first, count)."""
+def _runs(slots: Iterable[int], most: int | None = None) -> Iterator[tuple[int, int]]:
+    """Slots that follow each other, as (first, count); never more than `most`."""
     first, count = 0, 0
     for slot in slots:
-        if count and slot == first + count:
+        if count and slot == first + count and count != most:
             count += 1
             continue
         if count:

@@ -11,9 +11,12 @@ from typing import Literal
 import numpy as np
 
 from kvstore.arena import ArenaError, MappedArena
+from kvstore.core.layout import file_name
 from services.worker import metrics
 from services.worker.kv.copier import BoundCopier, Copied, KvShare, Piece
+from services.worker.kv.pages_ahead import PagesAhead
 from services.worker.kv.rank_heads import RankHeads
+from shared.ids import ArenaId
 from shared.messages.worker import Transfer
 
 PIECE_BYTES = 4 << 20
@@ -40,6 +43,17 @@ class Transfers:
         self._directory = directory
         self._bound: tuple[MappedArena, BoundCopier] | None = None
         self._bytes_of_block = 0
+        self._pages = PagesAhead(share)
+        self._mapping = self._map_found()
+
+    def prepare(self) -> bool:
+        """Does a little of what would cost the next transfers time; whether there was anything to do."""
+        if next(self._mapping, False):
+            return True
+        if not self._pages.left:
+            return False
+        self._pages.provide_some()
+        return True
 
     def run(self, transfer: Transfer, stopped: Callable[[], bool]) -> Outcome:
         """Copies until all is done, something fails, or `stopped` says so. Raises BrokenTransfer."""
@@ -50,6 +64,7 @@ class Transfers:
         except (OSError, ArenaError, TransferFailed) as error:
             _log.warning("%s %d failed: %s", transfer.kind, transfer.number, error)
             outcome = "failed"
+        self._pages.used(int(whole.blocks.max(initial=0)))
         copied = len(whole.blocks) * self._bytes_of_block if outcome == "done" else 0
         metrics.note_transfer(transfer.kind, outcome, copied, time.perf_counter() - begun)
         return outcome
@@ -87,17 +102,35 @@ class Transfers:
         path = self._directory / transfer.path
         if self._bound is not None and (self._bound[0].path, self._bound[0].arena) == (path, transfer.arena):
             return self._bound
-        self.close()
         if path.parent != self._directory:
             raise TransferFailed(f"{transfer.path!r} is no file of the store's directory")
-        arena = MappedArena.open(path, transfer.arena)
+        arena, copier, _ = self._bind(path, transfer.arena)
+        return arena, copier
+
+    def _map_found(self) -> Iterator[Literal[True]]:
+        """Maps what other processes have left, or this one's predecessor, piece by piece: whoever asks for it first is
+        served as fast as those that follow."""
+        try:
+            arena, _, heads = self._bind(self._directory / file_name(self._share.layout), None)
+            for _ in heads.map_committed(max(1, PIECE_BYTES // self._bytes_of_block)):
+                yield True
+                if self._bound is None or self._bound[0] is not arena:
+                    return
+        except (OSError, ArenaError, TransferFailed) as error:
+            _log.info("nothing to map ahead: %s", error)
+
+    def _bind(self, path: Path, wanted: ArenaId | None) -> tuple[MappedArena, BoundCopier, RankHeads]:
+        """Lets go of any other arena. Raises OSError, ArenaError, TransferFailed."""
+        self.close()
+        arena = MappedArena.open(path, wanted)
         if arena.layout != self._share.layout:
             raise TransferFailed(f"{path} holds {arena.layout}, this rank {self._share.layout}")
         share = self._share
         heads = RankHeads(arena, share.first_head, share.num_heads, share.first_layer, share.num_layers)
         self._bytes_of_block = heads.bytes_of_slot
-        self._bound = arena, self._share.copier.bind(heads)
-        return self._bound
+        copier = share.copier.bind(heads)
+        self._bound = arena, copier
+        return arena, copier, heads
 
 
 def _pieces(whole: Piece, count: int) -> Iterator[Piece]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from services.worker.kv.copier import Copied, Piece
+from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.native import library
 
@@ -37,6 +37,11 @@ class NativeKvCopier:
             keys=array(*(cache[0].data_ptr() for cache in caches)),
             values=array(*(cache[1].data_ptr() for cache in caches)),
         )
+
+    @property
+    def runs(self) -> tuple[CacheRun, ...]:
+        caches = [cache for halves in self._caches for cache in halves]
+        return tuple(CacheRun(cache.data_ptr(), cache[0].nbytes) for cache in caches)
 
     def bind(self, heads: RankHeads) -> BoundNativeKvCopier:
         if heads.arena.geometry.cell_bytes <= _SHORTEST:
