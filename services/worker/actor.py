@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from services.worker import metrics
 from services.worker.backend import Backend, StepOutput
@@ -119,10 +122,11 @@ class WorkerActor(Actor):
 
     async def _tell_steps(self) -> None:
         while True:
-            plan, output = await self._thread.result()
+            plan, output, ended = await self._thread.result()
             self._in_hand -= 1
             if output is None:
                 continue
+            output = replace(output, timing=replace(output.timing, answer=max(0.0, time.perf_counter() - ended)))
             if self._place.publishes:
                 await self._publish(plan, output)
             metrics.note_step(plan, output)

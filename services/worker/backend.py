@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -29,6 +29,8 @@ class StepOutput(Struct, frozen=True):
     accepted: tuple[int, ...] = ()
     """How many sequences accepted their first draft token, their second, and so on."""
     scored: tuple[PromptScored, ...] = ()
+    ended: float | None = None
+    """When the device was done, on `time.perf_counter`'s clock; None: when this came out."""
 
 
 class Backend(Protocol):
@@ -71,4 +73,29 @@ class Backend(Protocol):
         """
 
     def reset(self) -> None:
-        """Forgets every sequence: a new epoch begins."""
+        """Forgets every sequence: a new epoch begins. No step is under way."""
+
+
+class StepUnderWay(Protocol):
+    """A step that the device has been given."""
+
+    def output(self) -> StepOutput:
+        """Blocks until the step's tokens are on the host. Called once, in the order of the steps, and on another
+        thread than `begin`: it must touch nothing that the next steps are begun with."""
+
+
+@runtime_checkable
+class LaunchingBackend(Backend, Protocol):
+    """A backend whose device works by itself: the next step is prepared and launched while it computes.
+
+    So what a step samples must stay on the device, and feed the step behind it there: `begin` of that one comes before
+    the host knows the tokens. On CUDA `begin` ends with a copy of them to pinned memory and an event, which `output`
+    waits for.
+    """
+
+    def begin(self, plan: StepPlan) -> StepUnderWay:
+        """Applies `plan` as `step` does, and launches it. At most MOST_BEGUN steps are under way."""
+
+
+MOST_BEGUN = 2
+"""One that the device computes, and one that it finds when it is done. A third would only shut newcomers out."""

@@ -1,4 +1,9 @@
-"""The one thread that touches the device: plans in, outputs out, nothing else. Knows no bus."""
+"""The one thread that touches the device: plans in, outputs out, nothing else. Knows no bus.
+
+A device that works by itself (`LaunchingBackend`) is given the next step while it computes one; a second thread waits
+for what comes out. So receiving, preparing, computing and answering overlap: plans are received and results published
+by the event loop, prepared and launched here, and awaited there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.worker.backend import Backend, StepOutput
+from services.worker.backend import MOST_BEGUN, Backend, LaunchingBackend, StepOutput, StepUnderWay
 from services.worker.copy_thread import CopyThread, around
 from shared.ids import Incarnation
 from shared.messages.worker import StepPlan, Transfer
@@ -28,16 +33,26 @@ class _Job(NamedTuple):
     arrived: float
 
 
+class _Begun(NamedTuple):
+    """What the device has been given. `step` None: left out."""
+
+    job: _Job
+    step: StepUnderWay | None
+    launched: float
+
+
 class Computed(NamedTuple):
     plan: StepPlan
     output: StepOutput | None
     """None: left out, its epoch was over."""
+    ended: float = 0.0
+    """When it was computed, on `time.perf_counter`'s clock."""
 
 
 class ComputeThread:
     """Owns the thread and, on it, the backend: libraries keep state per thread, so it is made there too.
 
-    The thread is a daemon: a device that hangs must not keep the process from ending.
+    The threads are daemons: a device that hangs must not keep the process from ending.
     """
 
     def __init__(self, make_backend: Callable[[], Backend], copies: CopyThread, *, skip_void: bool) -> None:
@@ -47,7 +62,11 @@ class ComputeThread:
         """Leave out plans of an epoch that is over. Ranks that compute together may not: each must execute exactly
         what the others do."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(PLANS_LIMIT)
+        self._begun: queue.Queue[_Begun] = queue.Queue(MOST_BEGUN - 1)
+        """Beside the one that is awaited."""
         self._epoch: Incarnation | None = None
+        self._ended = time.perf_counter()
+        """When the latest step was computed."""
         self._results: asyncio.Queue[Computed | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -79,6 +98,8 @@ class ComputeThread:
             return
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
 
+    # ---- on the compute thread
+
     def _run(self) -> None:
         try:
             backend = self._make_backend()
@@ -88,31 +109,80 @@ class ComputeThread:
             return
         self._loop.call_soon_threadsafe(_resolve, self._ready, backend)
         try:
-            self._serve(backend)
+            if isinstance(backend, LaunchingBackend):
+                self._launch_all(backend)
+            else:
+                self._compute_all(backend)
         except BaseException as error:
             self._hand_over(error)
 
-    def _serve(self, backend: Backend) -> None:
-        idle_since = time.perf_counter()
+    def _compute_all(self, backend: Backend) -> None:
+        """Step by step: nothing can be prepared while the processor computes."""
+        self._ended = time.perf_counter()
         while (job := self._jobs.get()) is not None:
-            if self._skip_void and job.plan.epoch != self._epoch:
+            if self._is_void(job):
                 self._hand_over(Computed(job.plan, None))
                 continue
             if job.first:
-                self._copies.begin()
-                backend.reset()
-            output = self._computed(backend, job.plan)
-            wait = max(0.0, job.arrived - idle_since)
-            idle_since = time.perf_counter()
-            self._hand_over(Computed(job.plan, replace(output, timing=replace(output.timing, wait=wait))))
+                self._begin_epoch(backend)
+            before, after = around(job.plan.transfers)
+            self._copy(job.plan.epoch, before)
+            output = backend.step(job.plan)
+            self._copy(job.plan.epoch, after)
+            self._finish(job, output)
 
-    def _computed(self, backend: Backend, plan: StepPlan) -> StepOutput:
-        """Computes the plan; what it wants copied begins before and after."""
-        before, after = around(plan.transfers)
-        self._copy(plan.epoch, before)
-        output = backend.step(plan)
-        self._copy(plan.epoch, after)
-        return output
+    def _launch_all(self, backend: LaunchingBackend) -> None:
+        """Gives the device its next step while it computes one; the other thread waits for what comes out."""
+        self._ended = time.perf_counter()
+        threading.Thread(target=self._await_all, name="answer", daemon=True).start()
+        while (job := self._jobs.get()) is not None:
+            if self._is_void(job):
+                self._begun.put(_Begun(job, None, 0.0))
+                continue
+            if job.first:
+                self._begun.join()
+                self._begin_epoch(backend)
+            step = backend.begin(job.plan)
+            self._begun.put(_Begun(job, step, time.perf_counter()))
+        self._begun.join()
+
+    def _begin_epoch(self, backend: Backend) -> None:
+        self._copies.begin()
+        backend.reset()
+
+    def _is_void(self, job: _Job) -> bool:
+        return self._skip_void and job.plan.epoch != self._epoch
+
+    # ---- on the answering thread
+
+    def _await_all(self) -> None:
+        try:
+            while True:
+                self._await(self._begun.get())
+                self._begun.task_done()
+        except BaseException as error:
+            self._hand_over(error)
+
+    def _await(self, begun: _Begun) -> None:
+        """What the plan wants copied begins when all steps before it are computed, or itself is."""
+        job, step, launched = begun
+        if step is None:
+            self._hand_over(Computed(job.plan, None))
+            return
+        before, after = around(job.plan.transfers)
+        self._copy(job.plan.epoch, before)
+        output = step.output()
+        self._copy(job.plan.epoch, after)
+        exposed = max(0.0, launched - max(job.arrived, self._ended))
+        self._finish(job, replace(output, timing=replace(output.timing, prepare=exposed)))
+
+    # ---- on either
+
+    def _finish(self, job: _Job, output: StepOutput) -> None:
+        wait = max(0.0, job.arrived - self._ended)
+        self._ended = time.perf_counter() if output.ended is None else output.ended
+        timed = replace(output, timing=replace(output.timing, wait=wait))
+        self._hand_over(Computed(job.plan, timed, self._ended))
 
     def _copy(self, epoch: Incarnation, transfers: tuple[Transfer, ...]) -> None:
         """Unless the epoch is over: nobody awaits them then."""

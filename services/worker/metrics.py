@@ -16,7 +16,7 @@ STEPS = Counter("baton_worker_steps_total", "Steps computed.")
 TOKENS = Counter("baton_worker_tokens_total", "Tokens by what became of them: computed, sampled.", ["kind"])
 PART_SECONDS = Histogram(
     "baton_worker_step_seconds",
-    "Where a step's time went; wait is idle time between steps, pauses of traffic left out.",
+    "Where a step's time went; wait is idle time between steps, pauses of traffic left out; answer is beside the next.",
     ["part"],
     buckets=_BUCKETS,
 )
@@ -31,12 +31,14 @@ TRANSFER_SECONDS = Histogram(
     "baton_worker_transfer_seconds", "What one transfer took, waiting left out.", ["kind"], buckets=_BUCKETS
 )
 
-_WAIT, _PREPARE, _FORWARD, _SAMPLE = (PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample"))
+_WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
+    PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample", "answer")
+)
 _COMPUTED, _SAMPLED = TOKENS.labels("computed"), TOKENS.labels("sampled")
 
 
 def note_step(plan: StepPlan, output: StepOutput) -> None:
-    """The idle share between steps is the sum of `wait` over the sum of all parts."""
+    """The idle share between steps is the sum of `wait` over the sum of all parts but `answer`."""
     timing = output.timing
     if timing.wait <= PAUSE:
         _WAIT.observe(timing.wait)
@@ -45,9 +47,10 @@ def note_step(plan: StepPlan, output: StepOutput) -> None:
     _PREPARE.observe(timing.prepare)
     _FORWARD.observe(timing.forward)
     _SAMPLE.observe(timing.sample)
+    _ANSWER.observe(timing.answer)
     STEPS.inc()
     _COMPUTED.inc(sum(work.count for work in plan.work))
-    _SAMPLED.inc(len(output.sampled))
+    _SAMPLED.inc(sum(len(sampled.tokens) for sampled in output.sampled))
 
 
 def note_transfer(kind: str, outcome: str, copied: int, seconds: float) -> None:

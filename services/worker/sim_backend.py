@@ -39,8 +39,21 @@ StepSeconds = Callable[[int, int, int, int], float]
 """(tokens, pairs, read, samples) → seconds; see `ModelShape.load`."""
 
 
+class SimStep:
+    """A step that the imagined device computes; see `StepUnderWay`."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def output(self) -> StepOutput:
+        assert self._output.ended is not None, "an imagined device knows when it ends"
+        time.sleep(max(0.0, self._output.ended - time.perf_counter()))
+        return self._output
+
+
 class SimBackend:
-    """Owns the lengths of the sequences; there is no memory to own."""
+    """Owns the lengths of the sequences; there is no memory to own. Its device computes one step after the other, and
+    meanwhile the next is prepared: a `LaunchingBackend`."""
 
     def __init__(
         self,
@@ -65,12 +78,17 @@ class SimBackend:
         self._held: dict[SequenceId, _Held] = {}
         self._scores: dict[SequenceId, list[int]] = {}
         """Prompts of which log-probabilities are wanted."""
+        self._busy_until = 0.0
+        """When the device will have computed all that it was given, on `time.perf_counter`'s clock."""
 
     def reset(self) -> None:
         self._held.clear()
         self._scores.clear()
 
     def step(self, plan: StepPlan) -> StepOutput:
+        return self.begin(plan).output()
+
+    def begin(self, plan: StepPlan) -> SimStep:
         started = time.perf_counter()
         for sequence in plan.released:
             del self._held[sequence]
@@ -82,11 +100,11 @@ class SimBackend:
         scored = tuple(self._scored(plan.work)) if self._scores else ()
         sampled, seconds = self._compute(plan)
         drafted = sum(work.speculate for work in plan.work)
-        prepared = time.perf_counter() - started
-        if seconds > prepared:
-            time.sleep(seconds - prepared)
-        timing = StepTiming(wait=0.0, prepare=prepared, forward=max(0.0, seconds - prepared), sample=0.0)
-        return StepOutput(sampled, timing, drafted, _accepted(sampled) if drafted else (), scored)
+        accepted = _accepted(sampled) if drafted else ()
+        launched = time.perf_counter()
+        self._busy_until = max(launched, self._busy_until) + seconds
+        timing = StepTiming(wait=0.0, prepare=launched - started, forward=seconds, sample=0.0)
+        return SimStep(StepOutput(sampled, timing, drafted, accepted, scored, self._busy_until))
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[Sampled, ...], float]:
         sampled: list[Sampled] = []

@@ -85,10 +85,11 @@ class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
     wait: float
     """Idle: from the end of the step before to the arrival of this plan; 0 where the plan lay ready."""
     prepare: float
+    """Before the device could begin; what was prepared while it computed the step before does not count."""
     forward: float
     sample: float
     answer: float = 0.0
-    """From the end of sampling until the result is on its way to the bus."""
+    """From the end of the step until its result is on its way to the bus; the next step runs meanwhile."""
 
 
 class Sampled(Struct, frozen=True, array_like=True):

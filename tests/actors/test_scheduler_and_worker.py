@@ -10,8 +10,8 @@ import pytest
 
 from services.scheduler.core.limits import Limits
 from services.worker.actor import OutOfStep
-from services.worker.backend import Backend, StepOutput
-from services.worker.sim_backend import SimBackend
+from services.worker.backend import Backend
+from services.worker.sim_backend import SimBackend, SimStep
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId
@@ -290,7 +290,7 @@ async def test_tokens_that_no_detokenizer_takes_fail_their_request(memory_bus: M
 
 
 class Broken(SimBackend):
-    def step(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> SimStep:
         raise ArithmeticError("the device burns")
 
 
@@ -313,9 +313,9 @@ async def test_a_compute_error_ends_the_worker(memory_bus: MemoryBus, model: Pat
 
 
 class Wedged(SimBackend):
-    def step(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> SimStep:
         time.sleep(1.0)
-        return super().step(plan)
+        return super().begin(plan)
 
 
 async def test_a_step_that_does_not_end_ends_the_scheduler(memory_bus: MemoryBus, model: Path) -> None:
