@@ -477,4 +477,5 @@ class Engine:
 
 def _uncompilable(generation: Generation, error: str) -> Rejected:
     """Which of the client's fields the grammar came from, the gateway knows."""
-    return Rejected(request=generation.request, attempt=generation.attempt, kind="invalid_request", message=error)
+    request, attempt = generation.request, generation.attempt
+    return Rejected(request=request, attempt=attempt, kind="invalid_request", message=error, field="grammar")

@@ -11,15 +11,17 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from services.worker.guided.matcher import Spelling
 from services.worker.guided.refusal import GrammarRefused
 from services.worker.guided.schema.normal_form import normal_form
-from services.worker.guided.vocabulary import TokenBytes, token_bytes
+from services.worker.guided.vocabulary import TokenBytes, never_second, token_bytes
+from services.worker.sampling.masks import bits_of
 from shared.messages.generation import Grammar
 
 if TYPE_CHECKING:
     import xgrammar
 
-MOST_WHITESPACE = 64
+MOST_WHITESPACE = 16
 """Characters of white space in a row: enough to indent, an end to a model that would go on for ever."""
 
 _THREADS = 1
@@ -39,6 +41,7 @@ class Compiler:
         self.stops = tuple(token for token in stops if token < vocab_size)
         self._loading = Lock()
         self._tokens: TokenBytes | None = None
+        self._spelling: Spelling | None = None
         self._backends: dict[bool, xgrammar.GrammarCompiler] = {}
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -48,9 +51,14 @@ class Compiler:
         except RuntimeError as error:  # the library's only kind, for whatever it cannot take
             raise GrammarRefused(_without_source(str(error))) from None
 
-    def spelled(self) -> list[bytes]:
+    def spelling(self) -> Spelling:
         """The bytes of each token, special ones as they are written. Raises GrammarRefused."""
-        return self._token_bytes().spelled
+        pieces = self._token_bytes().spelled
+        with self._loading:
+            if self._spelling is None:
+                barred = {lead: ~bits_of(tokens, self.vocab_size) for lead, tokens in never_second(pieces).items()}
+                self._spelling = Spelling(pieces, barred)
+            return self._spelling
 
     def _compiled(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         backend = self._backend(with_special=grammar.kind == "structural_tag")

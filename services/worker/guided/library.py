@@ -85,7 +85,7 @@ class GrammarLibrary:
         """A new matcher of a grammar that was compiled before, ended by any of `stops`; by the model's own where there
         are none. Raises GrammarRefused."""
         return make_matcher(
-            self.compiled(grammar), stops or self.compiler.stops, grammar.after, self.compiler.spelled()
+            self.compiled(grammar), stops or self.compiler.stops, grammar.after, self.compiler.spelling()
         )
 
     def _too_busy(self) -> str | None:

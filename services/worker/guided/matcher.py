@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,19 +25,31 @@ class MatcherBroken(Exception):
     """A matcher that does not accept a token which it has allowed: a bug."""
 
 
+class Spelling(NamedTuple):
+    """What tokens are made of."""
+
+    pieces: list[bytes]
+    """The bytes of each."""
+    barred: dict[int, NDArray[np.int32]]
+    """Last byte of a token → [words] which may follow: those with which it makes a character."""
+
+    def of(self, token: int) -> bytes:
+        return self.pieces[token] if token < len(self.pieces) else b""
+
+
 class Matcher:
     """Owns the state of one sequence's grammar."""
 
     def __init__(
-        self, automaton: xgrammar.GrammarMatcher, stops: tuple[int, ...], after: bytes, spelled: list[bytes]
+        self, automaton: xgrammar.GrammarMatcher, stops: tuple[int, ...], after: bytes, spelling: Spelling
     ) -> None:
-        """`automaton` ends with any of `stops`. It binds behind `after`, at once where that is empty; `spelled`: the
-        bytes of each token."""
+        """`automaton` ends with any of `stops`. It binds behind `after`, at once where that is empty."""
         self._automaton = automaton
         self._stops = stops
         self._after = after
-        self._spelled = spelled
+        self._spelling = spelling
         self._tail = b""
+        """Free: the output's last bytes. Binding: its last token's."""
         self.stage: Stage = "free" if after else "binding"
 
     @property
@@ -49,6 +61,8 @@ class Matcher:
         is better than one that never comes."""
         if self.stage == "binding":
             self._automaton.fill_next_token_bitmask(bits[np.newaxis], 0)
+            if self._tail[-1:] and self._tail[-1] in self._spelling.barred:
+                bits &= self._spelling.barred[self._tail[-1]]
             if bits.any():
                 return
             meters.DEAD_ENDS.inc()
@@ -75,6 +89,7 @@ class Matcher:
 
     def _follow(self, token: int, allowed: bool) -> None:
         if self._automaton.accept_token(token):
+            self._tail = self._spelling.of(token)
             if self._automaton.is_terminated():
                 self.stage = "ended"
             return
@@ -87,23 +102,22 @@ class Matcher:
 
     def _look_for_start(self, token: int) -> None:
         """The grammar begins behind the first `after`, within a token too: what follows it there is the grammar's."""
-        self._tail += self._spelled[token] if token < len(self._spelled) else b""
+        self._tail += self._spelling.of(token)
         place = self._tail.find(self._after)
         if place < 0:
             self._tail = self._tail[-len(self._after) :]
             return
         rest = self._tail[place + len(self._after) :]
         self.stage = "binding"
-        self._tail = b""
+        self._tail = rest
         if rest and not self._automaton.accept_string(rest):
+            # White space behind the mark, which grammars do not begin with.
             self._automaton.reset()
 
 
-def make_matcher(
-    compiled: xgrammar.CompiledGrammar, stops: tuple[int, ...], after: str, spelled: list[bytes]
-) -> Matcher:
+def make_matcher(compiled: xgrammar.CompiledGrammar, stops: tuple[int, ...], after: str, spelling: Spelling) -> Matcher:
     """See Matcher. `compiled` is made by xgrammar, which is loaded by now."""
     import xgrammar
 
     automaton = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stops) or None)
-    return Matcher(automaton, tuple(stops), after.encode(), spelled)
+    return Matcher(automaton, tuple(stops), after.encode(), spelling)

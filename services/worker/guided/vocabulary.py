@@ -13,6 +13,11 @@ from tokenizers import Tokenizer
 from services.worker.guided.refusal import GrammarRefused
 from shared.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
 
+_NO_UTF8 = re.compile(rb"[\xC0\xC1\xF5-\xFF]|\xE0[\x80-\x9F]|\xED[\xA0-\xBF]|\xF0[\x80-\x8F]|\xF4[\x90-\xBF]")
+NO_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F), 0xF4: (0x90, 0xBF)}
+"""Bytes, from and to, that may not come second behind a character's first byte: such "characters" are overlong,
+surrogates or beyond the last one (RFC 3629). xgrammar takes them for characters."""
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -28,7 +33,7 @@ _LETTERS = frozenset(map(chr, _ALPHABET))
 
 
 class TokenBytes(NamedTuple):
-    """By token id, up to the model's vocabulary size; b"" for ids that are no token."""
+    """By token id, up to the model's vocabulary size; b"" for ids that are no token, or no part of any UTF-8."""
 
     ordinary: list[bytes]
     """Special tokens too are b"": they are hidden from the client, so no grammar means them."""
@@ -49,8 +54,18 @@ def token_bytes(folder: Path, vocab_size: int) -> TokenBytes:
     for letters, token in tokenizer.get_vocab(with_added_tokens=True).items():
         if token < vocab_size:
             spelled[token] = added[token] if token in hidden else spell(letters)
+    spelled = [b"" if _NO_UTF8.search(piece) else piece for piece in spelled]
     ordinary = [b"" if token in hidden else piece for token, piece in enumerate(spelled)]
     return TokenBytes(ordinary, spelled)
+
+
+def never_second(pieces: list[bytes]) -> dict[int, list[int]]:
+    """First byte of a character → the tokens that may not follow it, as they begin with a byte of `NO_SECOND`."""
+    first = [piece[0] if piece else 0 for piece in pieces]
+    return {
+        lead: [token for token, byte in enumerate(first) if low <= byte <= high]
+        for lead, (low, high) in NO_SECOND.items()
+    }
 
 
 def _spelling(tokenizer: Tokenizer) -> Callable[[str], bytes]:

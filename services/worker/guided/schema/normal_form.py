@@ -1,9 +1,154 @@
-"""A JSON schema as the compiler takes it."""
+"""A JSON schema as the compiler takes it: every document that the result describes is one that the schema describes.
+
+xgrammar reads many keywords only where they stand alone or beside a type, and passes over the others in silence. So
+everything is brought into few shapes that it does enforce, and what does not fit any of them is refused with its place.
+The result may describe less: a schema that names properties gets no others unless it asks for them, keywords without a
+type imply theirs, and patterns match strings as a whole. Pure.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from services.worker.guided.schema.arrays import array_form
+from services.worker.guided.schema.branches import exclusive
+from services.worker.guided.schema.keywords import BY_TYPE, TYPES, Schema, assertions, refuse, types_of
+from services.worker.guided.schema.merging import Contradiction, merged
+from services.worker.guided.schema.numbers import number_form
+from services.worker.guided.schema.objects import object_form
+from services.worker.guided.schema.patterns import string_form
+from services.worker.guided.schema.references import Definitions
+from services.worker.guided.schema.values import key, meant
 
-def normal_form(schema: Any) -> Any:
-    return schema
+MOST_SCHEMAS = 20_000
+"""Schemas read, those repeated by references counted each time: an end to what would grow without one."""
+
+
+def normal_form(schema: Any) -> Schema:
+    """Raises GrammarRefused where no document satisfies `schema`, or it says what cannot be enforced."""
+    reader = _Reader(schema)
+    form = reader.read(schema, "$")
+    if form is None:
+        raise refuse("$", "no value satisfies this schema")
+    definitions = {}
+    while (pending := reader.definitions.next()) is not None:
+        target = reader.read(pending.schema, pending.path)
+        if target is None:
+            raise refuse(pending.path, "no value satisfies this schema")
+        definitions[pending.name] = target
+    return {**form, "$defs": definitions} if definitions else form
+
+
+class _Reader:
+    """Reads one schema document."""
+
+    def __init__(self, root: Any) -> None:
+        self.definitions = Definitions(root)
+        self._read = 0
+
+    def read(self, schema: Any, path: str) -> Schema | None:
+        """The form of `schema`; None where nothing satisfies it."""
+        self._count(path)
+        if isinstance(schema, bool):
+            return {} if schema else None
+        if isinstance(schema, dict) and set(assertions(schema, path)) == {"$ref"}:
+            return {"$ref": self.definitions.refer(schema["$ref"], path)}
+        flat = self._flat(schema, path)
+        if flat is None:
+            return None
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in flat:
+                return self._branches(flat, keyword, path)
+        return self._single(flat, path)
+
+    def _flat(self, schema: Any, path: str, within: tuple[str, ...] = ()) -> Schema | None:
+        """`schema` with what `$ref` and `allOf` add to it; None where nothing satisfies that."""
+        self._count(path)
+        if isinstance(schema, bool):
+            return {} if schema else None
+        if not isinstance(schema, dict):
+            raise refuse(path, f"{schema!r:.80} is not a schema; an object or a boolean is")
+        flat = assertions(schema, path)
+        parts = [(part, f"{path}.allOf[{i}]", within) for i, part in enumerate(_list(flat, "allOf", path))]
+        flat.pop("allOf", None)
+        if "$ref" in flat:
+            pointer = flat.pop("$ref")
+            if pointer in within:
+                raise refuse(f"{path}.$ref", f"{pointer!r} refers to nothing but itself")
+            parts.append((self.definitions.target(pointer, path), f"{path}.$ref", (*within, pointer)))
+        try:
+            for part, place, beyond in parts:
+                other = self._flat(part, place, beyond)
+                if other is None:
+                    return None
+                flat = merged(flat, other, path)
+        except Contradiction:
+            return None
+        return flat
+
+    def _branches(self, flat: Schema, keyword: str, path: str) -> Schema | None:
+        """The branches, each with all that stands beside them."""
+        rest = {word: value for word, value in flat.items() if word != keyword}
+        parts: list[tuple[Schema, str]] = []
+        for number, branch in enumerate(_list(flat, keyword, path)):
+            place = f"{path}.{keyword}[{number}]"
+            try:
+                part = self._flat(branch, place)
+                if part is not None:
+                    parts.append((merged(rest, part, place), place))
+            except Contradiction:
+                continue
+        whole = [part for part, _ in parts]
+        if keyword == "oneOf" and not exclusive(whole, path, lambda schema: self._flat(schema, path)):
+            raise refuse(f"{path}.oneOf", "its branches must exclude each other by type, or by a required constant")
+        forms = [form for part, place in parts if (form := self.read(part, place)) is not None]
+        return _any_of(forms)
+
+    def _single(self, schema: Schema, path: str) -> Schema | None:
+        """A schema that combines no others."""
+        if "enum" in schema or "const" in schema:
+            values = {key(value): value for value in meant(schema, path)}
+            return {"enum": list(values.values())} if values else None
+        types = types_of(schema, path) if "type" in schema else _implied(schema)
+        if types == TYPES:
+            return {}
+        forms = [form for name in types if (form := self._typed(name, schema, path)) is not None]
+        return _any_of(forms)
+
+    def _typed(self, name: str, schema: Schema, path: str) -> Schema | None:
+        match name:
+            case "object":
+                closed = schema.get("unevaluatedProperties") is False
+                return object_form(schema, path, self.read, closed=closed)
+            case "array":
+                return array_form(schema, path, self.read, closed=schema.get("unevaluatedItems") is False)
+            case "string":
+                return string_form(schema, path)
+            case "number" | "integer":
+                return number_form(schema, path, whole=name == "integer")
+            case _:
+                return {"type": name}
+
+    def _count(self, path: str) -> None:
+        self._read += 1
+        if self._read > MOST_SCHEMAS:
+            raise refuse(path, f"more than {MOST_SCHEMAS} schemas, or keywords beside a reference that leads to itself")
+
+
+def _implied(schema: Schema) -> tuple[str, ...]:
+    """The types that keywords speak of; all where none does."""
+    implied = tuple(name for name in TYPES if name != "integer" and BY_TYPE[name] & schema.keys())
+    return implied or TYPES
+
+
+def _any_of(forms: list[Schema]) -> Schema | None:
+    if not forms or {} in forms:
+        return {} if forms else None
+    return forms[0] if len(forms) == 1 else {"anyOf": forms}
+
+
+def _list(schema: Schema, keyword: str, path: str) -> list[Any]:
+    value = schema.get(keyword, [])
+    if not isinstance(value, list) or (keyword in schema and not value):
+        raise refuse(f"{path}.{keyword}", "a list of schemas is needed, at least one")
+    return value
