@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from services.worker.backend import Backend
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
-from shared.messages.worker import NewSequence, StepPlan, Work
+from shared.messages.worker import MOST_SCORED, NewSequence, StepPlan, Work
 from shared.tokens import pack
 
 _EVERYTHING = SamplingParams(
@@ -19,7 +21,12 @@ _EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
     logit_bias=((0, 1.0),),
     logprobs=5,
+    allowed_token_ids=(0, 1),
+    bad_words=((0,), (0, 1)),
+    thinking_budget=0,
+    thinking_end=(0, 1),
 )
+_SCORED = replace(_EVERYTHING, prompt_logprobs=5)
 
 
 def rehearse(backend: Backend, *, rows: int, sequences: int) -> None:
@@ -40,6 +47,7 @@ def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
 
 def _prefills(lengths: list[int]) -> StepPlan:
     """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business."""
+    scored = _scored(lengths)
     new = [
         NewSequence(
             sequence=SequenceId(number),
@@ -47,12 +55,23 @@ def _prefills(lengths: list[int]) -> StepPlan:
             prompt_length=length,
             computed=0,
             blocks=pack(range(length // BLOCK_SIZE + 1)),
-            sampling=_EVERYTHING,
+            sampling=_SCORED if number in scored else _EVERYTHING,
         )
         for number, length in enumerate(lengths)
     ]
     work = [Work(SequenceId(number), length, b"", True) for number, length in enumerate(lengths)]
     return StepPlan(epoch=Incarnation(0), step=0, new=tuple(new), work=tuple(work))
+
+
+def _scored(lengths: list[int]) -> set[int]:
+    """Those whose prompts are scored: as many as a plan may hold, the shortest ones."""
+    chosen, rows = set(), 0
+    for number in reversed(range(len(lengths))):
+        rows += lengths[number]
+        if rows > MOST_SCORED:
+            break
+        chosen.add(number)
+    return chosen
 
 
 def _decodes(sequences: int) -> StepPlan:

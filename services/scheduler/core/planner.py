@@ -27,12 +27,8 @@ from services.scheduler.core.transfers import Transfers
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
 from shared.messages.generation import Grammar, SamplingParams
-from shared.messages.worker import NewSequence, Transfer, Work
+from shared.messages.worker import MOST_SCORED, NewSequence, Transfer, Work
 from shared.tokens import TOKEN_BYTES, pack
-
-MOST_SCORED = 512
-"""Prompt tokens of a plan whose log-probabilities are wanted. Each takes a row of logits on the device, as wide as the
-vocabulary; other tokens of prompts take none."""
 
 
 class Started(NamedTuple):
@@ -261,14 +257,13 @@ class Planner:
         """Has the workers told of it; False where the plan has no room for its tokens."""
         if not self._has_room_to_introduce(sequence):
             return False
-        self._new_bytes += len(sequence.tokens) * TOKEN_BYTES
+        self._new_bytes += _new_size(sequence)
         sequence.introduced = True
         self._started.append(Started(sequence, sequence.planned))
         return True
 
     def _has_room_to_introduce(self, sequence: Sequence) -> bool:
-        size = len(sequence.tokens) * TOKEN_BYTES
-        return not self._started or self._new_bytes + size <= self._limits.max_new_bytes
+        return not self._started or self._new_bytes + _new_size(sequence) <= self._limits.max_new_bytes
 
     def _begin_decode(self, sequence: Sequence) -> None:
         self._samples += 1
@@ -449,6 +444,11 @@ class Planner:
         if sequence.introduced:
             sequence.introduced = False
             self._released.append(sequence.id)
+
+
+def _new_size(sequence: Sequence) -> int:
+    """About the bytes that telling the workers of it takes, where they are many."""
+    return len(sequence.tokens) * TOKEN_BYTES + sequence.list_bytes
 
 
 def _sampling(sequence: Sequence) -> SamplingParams:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
+from shared.messages.generation import FinishReason, SamplingParams
 from shared.messages.scheduler import Generate
 from shared.messages.worker import Work
 from shared.tokens import pack, unpack
@@ -96,6 +97,7 @@ class Sequence:
         "kv_source",
         "length",
         "limit",
+        "list_bytes",
         "min_length",
         "opened",
         "partial",
@@ -114,6 +116,8 @@ class Sequence:
         self.rank = rank
         self.id = SequenceId(rank.ticket)
         """Kept over a preemption: the workers hear of the release before they hear of the sequence again."""
+        self.list_bytes = _list_bytes(generation.sampling)
+        """What the lists of its sampling parameters take on the wire."""
         self.decode_work = Work(self.id, 1, b"", True)
         """The same for every decode step that needs no new block, so it is made once."""
         self.prompt_length = generation.prompt_length
@@ -164,12 +168,17 @@ class Sequence:
         self.phase = phase
         self.history = [*self.history[-15:], phase]
 
-    def learn(self, token: int) -> None:
-        """The value of the next token came back."""
-        self.tokens.append(token)
-        if len(self.tokens) % BLOCK_SIZE == 0:
+    def learn(self, token: int) -> FinishReason | None:
+        """The value of the next token came back. How the sequence ends with it, if it does."""
+        tokens = self.tokens
+        tokens.append(token)
+        known = len(tokens)
+        if known % BLOCK_SIZE == 0:
             parent = self.hashes[-1] if self.hashes else root_hash(self.generation.cache_salt)
-            self.hashes.append(next_hash(parent, pack(self.tokens[-BLOCK_SIZE:])))
+            self.hashes.append(next_hash(parent, pack(tokens[-BLOCK_SIZE:])))
+        if token in self.stops and known > self.min_length:
+            return "stop"
+        return "length" if known >= self.limit else None
 
     @property
     def reusable(self) -> int:
@@ -190,3 +199,9 @@ class Sequence:
     @property
     def awaits_token(self) -> bool:
         return self.length > len(self.tokens)
+
+
+def _list_bytes(sampling: SamplingParams) -> int:
+    """An upper bound: a token takes up to 5 bytes, a word's frame 3, a bias 15."""
+    words = sum(3 + 5 * len(word) for word in sampling.bad_words)
+    return 5 * len(sampling.allowed_token_ids or ()) + 15 * len(sampling.logit_bias) + words
