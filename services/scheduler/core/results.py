@@ -11,24 +11,15 @@ from shared.messages.scheduler import Sampled
 def take(sequence: Sequence, sampled: Sampled) -> NewTokens:
     """Adds the tokens to `sequence`; the answer says so to the detokenizer, with `finish` where the last is among them.
     What a step has yielded behind that one is dropped."""
-    kept = 0
-    finish: FinishReason | None = None
-    for token in sampled.tokens:
-        sequence.learn(token)
-        kept += 1
-        finish = _finish(sequence, token)
+    tokens, logprobs = sampled.tokens, sampled.logprobs
+    if len(tokens) == 1:
+        return entry(sequence, tokens, sequence.learn(tokens[0]), logprobs)
+    for kept, token in enumerate(tokens, 1):
+        finish = sequence.learn(token)
         if finish is not None:
+            tokens, logprobs = tokens[:kept], logprobs and logprobs[:kept]
             break
-    logprobs = None if sampled.logprobs is None else sampled.logprobs[:kept]
-    return entry(sequence, sampled.tokens[:kept], finish, logprobs)
-
-
-def _finish(sequence: Sequence, token: int) -> FinishReason | None:
-    """How `sequence` ends with `token`, if it does."""
-    known = len(sequence.tokens)
-    if token in sequence.stops and known > sequence.min_length:
-        return "stop"
-    return "length" if known >= sequence.limit else None
+    return entry(sequence, tokens, finish, logprobs)
 
 
 def entry(
