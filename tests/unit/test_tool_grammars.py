@@ -15,6 +15,8 @@ from services.gateway.api.structured import Guided
 from services.gateway.tools.grammars import forced, guidable, triggered
 from services.gateway.tools.offer import Offer, Tool
 from services.gateway.tools.plan import plan_grammar, plan_parsing
+from services.worker.guided.refusal import GrammarRefused
+from services.worker.guided.structural import enforceable
 from shared.dialects import Dialect, ToolFormat
 from shared.messages.generation import Grammar
 from shared.structural_tags import Format, tagged
@@ -106,6 +108,19 @@ def test_what_has_no_grammar_of_its_own_is_forced_as_json() -> None:
     parsing = plan_parsing(Dialect(), Offer((odd,), "required", False, "tool_choice"), tell_reasoning=True)
     assert parsing is not None
     assert parsing.dialect.tools == "llama3_json"
+
+
+def test_arguments_are_bound_by_keywords_that_the_compiler_passes_over_alone() -> None:
+    odd = Tool("f", {"type": "object", "properties": {"a": {"minimum": 5}}, "required": ["a"]}, True)
+    format_ = forced("hermes", [odd], parallel=False)
+    wrong = written("hermes", [Call("f", {"a": 3})])
+    assert accepts(format_, wrong), "the compiler alone"
+    enforced = json.loads(enforceable(json.dumps(tagged(format_))))["format"]
+    assert not accepts(enforced, wrong)
+    assert accepts(enforced, written("hermes", [Call("f", {"a": 6})]))
+    unenforceable = Tool("f", {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}, True)
+    with pytest.raises(GrammarRefused, match=r"json_schema: .*contains"):
+        enforceable(json.dumps(tagged(forced("hermes", [unenforceable], parallel=False))))
 
 
 def test_an_answer_is_a_call_or_what_its_format_says() -> None:

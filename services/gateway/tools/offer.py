@@ -96,14 +96,20 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
     return Tool(name, _parameters(function.get("parameters"), f"{path}.function.parameters"), bool(strict))
 
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+SAYS_NOTHING = frozenset({"type", "properties", "required", "title", "description", "$schema"})
+
+
 def _parameters(schema: Any, path: str) -> dict[str, Any]:
-    """Without any the function has none."""
-    if not schema and schema in (None, {}):
-        return {"type": "object", "properties": {}}
+    """A schema that describes no parameter means that there is none, though JSON Schema would let any be there."""
+    if schema is None:
+        return NO_PARAMETERS
     if not isinstance(schema, dict):
         raise invalid(path, f"{shown(schema)} is not allowed; a JSON schema of an object is")
     if schema.get("type", "object") != "object":
         raise invalid(f"{path}.type", f"{shown(schema['type'])} is not allowed; 'object' is")
     if not isinstance(schema.get("properties", {}), dict):
         raise invalid(f"{path}.properties", f"{shown(schema['properties'])} is not allowed; an object is")
+    if not schema.get("properties") and not schema.get("required") and SAYS_NOTHING.issuperset(schema):
+        return NO_PARAMETERS
     return {"type": "object", **schema}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from services.worker.guided.matcher import Spelling
 from services.worker.guided.refusal import GrammarRefused
 from services.worker.guided.schema.normal_form import normal_form
+from services.worker.guided.structural import enforceable
 from services.worker.guided.vocabulary import TokenBytes, never_second, token_bytes
 from services.worker.sampling.masks import bits_of
 from shared.messages.generation import Grammar
@@ -72,7 +73,7 @@ class Compiler:
             case "grammar":
                 return backend.compile_grammar(grammar.text)
             case "structural_tag":
-                return backend.compile_structural_tag(grammar.text)
+                return backend.compile_structural_tag(enforceable(grammar.text))
 
     def _backend(self, *, with_special: bool) -> xgrammar.GrammarCompiler:
         tokens = self._token_bytes()
