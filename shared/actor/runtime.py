@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -32,8 +33,16 @@ MAX_PAUSE_REPORTED = 1.0
 class ActorRuntime:
     """Owns an actor's inbox, phase and subscriptions. `run` returns when the actor has stopped."""
 
-    def __init__(self, actor: Actor, *, drain_timeout: float = 30.0, metrics_port: int | None = None) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        *,
+        drain_timeout: float = 30.0,
+        metrics_port: int | None = None,
+        when_set_up: Callable[[], None] = lambda: None,
+    ) -> None:
         self.actor = actor
+        self._when_set_up = when_set_up
         self.incarnation = actor.incarnation
         self._bus: Bus = actor.bus
         self._drain_timeout = drain_timeout
@@ -66,6 +75,7 @@ class ActorRuntime:
                 await self._publish_lifecycle()
                 background = [tasks.create_task(self._heartbeat())]
                 await self.actor.set_up()
+                self._when_set_up()
                 await self._follow_actor()
                 if self.actor.tick_every is not None:
                     background.append(tasks.create_task(self._tick(self.actor.tick_every)))
@@ -250,7 +260,12 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
     with metrics_server(config.metrics_host, config.metrics_port) as metrics_port:
         built = build(bus)
         actor = built if isinstance(built, Actor) else await built
-        runtime = ActorRuntime(actor, drain_timeout=config.drain_timeout, metrics_port=metrics_port)
+        runtime = ActorRuntime(
+            actor,
+            drain_timeout=config.drain_timeout,
+            metrics_port=metrics_port,
+            when_set_up=_keep_from_collecting,
+        )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, runtime.stop)
@@ -262,6 +277,14 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
                 await bus.flush()
         finally:
             await bus.close()
+
+
+def _keep_from_collecting() -> None:
+    """What is there once a process is ready stays there. The collector of cycles looks through all of it each time:
+    20 to 30 ms about once a second in a scheduler of 256 sequences, six steps of a fast device. What comes later it
+    goes on looking through."""
+    gc.collect()
+    gc.freeze()
 
 
 def _follow_supervisor(fd: int, runtime: ActorRuntime) -> None:
