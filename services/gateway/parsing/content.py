@@ -38,10 +38,16 @@ class Content:
                 self._text(_bare(rest, opening))
                 return True
             if tape.closed:
-                self._text(0 if self._called and self._fresh and not rest.strip() else len(rest))
+                self._end(rest)
                 return False
             self._text(_bare(rest, len(rest) - begun(rest, self._literals)))
             yield
+
+    def _end(self, rest: str) -> None:
+        if self._called and self._fresh and not rest.strip():
+            self._tape.skip(len(rest))
+        else:
+            self._text(len(rest))
 
     def _opening(self, rest: str) -> int | None:
         for match in self._pattern.finditer(rest):
