@@ -19,6 +19,7 @@ from services.scheduler.core.events import (
     NotTaken,
     Output,
     PassOn,
+    PeerChanged,
     RankProgress,
     Relay,
     ReleaseLease,
@@ -94,7 +95,7 @@ class SchedulerActor(Actor):
         self._store = StoreQuestions(bus, node, self._tell) if node is not None else None
         self._ranks = Ranks(self.engine_id, world_size)
         self._others = Registry(OTHERS_SILENCE)
-        """Gateways and detokenizers."""
+        """Gateways, detokenizers, other engines and the store."""
         self._gauges = metrics.EngineGauges()
         self._kv = KvPublisher(bus, instance)
         self._unequal: Unequal | None = None
@@ -250,10 +251,20 @@ class SchedulerActor(Actor):
                 gone = self._others.heard(life, now)
                 if gone is not None:
                     await self._gone(gone)
+            case "scheduler" if life.instance != self.instance:
+                await self._peer_heard(life, now)
             case "kvstore" if life.store is not None and life.store.node == self.core.site.node:
                 await self._store_heard(life, now)
             case _:
                 pass
+
+    async def _peer_heard(self, life: Lifecycle, now: float) -> None:
+        self._others.heard(life, now)
+        await self._peer(EngineId(life.instance), takes=life.phase == "ready")
+
+    async def _peer(self, engine: EngineId, *, takes: bool) -> None:
+        if self.core.peers.take_over(engine) != takes:
+            await self._tell(PeerChanged(engine, takes))
 
     async def _store_heard(self, life: Lifecycle, now: float) -> None:
         gone = self._others.heard(life, now)
@@ -294,6 +305,8 @@ class SchedulerActor(Actor):
                 await self._tell(GatewayGone(GatewayId(gone.last.instance)))
             case "kvstore":
                 await self._tell(StoreGone())
+            case "scheduler":
+                await self._peer(EngineId(gone.last.instance), takes=False)
             case _:
                 await self._tell(DetokenizerGone(DetokenizerId(gone.last.instance)))
 

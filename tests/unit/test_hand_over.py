@@ -9,6 +9,8 @@ from services.scheduler.core.events import (
     AskStore,
     DetokenizerGone,
     PassOn,
+    PeerChanged,
+    Relay,
     SendTokens,
     StoreGone,
     TellGateway,
@@ -30,9 +32,9 @@ PROMPT = [5 + i % 17 for i in range(37)]
 PARTIAL = partial_hash(R, ONE)
 
 
-def request(prompt: list[int] = PROMPT, **more: object) -> Generate:
+def request(prompt: list[int] = PROMPT, *, name: str = "r", **more: object) -> Generate:
     options = {"decode_on": D, "max_tokens": 20, "ignore_eos": True, **more}
-    return generate("r", prompt, **options)  # type: ignore[arg-type]
+    return generate(name, prompt, **options)  # type: ignore[arg-type]
 
 
 def pair(**more: object) -> EnginesAndStore:
@@ -207,7 +209,8 @@ def test_whoever_calls_off_a_request_that_has_moved_is_heard_there() -> None:
     engines.settle()
     assert engines.stream("r").abandoned
     engines.check_nothing_is_held()
-    assert engines["p"].send(Cancel(R, Attempt(2))) == [], "it is passed on once"
+    again = engines["p"].send(Cancel(R, Attempt(2)))
+    assert again == [Relay(D, Cancel(R, Attempt(2), DETOKENIZER))], "each time: the first may have been lost"
 
 
 def test_an_engine_that_does_not_take_over_fails_the_attempt() -> None:
@@ -354,11 +357,56 @@ def test_a_dead_worker_in_the_middle_of_a_hand_over_fails_the_attempt_and_leaves
 def test_where_requests_went_is_remembered_for_a_bounded_number() -> None:
     passed = PassedOn(remembered=2)
     for name in ("a", "b", "c"):
-        passed.add(RequestId(name), ONE, D)
-    assert passed.called_off(RequestId("a"), ONE) is None
-    assert passed.called_off(RequestId("b"), Attempt(0)) is None
-    assert passed.called_off(RequestId("b"), ONE) == D
-    assert passed.called_off(RequestId("b"), ONE) is None
+        passed.add(request(name=name).generation, D, DETOKENIZER)
+    a, b = RequestId("a"), RequestId("b")
+    assert passed.called_off(Cancel(a, ONE)) is None
+    assert passed.called_off(Cancel(b, Attempt(0))) is None
+    assert passed.called_off(StopMatched(b, ONE)) == Relay(D, StopMatched(b, ONE))
+    assert not passed.came_back(request(name="a").generation)
+    assert not passed.came_back(request(name="b").generation), "it was called off"
+    assert passed.came_back(request(name="c").generation)
+    assert not passed.came_back(request(name="c").generation)
+
+
+def test_an_engine_that_is_known_to_be_away_is_handed_nothing() -> None:
+    engines = pair()
+    engines["p"].send(PeerChanged(D, takes=False))
+    asked = request()
+    engines["p"].send(asked)
+    engines.settle()
+    expect_right(engines, asked)
+    assert engines.stream("r").engine == P
+    assert engines["p"].engine.tally.handed_over == 0
+    engines["p"].send(PeerChanged(D, takes=True))
+    engines["p"].send(request(name="s"))
+    engines.settle()
+    assert engines.stream("s").engine == D
+    engines.check_nothing_is_held()
+
+
+def test_an_engine_that_goes_away_while_blocks_are_saved_for_it_gets_nothing() -> None:
+    engines = pair()
+    asked = request()
+    engines["p"].send(asked)
+    engines.until(lambda: engines["p"].phases == ["handing"])
+    engines["p"].send(PeerChanged(D, takes=False))
+    engines.settle()
+    expect_right(engines, asked)
+    assert engines.stream("r").engine == P
+    assert engines["p"].engine.tally.kept == 1
+    engines.check_nothing_is_held()
+
+
+def test_a_cancel_that_the_prefill_engine_hears_ends_a_stream_whose_request_was_lost() -> None:
+    """The gateway missed that it was handed over, and the decode engine the request."""
+    engines = pair()
+    engines["p"].send(request())
+    engines.until(lambda: engines.passed)
+    engines.passed.popleft()
+    engines["p"].send(Cancel(R, ONE))
+    engines.settle()
+    assert engines.stream("r").abandoned
+    engines.check_nothing_is_held()
 
 
 def test_requests_for_a_detokenizer_that_is_lost_are_failed_in_the_middle_too() -> None:

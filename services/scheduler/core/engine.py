@@ -18,8 +18,8 @@ from services.scheduler.core.events import (
     NotTaken,
     Output,
     PassOn,
+    PeerChanged,
     RankProgress,
-    Relay,
     SendPlan,
     StoreAnswered,
     StoreGone,
@@ -31,7 +31,7 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.fence import Fence
 from services.scheduler.core.grammars import Waited
-from services.scheduler.core.hand_overs import PassedOn, Settled, handed
+from services.scheduler.core.hand_overs import PassedOn, Peers, Settled, handed
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.serving import Serving
@@ -86,6 +86,7 @@ class Engine:
         """This epoch's, workers or not: what is handed over to us has a stream already, which we may have to end."""
         self._fence = Fence()
         self._passed_on = PassedOn()
+        self.peers = Peers()
         self._tickets = 0
         self._out: list[Output] = []
 
@@ -106,6 +107,8 @@ class Engine:
             case GatewayGone():
                 for sequence in [s for s in self.requests.values() if s.generation.gateway == event.gateway]:
                     self._end(sequence, tell_detokenizer=True)
+            case PeerChanged():
+                self.peers.changed(event.engine, takes=event.takes)
             case RankProgress():
                 self._rank_progress(event, now)
             case Transferred():
@@ -205,7 +208,8 @@ class Engine:
 
     def _accept(self, serving: Serving, sequence: Sequence) -> None:
         self.requests[sequence.generation.request] = sequence
-        if not self.store.attached or sequence.decode_on == self._engine:
+        other = sequence.decode_on
+        if other is not None and not (self.store.attached and other != self._engine and self.peers.take_over(other)):
             sequence.decode_on = None  # there is no way to hand anything over
         serving.planner.accept(sequence)
         if len(sequence.tokens) >= sequence.limit:  # earlier attempts gave all that was asked for
@@ -244,9 +248,8 @@ class Engine:
             self._end(sequence, tell_detokenizer=isinstance(message, Cancel))
         elif isinstance(message, Cancel) and message.detokenizer is not None:
             self._streams.disown(message.detokenizer, request, attempt)
-        engine = self._passed_on.called_off(request, attempt)
-        if engine is not None:
-            self._out.append(Relay(engine, message))
+        if (relay := self._passed_on.called_off(message)) is not None:
+            self._out.append(relay)
 
     def _waited(self, serving: Serving, waited: list[Waited]) -> None:
         """What became of grammars that sequences have waited for."""
@@ -417,7 +420,7 @@ class Engine:
         """To the engine that goes on; or back into our own line, where it would have to compute what is not saved."""
         sequence = settled.sequence
         engine = sequence.decode_on
-        if not settled.good or engine is None:
+        if not settled.good or engine is None or not self.peers.take_over(engine):
             self.tally.kept += 1
             serving.planner.keep(sequence)
             return
@@ -428,14 +431,14 @@ class Engine:
         placed = Placed(generation.request, generation.attempt, engine, sequence.detokenizer, self._engine)
         self._out.append(TellGateway(generation.gateway, placed))
         self._out.append(PassOn(engine, handed(settled, self._engine, self.site.node)))
-        self._passed_on.add(generation.request, generation.attempt, engine)
+        self._passed_on.add(generation, engine, sequence.detokenizer)
         self._end(sequence, tell_detokenizer=False)
 
     def _not_taken(self, event: NotTaken) -> None:
         """Whom we passed a request on to is gone."""
         generation = event.generate.generation
         self._streams.disown(event.generate.detokenizer, generation.request, generation.attempt)
-        if self._passed_on.called_off(generation.request, generation.attempt) is None:
+        if not self._passed_on.came_back(generation):
             return  # nobody wants it any more
         failed = Failed(generation.request, generation.attempt, f"{event.engine} does not take it over")
         self._out.append(TellGateway(generation.gateway, failed))

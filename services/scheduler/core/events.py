@@ -65,6 +65,14 @@ class GatewayGone:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerChanged:
+    """Another engine begins or ceases to take requests over: it is ready, or drains, died, fell silent."""
+
+    engine: EngineId
+    takes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Time to look for a step that takes too long, and for a plan that is due (`Engine.plan_due`)."""
 
@@ -106,6 +114,7 @@ Event = (
     | RankProgress
     | DetokenizerGone
     | GatewayGone
+    | PeerChanged
     | TimePassed
     | StoreHere
     | StoreGone

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from services.scheduler.core.events import Relay
 from services.scheduler.core.kv_memory import Fresh, chain
 from services.scheduler.core.saves import SaveOver, Saves
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
-from shared.ids import Attempt, EngineId, LeaseId, NodeId, RequestId, SequenceId
-from shared.messages.scheduler import Generate, HandOver
+from shared.ids import Attempt, DetokenizerId, EngineId, LeaseId, NodeId, RequestId, SequenceId
+from shared.messages.generation import Generation
+from shared.messages.scheduler import Cancel, Generate, HandOver, StopMatched
 from shared.tokens import pack
 
 REMEMBERED = 8192
@@ -84,9 +86,12 @@ class HandOvers:
         return bool(self._handing)
 
 
-class Gone(NamedTuple):
+@dataclass(slots=True)
+class _Gone:
     attempt: Attempt
     engine: EngineId
+    detokenizer: DetokenizerId
+    wanted: bool = True
 
 
 class PassedOn:
@@ -94,21 +99,51 @@ class PassedOn:
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._gone: OrderedDict[RequestId, Gone] = OrderedDict()
+        self._gone: OrderedDict[RequestId, _Gone] = OrderedDict()
 
-    def add(self, request: RequestId, attempt: Attempt, engine: EngineId) -> None:
-        self._gone.pop(request, None)
-        self._gone[request] = Gone(attempt, engine)
+    def add(self, generation: Generation, engine: EngineId, detokenizer: DetokenizerId) -> None:
+        self._gone.pop(generation.request, None)
+        self._gone[generation.request] = _Gone(generation.attempt, engine, detokenizer)
         if len(self._gone) > self._remembered:
             self._gone.popitem(last=False)
 
-    def called_off(self, request: RequestId, attempt: Attempt) -> EngineId | None:
-        """Who has the request, where it is one of these; it is forgotten with that."""
-        gone = self._gone.get(request)
-        if gone is None or gone.attempt > attempt:
+    def called_off(self, message: Cancel | StopMatched) -> Relay | None:
+        """What to tell whoever has the request, where it is one of these: each time, as a word may be lost. Should the
+        request never have come there, its stream has: a cancel says which."""
+        gone = self._gone.get(message.request)
+        if gone is None or gone.attempt > message.attempt:
             return None
-        del self._gone[request]
-        return gone.engine
+        gone.wanted = False
+        if isinstance(message, Cancel):
+            message = Cancel(message.request, message.attempt, gone.detokenizer)
+        return Relay(gone.engine, message)
+
+    def came_back(self, generation: Generation) -> bool:
+        """Nobody took it over; whether anybody still wants it."""
+        gone = self._gone.get(generation.request)
+        if gone is None or gone.attempt != generation.attempt:
+            return False
+        del self._gone[generation.request]
+        return gone.wanted
+
+
+class Peers:
+    """Owns which other engines take nothing over at the moment."""
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self._remembered = remembered
+        self._away: OrderedDict[EngineId, None] = OrderedDict()
+
+    def changed(self, engine: EngineId, *, takes: bool) -> None:
+        self._away.pop(engine, None)
+        if not takes:
+            self._away[engine] = None
+        if len(self._away) > self._remembered:
+            self._away.popitem(last=False)
+
+    def take_over(self, engine: EngineId) -> bool:
+        """Of an engine that nobody spoke of: yes."""
+        return engine not in self._away
 
 
 def partial_hash(request: RequestId, attempt: Attempt) -> BlockHash:
