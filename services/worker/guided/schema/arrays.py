@@ -12,7 +12,7 @@ Read = Callable[[Any, str], Schema | None]
 
 def array_form(schema: Schema, path: str, read: Read, *, closed: bool) -> Schema | None:
     """None where there is no such array. Raises GrammarRefused. `closed`: by unevaluatedItems."""
-    least, most = count_of(schema, "minItems", path) or 0, count_of(schema, "maxItems", path)
+    least, most = count_of(schema, "minItems") or 0, count_of(schema, "maxItems")
     prefix, rest = _prefix_and_rest(schema, path, read, closed=closed)
     if rest is None:
         most = len(prefix) if most is None else min(most, len(prefix))
@@ -41,8 +41,6 @@ def _prefix_and_rest(schema: Schema, path: str, read: Read, *, closed: bool) -> 
     given, others, where = schema.get("prefixItems", []), schema.get("items", not closed), "items"
     if isinstance(others, list):
         given, others, where = others, schema.get("additionalItems", not closed), "additionalItems"
-    if not isinstance(given, list):
-        raise refuse(f"{path}.prefixItems", "a list of schemas is needed")
     prefix: list[Schema] = []
     for place, item in enumerate(given):
         form = read(item, f"{path}.prefixItems[{place}]")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from services.worker.guided.refusal import GrammarRefused
@@ -51,6 +53,40 @@ REFUSED = (
 """What a grammar cannot enforce, as it relates places of a document with each other."""
 
 
+Shape = tuple[Callable[[Any], bool], str]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_SCHEMA: Shape = (lambda value: isinstance(value, dict | bool), "a schema is")
+_SCHEMAS: Shape = (lambda value: isinstance(value, list), "a list of schemas is")
+_BRANCHES: Shape = (lambda value: isinstance(value, list) and bool(value), "a list of schemas, at least one, is")
+_NAMED: Shape = (lambda value: isinstance(value, dict), "an object of schemas is")
+_NUMBER: Shape = (_is_number, "a number is")
+_COUNT: Shape = (lambda value: _is_number(value) and value >= 0 and value == int(value), "a whole number from 0 is")
+_STRING: Shape = (lambda value: isinstance(value, str), "a string is")
+_NAMES: Shape = (
+    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "a list of names is",
+)
+_SHAPES: dict[str, Shape] = {
+    **dict.fromkeys(("properties", "patternProperties"), _NAMED),
+    **dict.fromkeys(("additionalProperties", "propertyNames", "additionalItems"), _SCHEMA),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _BRANCHES),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(("pattern", "format", "$ref"), _STRING),
+    "prefixItems": _SCHEMAS,
+    "items": (lambda value: isinstance(value, dict | bool | list), "a schema is"),
+    "required": _NAMES,
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false is"),
+    "enum": (lambda value: isinstance(value, list), "a list of values is"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0 is"),
+}
+
+
 def refuse(path: str, reason: str) -> GrammarRefused:
     return GrammarRefused(f"{path}: {reason}")
 
@@ -67,6 +103,10 @@ def assertions(schema: Schema, path: str) -> Schema:
             )
     if path != "$" and isinstance(schema.get("$id"), str):
         raise refuse(f"{path}.$id", "a schema within a schema is not supported; use $defs and #/$defs/…")
+    for keyword in _SHAPES.keys() & schema.keys():
+        fits, allowed = _SHAPES[keyword]
+        if not fits(schema[keyword]):
+            raise refuse(f"{path}.{keyword}", f"{schema[keyword]!r:.80} is not allowed; {allowed}")
     return {
         keyword: value
         for keyword, value in schema.items()
@@ -79,18 +119,13 @@ def types_of(schema: Schema, path: str) -> tuple[str, ...]:
     declared = schema.get("type", list(TYPES))
     names = declared if isinstance(declared, list) else [declared]
     for name in names:
-        if name not in TYPES:
+        if not isinstance(name, str) or name not in TYPES:
             raise refuse(f"{path}.type", f"{name!r} is not a type; one of {', '.join(TYPES)} is")
     if not names:
         raise refuse(f"{path}.type", "[] is not allowed; at least one type is needed")
     return tuple(name for name in dict.fromkeys(names) if not (name == "integer" and "number" in names))
 
 
-def count_of(schema: Schema, keyword: str, path: str) -> int | None:
-    """A number of characters, items or properties. Raises GrammarRefused."""
-    value = schema.get(keyword)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
-        raise refuse(f"{path}.{keyword}", f"{value!r} is not allowed; a whole number from 0 is")
-    return int(value)
+def count_of(schema: Schema, keyword: str) -> int | None:
+    """A number of characters, items or properties."""
+    return None if keyword not in schema else int(schema[keyword])

@@ -8,7 +8,7 @@ type imply theirs, and patterns match strings as a whole. Pure.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.worker.guided.schema.arrays import array_form
 from services.worker.guided.schema.branches import exclusive
@@ -26,6 +26,13 @@ MOST_SCHEMAS = 20_000
 
 def normal_form(schema: Any) -> Schema:
     """Raises GrammarRefused where no document satisfies `schema`, or it says what cannot be enforced."""
+    try:
+        return _normal_form(schema)
+    except RecursionError:
+        raise refuse("$", "nested too deeply, or keywords beside a reference that leads to itself") from None
+
+
+def _normal_form(schema: Any) -> Schema:
     reader = _Reader(schema)
     form = reader.read(schema, "$")
     if form is None:
@@ -37,6 +44,13 @@ def normal_form(schema: Any) -> Schema:
             raise refuse(pending.path, "no value satisfies this schema")
         definitions[pending.name] = target
     return {**form, "$defs": definitions} if definitions else form
+
+
+class _Branch(NamedTuple):
+    flat: Schema
+    schema: Any
+    """The same to read: as it is where nothing stands beside it, so that references stay what they are."""
+    path: str
 
 
 class _Reader:
@@ -69,7 +83,7 @@ class _Reader:
         if not isinstance(schema, dict):
             raise refuse(path, f"{schema!r:.80} is not a schema; an object or a boolean is")
         flat = assertions(schema, path)
-        parts = [(part, f"{path}.allOf[{i}]", within) for i, part in enumerate(_list(flat, "allOf", path))]
+        parts = [(part, f"{path}.allOf[{i}]", within) for i, part in enumerate(flat.get("allOf", []))]
         flat.pop("allOf", None)
         if "$ref" in flat:
             pointer = flat.pop("$ref")
@@ -89,19 +103,20 @@ class _Reader:
     def _branches(self, flat: Schema, keyword: str, path: str) -> Schema | None:
         """The branches, each with all that stands beside them."""
         rest = {word: value for word, value in flat.items() if word != keyword}
-        parts: list[tuple[Schema, str]] = []
-        for number, branch in enumerate(_list(flat, keyword, path)):
+        parts: list[_Branch] = []
+        for number, branch in enumerate(flat[keyword]):
             place = f"{path}.{keyword}[{number}]"
             try:
                 part = self._flat(branch, place)
                 if part is not None:
-                    parts.append((merged(rest, part, place), place))
+                    part = merged(rest, part, place)
+                    parts.append(_Branch(part, part if rest else branch, place))
             except Contradiction:
                 continue
-        whole = [part for part, _ in parts]
-        if keyword == "oneOf" and not exclusive(whole, path, lambda schema: self._flat(schema, path)):
+        flats = [part.flat for part in parts]
+        if keyword == "oneOf" and not exclusive(flats, path, lambda schema: self._flat(schema, path)):
             raise refuse(f"{path}.oneOf", "its branches must exclude each other by type, or by a required constant")
-        forms = [form for part, place in parts if (form := self.read(part, place)) is not None]
+        forms = [form for part in parts if (form := self.read(part.schema, part.path)) is not None]
         return _any_of(forms)
 
     def _single(self, schema: Schema, path: str) -> Schema | None:
@@ -145,10 +160,3 @@ def _any_of(forms: list[Schema]) -> Schema | None:
     if not forms or {} in forms:
         return {} if forms else None
     return forms[0] if len(forms) == 1 else {"anyOf": forms}
-
-
-def _list(schema: Schema, keyword: str, path: str) -> list[Any]:
-    value = schema.get(keyword, [])
-    if not isinstance(value, list) or (keyword in schema and not value):
-        raise refuse(f"{path}.{keyword}", "a list of schemas is needed, at least one")
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from services.worker.guided.schema.keywords import Schema, count_of, refuse
+from services.worker.guided.schema.keywords import Schema, assertions, count_of, refuse
 from services.worker.guided.schema.patterns import checked_pattern, string_form
 
 Read = Callable[[Any, str], Schema | None]
@@ -19,8 +19,8 @@ def object_form(schema: Schema, path: str, read: Read, *, closed: bool) -> Schem
 
     Properties that nobody names are generated only where the schema says so, or says nothing of properties at all.
     """
-    properties, required = _properties(schema, path), _required(schema, path)
-    counts = _counts(schema, path)
+    properties, required = schema.get("properties", {}), list(dict.fromkeys(schema.get("required", [])))
+    counts = _counts(schema)
     opening = [keyword for keyword in _OPEN if keyword in schema]
     if not (properties or required or opening or closed):
         return {"type": "object", "additionalProperties": True, **counts}
@@ -66,7 +66,7 @@ def _by_name(
             return {"type": "object", "additionalProperties": False, **counts}
         return {"type": "object", "propertyNames": name, "additionalProperties": rest or True, **counts}
     patterns = schema["patternProperties"]
-    if schema.get("additionalProperties", False) is not False or not isinstance(patterns, dict) or len(patterns) != 1:
+    if schema.get("additionalProperties", False) is not False or len(patterns) != 1:
         raise refuse(f"{path}.patternProperties", "one pattern is supported, without additionalProperties beside it")
     pattern, value = next(iter(patterns.items()))
     form = read(value, f"{path}.patternProperties.{pattern}")
@@ -77,12 +77,13 @@ def _by_name(
 
 
 def _name_schema(names: Any, path: str) -> Schema:
-    if not isinstance(names, dict) or names.get("type", "string") != "string":
+    if isinstance(names, bool) or names.get("type", "string") != "string":
         raise refuse(f"{path}.propertyNames", "a schema of strings is needed")
-    for keyword in names:
-        if keyword in ("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if"):
+    asked = assertions(names, f"{path}.propertyNames")
+    for keyword in asked:
+        if keyword in ("enum", "const", "$ref", "allOf", "anyOf", "oneOf"):
             raise refuse(f"{path}.propertyNames.{keyword}", "not supported; pattern, minLength and maxLength are")
-    return names
+    return asked
 
 
 def _check_least(counts: Schema, path: str) -> None:
@@ -91,20 +92,6 @@ def _check_least(counts: Schema, path: str) -> None:
         raise refuse(f"{path}.minProperties", "above 1 it is supported only where every property is described")
 
 
-def _properties(schema: Schema, path: str) -> Schema:
-    properties = schema.get("properties", {})
-    if not isinstance(properties, dict):
-        raise refuse(f"{path}.properties", "an object is needed")
-    return properties
-
-
-def _required(schema: Schema, path: str) -> list[str]:
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise refuse(f"{path}.required", "a list of names is needed")
-    return list(dict.fromkeys(required))
-
-
-def _counts(schema: Schema, path: str) -> Schema:
-    given = {keyword: count_of(schema, keyword, path) for keyword in ("minProperties", "maxProperties")}
+def _counts(schema: Schema) -> Schema:
+    given = {keyword: count_of(schema, keyword) for keyword in ("minProperties", "maxProperties")}
     return {keyword: value for keyword, value in given.items() if value is not None}

@@ -30,7 +30,7 @@ JSON pointers let characters through that no JSON string holds.)"""
 
 def string_form(schema: Schema, path: str) -> Schema:
     """A string's keywords as the compiler takes them. Raises GrammarRefused."""
-    least, most = count_of(schema, "minLength", path) or 0, count_of(schema, "maxLength", path)
+    least, most = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
     if "pattern" in schema:
         if least or most is not None:
             raise refuse(f"{path}.pattern", "not supported together with minLength or maxLength; say it in the pattern")
@@ -43,10 +43,8 @@ def string_form(schema: Schema, path: str) -> Schema:
     return {"type": "string"}
 
 
-def checked_pattern(pattern: object, path: str) -> str:
+def checked_pattern(pattern: str, path: str) -> str:
     """The pattern, if strings that match it as a whole are strings that it is found in. Raises GrammarRefused."""
-    if not isinstance(pattern, str):
-        raise refuse(path, f"{pattern!r} is not allowed; a regular expression is")
     plain = _OPAQUE.sub("x", pattern)
     for place, character in enumerate(plain):
         if character == "^" and plain[:place].strip("(|?:") and plain[place - 1] != "|":
