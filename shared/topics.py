@@ -136,6 +136,16 @@ def instance_control(instance: InstanceId) -> Topic[lifecycle.InstanceControl]:
     return Topic(f"instance.{instance}.control", lifecycle.InstanceControl)
 
 
+def ranks_wanted() -> Topic[supervisor.RanksWanted]:
+    """the first host's supervisor → those of the others: which ranks there shall be. Once a second, and on changes."""
+    return Topic("supervisor.ranks.wanted", supervisor.RanksWanted)
+
+
+def ranks_held() -> Topic[supervisor.RanksHeld]:
+    """another host's supervisor → the first one's: what came of it. Once a second, and when a rank ends."""
+    return Topic("supervisor.ranks.held", supervisor.RanksHeld)
+
+
 def scaling() -> Topic[supervisor.Scale]:
     """coordinator → the supervisor, answered with a `ScaleAnswer`."""
     return Topic("supervisor.scale", supervisor.Scale, queue="supervisors")

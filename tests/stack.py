@@ -41,14 +41,21 @@ LOOK_EVERY = 0.02
 class RunningStack:
     """Owns one `baton up` process."""
 
-    def __init__(self, run_dir: Path, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        argv: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
+        """`within`: a program that runs it elsewhere, such as nsenter."""
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._said = run_dir / "up.out"
         self._pids: set[int] = set()
         with self._said.open("wb") as output:
             self.supervisor = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv],
+                [*within, sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv],
                 cwd=REPOSITORY,
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,

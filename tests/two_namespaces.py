@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,20 @@ from tests.nats_server import BINARY
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 PORT = 4222
 URL = f"nats://{HERE}:{PORT}"
+
+
+def unshare() -> list[str]:
+    return ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
+
+
+def why_no_namespaces() -> str | None:
+    """None where this process may make network namespaces and wires between them."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    wire = ["ip", "link", "add", "here", "type", "veth", "peer", "name", "there"]
+    tried = subprocess.run([*unshare(), *wire], capture_output=True, text=True)
+    return None if tried.returncode == 0 else f"network namespaces are not permitted here: {tried.stderr.strip()}"
 
 
 def run(*argv: str) -> None:

@@ -92,7 +92,7 @@ def _stage_counts(counts: Counts) -> list[int]:
 
 def cpu_share(counts: Counts) -> int | None:
     """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine."""
-    if counts.all_engines == 1:
+    if counts.all_engines == counts.hosts == 1:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // counts.all_ranks)

@@ -61,6 +61,12 @@ async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | 
 
 
 async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:
+    if not stack.spec.counts.leads:
+        assert stack.spec.hosts is not None
+        console.print(f"\n[green]Joined[/green] {stack.spec.hosts.master}: its ranks here are ready", highlight=False)
+        if ready_fd is not None:
+            os.write(ready_fd, b"!")
+        return
     if not await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
         gateway = InstanceId("gateway-1")
         stack.give_up(gateway, f"is up, but {stack.url}/ready did not say 200 within {FIRST_ANSWER_DEADLINE:g} s")

@@ -10,7 +10,7 @@ import typer
 
 from deploy.cli.options import DEFAULT, Name, RunDir
 
-MODEL, CAPACITY, SIZE, STORE = "Model", "Capacity", "How many", "KV store"
+MODEL, CAPACITY, SIZE, STORE, HOSTS = "Model", "Capacity", "How many", "KV store", "Several hosts"
 ROUTING, BUS, PLACE = "Routing", "Bus", "Run"
 
 
@@ -77,6 +77,21 @@ def up(
     tokenizers: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     detokenizers: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     coordinators: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, help="Hosts that the ranks of each engine are spread over.", rich_help_panel=HOSTS)
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option(min=0, help="Which of them this is; 0 runs everything else, too.", rich_help_panel=HOSTS)
+    ] = 0,
+    master: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first one's NATS server.", rich_help_panel=HOSTS)
+    ] = None,
+    cluster_token: Annotated[
+        str | None,
+        typer.Option(
+            help="A secret of all hosts. Better by environment.", envvar="BATON_CLUSTER_TOKEN", rich_help_panel=HOSTS
+        ),
+    ] = None,
     kvstore_memory: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +157,7 @@ def up(
     run_dir: RunDir = None,
 ) -> None:
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
+    from deploy.cli.hosts_choice import hosts_choice
     from deploy.cli.stack_lookup import run_dir_of
     from deploy.cli.stack_spec import (
         chosen,
@@ -167,8 +183,19 @@ def up(
     from deploy.supervisor.core.plan import Counts
     from deploy.supervisor.spec import OutsideBus, StackSpec, StoreSpec
 
+    hosts = hosts_choice(
+        nodes=nodes,
+        node_rank=node_rank,
+        master=master,
+        token=cluster_token,
+        outside_bus=bool(nats_url),
+        ranks=tp * pp,
+        pools=prefill + decode,
+        kvstore_memory=kvstore_memory,
+    )
     clear_leftovers(where)  # first, as it takes the memory that the store is to have
-    store = store_choice(memory=kvstore_memory, node=node, redis=redis, redis_memory=redis_memory, redis_url=redis_url)
+    memory = "0" if hosts else kvstore_memory
+    store = store_choice(memory=memory, node=node, redis=redis, redis_memory=redis_memory, redis_url=redis_url)
     counts = Counts(
         gateway=gateways,
         tokenizer=tokenizers,
@@ -184,6 +211,8 @@ def up(
         decode_ranks=(tp_decode or tp) * (pp_decode or pp),
         decode_stages=pp_decode or pp,
         kvstore=int(store is not None),
+        hosts=nodes,
+        host=node_rank,
     )
     run_stack(
         StackSpec(
@@ -192,7 +221,7 @@ def up(
             model=model_directory(model),
             served_model_name=served_name(model, served_model_name),
             host=host,
-            port=port,
+            port=port if counts.leads else 0,
             counts=counts,
             pp_layers=layer_split(pp_layers, counts),
             store=store or StoreSpec(),
@@ -217,6 +246,7 @@ def up(
             ),
             api_keys=tuple(api_key or ()),
             outside_bus=OutsideBus(urls=tuple(nats_url)) if nats_url else None,
+            hosts=hosts,
             namespace=namespace,
             config=config.absolute() if config else None,
             log_level=log_level,

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.nats_server import EmbeddedNats
-from deploy.supervisor.permissions import User
+from deploy.supervisor.permissions import User, passwords_of
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.spec import StackSpec
-from shared.bus import Bus
+from deploy.supervisor.spec import HostsSpec, StackSpec
+from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
 
 
@@ -26,10 +26,19 @@ class BusAccess:
     def urls(self) -> tuple[str, ...]:
         if self._spec.outside_bus is not None:
             return self._spec.outside_bus.urls
+        if self._joins is not None:
+            return (f"nats://{self._joins.master}:{self._joins.port}",)
         return (self.embedded.url,) if self.embedded is not None else ()
+
+    @property
+    def _joins(self) -> HostsSpec | None:
+        """The first host, whose server this one uses; None where this is the first."""
+        return None if self._spec.counts.leads or self._spec.outside_bus is not None else self._spec.hosts
 
     def credentials(self, user: User) -> tuple[str, str] | None:
         """Name and password; None on an outside server, where the URL holds them or they are inherited."""
+        if self._joins is not None and self._joins.token is not None:
+            return user, passwords_of(self._joins.token)[user]
         return (user, self.embedded.passwords[user]) if self.embedded is not None else None
 
     def environment(self, user: User) -> dict[str, str]:
@@ -42,10 +51,10 @@ class BusAccess:
     @contextlib.asynccontextmanager
     async def server(self, children: ChildProcesses, logs: LogFolder) -> AsyncIterator[None]:
         """The embedded server while the context is open; nothing where there is one outside."""
-        if self._spec.outside_bus is not None:
+        if self._spec.outside_bus is not None or self._joins is not None:
             yield
             return
-        self.embedded = EmbeddedNats(self._spec.run_dir, self._spec.namespace, children, logs)
+        self.embedded = EmbeddedNats(self._spec.run_dir, self._spec.namespace, children, logs, self._spec.hosts)
         await self.embedded.start(time.monotonic())
         try:
             yield
@@ -63,4 +72,5 @@ class BusAccess:
         try:
             yield bus
         finally:
-            await bus.close()
+            with contextlib.suppress(BusError):  # another host's server may have ended before
+                await bus.close()

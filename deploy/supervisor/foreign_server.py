@@ -36,11 +36,19 @@ def free_port(host: str = HOST) -> int:
 class ForeignServer:
     """Owns when the program runs. The process belongs to `ChildProcesses`."""
 
-    def __init__(self, name: str, argv: Sequence[str], port: int, children: ChildProcesses, logs: LogFolder) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        port: int,
+        children: ChildProcesses,
+        logs: LogFolder,
+        host: str = HOST,
+    ) -> None:
         self.name = name
         self.pid: int | None = None
         self._argv = list(argv)
-        self._port = port
+        self._address = (host, port)
         self._children = children
         self._logs = logs
         self._policy = RestartPolicy()
@@ -53,7 +61,7 @@ class ForeignServer:
         self._spawn(now)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LISTEN_DEADLINE):
-                while not _listens(self._port):
+                while not _listens(self._address):
                     if self._children.has_ended(self.name):
                         break
                     await asyncio.sleep(LOOK_EVERY)
@@ -89,10 +97,10 @@ class ForeignServer:
             argv = [sys.executable, "-m", "deploy.supervisor.tether", str(self._children.pipe), *argv]
         self.pid = self._children.start(self.name, argv, self._logs.of(self.name), {})
         self._started_at, self._due = now, None
-        log.info("started", extra={"child": self.name, "pid": self.pid, "port": self._port})
+        log.info("started", extra={"child": self.name, "pid": self.pid, "port": self._address[1]})
 
 
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=0.2):
+def _listens(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.2):
         return True
     return False

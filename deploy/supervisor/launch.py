@@ -104,7 +104,15 @@ def _rank(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
         "world_size": str(ranks),
         "rendezvous": where.rendezvous,
         **_pipeline(spec, seat),
+        **_on_host(spec, seat),
     }
+
+
+def _on_host(spec: StackSpec, seat: Seat) -> dict[str, str]:
+    """On one host a rank's number says all."""
+    if spec.counts.hosts == 1 or seat.pool is None or seat.rank is None:
+        return {}
+    return {"local_rank": str(seat.rank - spec.counts.ranks_here(seat.pool).start)}
 
 
 def _pipeline(spec: StackSpec, seat: Seat) -> dict[str, str]:

@@ -12,6 +12,7 @@ from deploy.supervisor.core.events import Announce, Exited, Kill, Spawned, Start
 from deploy.supervisor.foreign_server import HOST, free_port
 from deploy.supervisor.launch import Launch, Whereabouts, secret_settings
 from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.network import network_environment
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.store_access import StoreAccess
@@ -45,7 +46,9 @@ class Orders:
         self._store = store
         self._children = children
         self._logs = logs
-        self._rendezvous: dict[EngineId, str] = {}
+        self.rendezvous: dict[EngineId, str] = {}
+        """Made here on the first host; on others it is what that one says."""
+        self._network = network_environment(spec.hosts)
         self._to_announce: asyncio.Queue[Lifecycle] = asyncio.Queue(ANNOUNCEMENTS_LIMIT)
 
     def carry_out(self, order: Start | Terminate | Kill | Announce, gateway_port: int) -> Spawned | Exited | None:
@@ -71,16 +74,19 @@ class Orders:
 
     def _start(self, order: Start, gateway_port: int) -> Spawned | Exited:
         seat = order.seat
-        if order.new_rendezvous and seat.engine is not None:
-            self._rendezvous[seat.engine] = f"{HOST}:{free_port()}"
+        if order.new_rendezvous and seat.engine is not None and self._spec.counts.leads:
+            host = self._spec.hosts.master if self._spec.hosts else HOST
+            self.rendezvous[seat.engine] = f"{host}:{free_port(host)}"
         where = Whereabouts(
             port=gateway_port,
             supervisor_fd=self._children.pipe,
-            rendezvous=self._rendezvous.get(seat.engine) if seat.engine else None,
+            rendezvous=self.rendezvous.get(seat.engine) if seat.engine else None,
             arenas=self._store.arenas,
             redis_url=self._store.redis_url,
         )
         environment = {**self._access.environment(seat.service), **secret_settings(self._spec, seat, where)}
+        if seat.service == "worker":
+            environment |= self._network
         argv = self._launch(self._spec, seat, where)
         try:
             pid = self._children.start(seat.instance, argv, self._logs.of(seat.instance), environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -43,6 +44,8 @@ _DELTAS = topics.gateway_inbox(GatewayId(_ANY)).subject
 _INSTANCES = topics.instance_control(InstanceId(_ANY)).subject
 _LIFECYCLES = topics.lifecycles().subject
 _SCALING = topics.scaling().subject
+_RANKS_WANTED = topics.ranks_wanted().subject
+_RANKS_HELD = topics.ranks_held().subject
 _STORE_QUESTIONS = topics.kvstore_questions(NodeId(_ANY)).subject
 _STORE_RELEASES = topics.kvstore_releases(NodeId(_ANY)).subject
 _KV_EVENTS = topics.all_kv_events().subject
@@ -86,7 +89,10 @@ def permissions_of(user: User) -> Permissions:
                 subscribe=(_STORE_QUESTIONS, _STORE_RELEASES, _KV_DUMP_REQUESTS),
             )
         case "supervisor":
-            return Permissions(publish=(_LIFECYCLES,), subscribe=(_LIFECYCLES, _SCALING))
+            return Permissions(
+                publish=(_LIFECYCLES, _RANKS_WANTED, _RANKS_HELD),
+                subscribe=(_LIFECYCLES, _SCALING, _RANKS_WANTED, _RANKS_HELD),
+            )
         case "operator":
             return Permissions(publish=(_ADMIN,), subscribe=(_LIFECYCLES,), finds_micro=True)
 
@@ -110,6 +116,11 @@ def subjects(namespace: str, permissions: Permissions) -> tuple[list[str], list[
     if permissions.finds_micro:
         publish.append("$SRV.>")
     return publish, subscribe
+
+
+def passwords_of(token: str) -> Mapping[User, str]:
+    """The same on every host that knows the token."""
+    return {user: hmac.digest(token.encode(), user.encode(), "sha256").hex() for user in USERS}
 
 
 def make_passwords() -> Mapping[User, str]:

@@ -18,6 +18,17 @@ class OutsideBus(Struct, frozen=True, kw_only=True):
     """May hold user:password@, so they reach the services by environment, never by flag."""
 
 
+class HostsSpec(Struct, frozen=True, kw_only=True):
+    """For ranks on several hosts: where the first one is, and what the others need to join it."""
+
+    master: str
+    """The first host, as all can reach it: a name or an address."""
+    port: int
+    """Of its nats-server, unless there is one outside."""
+    token: str | None = None
+    """What all hosts know and nobody else; None with a NATS server outside."""
+
+
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
     """A Redis that somebody else runs."""
 
@@ -59,6 +70,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """What clients must show to the gateways; none: everybody is served."""
     outside_bus: OutsideBus | None = None
+    hosts: HostsSpec | None = None
+    """None: this one only."""
     namespace: str = "baton"
     config: Path | None = None
     """A TOML file that every service reads."""

@@ -34,6 +34,7 @@ from deploy.supervisor.core.watch_clock import WatchClock
 from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
 from deploy.supervisor.foreign_server import HOST, ForeignServer
 from deploy.supervisor.gateway_port import reserved_port
+from deploy.supervisor.hosts import hosts_of
 from deploy.supervisor.launch import Launch, service_command
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.orders import Orders
@@ -76,6 +77,7 @@ class Stack:
         self._access = BusAccess(spec)
         self._store = StoreAccess(spec)
         self._orders = Orders(spec, launch, self._access, self._store, self.children, self.logs)
+        self._hosts = hosts_of(spec, self.fleet, self._orders)
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
         self._watch_clock = WatchClock()
         self._failure: StartFailed | None = None
@@ -136,12 +138,14 @@ class Stack:
         await self._bus.answer(topics.scaling(), self._scale)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
-                waiting = (self._listen, self._announce, self._watch, self._start_deadline, *beside)
+                waiting = (self._listen, self._announce, self._watch, self._start_deadline, self._mind_hosts, *beside)
                 background = [tasks.create_task(each()) for each in waiting]
                 self._wake.set()
                 await self._ended.wait()
                 for task in background:
                     task.cancel()
+            if self._hosts is not None:
+                await self._hosts.end(self._bus)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -159,6 +163,10 @@ class Stack:
 
     async def _announce(self) -> None:
         await self._orders.announce(self._bus)
+
+    async def _mind_hosts(self) -> None:
+        if self._hosts is not None:
+            await self._hosts.run(self._bus, self._handle, self.stop)
 
     async def _listen(self) -> None:
         while True:
@@ -226,6 +234,8 @@ class Stack:
         commands = self.fleet.handle(event, time.monotonic())
         for command in commands:
             self._execute(command)
+        if commands and self._hosts is not None:
+            self._hosts.changed.set()
         if commands or isinstance(event, Exited | Spawned) or self.phase != self._saved_phase:
             self.save()
         if self.fleet.stopping and self.fleet.is_empty:

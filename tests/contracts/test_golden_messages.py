@@ -236,6 +236,8 @@ MESSAGES: list[Any] = [
     supervisor.Scale("engines", 2),
     supervisor.Scaled(("engine-2",), ()),
     supervisor.ScaleRefused("no"),
+    supervisor.RanksWanted((supervisor.EngineRanks(EngineId("engine-1"), "10.0.0.1:4300"),)),
+    supervisor.RanksHeld(1, (supervisor.EngineRanks(EngineId("engine-1"), "10.0.0.1:4300"),), ()),
     kvstore.Attach(LAYOUT, ModelName("demo")),
     kvstore.Find(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH, deadline=0.25, source=NODE),
     kvstore.Reserve(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH, parents=bytes(16), tokens=b"\x10"),

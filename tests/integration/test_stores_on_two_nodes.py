@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from tests.kv_store_process import PATIENCE, REPOSITORY, StoreClient, StoreProce
 from tests.nats_server import NatsServer
 from tests.redis_server import RedisServer, redis_server
 from tests.tls_authority import Authority
+from tests.two_namespaces import unshare, why_no_namespaces
 
 TRANSFER = ("--transfer-port", "0")
 Pair = tuple[StoreProcess, StoreProcess]
@@ -187,20 +186,6 @@ def test_a_store_that_cannot_have_what_it_is_told_says_so_and_ends(shared_nats: 
 
 
 # ---- two network namespaces
-
-
-def unshare() -> list[str]:
-    return ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
-
-
-def why_no_namespaces() -> str | None:
-    """None where this process may make network namespaces and wires between them."""
-    missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
-    wire = ["ip", "link", "add", "here", "type", "veth", "peer", "name", "there"]
-    tried = subprocess.run([*unshare(), *wire], capture_output=True, text=True)
-    return None if tried.returncode == 0 else f"network namespaces are not permitted here: {tried.stderr.strip()}"
 
 
 def test_stores_in_two_network_namespaces_exchange_blocks(tmp_path: Path) -> None:

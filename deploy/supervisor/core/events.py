@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from deploy.supervisor.core.plan import Seat
-from shared.ids import InstanceId
+from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import ScaleAnswer
 
@@ -44,7 +44,20 @@ class StopAsked(Struct, frozen=True):
     """The first asks for an orderly stop, the second for a fast one, the third kills."""
 
 
-Event = Spawned | Exited | Heard | Ticked | ScaleAsked | Stalled | StopAsked
+class RanksCalled(Struct, frozen=True):
+    """The first host starts the ranks of an engine: ours start anew, and meet the others there."""
+
+    engine: EngineId
+    rendezvous: str
+
+
+class RanksLost(Struct, frozen=True):
+    """A rank of the engine has ended on another host."""
+
+    engine: EngineId
+
+
+Event = RanksCalled | RanksLost | Spawned | Exited | Heard | Ticked | ScaleAsked | Stalled | StopAsked
 
 
 class Start(Struct, frozen=True):

@@ -17,6 +17,8 @@ from deploy.supervisor.core.events import (
     GiveUp,
     Heard,
     Kill,
+    RanksCalled,
+    RanksLost,
     ScaleAsked,
     Spawned,
     Stalled,
@@ -70,6 +72,10 @@ class Fleet:
         self._counts = counts
         self._members = {seat.instance: Member(seat) for seat in all_seats(counts)}
         self._stops_asked = 0
+        self._called: dict[EngineId, str] = {}
+        """Where the ranks of an engine are to meet, on a host that is not the first."""
+        self._unanswered: set[EngineId] = set()
+        """Engines that were called, and whose ranks here have not been started since."""
         self.settled = False
         """Whether all were ready at some moment: before it a failing start is given up, after it never."""
 
@@ -108,6 +114,10 @@ class Fleet:
                 return (self._scale(service, count, now),)
             case Stalled(instances):
                 return self._kill(self._present(instances), now)
+            case RanksCalled():
+                return self._called_for(event, now)
+            case RanksLost(engine):
+                return self._kill(self._running_ranks(engine), now)
             case StopAsked():
                 return self._stop(now)
             case Ticked():
@@ -169,6 +179,25 @@ class Fleet:
             commands.append(Kill(member.seat.instance))
         return commands
 
+    # ---- several hosts
+
+    def _called_for(self, call: RanksCalled, now: float) -> list[Command]:
+        if self._called.get(call.engine) == call.rendezvous or not self._ranks_of(call.engine):
+            return []
+        self._called[call.engine] = call.rendezvous
+        self._unanswered.add(call.engine)
+        return self._kill(self._running_ranks(call.engine), now)
+
+    def rendezvous_of(self, engine: EngineId) -> str | None:
+        """Where the first host called its ranks to."""
+        return self._called.get(engine)
+
+    def answered(self) -> Iterator[tuple[EngineId, str, bool]]:
+        """Engines whose ranks here were started where they were called to, and whether all of them still run."""
+        for engine, rendezvous in self._called.items():
+            if engine not in self._unanswered:
+                yield engine, rendezvous, all(m.state == "running" for m in self._ranks_of(engine))
+
     # ---- starts
 
     def _starts(self, now: float) -> list[Command]:
@@ -182,10 +211,14 @@ class Fleet:
         """The ranks of an engine start together, once the last of the former ones is gone."""
         if member.seat.service != "worker":
             return True
+        if not self._counts.leads and member.seat.engine not in self._unanswered:
+            return False
         return all(m.state == "waiting" and m.due <= now for m in self._ranks_of(member.seat.engine))
 
     def _start(self, member: Member, now: float) -> list[Command]:
         group = self._ranks_of(member.seat.engine) if member.seat.service == "worker" else [member]
+        if member.seat.engine is not None:
+            self._unanswered.discard(member.seat.engine)
         for one in group:
             one.move("running")
             one.spawned = now
@@ -259,6 +292,8 @@ class Fleet:
         what = next((each for each in SCALABLE if each == service), None)
         if what is None:
             return Answer(ScaleRefused(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can"))
+        if what in POOLS and self._counts.hosts > 1:
+            return Answer(ScaleRefused(f"{service}: engines over several hosts cannot be scaled"))
         least = self._least(what)
         if not least <= count <= LARGEST_COUNT:
             return Answer(ScaleRefused(f"{service}={count}: from {least} to {LARGEST_COUNT} are possible"))

@@ -45,6 +45,10 @@ class Counts(Struct, frozen=True, kw_only=True):
     decode_stages: int = 1
     kvstore: int = 0
     """One for the host, or none."""
+    hosts: int = 1
+    """Those that the ranks of each engine are spread over."""
+    host: int = 0
+    """Which of them this one is. The first runs everything; the others run ranks, when the first one says so."""
 
     def of(self, what: Scalable) -> int:
         return int(getattr(self, what))
@@ -69,13 +73,24 @@ class Counts(Struct, frozen=True, kw_only=True):
             case "decode":
                 return self.decode_stages
 
+    def ranks_here(self, pool: Pool) -> range:
+        """Those of each engine that run on this host: as even as can be, neighbours together."""
+        ranks = self.ranks_of(pool)
+        return range(self.host * ranks // self.hosts, (self.host + 1) * ranks // self.hosts)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first host."""
+        return self.host == 0
+
     @property
     def all_engines(self) -> int:
         return sum(self.of(pool) for pool in POOLS)
 
     @property
     def all_ranks(self) -> int:
-        return sum(self.of(pool) * self.ranks_of(pool) for pool in POOLS)
+        """On this host."""
+        return sum(self.of(pool) * len(self.ranks_here(pool)) for pool in POOLS)
 
 
 class Seat(NamedTuple):
@@ -95,22 +110,25 @@ def seats(what: Scalable, number: int, counts: Counts) -> list[Seat]:
     """The seats of the `number`-th of a kind: one for a light service, 1 + its ranks for an engine."""
     match what:
         case "engines" | "prefill" | "decode":
-            return _engine_seats(what, number, counts.ranks_of(what))
+            seats = _engine_seats(what, number, counts.ranks_here(what))
+            return seats if counts.leads else seats[1:]
         case _:
             return [Seat(what, InstanceId(f"{what}-{number}"), number, what)]
 
 
-def _engine_seats(pool: Pool, number: int, ranks: int) -> list[Seat]:
+def _engine_seats(pool: Pool, number: int, ranks: range) -> list[Seat]:
     engine = EngineId(f"{ENGINE_NAMES[pool]}-{number}")
     scheduler = Seat("scheduler", InstanceId(engine), number, pool, engine, pool)
     return [
         scheduler,
-        *(Seat("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in range(ranks)),
+        *(Seat("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in ranks),
     ]
 
 
 def all_seats(counts: Counts) -> list[Seat]:
     """Slowest starters first."""
+    if not counts.leads:
+        return _counted(POOLS, counts)
     light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")
     return [
         *_counted(POOLS, counts),
