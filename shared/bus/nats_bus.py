@@ -7,11 +7,9 @@ reply subject; `max_payload` is read from the server and checked before each pub
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import ssl
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,11 +33,11 @@ from shared.bus import (
     Handler,
     NoResponders,
     PayloadTooLarge,
-    Undelivered,
     UndeliveredHandler,
 )
 from shared.bus.codec import Undecodable, decode, decode_heard, encode
 from shared.bus.liveness import LivenessClock
+from shared.bus.unconfirmed import Unconfirmed
 from shared.telemetry.metrics import BUS_CONNECTED
 from shared.topics import Topic
 
@@ -48,8 +46,6 @@ log = logging.getLogger(__name__)
 
 PENDING_BYTES = 32 * 2**20
 """What is kept for sending while the server is away; publishing beyond it raises."""
-UNCONFIRMED_LIMIT = 8192
-"""Confirmed messages whose "no responders" could still arrive; the oldest are forgotten first."""
 RECONNECT_WAIT = 0.1
 GRACE_AFTER_RECONNECT = 2.0
 ERROR_REPLY = "Baton-Error"
@@ -91,8 +87,7 @@ class NatsBus:
         self._liveness = liveness
         self._undelivered: UndeliveredHandler | None = None
         self._confirm_prefix = client.new_inbox()
-        self._unconfirmed: OrderedDict[int, Undelivered] = OrderedDict()
-        self._tickets = itertools.count()
+        self._unconfirmed = Unconfirmed()
 
     @property
     def connected(self) -> bool:
@@ -107,7 +102,7 @@ class NatsBus:
 
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
         payload = self._payload(topic, message)
-        reply = self._ticket(Undelivered(topic, message)) if confirm else ""
+        reply = f"{self._confirm_prefix}.{self._unconfirmed.add(topic, payload)}" if confirm else ""
         try:
             await self._client.publish(self._prefix + topic.subject, payload, reply)
         except nats.errors.OutboundBufferLimitError:
@@ -119,17 +114,10 @@ class NatsBus:
             raise PayloadTooLarge(topic.subject, len(payload), self._client.max_payload)
         return payload
 
-    def _ticket(self, message: Undelivered) -> str:
-        ticket = next(self._tickets)
-        self._unconfirmed[ticket] = message
-        if len(self._unconfirmed) > UNCONFIRMED_LIMIT:
-            self._unconfirmed.popitem(last=False)
-        return f"{self._confirm_prefix}.{ticket}"
-
     async def listen_for_undelivered(self) -> None:
         async def returned(msg: Msg) -> None:
             ticket = msg.subject.rpartition(".")[2]
-            message = self._unconfirmed.pop(int(ticket), None) if ticket.isdecimal() else None
+            message = self._unconfirmed.take(int(ticket)) if ticket.isdecimal() else None
             if message is None or not _is_no_responders(msg):
                 return
             if self._undelivered is not None:

@@ -1,0 +1,52 @@
+"""What was published a moment ago, in case nobody was there: as the bytes that were sent.
+
+As messages they would be a million objects in a busy scheduler, and the collector of cycles would look through all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from shared.bus import Undelivered
+from shared.bus.codec import decode
+from shared.topics import Topic
+
+LIMIT = 8192
+"""Messages whose "no responders" could still arrive; the oldest are forgotten first."""
+LIMIT_BYTES = 32 * 2**20
+"""All of them together: some seconds of the largest engine. "No responders" comes within milliseconds."""
+
+
+class _Sent(NamedTuple):
+    topic: Topic[Any]
+    payload: bytes
+
+
+class Unconfirmed:
+    """Owns the tickets that replies come back with, and what was sent under each."""
+
+    def __init__(self, limit: int = LIMIT, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit, self._limit_bytes = limit, limit_bytes
+        self._sent: OrderedDict[int, _Sent] = OrderedDict()
+        self._bytes = 0
+        self._tickets = itertools.count()
+
+    def add(self, topic: Topic[Any], payload: bytes) -> int:
+        """The ticket. The latest message is kept, however large."""
+        ticket = next(self._tickets)
+        self._sent[ticket] = _Sent(topic, payload)
+        self._bytes += len(payload)
+        while len(self._sent) > self._limit or (self._bytes > self._limit_bytes and len(self._sent) > 1):
+            _, oldest = self._sent.popitem(last=False)
+            self._bytes -= len(oldest.payload)
+        return ticket
+
+    def take(self, ticket: int) -> Undelivered | None:
+        """What was sent under it, once; None where that is forgotten."""
+        sent = self._sent.pop(ticket, None)
+        if sent is None:
+            return None
+        self._bytes -= len(sent.payload)
+        return Undelivered(sent.topic, decode(sent.payload, sent.topic.type))
