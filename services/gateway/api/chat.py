@@ -80,7 +80,7 @@ def read_chat(
     check_ranges(fields)
     refuse_unsupported(fields)
     _refuse_unsupported_chat(fields)
-    n = fields.n or 1
+    n, beams = fields.n or 1, read_beams(fields, limits)
     check_count(1, n, limits)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     dialect, offer = dialect_of(card.name), read_offer(fields)
@@ -104,12 +104,13 @@ def read_chat(
         ),
         bad_words=bad_words(fields, limits),
         truncate_prompt_tokens=truncation(fields, max_tokens, card),
-        beams=read_beams(fields, limits),
+        beams=beams,
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=checked_salt(fields),
         guided=plan_grammar(dialect, offer, read_guided(fields)),
-        parsing=plan_parsing(dialect, offer, tell_reasoning=fields.include_reasoning is not False),
+        # Of hypotheses all is told that they were compared by.
+        parsing=None if beams else plan_parsing(dialect, offer, tell_reasoning=fields.include_reasoning is not False),
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
+from services.gateway.parsing.marks import marks_of
 from services.gateway.parsing.pieces import Pieces
 from services.gateway.parsing.syntax import Syntax
-from services.gateway.parsing.tape import Ended, NoCall, Reading, Tape, begun
+from services.gateway.parsing.tape import Ended, NoCall, Reading, Tape
 
 
 class Content:
@@ -16,9 +15,7 @@ class Content:
     def __init__(self, tape: Tape, pieces: Pieces, syntax: Syntax) -> None:
         self._tape, self._pieces, self._syntax = tape, pieces, syntax
         self._openings = syntax.openings
-        literals = (*self._openings.anywhere, *self._openings.line_start)
-        self._literals = literals
-        self._pattern = re.compile("|".join(map(re.escape, literals)))
+        self._marks = marks_of((*self._openings.anywhere, *self._openings.line_start))
         self._fresh = True
         """Whether no text has come yet, or none since the last call."""
         self._called = False
@@ -40,7 +37,7 @@ class Content:
             if tape.closed:
                 self._end(rest)
                 return False
-            self._text(_bare(rest, len(rest) - begun(rest, self._literals)))
+            self._text(_bare(rest, len(rest) - self._marks.begun(rest)))
             yield
 
     def _end(self, rest: str) -> None:
@@ -50,7 +47,7 @@ class Content:
             self._text(len(rest))
 
     def _opening(self, rest: str) -> int | None:
-        for match in self._pattern.finditer(rest):
+        for match in self._marks.pattern.finditer(rest):
             if match[0] in self._openings.anywhere or self._starts_line(rest, match.start()):
                 return match.start()
         return None

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
+from services.gateway.parsing.marks import marks_of
+
 T = TypeVar("T")
 
 Reading = Generator[None, None, T]
@@ -136,10 +138,10 @@ class Tape:
 
     def until(self, literals: tuple[str, ...], emit: Emit) -> Reading[str]:
         """Reads up to the first of the literals, and answers with that, unread. Raises Ended."""
-        found = re.compile("|".join(map(re.escape, literals)))
+        marks = marks_of(literals)
         while True:
-            match = found.search(self._text, self._at)
-            stop = match.start() if match else len(self._text) - (0 if self.closed else self._begun(literals))
+            match = marks.pattern.search(self._text, self._at)
+            stop = match.start() if match else len(self._text) - (0 if self.closed else marks.begun(self.rest))
             if stop > self._at:
                 emit(self._text[self._at : stop])
                 self._at = stop
@@ -148,16 +150,3 @@ class Tape:
             if self.closed:
                 raise Ended
             yield
-
-    def _begun(self, literals: tuple[str, ...]) -> int:
-        return begun(self.rest, literals)
-
-
-def begun(text: str, literals: tuple[str, ...]) -> int:
-    """How many characters at the end of the text may be the beginning of a literal."""
-    longest = min(len(text), max(map(len, literals)) - 1)
-    for length in range(longest, 0, -1):
-        tail = text[-length:]
-        if any(literal.startswith(tail) for literal in literals):
-            return length
-    return 0
