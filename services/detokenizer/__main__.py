@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from services.detokenizer.actor import DetokenizerActor
 from services.detokenizer.config import DetokenizerConfig
 from services.detokenizer.core.kinds import text_vocabulary
+from services.detokenizer.core.text import TextVocabulary
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
@@ -14,19 +16,24 @@ from shared.model_files import ModelNotFound, resolve_model
 from shared.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
 
 
+def load(folder: Path) -> TextVocabulary:
+    """Raises TokenizerUnusable."""
+    tokenizer = load_tokenizer(folder).tokenizer
+    return text_vocabulary(tokenizer, special_ids(tokenizer))
+
+
+def build(config: DetokenizerConfig, vocabulary: TextVocabulary, bus: Bus) -> DetokenizerActor:
+    return DetokenizerActor(bus, config.instance_id(), config.model_name(), vocabulary, config.max_streams)
+
+
 def main() -> None:
     config = load_or_exit("detokenizer", DetokenizerConfig)
     try:
-        tokenizer = load_tokenizer(resolve_model(config.model, weights=False)).tokenizer
+        vocabulary = load(resolve_model(config.model, weights=False))
     except (ModelNotFound, TokenizerUnusable) as error:
         print(f"detokenizer: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    vocabulary = text_vocabulary(tokenizer, special_ids(tokenizer))
-
-    def build(bus: Bus) -> DetokenizerActor:
-        return DetokenizerActor(bus, config.instance_id(), config.model_name(), vocabulary, config.max_streams)
-
-    run_service(config, build, "detokenizer")
+    run_service(config, lambda bus: build(config, vocabulary, bus), "detokenizer")
 
 
 if __name__ == "__main__":

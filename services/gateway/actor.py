@@ -29,11 +29,13 @@ class Gateway(Actor):
     service = "gateway"
     tick_every = 0.25
 
-    def __init__(self, bus: Bus, config: GatewayConfig) -> None:
+    def __init__(self, bus: Bus, config: GatewayConfig, *, listens: bool = True) -> None:
+        """Without `listens` there is no port: `app` is called by whoever made this."""
         super().__init__(bus, config.instance_id())
+        self._listens = listens
         self._gateway = GatewayId(self.instance)
         self.desk = Desk(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
-        app = build_app(
+        self.app = build_app(
             self.desk,
             config.stream_settings(),
             max_body=config.max_body,
@@ -42,7 +44,7 @@ class Gateway(Actor):
             parsers=config.parsers(),
         )
         self.server = HttpServer(
-            app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
+            self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
         )
         self._ticks = 0
 
@@ -56,6 +58,8 @@ class Gateway(Actor):
         await self.desk.probes.run()
 
     async def _listen(self) -> None:
+        if not self._listens:
+            return
         try:
             await self.server.listen()
         except OSError as error:

@@ -23,6 +23,10 @@ def load(config: TokenizerConfig, folder: Path) -> Encoding:
     return Encoding(Vocabulary(files), templates, files.special_tokens)
 
 
+def build(config: TokenizerConfig, encoding: Encoding, bus: Bus) -> TokenizerActor:
+    return TokenizerActor(bus, config.instance_id(), config.model_name(), encoding, config.threads)
+
+
 def main() -> None:
     config = load_or_exit("tokenizer", TokenizerConfig)
     try:
@@ -30,11 +34,7 @@ def main() -> None:
     except (ModelNotFound, TokenizerUnusable) as error:
         print(f"tokenizer: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-    def build(bus: Bus) -> TokenizerActor:
-        return TokenizerActor(bus, config.instance_id(), config.model_name(), encoding, config.threads)
-
-    run_service(config, build, "tokenizer")
+    run_service(config, lambda bus: build(config, encoding, bus), "tokenizer")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class ComputeThread:
         """Leave out plans of an epoch that is over. Ranks that compute together may not: each must execute exactly
         what the others do."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(PLANS_LIMIT)
-        self._begun: queue.Queue[_Begun] = queue.Queue(MOST_BEGUN - 1)
+        self._begun: queue.Queue[_Begun | None] = queue.Queue(MOST_BEGUN - 1)
         """Beside the one that is awaited."""
         self._epoch: Incarnation | None = None
         self._ended = time.perf_counter()
@@ -145,6 +145,7 @@ class ComputeThread:
             step = backend.begin(job.plan)
             self._begun.put(_Begun(job, step, time.perf_counter()))
         self._begun.join()
+        self._begun.put(None)
 
     def _begin_epoch(self, backend: Backend) -> None:
         self._copies.begin()
@@ -157,8 +158,8 @@ class ComputeThread:
 
     def _await_all(self) -> None:
         try:
-            while True:
-                self._await(self._begun.get())
+            while (begun := self._begun.get()) is not None:
+                self._await(begun)
                 self._begun.task_done()
         except BaseException as error:
             self._hand_over(error)

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 PENDING_LIMIT = 65_536
 """Messages that a subscription holds; what comes above is dropped, as NATS does with a slow consumer."""
 
+SUBJECTS_REMEMBERED = 4096
+"""Of these it is known who listens."""
+
 _Reply = Callable[[Any], None]
 
 
@@ -65,15 +68,49 @@ class MemorySubscription:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-class MemoryBus:
-    """Owns the subscriptions. Every service under test shares one instance."""
+class _Members:
+    """Owns what all connections of one bus share."""
 
-    def __init__(self, max_payload: int = 8 * 2**20) -> None:
-        self._subscriptions: list[MemorySubscription] = []
-        self._turn: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+    def __init__(self) -> None:
+        self.subscriptions: list[MemorySubscription] = []
+        self.matching: dict[str, list[MemorySubscription]] = {}
+        """By subject, as far as asked for since the last new subscription."""
+        self.turn: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self.endpoints: dict[str, Endpoint] = {}
+
+    def add(self, subscription: MemorySubscription) -> None:
+        self.subscriptions.append(subscription)
+        self.matching.clear()
+
+    def of(self, subject: str) -> list[MemorySubscription]:
+        """Who listens to `subject`, whether or not they still do."""
+        found = self.matching.get(subject)
+        if found is None:
+            if len(self.matching) >= SUBJECTS_REMEMBERED:
+                self.matching.clear()
+            found = [each for each in self.subscriptions if fnmatch.fnmatchcase(subject, each.topic.subject)]
+            self.matching[subject] = found
+        return found
+
+
+class MemoryBus:
+    """One connection. Services under test share one; in a process of several services each has its own (`connection`),
+    as messages come back to whoever sent them."""
+
+    def __init__(
+        self,
+        max_payload: int = 8 * 2**20,
+        liveness: Callable[[], float] = time.monotonic,
+        members: _Members | None = None,
+    ) -> None:
+        self._members = _Members() if members is None else members
         self._undelivered: UndeliveredHandler | None = None
-        self._endpoints: dict[str, Endpoint] = {}
         self._max_payload = max_payload
+        self._liveness = liveness
+
+    def connection(self) -> MemoryBus:
+        """Another connection to the same bus."""
+        return MemoryBus(self._max_payload, self._liveness, self._members)
 
     @property
     def connected(self) -> bool:
@@ -84,7 +121,7 @@ class MemoryBus:
         return self._max_payload
 
     def liveness_now(self) -> float:
-        return time.monotonic()
+        return self._liveness()
 
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
         if not self._send(topic, message, None) and confirm:
@@ -108,12 +145,12 @@ class MemoryBus:
     def _receivers(self, subject: str) -> list[MemorySubscription]:
         everyone: list[MemorySubscription] = []
         groups: defaultdict[str, list[MemorySubscription]] = defaultdict(list)
-        for subscription in self._subscriptions:
-            if subscription.open and fnmatch.fnmatchcase(subject, subscription.topic.subject):
+        for subscription in self._members.of(subject):
+            if subscription.open:
                 queue = subscription.topic.queue
                 (everyone if queue is None else groups[queue]).append(subscription)
         for group in groups.values():
-            everyone.append(group[next(self._turn[subject]) % len(group)])
+            everyone.append(group[next(self._members.turn[subject]) % len(group)])
         return everyone
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
@@ -142,7 +179,7 @@ class MemoryBus:
 
     def _add(self, topic: Topic[Any], deliver: Callable[[bytes, _Reply | None], Awaitable[None]]) -> MemorySubscription:
         subscription = MemorySubscription(topic, deliver)
-        self._subscriptions.append(subscription)
+        self._members.add(subscription)
         return subscription
 
     async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
@@ -166,10 +203,10 @@ class MemoryBus:
         self._undelivered = handler
 
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
-        self._endpoints.update(endpoints)
+        self._members.endpoints.update(endpoints)
 
     async def ask_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
-        endpoint = self._endpoints.get(subject)
+        endpoint = self._members.endpoints.get(subject)
         if endpoint is None:
             raise NoResponders(subject)
         try:
@@ -186,6 +223,8 @@ class MemoryBus:
         await asyncio.sleep(0)
 
     async def close(self) -> None:
-        for subscription in self._subscriptions:
+        """Closes every connection."""
+        for subscription in self._members.subscriptions:
             await subscription.join()
-        self._subscriptions.clear()
+        self._members.subscriptions.clear()
+        self._members.matching.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,10 @@ def test_no_file_is_one_that_one_would_be_afraid_to_open() -> None:
 
 def test_the_architecture_page_stays_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 150
+
+
+def test_one_package_alone_composes_services_and_every_other_is_kept_apart() -> None:
+    packages = {f"services.{path.parent.name}" for path in (ROOT / "services").glob("*/__init__.py")}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    apart = next(set(contract["modules"]) for contract in contracts if contract["type"] == "independence")
+    assert packages - apart == {"services.offline"}

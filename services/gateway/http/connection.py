@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -19,6 +19,25 @@ HEAD_TIMEOUT = 30.0
 """Seconds from connecting, or from a further request's first byte, to the end of its head."""
 
 REFUSED_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class Transport(Protocol):
+    def is_closing(self) -> bool: ...
+
+
+class ClientConnection(Protocol):
+    """What an endpoint needs of the connection that it answers."""
+
+    on_lost: Callable[[], None] | None
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def write_chunk(self, data: bytes) -> None: ...
+
+    def unread(self) -> int: ...
+
+    def abort(self) -> None: ...
 
 
 class Connection(HttpToolsProtocol):
@@ -80,7 +99,6 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
 
-def connection_of(scope: Any) -> Connection:
-    connection = scope["extensions"][EXTENSION]
-    assert isinstance(connection, Connection)
+def connection_of(scope: Any) -> ClientConnection:
+    connection: ClientConnection = scope["extensions"][EXTENSION]
     return connection

@@ -1,0 +1,137 @@
+"""From the arguments of `LLM` to each service's configuration, checked as flags of that service are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from services.coordinator.config import CoordinatorConfig
+from services.detokenizer.config import DetokenizerConfig
+from services.gateway.config import GatewayConfig
+from services.offline.errors import InvalidRequest
+from services.scheduler.config import SchedulerConfig
+from services.tokenizer.config import TokenizerConfig
+from services.worker.config import WorkerConfig
+from shared.config import ConfigError, ServiceConfig, load_config
+
+C = TypeVar("C", bound=ServiceConfig)
+
+ENGINE = "engine-1"
+LONG = 30 * 86_400
+"""Seconds: nobody waits at the other end of a connection, so patience costs nothing."""
+MANY = 2**20
+
+PATIENT: dict[str, dict[str, object]] = {
+    "gateway": {
+        "max_open_requests": MANY,
+        "max_connections": MANY,
+        "max_choices": 4096,
+        "max_body": 2**30,
+        "max_logprobs": 100,
+        "allow_request_template": True,
+        "placement_s": 600,
+        "queue_s": LONG,
+        "request_s": LONG,
+    },
+    "coordinator": {"queue_limit": MANY, "queue_timeout": LONG},
+    "scheduler": {"max_waiting": MANY, "step_timeout_s": 600},
+    "worker": {},
+    "tokenizer": {},
+    "detokenizer": {"max_streams": MANY},
+}
+"""What differs from serving: no client is turned away here, as all of them are ours and come no faster than they can
+be taken."""
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True):
+    """What the model is and what it may take."""
+
+    model: str
+    served_model_name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    kv_memory: str | int | None = None
+    max_num_seqs: int = 256
+    max_batch_tokens: int = 2048
+    more: Mapping[str, object] = {}
+    """`SERVICE.KEY` → value: any setting of a service, as `baton up --set` takes it."""
+
+
+class Configs(NamedTuple):
+    gateway: GatewayConfig
+    tokenizer: TokenizerConfig
+    coordinator: CoordinatorConfig
+    scheduler: SchedulerConfig
+    worker: WorkerConfig
+    detokenizer: DetokenizerConfig
+
+
+def configs(settings: EngineSettings) -> Configs:
+    """Raises InvalidRequest naming key and value."""
+    own = _assigned(settings.more)
+    names = {"model": settings.model, "served_model_name": settings.served_model_name}
+    worker = {
+        **names,
+        "engine": ENGINE,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "max_model_len": settings.max_model_len,
+        "kv_memory": settings.kv_memory,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_batch_tokens": settings.max_batch_tokens,
+    }
+    scheduler = {"max_running": settings.max_num_seqs, "max_batch_tokens": settings.max_batch_tokens}
+
+    def made(service: str, type_: type[C], instance: str, given: Mapping[str, object]) -> C:
+        return _made(service, type_, {"instance": instance, **PATIENT[service], **given, **own.get(service, {})})
+
+    return Configs(
+        gateway=made("gateway", GatewayConfig, "gateway-1", {}),
+        tokenizer=made("tokenizer", TokenizerConfig, "tokenizer-1", names),
+        coordinator=made("coordinator", CoordinatorConfig, "coordinator-1", {}),
+        scheduler=made("scheduler", SchedulerConfig, ENGINE, scheduler),
+        worker=made("worker", WorkerConfig, f"{ENGINE}-rank0", worker),
+        detokenizer=made("detokenizer", DetokenizerConfig, "detokenizer-1", names),
+    )
+
+
+def _assigned(more: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    assigned: dict[str, dict[str, object]] = {}
+    for target, value in more.items():
+        service, dot, key = target.partition(".")
+        if not dot or service not in PATIENT:
+            raise InvalidRequest(f"settings: {target!r} is not allowed; SERVICE.KEY of {', '.join(PATIENT)}", target)
+        assigned.setdefault(service, {})[key.replace("-", "_")] = value
+    return assigned
+
+
+def _made(service: str, type_: type[C], given: Mapping[str, object]) -> C:
+    known = {field.name for field in msgspec.structs.fields(type_)}
+    for key in given:
+        if key not in known:
+            raise InvalidRequest(f"{service}.{key}: unknown setting; known are {', '.join(sorted(known))}", key)
+    argv = [_flag(key, value) for key, value in given.items() if value is not None]
+    try:
+        return load_config(service, type_, argv, environment={})
+    except ConfigError as error:
+        raise InvalidRequest(f"{service}: {error}") from None
+
+
+def _flag(key: str, value: Any) -> str:
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
+    return f"--{name}={value}"
+
+
+def named(model: str, served_model_name: str | None) -> str:
+    """What answers call the model: by default its directory's name, or the repository's."""
+    folder = Path(model).expanduser()
+    return served_model_name or (folder.resolve().name if folder.is_dir() else model)
