@@ -9,6 +9,7 @@ import sys
 import typer
 
 from deploy.cli import operate_commands, use_commands
+from deploy.cli.batch_command import batch
 from deploy.cli.errors import CommandError
 from deploy.cli.up_command import up
 
@@ -26,6 +27,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(operate_commands.down)
 app.command(rich_help_panel=USE)(use_commands.chat)
+app.command(rich_help_panel=USE)(batch)
 app.command(rich_help_panel=USE, context_settings=PASSED_ON | {"help_option_names": []})(use_commands.bench)
 app.command(rich_help_panel=OPERATE)(operate_commands.ps)
 app.command(rich_help_panel=OPERATE)(operate_commands.logs)

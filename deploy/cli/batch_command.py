@@ -1,0 +1,96 @@
+"""How `baton batch` is typed. Its body is in `batch.py`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from deploy.cli.options import DEFAULT, Name, RunDir
+
+if TYPE_CHECKING:
+    from deploy.cli.batch_servers import Ask
+
+ENGINE = "An engine of this command's own"
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(help="JSON lines: custom_id, method, url, body.", dir_okay=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines; what is in it already stays.")],
+    base_url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="To be shown to the server.", envvar="BATON_API_KEY")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at a time.")] = 128,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds that a server may be away or busy before this ends.")
+    ] = 300.0,
+    model: Annotated[
+        str | None, typer.Option(help="Directory or Hugging Face id, even where a stack runs.", rich_help_panel=ENGINE)
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call it.", rich_help_panel=ENGINE)
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda", "sim"], typer.Option(rich_help_panel=ENGINE)] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.", rich_help_panel=ENGINE)] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="For keys and values: 2GiB.", rich_help_panel=ENGINE)] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, rich_help_panel=ENGINE)] = 256,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=ENGINE)] = 2048,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="SERVICE.KEY=VALUE.", metavar="SETTING", rich_help_panel=ENGINE),
+    ] = None,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format; run it again to go on where it stopped.
+
+    Asks --base-url, else the running stack, else an engine of its own (always with --model).
+    """
+    from deploy.cli.batch import answer_batch
+    from deploy.cli.batch_servers import http_server
+    from deploy.cli.errors import CommandError
+    from deploy.cli.stack_lookup import run_dir_of
+    from deploy.supervisor.state_file import read_state
+
+    if base_url is not None and model is not None:
+        raise CommandError("--model and --base-url: one of them says who answers", status=2)
+    state = None if base_url is not None or model is not None else read_state(run_dir_of(name, run_dir))
+    server: AbstractAsyncContextManager[Ask]
+    if base_url is not None:
+        server = http_server(base_url, api_key, concurrency, patience)
+    elif state is not None:
+        server = http_server(state.url, api_key or state.api_key, concurrency, patience)
+    else:
+        server = _own_engine(
+            model,
+            served_model_name,
+            settings or [],
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_memory=kv_memory,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+        )
+    answer_batch(requests, output, server, concurrency)
+
+
+def _own_engine(
+    model: str | None, served_model_name: str | None, assignments: list[str], **engine: object
+) -> AbstractAsyncContextManager[Ask]:
+    from deploy.cli.batch_offline import offline_engine
+    from deploy.cli.errors import CommandError
+    from deploy.cli.stack_spec import model_directory, parsed_settings, served_name
+    from deploy.supervisor.launch import EVERY_SERVICE
+
+    more = parsed_settings(assignments)
+    if EVERY_SERVICE in more:
+        raise CommandError("--set: SERVICE.KEY=VALUE is expected", status=2)
+    chosen = {
+        **engine,
+        "served_model_name": served_name(model, served_model_name),
+        "settings": {f"{service}.{key}": value for service, values in more.items() for key, value in values.items()},
+    }
+    return offline_engine(str(model_directory(model)), chosen)
