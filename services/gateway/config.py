@@ -31,7 +31,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_body: Annotated[ByteSize, Meta(description="Size of a request's body; above it: 413.")] = 16 * 2**20
     max_choices: Annotated[Positive, Meta(description="Prompts times n in one request.")] = 128
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
-    max_logprobs: Annotated[int, Meta(ge=0, le=100, description="top_logprobs and logprobs at the most.")] = 20
+    max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Most likely tokens told beside each.")] = 20
     allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"],

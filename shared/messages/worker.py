@@ -13,6 +13,9 @@ from shared.messages.generation import Grammar, SamplingParams
 MOST_SCORED = 512
 """Prompt tokens that a plan may have computed of sequences with `SamplingParams.prompt_logprobs`. Each takes a row of
 logits on the device, as wide as the vocabulary; other tokens of prompts take none."""
+MOST_TOLD = 16_384
+"""Log-probabilities that a plan may have told of prompts: each token's own and its most likely ones', a few bytes each
+in the result."""
 
 
 class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):

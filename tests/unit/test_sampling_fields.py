@@ -17,7 +17,7 @@ from shared.messages.lifecycle import ModelCard
 CARD = ModelCard(
     name=ModelName("demo"), max_model_len=2048, vocab_size=2048, eos_token_ids=(2,), dtype="float32", created=1
 )
-UNLIMITED = Limits(max_logprobs=None)
+GENEROUS = Limits(max_logprobs=4096)
 
 
 def chat(limits: Limits = Limits(), **fields: Any) -> Job:  # noqa: B008
@@ -150,12 +150,12 @@ def test_null_means_the_default(read: Any) -> None:
 
 
 def test_minus_one_means_the_whole_vocabulary_where_that_is_allowed() -> None:
-    assert chat(UNLIMITED, logprobs=True, top_logprobs=-1).sampling.logprobs == 2048
-    assert completion(UNLIMITED, logprobs=-1).sampling.logprobs == 2048
-    assert completion(UNLIMITED, prompt_logprobs=-1).sampling.prompt_logprobs == 2048
-    assert completion(UNLIMITED, prompt_logprobs=9999).sampling.prompt_logprobs == 2048
+    assert chat(GENEROUS, logprobs=True, top_logprobs=-1).sampling.logprobs == 2048
+    assert completion(GENEROUS, logprobs=-1).sampling.logprobs == 2048
+    assert completion(GENEROUS, prompt_logprobs=-1).sampling.prompt_logprobs == 2048
+    assert completion(GENEROUS, prompt_logprobs=3000).sampling.prompt_logprobs == 2048
     with pytest.raises(ApiError) as error:
-        completion(UNLIMITED, prompt_logprobs=-2)
+        completion(GENEROUS, prompt_logprobs=-2)
     assert error.value.param == "prompt_logprobs"
 
 

@@ -12,7 +12,7 @@ from shared.ids import SequenceId
 from shared.messages.detokenizer import PromptLogprobs
 from shared.messages.generation import TokenLogprobs
 from shared.messages.scheduler import Generate, PromptScored
-from shared.messages.worker import MOST_SCORED, StepPlan
+from shared.messages.worker import MOST_SCORED, MOST_TOLD, StepPlan
 from shared.tokens import unpack
 from tests.honest_worker import generate, right_output
 from tests.unit.test_scheduler_engine import PROMPT, Ring
@@ -134,3 +134,15 @@ def test_what_was_preempted_is_scored_again_from_the_start() -> None:
     assert len(ring.heard) > len(set(ring.heard)), "nobody was preempted"
     assert ring.first_tokens["c"] == len(PROMPT * 2) - 1
     assert ring.output_of("c") == right_output(scoring("c", PROMPT * 2, max_tokens=5), 144)[0]
+
+
+def test_many_log_probabilities_of_each_token_make_smaller_steps() -> None:
+    ring = ScoringRing(Limits(run_ahead=0))
+    asked = scoring("a", PROMPT * 2, max_tokens=1)
+    sampling = replace(asked.generation.sampling, prompt_logprobs=MOST_TOLD // 16)
+    ring.send(replace(asked, generation=replace(asked.generation, sampling=sampling)))
+    counts = []
+    while ring.plans:
+        counts += [work.count for work in ring.plans[0].work]
+        ring.step()
+    assert counts == [15, 15, 10]

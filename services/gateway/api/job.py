@@ -28,8 +28,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_stop_chars: int = 1024
     max_stop_token_ids: int = 256
     max_logit_bias: int = 1024
-    max_logprobs: int | None = 20
-    """None: as many as the vocabulary has."""
+    max_logprobs: int = 20
     max_logprob_token_ids: int = 128
     max_bad_words: int = 128
     max_bad_word_chars: int = 256

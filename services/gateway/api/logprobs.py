@@ -57,13 +57,9 @@ def prompt_logprobs_asked(fields: CommonFields, card: ModelCard, limits: Limits)
 def _count(field: str, given: int, card: ModelCard, limits: Limits) -> int:
     """-1 stands for the whole vocabulary, where that is not too many."""
     wanted = card.vocab_size if given == -1 else given
-    if limits.max_logprobs is None:
-        if wanted < 0:
-            raise invalid(field, f"{given} is not allowed; it must be at least 0, or -1 for the whole vocabulary")
-        return min(wanted, card.vocab_size)
     if not 0 <= wanted <= limits.max_logprobs:
         raise invalid(field, f"{given} is not allowed; it must be 0 to {limits.max_logprobs}")
-    return wanted
+    return min(wanted, card.vocab_size)
 
 
 def _token_ids(

@@ -27,7 +27,7 @@ from services.scheduler.core.transfers import Transfers
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import SequenceId
 from shared.messages.generation import Grammar, SamplingParams
-from shared.messages.worker import MOST_SCORED, NewSequence, Transfer, Work
+from shared.messages.worker import MOST_SCORED, MOST_TOLD, NewSequence, Transfer, Work
 from shared.tokens import TOKEN_BYTES, pack
 
 
@@ -93,8 +93,8 @@ class Planner:
         self._drafts = 0
         """Drafts that it may still hold."""
         self._extras: dict[SequenceId, int] = {}
-        self._scores = 0
-        """Prompt tokens whose log-probabilities it may still yield."""
+        self._scores = self._told = 0
+        """Prompt tokens that it may still score, and log-probabilities that it may still tell of them."""
         self._started: list[Started] = []
         self._new_bytes = 0
         self._handing: list[Sequence] = []
@@ -122,7 +122,7 @@ class Planner:
         """The next step, or None where there is nothing to compute or copy before results come."""
         self._work, self._filled, self._started, self._handing, self._extras = [], [], [], [], {}
         self._budget, self._samples, self._new_bytes = self._limits.max_batch_tokens, 0, 0
-        self._scores = MOST_SCORED
+        self._scores, self._told = MOST_SCORED, MOST_TOLD
         preemptions = self.preemptions
         self._plan_decodes()
         decodes = self._samples
@@ -240,8 +240,10 @@ class Planner:
         room = sequence.capacity - sequence.planned + self.memory.pool.free * BLOCK_SIZE
         count = min(sequence.length - sequence.planned, self._budget, room)
         if sequence.scored:
-            count = min(count, self._scores)
+            told = 1 + (sequence.generation.sampling.prompt_logprobs or 0)
+            count = min(count, self._scores, self._told // told)
             self._scores -= max(0, count)
+            self._told -= max(0, count) * told
         if count <= 0 or not (sequence.introduced or self._introduce(sequence)):
             return
         new_blocks = self.memory.grow(sequence, sequence.planned + count)
