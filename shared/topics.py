@@ -77,7 +77,7 @@ def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
 
 
 def engine_probes(engine: EngineId) -> Topic[scheduler.Probe]:
-    """gateway → scheduler, answered with a `ProbeReply`."""
+    """gateway, detokenizer → scheduler, answered with a `ProbeReply`."""
     return Topic(f"engine.{engine}.probe", scheduler.Probe)
 
 

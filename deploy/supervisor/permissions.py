@@ -81,7 +81,7 @@ def permissions_of(user: User) -> Permissions:
         case "worker":
             return _service(user, publish=(_RESULTS,), subscribe=(_STEPS,))
         case "detokenizer":
-            return _service(user, publish=(_DELTAS, _CONTROL), subscribe=(_TOKENS,))
+            return _service(user, publish=(_DELTAS, _CONTROL, _PROBES), subscribe=(_TOKENS,))
         case "kvstore":
             return _service(
                 user,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
 from typing import Any, assert_never
 
 from services.detokenizer import metrics
-from services.detokenizer.core.actions import Action, EngineGone, GatewayGone, ToEngine, ToGateway
+from services.detokenizer.core.actions import Action, EngineGone, GatewayGone, StreamUnclaimed, ToEngine, ToGateway
 from services.detokenizer.core.detokenizer import MAX_STREAMS, Detokenizer
 from services.detokenizer.core.text import TextVocabulary
+from services.detokenizer.core.unclaimed import Ask, NoAnswer, Unclaimed
 from shared import topics
 from shared.actor import Actor, Hears, Tick
-from shared.bus import Bus, PayloadTooLarge, Undelivered
+from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, new_incarnation
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import Deltas, Failed, GatewayMessage
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Cancel, DetokenizerLost, SchedulerControl, StopMatched
+from shared.messages.scheduler import Cancel, DetokenizerLost, ProbeReply, SchedulerControl, StopMatched
 from shared.registry import Gone, Registry
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,10 @@ log = logging.getLogger(__name__)
 SILENCE = 10.0
 """Seconds until a silent engine or gateway counts as gone here. Longer than elsewhere: dropping what they left is
 housekeeping, while the gateways notice a dead engine sooner, and a dead gateway takes no deltas."""
+
+ASK_EVERY = 1.0
+"""Seconds between two looks at streams that have moved and are silent."""
+ANSWER_SECONDS = 1.0
 
 
 class DetokenizerActor(Actor):
@@ -47,6 +53,7 @@ class DetokenizerActor(Actor):
         self._id = DetokenizerId(instance)
         self.core = Detokenizer(self._id, new_incarnation(), model, vocabulary, max_streams)
         self._registry = Registry(SILENCE)
+        self._unclaimed = Unclaimed()
         self._published = metrics.Published()
 
     def hears(self) -> Sequence[Hears[Any]]:
@@ -68,6 +75,26 @@ class DetokenizerActor(Actor):
                 raise TypeError(f"a detokenizer hears no {type(message).__name__}")
         metrics.STREAMS.set(len(self.core.streams))
         self._published.update(self.core.tally)
+
+    async def background(self) -> None:
+        """Asks after streams that moved to an engine from which nothing comes, one after the other."""
+        while True:
+            await asyncio.sleep(ASK_EVERY)
+            for ask in self._unclaimed.due(self.core.streams.values(), self.bus.liveness_now()):
+                answer = await self._answer(ask)
+                if self._unclaimed.answered(ask, answer, self.bus.liveness_now()):
+                    log.warning("unclaimed", extra={"request": ask.probe.request, "engine": ask.engine})
+                    await self._send(self.core.handle(StreamUnclaimed(ask.probe.request, ask.probe.attempt)))
+
+    async def _answer(self, ask: Ask) -> ProbeReply | NoAnswer:
+        topic = topics.engine_probes(ask.engine)
+        try:
+            reply: ProbeReply = await self.bus.ask(topic, ask.probe, ProbeReply, ANSWER_SECONDS)
+        except NoResponders:
+            return "nobody there"
+        except BusError:
+            return "no answer in time"
+        return reply
 
     def is_idle(self) -> bool:
         return not self.core.streams

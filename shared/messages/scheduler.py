@@ -66,7 +66,7 @@ SchedulerControl = Cancel | StopMatched | DetokenizerLost
 
 
 class Probe(Struct, frozen=True, array_like=True, tag=True):
-    """gateway → scheduler: I have heard nothing of this request for a while; do you hold it?"""
+    """gateway, detokenizer → scheduler: I have heard nothing of this request for a while; do you hold it?"""
 
     request: RequestId
     attempt: Attempt

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from services.detokenizer import actor as detokenizer
 from services.detokenizer.actor import DetokenizerActor
+from services.detokenizer.core import unclaimed
 from services.detokenizer.core.kinds import text_vocabulary
 from shared import topics
 from shared.actor import ActorRuntime
@@ -24,11 +26,11 @@ from shared.ids import (
     ModelName,
     RequestId,
 )
-from shared.messages.detokenizer import NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import Moved, NewTokens, OpenStream, TokenBatch
 from shared.messages.gateway import Delta, Deltas, Failed
 from shared.messages.generation import TokenLogprobs
 from shared.messages.lifecycle import Lifecycle, Phase, Service
-from shared.messages.scheduler import Cancel, DetokenizerLost, StopMatched
+from shared.messages.scheduler import Cancel, DetokenizerLost, Probe, ProbeReply, StopMatched
 from shared.tokenizer_files import special_ids
 from shared.tokens import pack
 from tests import tiny_tokenizers
@@ -133,6 +135,30 @@ async def test_a_missed_batch_is_told_to_gateway_and_engine(ring: Ring) -> None:
     await ring.batch(entries=(entry(0, "a"),))
     assert isinstance(await heard(ring.at_gateway), Failed)
     assert await heard(ring.at_engine) == DetokenizerLost(HERE)
+
+
+async def test_a_stream_whose_request_never_reached_the_engine_that_it_moved_to_fails(
+    memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detokenizer, "ASK_EVERY", 0.001)
+    monkeypatch.setattr(unclaimed, "PATIENCE", 0.0)
+    monkeypatch.setattr(unclaimed, "CONFIRM", 0.0)
+    ring = Ring(memory_bus)
+    await ring.start()
+    asked: list[Probe] = []
+
+    async def answer(probe: Probe) -> ProbeReply:
+        asked.append(probe)
+        return ProbeReply("waiting" if len(asked) < 3 else "unknown", 0)
+
+    other = EngineId("engine-2")
+    await memory_bus.answer(topics.engine_probes(other), answer)
+    await ring.batch(opened=(opened(),), moved=(Moved(R, ONE, other),))
+    assert isinstance(await heard(ring.at_gateway), Deltas)
+    assert await heard(ring.at_gateway) == Failed(R, ONE, "engine engine-2 never got the request")
+    assert asked == [Probe(R, ONE)] * 4
+    assert not ring.actor.core.streams
+    await ring.stop()
 
 
 async def test_requests_of_a_gateway_that_takes_nothing_are_cancelled(ring: Ring) -> None:

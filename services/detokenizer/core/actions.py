@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.ids import EngineId, GatewayId
+from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import GatewayMessage
 from shared.messages.scheduler import SchedulerControl
 
@@ -21,6 +21,13 @@ class GatewayGone(NamedTuple):
 
     gateway: GatewayId
     reason: str
+
+
+class StreamUnclaimed(NamedTuple):
+    """A stream has moved to an engine that knows nothing of its request, and never will."""
+
+    request: RequestId
+    attempt: Attempt
 
 
 class ToGateway(NamedTuple):

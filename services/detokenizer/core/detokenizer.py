@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from services.detokenizer.core.actions import Action, EngineGone, GatewayGone, ToEngine, ToGateway
+from services.detokenizer.core.actions import Action, EngineGone, GatewayGone, StreamUnclaimed, ToEngine, ToGateway
 from services.detokenizer.core.outbox import Outbox
 from services.detokenizer.core.sources import Sources
 from services.detokenizer.core.stream import Stream, Taken
@@ -42,7 +42,7 @@ class Detokenizer:
         self.streams: dict[RequestId, Stream] = {}
         self.tally = Tally()
 
-    def handle(self, message: TokenBatch | EngineGone | GatewayGone) -> list[Action]:
+    def handle(self, message: TokenBatch | EngineGone | GatewayGone | StreamUnclaimed) -> list[Action]:
         """What is to be sent now: at most one `Deltas` for each gateway."""
         match message:
             case TokenBatch():
@@ -52,6 +52,8 @@ class Detokenizer:
                 return self._fail(lambda stream: stream.engine == engine, f"engine {engine}: {reason}")
             case GatewayGone(gateway, reason):
                 return self._gateway_gone(gateway, reason)
+            case StreamUnclaimed():
+                return self._unclaimed(message)
             case _:
                 assert_never(message)
 
@@ -182,6 +184,12 @@ class Detokenizer:
             del self.streams[opened.request]
         self.tally.failed += len(failed)
         return [ToGateway(opened.gateway, Failed(opened.request, opened.attempt, reason)) for opened in failed]
+
+    def _unclaimed(self, message: StreamUnclaimed) -> list[Action]:
+        stream = self.streams.get(message.request)
+        if stream is None or stream.opened.attempt != message.attempt or not stream.awaited:
+            return []
+        return self._fail(lambda other: other is stream, f"engine {stream.engine} never got the request")
 
     def _gateway_gone(self, gateway: GatewayId, reason: str) -> list[Action]:
         """Frees what the engines hold for it. It is told too: it may have been cut off for a moment only."""

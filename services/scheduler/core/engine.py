@@ -384,7 +384,7 @@ class Engine:
 
     def _store_answered(self, event: StoreAnswered, now: float) -> None:
         question, answer = event.question, event.answer
-        self.store.take_note(question, answer)
+        self.store.take_note(question, answer, now)
         if isinstance(question, Attach):
             self.store.attach_answered(question, answer, now)
         elif self.serving is None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from services.scheduler.core.events import AskStore, Output, ReleaseLease
 from services.scheduler.core.site import Site
+from services.scheduler.core.store_breaker import StoreBreaker
 from services.scheduler.core.tally import Tally
 from shared.blocks import BlockHash
 from shared.ids import ArenaId, Incarnation, LeaseId, ModelName, NodeId
@@ -61,6 +62,7 @@ class Store:
         self._attached: Attached | None = None
         self._asked_to_attach = False
         self._attach_at: float | None = None
+        self._breaker = StoreBreaker()
         self._leases = 0
         self._held: dict[LeaseId, str] = {}
         """And the layout that each is for."""
@@ -70,7 +72,8 @@ class Store:
 
     @property
     def attached(self) -> bool:
-        return self._attached is not None
+        """Whether it may be asked: it knows us, and answers."""
+        return self._attached is not None and not self._breaker.open
 
     def here(self, incarnation: Incarnation) -> bool:
         """A store is there; whether it is another one than before, which knows of no lease of ours."""
@@ -78,6 +81,7 @@ class Store:
             return False
         self.gone()
         self._incarnation = incarnation
+        self._breaker = StoreBreaker()
         self._asked_to_attach = False  # whom we asked is no more
         self._attach()
         return True
@@ -105,6 +109,7 @@ class Store:
             self._attach_at = now + ATTACH_AGAIN
 
     def look_at_clock(self, now: float) -> None:
+        self._breaker.look_at_clock(now)
         if self._attach_at is not None and now >= self._attach_at:
             self._attach_at = None
             self._attach()
@@ -180,8 +185,13 @@ class Store:
             return None
         return Arena(answer.arena, self._attached.path)
 
-    def take_note(self, question: KvStoreQuestion, answer: KvStoreAnswer | None) -> None:
-        """Before an answer is put to use: a store that does not know our layout is to be attached anew."""
+    def take_note(self, question: KvStoreQuestion, answer: KvStoreAnswer | None, now: float) -> None:
+        """Before an answer is put to use: a store that does not know our layout is to be attached anew, and one that
+        does not answer to be left alone for a while."""
+        if answer is None:
+            self._breaker.unanswered(now)
+        else:
+            self._breaker.answered()
         if isinstance(answer, NotServed) and not isinstance(question, Attach):
             self.detach()
 
