@@ -7,6 +7,7 @@ reply subject; `max_payload` is read from the server and checked before each pub
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import time
@@ -200,7 +201,8 @@ class NatsBus:
 
     async def close(self) -> None:
         if not self._client.is_closed:
-            await self._client.close()
+            with contextlib.suppress(ConnectionError):  # the server has ended before, and takes no farewell
+                await self._client.close()
 
 
 def _is_no_responders(msg: Msg) -> bool:
