@@ -72,7 +72,7 @@ class RandomWriter:
 
     def allowed(self, matcher: Matcher) -> np.ndarray:
         """The tokens that may follow."""
-        bits = np.zeros(words(self.vocab_size), dtype=np.int32)
+        bits = np.zeros((1, words(self.vocab_size)), dtype=np.int32)
         matcher.fill(bits)
         return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: self.vocab_size])
 

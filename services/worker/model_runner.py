@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.guided.guided_sequences import GuidedSequences
+from services.worker.guided.jump_ahead import MOST, ForcedTokens
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import KvShare
 from services.worker.model.decoder import Decoder, KvCaches
@@ -17,11 +18,10 @@ from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
-from services.worker.sampling.masks import Mask
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
 from services.worker.sequences import Batch, Int32s, SequenceTable, Shares
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Proposer
+from services.worker.speculation.proposer import Asked, Computed, Drafts, FirstThatDrafts, Proposer
 from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import PromptScored, Sampled, StepTiming
@@ -69,6 +69,14 @@ class ModelRunner:
         self._outstanding = OutstandingTokens(self._pipeline, self._sequences)
         self._grammars = grammars
         self._guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
+        self._drafter = self._with_forced(proposer)
+
+    def _with_forced(self, proposer: Proposer | None) -> Proposer | None:
+        """What grammars force is drafted before anything that is guessed."""
+        if self._guided is None or self._pipeline.stages > 1:
+            return proposer
+        forced = ForcedTokens(self._guided)
+        return forced if proposer is None else FirstThatDrafts((forced, proposer))
 
     @property
     def card(self) -> ModelCard:
@@ -96,7 +104,8 @@ class ModelRunner:
 
     @property
     def max_jump_ahead(self) -> int:
-        return 0
+        # Stages before the last have no matchers, and would have to be told the drafts before they were known.
+        return MOST if self._pipeline.stages == 1 else 0
 
     def reset(self) -> None:
         self._outstanding.settle_all()
@@ -110,16 +119,16 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> StepOutput:
         begun = time.perf_counter()
         for sequence in plan.released:
-            self._sequences.release(sequence)
+            slot = self._sequences.release(sequence)
             self._outstanding.release(sequence)
             if self._guided is not None:
-                self._guided.release(sequence)
+                self._guided.release(slot)
         for new in plan.new:
             slot = self._sequences.add(new)
             if self._proposer is not None:
                 self._proposer.took(slot, new.computed)
             if self._guided is not None:
-                self._guided.add(new)
+                self._guided.add(slot, new)
         if not plan.work:
             return StepOutput((), _timing(begun, *[time.perf_counter()] * 3))
         self._outstanding.settle(plan.work)
@@ -151,10 +160,11 @@ class ModelRunner:
 
     def _masked(self, batch: Batch) -> Choices | None:
         """How to draw, with what grammars allow; found out while the device computes."""
-        mask = None if self._guided is None else self._guided.mask(batch.sampled)
-        if batch.choices is None or mask is None:
+        if batch.choices is None or not self._guided:
             return batch.choices
-        return batch.choices.masked(Mask(batch.first_drawn[mask.rows], mask.bits))
+        drafts = self._sequences.drafts(batch.sampled_slots, int(batch.drafted.max(initial=0)))
+        mask = self._guided.mask(batch.sampled_slots, batch.drafted, drafts)
+        return batch.choices if mask is None else batch.choices.masked(mask)
 
     def _drafts(self, shares: Shares) -> Drafts | None:
         """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate."""
@@ -162,8 +172,8 @@ class ModelRunner:
         if not len(speculating):
             return None
         asked = Asked(shares.slots[speculating], shares.speculates[speculating], self._sequences)
-        if self._communicator.rank == 0 and self._proposer is not None:
-            drafts = self._proposer.propose(asked)
+        if self._communicator.rank == 0 and self._drafter is not None:
+            drafts = self._drafter.propose(asked)
         else:
             drafts = Drafts.none(asked)
         if self._communicator.world_size == 1:
@@ -185,7 +195,7 @@ class ModelRunner:
         self._pipeline.tell(tokens.ravel().tolist())
         counts = self._sequences.append(batch.sampled_slots, batch.drafted, tokens)
         if self._guided is not None:
-            self._guided.take(batch.sampled, tokens[:, 0].tolist())
+            self._guided.take(batch.sampled_slots, counts, tokens)
         return Verdict(tokens, counts, drawn.logprobs)
 
     def _computed(self, batch: Batch, meta: BatchMeta, verdict: Verdict) -> Computed:

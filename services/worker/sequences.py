@@ -129,12 +129,13 @@ class SequenceTable:
         self._slots.clear()
         self._scored.clear()
 
-    def release(self, sequence: SequenceId) -> None:
-        """Forgets `sequence`. Raises BrokenPlan where it is unknown."""
+    def release(self, sequence: SequenceId) -> int:
+        """Forgets `sequence`, and answers with the slot that it had. Raises BrokenPlan where it is unknown."""
         slot = self._slot_of(sequence)
         self._free.append(slot)
         self._scored.pop(slot, None)
         del self._slots[sequence]
+        return slot
 
     def add(self, new: NewSequence) -> int:
         """Remembers a sequence, in the slot it gives back.
@@ -293,7 +294,7 @@ class SequenceTable:
         drawn [Q, K + 1]: behind each one's known tokens, behind its first draft, and so on; its drafts are still where
         the batch put them. Keys and values are computed of all but the last token then.
         """
-        counts = 1 + standing(drawn, self._drafts(slots, drawn.shape[1] - 1), drafted)
+        counts = 1 + standing(drawn, self.drafts(slots, drawn.shape[1] - 1), drafted)
         rows, columns = np.nonzero(np.arange(drawn.shape[1]) < counts[:, None])
         lengths = self._length[slots]
         self._tokens[slots[rows], lengths[rows] + columns] = drawn[rows, columns]
@@ -301,7 +302,7 @@ class SequenceTable:
         self._computed[slots] = lengths + counts - 1
         return counts
 
-    def _drafts(self, slots: Slots, most: int) -> Int32s:
+    def drafts(self, slots: Slots, most: int) -> Int32s:
         """[Q, most] what lies behind the known tokens."""
         at = np.minimum(self._length[slots][:, None] + np.arange(most), self._tokens.shape[1] - 1)
         drafts: Int32s = self._tokens[slots[:, None], at]

@@ -54,11 +54,10 @@ class Compiler:
 
     def spelling(self) -> Spelling:
         """The bytes of each token, special ones as they are written. Raises GrammarRefused."""
-        pieces = self._token_bytes().spelled
+        tokens = self._token_bytes()
         with self._loading:
             if self._spelling is None:
-                barred = {lead: ~bits_of(tokens, self.vocab_size) for lead, tokens in never_second(pieces).items()}
-                self._spelling = Spelling(pieces, barred)
+                self._spelling = _spelling(tokens, self.vocab_size)
             return self._spelling
 
     def _compiled(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -97,6 +96,15 @@ class Compiler:
             pieces, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=list(self.stops) or None
         )
         return xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
+
+
+def _spelling(tokens: TokenBytes, vocab_size: int) -> Spelling:
+    barred = {lead: ~bits_of(second, vocab_size) for lead, second in never_second(tokens.spelled).items()}
+
+    def encode(text: str) -> list[int]:
+        return list(tokens.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return Spelling(tokens.spelled, barred, encode)
 
 
 def _json(backend: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:

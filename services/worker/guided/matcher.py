@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Bits = NDArray[np.int32]
 Stage = Literal["free", "binding", "ending", "ended"]
 """free: the text behind which the grammar binds has not come. ending: only stop tokens may follow. ended: one did."""
 
@@ -30,8 +31,10 @@ class Spelling(NamedTuple):
 
     pieces: list[bytes]
     """The bytes of each."""
-    barred: dict[int, NDArray[np.int32]]
+    barred: dict[int, Bits]
     """Last byte of a token → [words] which may follow: those with which it makes a character."""
+    encode: Callable[[str], list[int]]
+    """Text to tokens, as the model would probably choose them."""
 
     def of(self, token: int) -> bytes:
         return self.pieces[token] if token < len(self.pieces) else b""
@@ -56,42 +59,23 @@ class Matcher:
     def binds(self) -> bool:
         return self.stage in ("binding", "ending")
 
-    def fill(self, bits: NDArray[np.int32]) -> None:
-        """What may follow, into `bits` [words]. Only stop tokens where nothing else can: an end that comes too early
-        is better than one that never comes."""
-        if self.stage == "binding":
-            self._automaton.fill_next_token_bitmask(bits[np.newaxis], 0)
-            if self._tail[-1:] and self._tail[-1] in self._spelling.barred:
-                bits &= self._spelling.barred[self._tail[-1]]
-            if bits.any():
-                return
+    def fill(self, bits: Bits, drafts: Sequence[int] = ()) -> None:
+        """What may follow, into `bits` [1 + drafts, words]: behind what was taken, behind the first draft, and so on.
+
+        Only stop tokens where nothing else can: an end that comes too early is better than one that never comes.
+        Behind a draft that cannot be drawn everything may follow, as nobody will ask.
+        """
+        was = self.stage
+        self._fill(bits[0])
+        if was != self.stage:
             meters.DEAD_ENDS.inc()
             log.warning("grammar at a dead end", extra={"stops": self._stops})
-            self.stage = "ending"
-        bits[:] = bits_of(self._stops, len(bits) * 32) if self._stops else -1
+        if drafts:
+            self._fill_ahead(bits, drafts)
 
-    def take(self, token: int, allowed: bool) -> None:
+    def take(self, token: int, *, allowed: bool) -> None:
         """Goes on behind `token`, which the mask `allowed`. Raises MatcherBroken."""
-        match self.stage:
-            case "free":
-                self._look_for_start(token)
-            case "binding":
-                self._follow(token, allowed)
-            case "ending":
-                self.stage = "ended" if token in self._stops else "ending"
-            case "ended":
-                pass
-
-    def replay(self, tokens: Sequence[int]) -> None:
-        """Takes what an earlier engine, or this one before a preemption, has drawn."""
-        for token in tokens:
-            self.take(token, allowed=False)
-
-    def _follow(self, token: int, allowed: bool) -> None:
-        if self._automaton.accept_token(token):
-            self._tail = self._spelling.of(token)
-            if self._automaton.is_terminated():
-                self.stage = "ended"
+        if self._advance(token) is not None:
             return
         if allowed:
             raise MatcherBroken(f"token {token} was allowed and is not accepted")
@@ -100,19 +84,84 @@ class Matcher:
         log.error("token outside of its grammar", extra={"token": token})
         self.stage = "ending"
 
-    def _look_for_start(self, token: int) -> None:
-        """The grammar begins behind the first `after`, within a token too: what follows it there is the grammar's."""
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Takes what an earlier engine, or this one before a preemption, has drawn."""
+        for token in tokens:
+            self.take(token, allowed=False)
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens that spell text which alone can follow: the model will probably draw them."""
+        if self.stage != "binding":
+            return []
+        text = self._automaton.find_jump_forward_string()
+        tokens = self._spelling.encode(text) if text else []
+        if b"".join(map(self._spelling.of, tokens)) != text.encode():
+            return []
+        # The last one may be the beginning of a longer one.
+        return tokens[: min(most, max(1, len(tokens) - 1))]
+
+    def _fill(self, bits: Bits) -> None:
+        match self.stage:
+            case "free" | "ended":
+                bits[:] = -1
+            case "ending":
+                bits[:] = bits_of(self._stops, len(bits) * 32) if self._stops else -1
+            case "binding":
+                self._automaton.fill_next_token_bitmask(bits[np.newaxis], 0)
+                if self._tail and self._tail[-1] in self._spelling.barred:
+                    bits &= self._spelling.barred[self._tail[-1]]
+                if not bits.any():
+                    self.stage = "ending"
+                    self._fill(bits)
+
+    def _fill_ahead(self, bits: Bits, drafts: Sequence[int]) -> None:
+        """The rows behind drafts. Leaves no trace."""
+        stage, tail, steps = self.stage, self._tail, 0
+        for place, draft in enumerate(drafts):
+            advanced = self._advance(draft) if allows(bits[place], draft) else None
+            if advanced is None:
+                bits[place + 1 :] = -1
+                break
+            steps += advanced
+            self._fill(bits[place + 1])
+        if steps:
+            self._automaton.rollback(steps)
+        self.stage, self._tail = stage, tail
+
+    def _advance(self, token: int) -> int | None:
+        """Goes on behind `token`: how many steps the automaton took, or None where it takes none."""
+        match self.stage:
+            case "free":
+                return self._look_for_start(token)
+            case "binding":
+                if not self._automaton.accept_token(token):
+                    return None
+                self._tail = self._spelling.of(token)
+                if self._automaton.is_terminated():
+                    self.stage = "ended"
+                return 1
+            case "ending":
+                self.stage = "ended" if token in self._stops else "ending"
+                return 0
+            case "ended":
+                return 0
+
+    def _look_for_start(self, token: int) -> int:
+        """The grammar begins behind the first `after`, within a token too: what follows it there is the grammar's, but
+        for white space that no grammar begins with."""
         self._tail += self._spelling.of(token)
         place = self._tail.find(self._after)
         if place < 0:
             self._tail = self._tail[-len(self._after) :]
-            return
-        rest = self._tail[place + len(self._after) :]
+            return 0
+        self._tail = self._tail[place + len(self._after) :]
         self.stage = "binding"
-        self._tail = rest
-        if rest and not self._automaton.accept_string(rest):
-            # White space behind the mark, which grammars do not begin with.
-            self._automaton.reset()
+        return int(bool(self._tail) and self._automaton.accept_string(self._tail))
+
+
+def allows(bits: Bits, token: int) -> bool:
+    """Whether `bits` [words] allow `token`."""
+    return bool(int(bits[token // 32]) >> (token % 32) & 1)
 
 
 def make_matcher(compiled: xgrammar.CompiledGrammar, stops: tuple[int, ...], after: str, spelling: Spelling) -> Matcher:

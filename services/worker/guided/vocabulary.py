@@ -39,6 +39,7 @@ class TokenBytes(NamedTuple):
     """Special tokens too are b"": they are hidden from the client, so no grammar means them."""
     spelled: list[bytes]
     """Special tokens as they are written: what `Grammar.after` and structural tags name."""
+    tokenizer: Tokenizer
 
 
 def token_bytes(folder: Path, vocab_size: int) -> TokenBytes:
@@ -56,7 +57,7 @@ def token_bytes(folder: Path, vocab_size: int) -> TokenBytes:
             spelled[token] = added[token] if token in hidden else spell(letters)
     spelled = [b"" if _NO_UTF8.search(piece) else piece for piece in spelled]
     ordinary = [b"" if token in hidden else piece for token, piece in enumerate(spelled)]
-    return TokenBytes(ordinary, spelled)
+    return TokenBytes(ordinary, spelled, tokenizer)
 
 
 def never_second(pieces: list[bytes]) -> dict[int, list[int]]:

@@ -1,0 +1,51 @@
+"""Drafts what grammars force: text that alone can follow, in the tokens that the model would probably choose for it.
+
+They are verified like any drafts, so the output is what it would be without them: where the model prefers to spell the
+text in other tokens, its own are taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.guided.guided_sequences import GuidedSequences
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Int32s
+
+MOST = 16
+"""Tokens in one step. Names of properties are seldom longer, with what stands around them."""
+
+
+class ForcedTokens:
+    """See :class:`services.worker.speculation.proposer.Proposer`."""
+
+    most = MOST
+    wants_features = False
+
+    def __init__(self, guided: GuidedSequences) -> None:
+        self._guided = guided
+
+    def propose(self, asked: Asked) -> Drafts:
+        if not len(self._guided):
+            return Drafts.none(asked)
+        limits = np.minimum(asked.most, MOST).tolist()
+        forced = [
+            self._guided.forced(slot, most) if most else []
+            for slot, most in zip(asked.slots.tolist(), limits, strict=True)
+        ]
+        counts = np.array([len(tokens) for tokens in forced], dtype=np.int32)
+        drafts = np.zeros((len(forced), int(counts.max(initial=0))), dtype=np.int32)
+        for row, tokens in enumerate(forced):
+            drafts[row, : len(tokens)] = tokens
+        return Drafts(drafts, counts)
+
+    def observe(self, computed: Computed) -> None:
+        pass
+
+    def took(self, slot: int, computed: int) -> None:
+        pass
+
+    def loaded(self, blocks: Int32s) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
