@@ -18,10 +18,19 @@ from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
+from services.worker.rows_on_device import on_device
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
 from services.worker.sequences import Batch, Int32s, SequenceTable, Shares
-from services.worker.speculation.proposer import Asked, Computed, Drafts, FirstThatDrafts, Proposer
+from services.worker.speculation.proposer import (
+    NO_DRAFTING,
+    Asked,
+    Computed,
+    Drafting,
+    Drafts,
+    FirstThatDrafts,
+    Proposer,
+)
 from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import PromptScored, Sampled, StepTiming
@@ -44,7 +53,7 @@ class ModelRunner:
         pipeline: Pipeline | None = None,
         grammars: GrammarLibrary | None = None,
         proposer: Proposer | None = None,
-        max_speculate: int = 0,
+        drafting: Drafting = NO_DRAFTING,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
         samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none."""
@@ -55,7 +64,7 @@ class ModelRunner:
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
         self._proposer = proposer
-        self._max_speculate = max_speculate
+        self._drafting = drafting
         self._draws = self._pipeline.stage + 1 == self._pipeline.stages
         """Or is of a stage before the last, and told later what was drawn."""
         self._caches: KvCaches = decoder.allocate_kv(num_blocks)
@@ -100,7 +109,7 @@ class ModelRunner:
 
     @property
     def max_speculate(self) -> int:
-        return self._max_speculate
+        return self._drafting.most
 
     @property
     def max_jump_ahead(self) -> int:
@@ -123,10 +132,14 @@ class ModelRunner:
             self._outstanding.release(sequence)
             if self._guided is not None:
                 self._guided.release(slot)
+        if self._proposer is not None:
+            for transfer in plan.transfers:
+                if transfer.kind == "load":
+                    self._proposer.loaded(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
         for new in plan.new:
             slot = self._sequences.add(new)
             if self._proposer is not None:
-                self._proposer.took(slot, new.computed)
+                self._proposer.took(slot, new.computed, self._sequences)
             if self._guided is not None:
                 self._guided.add(slot, new)
         if not plan.work:
@@ -136,16 +149,17 @@ class ModelRunner:
         if not shares.work:
             return StepOutput(_complete(plan, ()), _timing(begun, *[time.perf_counter()] * 3))
         batch = self._sequences.batch(shares, self._drafts(shares))
-        ids, meta = on_device(batch, self._device)
+        ids, meta = on_device(batch, batch.logits_rows, self._device)
         prepared = time.perf_counter()
-        logits = self._decoder.forward(ids, meta, self._caches)
+        features = self._decoder.empty_features(len(ids)) if self._drafting.features else None
+        logits = self._decoder.forward(ids, meta, self._caches, features)
         choices = self._masked(batch)
         self._wait_for_device()
         forwarded = time.perf_counter()
         logits, scored = self._scored(batch, logits)
         verdict = self._drawn(batch, logits, choices)
         if self._proposer is not None and self._draws:
-            self._proposer.observe(self._computed(batch, meta, verdict))
+            self._proposer.observe(self._computed(batch, meta, features, verdict))
         sampled = _complete(plan, verdict.sampled(batch)) if self._draws else ()
         timing = _timing(begun, prepared, forwarded, time.perf_counter())
         return StepOutput(sampled, timing, int(batch.drafted.sum()), verdict.by_position(batch), scored)
@@ -198,10 +212,18 @@ class ModelRunner:
             self._guided.take(batch.sampled_slots, counts, tokens)
         return Verdict(tokens, counts, drawn.logprobs)
 
-    def _computed(self, batch: Batch, meta: BatchMeta, verdict: Verdict) -> Computed:
-        kept = np.ones(len(batch.ids), dtype=np.bool_)
-        kept[batch.drawn_rows] = verdict.kept(batch.drafted)
-        return Computed(batch.row_slots, batch.positions, kept, meta, None, self._sequences)
+    def _computed(self, batch: Batch, meta: BatchMeta, features: Tensor | None, verdict: Verdict) -> Computed:
+        last = batch.drawn_rows[batch.first_drawn + verdict.counts - 1] if len(batch.sampled) else batch.drawn_rows
+        return Computed(
+            row_slots=batch.row_slots,
+            positions=batch.positions,
+            kv_slots=batch.kv_slots,
+            meta=meta,
+            features=features,
+            sampled_slots=batch.sampled_slots,
+            last_rows=last,
+            histories=self._sequences,
+        )
 
     def _agreed(self, numbers: Int32s) -> Int32s:
         """Rank 0's; the others' have the same shape."""
@@ -214,34 +236,6 @@ class ModelRunner:
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def on_device(batch: Batch, device: torch.device) -> tuple[Tensor, BatchMeta]:
-    """The batch's token ids and the rest as tensors on `device`, in one copy."""
-    arrays = (
-        batch.ids,
-        batch.positions,
-        batch.kv_slots,
-        batch.query_starts,
-        batch.context_lens,
-        batch.logits_rows,
-        batch.block_tables.ravel(),
-    )
-    packed = torch.from_numpy(np.concatenate(arrays)).to(device)
-    ids, positions, slots, starts, lengths, rows, tables = torch.split(packed, [len(array) for array in arrays])
-    meta = BatchMeta(
-        query_starts=starts,
-        context_lens=lengths,
-        block_tables=tables.view(batch.block_tables.shape),
-        slots=slots,
-        positions=positions,
-        logits_rows=rows,
-        num_decodes=batch.num_decodes,
-        prefills=batch.prefills,
-        max_query=batch.max_query,
-        max_context=batch.max_context,
-    )
-    return ids, meta
 
 
 def _complete(plan: StepPlan, sampled: tuple[Sampled, ...]) -> tuple[Sampled, ...]:

@@ -34,7 +34,7 @@ def rehearse(backend: Backend, *, rows: int, sequences: int) -> None:
     everything that can be asked of the sampler. Leaves no sequence behind."""
     lengths = _lengths(rows, sequences, min(backend.card.max_model_len - 1, backend.num_blocks * BLOCK_SIZE - 1))
     backend.step(_prefills(lengths))
-    backend.step(_decodes(len(lengths)))
+    backend.step(_decodes(len(lengths), backend.max_speculate))
     backend.reset()
 
 
@@ -74,6 +74,6 @@ def _scored(lengths: list[int]) -> set[int]:
     return chosen
 
 
-def _decodes(sequences: int) -> StepPlan:
-    work = tuple(Work(SequenceId(number), 1, b"", True) for number in range(sequences))
+def _decodes(sequences: int, speculate: int) -> StepPlan:
+    work = tuple(Work(SequenceId(number), 1, b"", True, speculate) for number in range(sequences))
     return StepPlan(epoch=Incarnation(0), step=1, work=work)

@@ -26,7 +26,9 @@ from services.worker.ops_choice import OpsName, create_ops
 from services.worker.parallel import Communicator, Stage, share_of, stage_of
 from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rehearsal import rehearse
-from services.worker.speculation.choice import make_proposer
+from services.worker.speculation.choice import drafting_of, open_drafter
+from services.worker.speculation.drafter import Target
+from services.worker.speculation.proposer import NO_DRAFTING
 from services.worker.speculation.settings import Speculation
 from shared.blocks import blocks_for
 from shared.ids import ModelName
@@ -87,8 +89,11 @@ def create_backend(
 
     samples = pipeline.stage + 1 == pipeline.stages and rank == 0
     grammars = GrammarLibrary(Compiler(model_dir, config.vocab_size, config.eos_token_ids)) if samples else None
-    proposer = None if speculation is None else make_proposer(speculation, pipeline)
-    most = 0 if proposer is None else proposer.most
+    drafting, drafter = NO_DRAFTING, None
+    if speculation is not None:
+        drafting = drafting_of(speculation, pipeline)
+        target = Target(model_dir, config, decoder, decoder.ops, place, _DTYPES[chosen], length, world_size)
+        drafter = open_drafter(speculation, target) if rank == 0 else None
 
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
         return ModelRunner(
@@ -101,13 +106,13 @@ def create_backend(
             digest=digest,
             pipeline=pipeline,
             grammars=grammars,
-            proposer=proposer,
-            max_speculate=most,
+            proposer=None if drafter is None else drafter.proposer(num_blocks, max_num_seqs),
+            drafting=drafting,
         )
 
     activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)
     demand = KvDemand(
-        block_bytes=decoder.kv_block_bytes,
+        block_bytes=decoder.kv_block_bytes + (0 if drafter is None else drafter.kv_block_bytes),
         max_num_seqs=max_num_seqs,
         max_model_len=length,
         explicit_model_len=max_model_len is not None,

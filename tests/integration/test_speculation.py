@@ -13,7 +13,7 @@ from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
 from services.worker.speculation.ngram import NgramProposer
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Int32s, Proposer
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Proposer
 from services.worker.speculation.settings import Speculation
 from services.worker.torch_backend import create_backend
 from shared.blocks import BLOCK_SIZE
@@ -21,6 +21,7 @@ from shared.ids import Incarnation, ModelName, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
+from tests.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
 from tests.worker_driver import GREEDY, Driver, Sequence
 
@@ -31,7 +32,6 @@ class Oracle:
     """Drafts what it was told will come, and errs now and then."""
 
     most = 4
-    wants_features = False
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, ...], list[int]] = {}
@@ -57,9 +57,9 @@ class Oracle:
         return []
 
     def observe(self, computed: Computed) -> None:
-        assert len(computed.kept) == len(computed.positions)
+        assert len(computed.row_slots) == len(computed.positions)
 
-    def took(self, slot: int, computed: int) -> None: ...
+    def took(self, slot: int, computed: int, histories: Histories) -> None: ...
     def loaded(self, blocks: Int32s) -> None: ...
     def clear(self) -> None: ...
 
@@ -233,3 +233,68 @@ def test_what_was_drafted_and_accepted_is_counted(plain: ModelRunner) -> None:
     output = plain.step(StepPlan(epoch=Incarnation(1), step=1, work=(Work(SequenceId(0), 1, pack([99]), True, 4),)))
     assert (output.drafted, output.accepted) == (3, (1, 0, 0))
     assert [(s.tokens, s.drafted) for s in output.sampled] == [(tuple(known.output[1:3]), 3)]
+
+
+METHODS = ["ngram", "draft", "medusa", "eagle"]
+
+
+@pytest.fixture(scope="module")
+def drafters(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculation]:
+    folder = tmp_path_factory.mktemp("drafters")
+    return {
+        "ngram": Speculation(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1),
+        "draft": Speculation(method="draft", num_speculative_tokens=4, model=str(make_draft(model, folder / "draft"))),
+        "same": Speculation(method="draft", num_speculative_tokens=4, model=str(model.path)),
+        "medusa": Speculation(method="medusa", model=str(make_medusa(model, folder / "medusa"))),
+        "eagle": Speculation(method="eagle", num_speculative_tokens=4, model=str(make_eagle(model, folder / "eagle"))),
+    }
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_what_the_plain_engine_gives(
+    model: TinyModel, drafters: dict[str, Speculation], method: str, ops: OpsName
+) -> None:
+    runner = backend_of(model.path, ops=ops, speculation=drafters[method])
+    expected, _ = run(runner, speculate=0)
+    for speculate, budget in ((runner.max_speculate, 512), (2, 29)):
+        sequences, driver = run(runner, speculate=speculate, budget=budget)
+        assert [s.output for s in sequences] == [s.output for s in expected]
+        assert driver.drafted > 0
+    assert [[one.token for one in s.logprobs] for s in sequences] == [
+        [one.token for one in s.logprobs] for s in expected
+    ]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(model: TinyModel, drafters: dict[str, Speculation]) -> None:
+    runner = backend_of(model.path, speculation=drafters["same"])
+    plain_sampling = [
+        GREEDY,
+        SamplingParams(seed=5, temperature=0.7),
+        SamplingParams(seed=6, temperature=1.2, top_p=0.8),
+    ]
+    driver = Driver(runner, speculate=4, budget=64)
+    for tokens, sampling in zip(PROMPTS[3:6], plain_sampling, strict=True):
+        driver.add(tokens, OUTPUT, sampling=sampling)
+    driver.run()
+    assert driver.accepted == driver.drafted > 0, "random draws too: by the same random numbers"
+
+
+def test_a_draft_model_knows_which_blocks_it_has_read(model: TinyModel, drafters: dict[str, Speculation]) -> None:
+    """Shared prefixes are read once; what was loaded from elsewhere is read again; so it is right all the same."""
+    runner = backend_of(model.path, speculation=drafters["same"])
+    driver = Driver(runner, speculate=4)
+    first = driver.add(repetitive(70), 12)
+    while len(first.output) < 3:
+        driver.step()
+    sharing = driver.add([*repetitive(70)[:66], *prompt(4)], 12)
+    assert driver.share_prefix(sharing, first) == 4 * BLOCK_SIZE
+    driver.run()
+    assert driver.accepted == driver.drafted > 0
+
+
+def test_eagle_and_medusa_foresee_something(model: TinyModel, drafters: dict[str, Speculation]) -> None:
+    for method in ("eagle", "medusa"):
+        runner = backend_of(model.path, speculation=drafters[method])
+        _, driver = run(runner, speculate=runner.max_speculate)
+        assert driver.accepted > 0, method

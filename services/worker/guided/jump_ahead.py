@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.guided.guided_sequences import GuidedSequences
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Int32s
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
 
 MOST = 16
 """Tokens in one step. Names of properties are seldom longer, with what stands around them."""
@@ -19,7 +19,6 @@ class ForcedTokens:
     """See :class:`services.worker.speculation.proposer.Proposer`."""
 
     most = MOST
-    wants_features = False
 
     def __init__(self, guided: GuidedSequences) -> None:
         self._guided = guided
@@ -41,7 +40,7 @@ class ForcedTokens:
     def observe(self, computed: Computed) -> None:
         pass
 
-    def took(self, slot: int, computed: int) -> None:
+    def took(self, slot: int, computed: int, histories: Histories) -> None:
         pass
 
     def loaded(self, blocks: Int32s) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -23,6 +23,22 @@ class _Index(Struct):
     weight_map: dict[str, str]
 
 
+class Tensors(Protocol):
+    """Where weights are read from."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """See `Checkpoint.read`."""
+
+
 class Checkpoint:
     """The tensors of an open checkpoint. Reads only what is asked for."""
 
@@ -33,6 +49,14 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def read_whole(self, name: str) -> Tensor:
+        """Tensor `name` as it is there, in the dtype of the run."""
+        return self.read(name, tuple(self._files[name].get_slice(name).get_shape()))
 
     def read(
         self,
@@ -63,11 +87,14 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(model_dir: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
-    """The checkpoint in `model_dir`, single-file or sharded. Raises ModelError where there is none or it is broken."""
+def open_checkpoint(model_dir: Path, dtype: torch.dtype, single: str | None = None) -> Iterator[Checkpoint]:
+    """The checkpoint in `model_dir`, single-file or sharded; or its file `single` alone.
+
+    Raises ModelError where there is none or it is broken.
+    """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in checkpoint_files(model_dir):
+        for path in [model_dir / single] if single is not None else checkpoint_files(model_dir):
             try:
                 file = stack.enter_context(safe_open(str(path), framework="pt"))
             except (FileNotFoundError, SafetensorError) as error:

@@ -54,7 +54,7 @@ class Weights:
 class ForwardPass(Protocol):
     """A whole decoder that an `Ops` runs by itself, see `FusesDecoders`."""
 
-    def __call__(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
+    def __call__(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """What `Decoder.forward` promises."""
 
 
@@ -94,6 +94,14 @@ class Decoder:
         return self._ops.name
 
     @property
+    def ops(self) -> Ops:
+        return self._ops
+
+    @property
+    def weights(self) -> Weights:
+        return self._weights
+
+    @property
     def wire(self) -> str:
         """How rows pass between ranks: must be the same on all."""
         return f"rows of {self._ops.empty_rows(1, 1).dtype}"
@@ -130,12 +138,18 @@ class Decoder:
         per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
         return per_layer * len(self._weights.layers)
 
-    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
+    def empty_features(self, rows: int) -> Tensor:
+        """[rows, hidden] for `forward` to fill."""
+        return self._ops.empty_rows(rows, self._config.hidden_size)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """ids [n] int32 → logits [R, vocab] of `meta.logits_rows` on rank 0 of the last stage; None where R is 0.
 
-        None on all other ranks; stages before the last one pass their rows on to the stage behind."""
+        None on all other ranks; stages before the last one pass their rows on to the stage behind. Where `features`
+        [n, hidden] is given, on all ranks of a stage or on none, it holds the last hidden state of every row then,
+        normed."""
         if self._fused is not None:
-            return self._fused(ids, meta, caches)
+            return self._fused(ids, meta, caches, features)
         layers = self._weights.layers
         residual = self._rows(ids)
         x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
@@ -148,6 +162,10 @@ class Decoder:
             x, residual = self._summed(last, self._attention(last, queries, meta, cache), residual)
             self._pipeline.send(residual.add_(x))
             return None
+        if features is not None:
+            x, _ = self._mlp(last, self._attention(last, queries, meta, cache), residual, self._weights.final_norm)
+            features.copy_(x)
+            return self._logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
         if not len(meta.logits_rows):
             return None
         x = self._attention(last, queries, meta, cache, meta.logits_rows)

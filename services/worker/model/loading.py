@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.model.checkpoint import Checkpoint
+from services.worker.model.checkpoint import Checkpoint, Tensors
 from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Layer, Weights
 from services.worker.model.rope import Rope, cos_sin_table
 from services.worker.ops import Ops, PackedLinear
-from services.worker.parallel import Share, Stage, stage_of
+from services.worker.parallel import Share, Stage, share_of, stage_of
 
 
 def load_weights(
@@ -28,10 +28,16 @@ def load_weights(
     return _Loader(checkpoint, config, share, ops, device, max_model_len).weights(stage or stage_of(config, 0, 1))
 
 
+def load_layer(checkpoint: Tensors, config: ModelConfig, ops: Ops, device: torch.device, max_model_len: int) -> Layer:
+    """The whole first layer of a checkpoint. Raises ModelError where a tensor is missing or misshapen."""
+    loader = _Loader(checkpoint, config, share_of(config, 0, 1), ops, device, max_model_len)
+    return loader.layer(0, config.layers[0])
+
+
 class _Loader:
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Tensors,
         config: ModelConfig,
         share: Share,
         ops: Ops,
@@ -51,7 +57,7 @@ class _Loader:
         numbers = range(stage.first_layer, stage.end_layer)
         return Weights(
             embedding=embedding,
-            layers=tuple(self._layer(number, self._config.layers[number]) for number in numbers),
+            layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
             final_norm=self._norm("model.norm.weight") if stage.is_last else None,
             head=self._ops.pack_linear(self._head(embedding), None) if stage.is_last else None,
             first_layer=stage.first_layer,
@@ -70,7 +76,7 @@ class _Loader:
         missing = self._share.padded_vocab - len(table)
         return torch.cat((table, table.new_zeros(missing, table.shape[1]))) if missing else table
 
-    def _layer(self, index: int, layer: LayerConfig) -> Layer:
+    def layer(self, index: int, layer: LayerConfig) -> Layer:
         name, config, dim = f"model.layers.{index}", self._config, self._config.head_dim
         # What Gemma calls post_attention_layernorm stands behind attention, what Llama calls so before the MLP.
         before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"

@@ -42,12 +42,14 @@ bool Decoder::run(const Forward& forward) {
         const auto& layer = layers_[i];
         bool last = i + 1 == config_.layers;
         attention(layer, forward, i);
-        if (last && forward.logits == 0) return true;
-        if (last && forward.logits < rows) pick(forward), rows = forward.logits;
+        bool every = !last || forward.features;
+        if (!every && forward.logits == 0) return true;
+        if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
         add_output(rows_of(mixed_, rows), layer.output, layer.attention_post_norm);
         mlp(layer, rows, last ? config_.final_norm : layers_[i + 1].input_norm);
     }
-    logits(forward);
+    if (forward.features) give_features(forward);
+    if (forward.logits) logits(forward);
     return true;
 }
 
@@ -65,7 +67,7 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride},
                    forward.batch, cache);
-    if (index + 1 == config_.layers && forward.logits == 0) return;
+    if (index + 1 == config_.layers && forward.logits == 0 && !forward.features) return;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
             mixed_.data(), mixed_.stride},
@@ -82,6 +84,21 @@ void Decoder::pick(const Forward& forward) {
     };
     copy(mixed_, queries_, size_);
     copy(residual_, output_, 4);
+}
+
+// What every row ends with; the head reads on only where logits are wanted.
+void Decoder::give_features(const Forward& forward) {
+    pool_.run(forward.batch.rows, [&](int row, int) {
+        float* to = forward.features + int64_t(row) * config_.hidden;
+        const char* from = (const char*)normed_.data() + row * normed_.stride * size_;
+        for (int i = 0; i < config_.hidden; ++i)
+            to[i] = size_ == 2 ? float_of(((const Bf16*)from)[i]) : ((const float*)from)[i];
+    });
+    output_.fit(forward.logits, config_.hidden, size_);
+    size_t bytes = size_t(normed_.stride) * size_;
+    for (int i = 0; i < forward.logits; ++i)
+        memcpy((char*)output_.data() + i * bytes, (const char*)normed_.data() + forward.logits_rows[i] * bytes, bytes);
+    std::swap(normed_, output_);
 }
 
 // residual += x * linear, normed first where the model says so.

@@ -50,6 +50,7 @@ struct Forward {
     void* const* keys;  // of each layer
     void* const* values;
     float* to;  // [logits, vocab]
+    float* features;  // [rows, hidden]: the last hidden state of every row, normed; null where nobody wants them
 };
 
 // Used from one thread. Keeps its workspace, which grows to the largest batch seen.
@@ -72,6 +73,7 @@ class Decoder {
     void fit(int rows);
     void attention(const DecoderLayer& layer, const Forward& forward, int index);
     void pick(const Forward& forward);
+    void give_features(const Forward& forward);
     void mlp(const DecoderLayer& layer, int rows, const float* following_norm);
     void add_output(const Rows& x, const Linear& linear, const float* post_norm);
     void norm_residual(const float* weight, int rows);

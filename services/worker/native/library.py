@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 3
+VERSION = 4
 """Of the interface; api.cpp's `baton_version` must say the same."""
 
 SINGLE, HALF = 0, 1
@@ -118,6 +118,7 @@ class Forward(Structure):
         ("keys", POINTER(c_void_p)),
         ("values", POINTER(c_void_p)),
         ("to", c_void_p),
+        ("features", c_void_p),
     )
 
 

@@ -44,14 +44,14 @@ class NativeDecoder:
         if getattr(self, "_decoder", None):
             self._kernels.library.baton_decoder_free(self._decoder)
 
-    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches) -> Tensor | None:
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """As the decoder's; the logits are overwritten by the next call."""
         rows = len(meta.logits_rows)
         logits = self._room(rows)
         keys, values = self._pointers(caches)
         asked = library.Forward(
             *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows),
-            *(keys, values, logits.data_ptr()),
+            *(keys, values, logits.data_ptr(), address_of(features)),
         )
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(asked)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")

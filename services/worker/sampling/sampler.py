@@ -51,6 +51,11 @@ def sample(logits: Tensor, choices: Choices, history: History) -> Drawn:
     return Drawn(tokens, logprobs)
 
 
+def draw_plainly(logits: Tensor, choices: Choices) -> Tensor:
+    """[R] int64 tokens, drawn as `sample` draws them, by the same random numbers, without what changes logits first."""
+    return _drawn(logits.float().clone(), choices)
+
+
 def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
     """Ranges of rows to work on at once: on a CPU, as many as its caches hold; elsewhere all."""
     rows, vocab = logits.shape

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Int32s
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
 
 WINDOW = 4096
 """Tokens before the end that are looked through: bounds the cost for each sequence."""
@@ -23,7 +23,6 @@ class NgramProposer(Struct, frozen=True, kw_only=True):
     """Tokens that a match should have: fewer only where so many occur nowhere else."""
     shortest: int
     """Tokens that a match must have."""
-    wants_features: bool = False
 
     def propose(self, asked: Asked) -> Drafts:
         lengths = asked.histories.lengths[asked.slots]
@@ -37,7 +36,7 @@ class NgramProposer(Struct, frozen=True, kw_only=True):
     def observe(self, computed: Computed) -> None:
         pass
 
-    def took(self, slot: int, computed: int) -> None:
+    def took(self, slot: int, computed: int, histories: Histories) -> None:
         pass
 
     def loaded(self, blocks: Int32s) -> None:
@@ -45,6 +44,18 @@ class NgramProposer(Struct, frozen=True, kw_only=True):
 
     def clear(self) -> None:
         pass
+
+
+class NgramDrafter(Struct, frozen=True):
+    """See `drafter.Drafter`. Has no weights."""
+
+    longest: int
+    shortest: int
+    most: int
+    kv_block_bytes: int = 0
+
+    def proposer(self, num_blocks: int, max_sequences: int) -> NgramProposer:
+        return NgramProposer(most=self.most, longest=self.longest, shortest=self.shortest)
 
 
 def last_match(

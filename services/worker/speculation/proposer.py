@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,25 +90,34 @@ class Computed:
     """[n] whose row each is."""
     positions: Int32s
     """[n]"""
-    kept: NDArray[np.bool_]
-    """[n] False for the rows of drafts that were rejected."""
+    kv_slots: Int32s
+    """[n] block id * BLOCK_SIZE + offset"""
     meta: BatchMeta
+    """The same for the device. It holds rows of drafts that were rejected, too."""
     features: Tensor | None
     """[n, hidden] the model's last hidden state, normed, of each row; None unless asked for."""
+    sampled_slots: Slots
+    """[Q] the sequences that have got tokens."""
+    last_rows: Int32s
+    """[Q] the row that each one's last token was drawn behind."""
     histories: Histories
     """With the step's tokens."""
 
 
+class Drafting(NamedTuple):
+    """What every rank must know of the proposer, also those that have none."""
+
+    most: int = 0
+    """Tokens that it drafts in one step at the most."""
+    features: bool = False
+    """Whether it wants `Computed.features`."""
+
+
+NO_DRAFTING = Drafting()
+
+
 class Proposer(Protocol):
     """One method of drafting. Lives on the rank that draws; used from the compute thread."""
-
-    @property
-    def most(self) -> int:
-        """Tokens that it drafts in one step at the most."""
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether `Computed.features` are needed."""
 
     def propose(self, asked: Asked) -> Drafts:
         """Drafts, as many as it likes up to `asked.most` for each sequence."""
@@ -116,11 +125,11 @@ class Proposer(Protocol):
     def observe(self, computed: Computed) -> None:
         """A step is over. Called for every step that computed anything, whether or not somebody speculated."""
 
-    def took(self, slot: int, computed: int) -> None:
+    def took(self, slot: int, computed: int, histories: Histories) -> None:
         """A new sequence lies in `slot`, `computed` tokens of which were computed before."""
 
     def loaded(self, blocks: Int32s) -> None:
-        """These blocks hold what this engine did not compute, or something else from here on."""
+        """These blocks hold from here on what somebody else computed."""
 
     def clear(self) -> None:
         """Every sequence is forgotten."""
@@ -134,14 +143,6 @@ class FirstThatDrafts:
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
         self._proposers = tuple(proposers)
-
-    @property
-    def most(self) -> int:
-        return max(proposer.most for proposer in self._proposers)
-
-    @property
-    def wants_features(self) -> bool:
-        return any(proposer.wants_features for proposer in self._proposers)
 
     def propose(self, asked: Asked) -> Drafts:
         first, *others = self._proposers
@@ -157,9 +158,9 @@ class FirstThatDrafts:
         for proposer in self._proposers:
             proposer.observe(computed)
 
-    def took(self, slot: int, computed: int) -> None:
+    def took(self, slot: int, computed: int, histories: Histories) -> None:
         for proposer in self._proposers:
-            proposer.took(slot, computed)
+            proposer.took(slot, computed, histories)
 
     def loaded(self, blocks: Int32s) -> None:
         for proposer in self._proposers:

@@ -1,0 +1,121 @@
+"""Trains the demo model's drafters: `python -m deploy.demo.train_drafters` writes deploy/demo/medusa, eagle and draft.
+
+Minutes on two cores; the same seed gives the same weights on the same machine.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from deploy.demo.drafters import DraftModel, EagleLayer, MedusaHeads, Taught
+from deploy.demo.own_outputs import own_outputs
+from deploy.demo.packing import Batch, Document, Encoder, batches
+
+HERE = Path(__file__).parent
+KINDS: dict[str, type[MedusaHeads] | type[EagleLayer] | type[DraftModel]] = {"medusa": MedusaHeads, "eagle": EagleLayer, "draft": DraftModel}
+WEIGHTS = {"medusa": "medusa_lm_head.safetensors", "eagle": "model.safetensors", "draft": "model.safetensors"}
+SEED = 11
+STEP_TOKENS = 4096
+WARM_UP = 30
+REPORT_EVERY = 50
+
+Drafter = MedusaHeads | EagleLayer | DraftModel
+
+
+def train(drafter: Drafter, model: LlamaForCausalLM, documents: list[Document], steps: int, rate: float) -> None:
+    """`steps` optimizer steps over the documents, shuffled anew each time around."""
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    pace = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP, 0.02 + 1.5 * (steps - step) / steps)
+    )
+    begun, agreed = time.perf_counter(), []
+    for step, part in enumerate(_steps(documents, steps), start=1):
+        optimizer.zero_grad(set_to_none=True)
+        for batch in part:
+            learnt = drafter.learn(batch, teach(model, batch))
+            (learnt.loss / len(part)).backward()  # type: ignore[no-untyped-call]
+            agreed.append(learnt.agreed)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        pace.step()
+        if step % REPORT_EVERY == 0:
+            shares = "  ".join(f"{sum(one) / len(one):.1%}" for one in zip(*agreed, strict=True))
+            print(f"step {step}/{steps}  agreed {shares}  {time.perf_counter() - begun:.0f} s", flush=True)
+            agreed.clear()
+
+
+@torch.no_grad()
+def teach(model: LlamaForCausalLM, batch: Batch) -> Taught:
+    features = model.model(
+        input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
+    ).last_hidden_state
+    return Taught(features, model.lm_head(features).softmax(dim=-1))
+
+
+def _steps(documents: list[Document], steps: int) -> list[list[Batch]]:
+    """For each step, batches of about STEP_TOKENS tokens."""
+    random, room = Random(SEED), STEP_TOKENS
+    found: list[list[Batch]] = []
+    taken: list[Document] = []
+    while len(found) < steps:
+        for document in random.sample(documents, len(documents)):
+            taken.append(document)
+            room -= len(document[0])
+            if room <= 0:
+                found.append(list(batches(taken, STEP_TOKENS)))
+                taken, room = [], STEP_TOKENS
+    return found[:steps]
+
+
+def ship(drafter: Drafter, folder: Path, weights: str) -> None:
+    """bf16 weights and the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in drafter.tensors()}
+    save_file(tensors, folder / weights, metadata={"format": "pt"})
+    settings = json.dumps(drafter.settings(), indent=2, default=str)
+    (folder / "config.json").write_text(settings + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=HERE / "model")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the drafters' folders")
+    parser.add_argument("--prompts", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--outputs", type=Path, help="file that keeps the model's outputs between runs")
+    parser.add_argument("only", nargs="*", choices=[*KINDS, []], help="which of them; by default all")
+    options = parser.parse_args(arguments)
+    model = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(False)
+    model.train(False)
+    documents = _documents(model, options.model, options.prompts, options.outputs)
+    print(f"{len(documents)} documents, {sum(sum(counts) for _, counts in documents):,} tokens of output", flush=True)
+    for kind in options.only or KINDS:
+        torch.manual_seed(SEED)
+        drafter: Drafter = KINDS[kind](model)
+        print(kind, flush=True)
+        train(drafter, model, documents, options.steps, options.rate)
+        ship(drafter, options.out / kind, WEIGHTS[kind])
+
+
+def _documents(model: LlamaForCausalLM, folder: Path, count: int, kept: Path | None) -> list[Document]:
+    if kept is not None and kept.exists():
+        return [(ids, [bool(c) for c in counts]) for ids, counts in json.loads(kept.read_text())]
+    encoder = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    documents = list(own_outputs(model, encoder, SEED, count))
+    if kept is not None:
+        kept.write_text(json.dumps([(ids, [int(c) for c in counts]) for ids, counts in documents]))
+    return documents
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""From rows as numpy has them to the tensors that a decoder reads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.ops import BatchMeta
+from services.worker.rows import Int32s
+
+
+class Placed(Protocol):
+    """Rows with their places, see `rows.Rows`."""
+
+    @property
+    def ids(self) -> Int32s: ...
+    @property
+    def positions(self) -> Int32s: ...
+    @property
+    def kv_slots(self) -> Int32s: ...
+    @property
+    def query_starts(self) -> Int32s: ...
+    @property
+    def context_lens(self) -> Int32s: ...
+    @property
+    def block_tables(self) -> Int32s: ...
+    @property
+    def num_decodes(self) -> int: ...
+    @property
+    def prefills(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def max_query(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+
+
+def on_device(rows: Placed, logits_rows: Int32s, device: torch.device) -> tuple[Tensor, BatchMeta]:
+    """The rows' token ids and the rest as tensors on `device`, in one copy."""
+    arrays = (
+        rows.ids,
+        rows.positions,
+        rows.kv_slots,
+        rows.query_starts,
+        rows.context_lens,
+        logits_rows,
+        rows.block_tables.ravel(),
+    )
+    packed = torch.from_numpy(np.concatenate(arrays)).to(device)
+    ids, positions, slots, starts, lengths, wanted, tables = torch.split(packed, [len(array) for array in arrays])
+    meta = BatchMeta(
+        query_starts=starts,
+        context_lens=lengths,
+        block_tables=tables.view(rows.block_tables.shape),
+        slots=slots,
+        positions=positions,
+        logits_rows=wanted,
+        num_decodes=rows.num_decodes,
+        prefills=rows.prefills,
+        max_query=rows.max_query,
+        max_context=rows.max_context,
+    )
+    return ids, meta

@@ -1,0 +1,146 @@
+"""A second, smaller model drafts token by token, with keys and values of its own under the engine's block ids.
+
+It reads what it has not read yet of a sequence when the sequence first speculates. What blocks hold of it is known:
+blocks that another engine computed, or that lie there from a time without speculation, are read again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.model.checkpoint import open_checkpoint
+from services.worker.model.config import ModelError
+from services.worker.model.decoder import Decoder
+from services.worker.model.hf_config import read_model_config
+from services.worker.model.loading import load_weights
+from services.worker.parallel import SingleRank, share_of
+from services.worker.rows import Units, rows_of
+from services.worker.rows_on_device import on_device
+from services.worker.sampling.sampler import draw_plainly
+from services.worker.speculation.drafter import Target
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Slots
+from services.worker.speculation.settings import Speculation
+from shared.blocks import BLOCK_SIZE
+
+MOST_READ = 2048
+"""Tokens of prompts that it reads in one step; whose prompt is not through drafts later."""
+
+
+class DraftModelDrafter(Struct, frozen=True):
+    """See `drafter.Drafter`."""
+
+    decoder: Decoder
+    target: Target
+    most: int
+
+    @property
+    def kv_block_bytes(self) -> int:
+        return self.decoder.kv_block_bytes
+
+    def proposer(self, num_blocks: int, max_sequences: int) -> DraftModelProposer:
+        return DraftModelProposer(self.decoder, self.target.device, self.most, num_blocks, max_sequences)
+
+
+def open_draft_model(settings: Speculation, target: Target, most: int) -> DraftModelDrafter:
+    """Whole on the rank that draws, in the model's dtype. Raises ModelError."""
+    folder = settings.folder()
+    config = read_model_config(folder)
+    target.check_same(folder, vocab_size=config.vocab_size)
+    if config.max_positions < target.max_model_len:
+        raise ModelError(
+            f"{folder} has {config.max_positions} positions, the model is served with {target.max_model_len}"
+        )
+    share = share_of(config, 0, 1)
+    with open_checkpoint(folder, target.dtype) as checkpoint:
+        weights = load_weights(checkpoint, config, share, target.ops, target.device, target.max_model_len)
+    return DraftModelDrafter(Decoder(config, weights, share, target.ops, SingleRank()), target, most)
+
+
+class DraftModelProposer:
+    """Owns the draft model's keys and values, and how far each sequence and each block is read."""
+
+    def __init__(self, decoder: Decoder, device: torch.device, most: int, num_blocks: int, max_sequences: int) -> None:
+        self._decoder = decoder
+        self._device = device
+        self._most = most
+        self._caches = decoder.allocate_kv(num_blocks)
+        self._read = np.zeros(max_sequences, dtype=np.int32)
+        """Leading tokens of each sequence that it has keys and values of; drafts that were rejected counted in."""
+        self._whole: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        """Blocks that it has all keys and values of."""
+
+    def propose(self, asked: Asked) -> Drafts:
+        counts = self._shares(asked)
+        logits, through = self._catch_up(asked, counts)
+        if logits is None:
+            return Drafts.none(asked)
+        slots, most = asked.slots[through], np.minimum(asked.most[through], self._most)
+        drafts = np.zeros((len(asked.slots), int(most.max())), dtype=np.int32)
+        drafts[through] = self._drafted(logits, slots, most, asked.histories)
+        drafted = np.zeros(len(asked.slots), dtype=np.int32)
+        drafted[through] = most
+        self._read[slots] = asked.histories.lengths[slots] + most - 1
+        return Drafts(drafts, drafted)
+
+    def _shares(self, asked: Asked) -> Int32s:
+        """[P] tokens that each sequence reads in this step, up to the last one known."""
+        lengths = asked.histories.lengths[asked.slots]
+        # Of what was drafted last time, what was rejected is to be read anew.
+        self._read[asked.slots] = np.minimum(self._read[asked.slots], lengths - 1)
+        wanted = np.where(asked.most > 0, lengths - self._read[asked.slots], 0)
+        before = np.cumsum(wanted) - wanted
+        shares: Int32s = np.clip(MOST_READ - before, 0, wanted).astype(np.int32)
+        return shares
+
+    def _catch_up(self, asked: Asked, counts: Int32s) -> tuple[Tensor | None, Slots]:
+        """Reads; the logits behind the sequences that are through, and which of those asked about they are."""
+        reading = np.flatnonzero(counts)
+        slots = asked.slots[reading]
+        units = Units(reading, slots, self._read[slots], counts[reading])
+        ends = units.starts + units.counts
+        through = ends == asked.histories.lengths[slots]
+        if not len(reading):
+            return None, reading
+        rows = rows_of(units, asked.histories.block_tables, asked.histories.tokens)
+        ids, meta = on_device(rows, rows.last_rows[through], self._device)
+        logits = self._decoder.forward(ids, meta, self._caches)
+        self._read[slots] = ends
+        last = rows.kv_slots[rows.positions % BLOCK_SIZE == BLOCK_SIZE - 1] // BLOCK_SIZE
+        self._whole[last] = True
+        return logits, reading[through]
+
+    def _drafted(self, logits: Tensor, slots: Slots, most: Int32s, histories: Histories) -> Int32s:
+        """[T, the greatest of most] drafts behind `logits`."""
+        tokens = torch.zeros(len(slots), int(most.max()), dtype=torch.int32, device=self._device)
+        tokens[:, 0] = draw_plainly(logits, histories.choose(slots, 0))
+        for ahead in range(1, tokens.shape[1]):
+            going_on = np.flatnonzero(most > ahead)
+            own = slots[going_on]
+            at = histories.lengths[own] + np.int32(ahead - 1)
+            rows = rows_of(Units(own, own, at, np.ones_like(at)), histories.block_tables, histories.tokens)
+            _, meta = on_device(rows, rows.last_rows, self._device)
+            places = torch.from_numpy(going_on).to(self._device)
+            following = self._decoder.forward(tokens[places, ahead - 1], meta, self._caches)
+            assert following is not None, "every row is asked for"
+            tokens[places, ahead] = draw_plainly(following, histories.choose(own, ahead)).to(torch.int32)
+        drafts: Int32s = tokens.cpu().numpy()
+        return drafts
+
+    def observe(self, computed: Computed) -> None:
+        """Blocks that the model begins anew hold something else of the draft model."""
+        self._whole[computed.kv_slots[computed.positions % BLOCK_SIZE == 0] // BLOCK_SIZE] = False
+
+    def took(self, slot: int, computed: int, histories: Histories) -> None:
+        blocks = histories.block_tables[slot, : computed // BLOCK_SIZE]
+        missing = np.flatnonzero(~self._whole[blocks])
+        self._read[slot] = BLOCK_SIZE * (missing[0] if len(missing) else len(blocks))
+
+    def loaded(self, blocks: Int32s) -> None:
+        self._whole[blocks] = False
+
+    def clear(self) -> None:
+        self._whole[:] = False
