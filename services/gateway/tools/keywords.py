@@ -39,7 +39,7 @@ def expressible(tool: Tool) -> bool:
     return (
         PLAIN_KEYS.issuperset(schema)
         and isinstance(required, list)
-        and all(key in properties for key in required if isinstance(key, str))
+        and all(isinstance(key, str) and key in properties for key in required)
         and all(key.isidentifier() and value is not False for key, value in properties.items())
     )
 
