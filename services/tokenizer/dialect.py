@@ -17,7 +17,10 @@ TOOL_MARKS: tuple[tuple[str, ToolFormat | None], ...] = (
 )
 """The first that is found decides. GLM's `<arg_key>` lies in a `<tool_call>`, too, and is a markup nobody reads."""
 
-REASONING_MARKS: tuple[tuple[str, ReasoningFormat], ...] = (("</think>", "qwen3"), ("[/THINK]", "mistral"))
+REASONING_MARKS: tuple[tuple[str, ReasoningFormat], ...] = (
+    *(("<think>", "qwen3"), ("</think>", "qwen3")),
+    *(("[THINK]", "mistral"), ("[/THINK]", "mistral")),
+)
 """None says that answers begin with unmarked thoughts: where the template opens them, each prompt shows it."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -43,6 +44,7 @@ MEETING["function"]["parameters"]["$defs"] = {
 LIGHT = tool("set_light", room={"enum": ["kitchen", "hall"]}, level={"type": "number", "minimum": 0, "maximum": 1})
 TOOLS: list[Any] = [WEATHER, TIMER, MEETING, LIGHT]
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+DEMO = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 QUESTIONS = (
     "What is the weather in Rome?",
     "Tell me a story.",
@@ -174,6 +176,36 @@ async def test_a_schema_that_cannot_be_compiled_is_refused(stack: RunningStack, 
         await ask(client, stack, user("Hello"), tools=[broken], tool_choice="required")
     assert refused.value.param == "tool_choice"
     assert "parenthesis" in refused.value.message
+
+
+@pytest.fixture
+def thinking_template(tmp_path: Path) -> Path:
+    """The demo model's, with thoughts opened at the prompt's end."""
+    source = (
+        (DEMO / "chat_template.jinja")
+        .read_text()
+        .replace("{{- '<|assistant|>' -}}", "{{- '<|assistant|><think>\\n' -}}")
+    )
+    assert "<think>" in source
+    path = tmp_path / "thinking.jinja"
+    path.write_text(source)
+    return path
+
+
+@pytest.mark.slow
+async def test_a_call_is_forced_behind_thoughts_of_bounded_length(tmp_path: Path, thinking_template: Path) -> None:
+    """The demo model was not taught to think, so what it thinks is of no interest, but its budget ends it."""
+    with running_stack(tmp_path, settings=(f"tokenizer.chat_template={thinking_template}",)) as stack:
+        async with client_of(stack.url) as client:
+            for number, question in enumerate(QUESTIONS):
+                fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+                fields["extra_body"] = {"thinking_token_budget": 6, "ignore_eos": False}
+                choice = await (streamed if number % 2 else ask)(client, stack, user(question), **fields)
+                check(choice)
+                if number % 2 == 0:
+                    assert choice.message.reasoning_content
+                    assert "think>" not in choice.message.reasoning_content
+                    assert choice.message.content is None
 
 
 @pytest.mark.slow
