@@ -7,8 +7,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai.types.completion_choice import Logprobs
 
 from deploy.cli.stack_spec import DEMO_MODEL
 from tests.conversations import DEADLINE, client_of
@@ -97,6 +99,54 @@ async def test_what_prefill_engines_begin_decode_engines_end_with_the_same_text(
     plain: RunningStack, pools: RunningStack
 ) -> None:
     await assert_equal_to_plain(plain, pools, salt=2)
+
+
+ASKED_OF_ANSWERS: dict[str, dict[str, Any]] = {
+    "several, drawn at random": {"n": 3, "temperature": 1.0, "seed": 11, "extra_body": {"ignore_eos": True}},
+    "drawn from few": {"temperature": 1.3, "seed": 5, "top_p": 0.9, "extra_body": {"top_k": 40, "min_p": 0.01}},
+    "log-probabilities": {"logprobs": 4},
+    "penalties": {"frequency_penalty": 0.9, "presence_penalty": 0.6, "extra_body": {"repetition_penalty": 1.2}},
+    "the end of a word": {"stop": ["l.", "ay"], "max_tokens": 60},
+    "bias": {"logit_bias": {str(token): 4 for token in range(300, 340)}},
+    "no end before": {"extra_body": {"min_tokens": 20}},
+    "a pattern": {"extra_body": {"structured_outputs": {"regex": "(on|by) [0-9]{3}, (fox|hare)es? [a-z]{4,9}"}}},
+}
+"""By what is said of the output tokens so far, or of the next, on whichever engine it is drawn."""
+
+
+@pytest.mark.parametrize("options", ASKED_OF_ANSWERS.values(), ids=list(ASKED_OF_ANSWERS))
+async def test_what_is_asked_of_an_answer_holds_beyond_the_hand_over(
+    plain: RunningStack, pools: RunningStack, options: dict[str, Any]
+) -> None:
+    (prompt,) = prompts(pools, [100], salt=8)
+    given = {"max_tokens": 24, "temperature": 0, **options}
+    before = handed_over(pools)
+    async with client_of(pools.url) as client:
+        there = await client.completions.create(model=pools.model, prompt=prompt, **given)
+    async with client_of(plain.url) as client:
+        here = await client.completions.create(model=plain.model, prompt=prompt, **given)
+    assert [(choice.text, choice.finish_reason) for choice in there.choices] == [
+        (choice.text, choice.finish_reason) for choice in here.choices
+    ]
+    for one, other in zip(there.choices, here.choices, strict=True):
+        assert_same_logprobs(one.logprobs, other.logprobs)
+    assert len({choice.text for choice in there.choices}) == len(there.choices), "each its own random numbers"
+    assert "stop" not in given or there.choices[0].finish_reason == "stop", "a word that did not come proves nothing"
+    assert handed_over(pools) == before + len(there.choices)
+    assert retries(pools) == 0
+    assert await held(pools) == AT_REST
+
+
+def assert_same_logprobs(one: Logprobs | None, other: Logprobs | None) -> None:
+    if one is None or other is None:
+        assert one is other
+        return
+    assert (one.tokens, one.text_offset) == (other.tokens, other.text_offset)
+    assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-3)
+    assert one.top_logprobs is not None
+    assert other.top_logprobs is not None
+    for top, same in zip(one.top_logprobs, other.top_logprobs, strict=True):
+        assert top == pytest.approx(same, abs=1e-3)
 
 
 async def test_a_drained_prefill_pool_leaves_prompts_to_those_that_decode(
