@@ -52,7 +52,7 @@ async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
 class Reference:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]
@@ -193,7 +193,7 @@ async def test_long_prompts_are_cut_from_the_left(client: AsyncOpenAI, reference
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thinking_ends_with_its_budget(client: AsyncOpenAI, reference: Reference, stream: bool) -> None:
     end = reference.tokens("</think>")
-    answer = await client.chat.completions.create(
+    answer: Any = await client.chat.completions.create(
         model="model",
         messages=[{"role": "user", "content": "Tell me a story about a lighthouse."}],
         temperature=0,

@@ -159,7 +159,7 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped() -> None:
     for number in range(8):
         whole = random_row(chance)
         whole.output = []
-        outputs = [[]]
+        outputs: list[list[int]] = [[]]
         for step in range(8):
             rows = [Row(outputs[-1], min_tokens=whole.min_tokens, stops=whole.stops, **_params(whole))]
             (token,) = run(rows, logits_of(1, 100 * number + step)).tokens
@@ -294,7 +294,11 @@ def test_padding_repeats_what_a_slot_begins_with_however_wide_others_are() -> No
 
 
 def test_numbers_that_single_precision_cannot_hold_do_no_harm() -> None:
-    extremes = ({"temperature": 1e308}, {"repetition_penalty": 1e308}, {"repetition_penalty": 1e-308})
+    extremes: tuple[dict[str, Any], ...] = (
+        {"temperature": 1e308},
+        {"repetition_penalty": 1e308},
+        {"repetition_penalty": 1e-308},
+    )
     rows = [Row([1, 2], allowed_token_ids=(1, 2, 3), **{"temperature": 1.0, **extreme}) for extreme in extremes]
     rows.append(Row([1], thinking_budget=2**62, thinking_end=(1,), min_tokens=2**62, stops=(5,)))
     logits = logits_of(4)

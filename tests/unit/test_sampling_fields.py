@@ -144,7 +144,13 @@ def test_every_field_arrives(read: Any) -> None:
 
 @pytest.mark.parametrize("read", [chat, completion])
 def test_null_means_the_default(read: Any) -> None:
-    names = ("bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_logprobs", "truncate_prompt_tokens")
+    names: tuple[str, ...] = (
+        "bad_words",
+        "allowed_token_ids",
+        "logprob_token_ids",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+    )
     names += ("thinking_token_budget", "return_token_ids", "use_beam_search", "length_penalty", "early_stopping")
     assert read(**dict.fromkeys(names)) == read()
 

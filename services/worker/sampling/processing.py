@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,9 +40,7 @@ def processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
 
 
 def _mask(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
-    numbers = torch.from_numpy(rows).to(logits.device)
-    allowed = only_allowed(logits.index_select(0, numbers), torch.from_numpy(bits).to(logits.device))
-    logits.index_copy_(0, numbers, allowed)
+    _change(logits, rows, lambda part: only_allowed(part, torch.from_numpy(bits).to(logits.device)))
 
 
 def _bias(logits: Tensor, choices: Choices) -> None:
@@ -71,20 +71,18 @@ def _ban(logits: Tensor, choices: Choices, history: History) -> None:
 
 def _ban_words(logits: Tensor, choices: Choices, history: History) -> None:
     rows, have = _held(choices, Feature.BAD_WORDS, history, logits.device)
-    numbers = torch.from_numpy(rows).to(logits.device)
-    banned = choices.table.bad_words.banned(logits.index_select(0, numbers), choices.slots[rows], have)
-    logits.index_copy_(0, numbers, banned)
+    _change(logits, rows, lambda part: choices.table.bad_words.banned(part, choices.slots[rows], have))
 
 
 def _penalise(logits: Tensor, choices: Choices, history: History) -> None:
     rows, have = _held(choices, Feature.PENALTIES, history, logits.device)
-    numbers, slots, table = torch.from_numpy(rows).to(logits.device), choices.slots[rows], choices.table
+    slots, table = choices.slots[rows], choices.table
 
     def column(values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(values[slots]).to(logits.device).unsqueeze(1)
 
     by = Penalties(have, column(table.presence), column(table.frequency), column(table.repetition))
-    logits.index_copy_(0, numbers, penalised(logits.index_select(0, numbers), by))
+    _change(logits, rows, lambda part: penalised(part, by))
 
 
 def _force(logits: Tensor, choices: Choices, history: History) -> None:
@@ -99,8 +97,16 @@ def _force(logits: Tensor, choices: Choices, history: History) -> None:
 
     budget = on_device(table.thinking_budget[slots]).unsqueeze(1)
     thoughts = Thoughts(budget, marks(table.thinking_starts), marks(table.thinking_ends))
-    numbers = torch.from_numpy(rows).to(logits.device)
-    logits.index_copy_(0, numbers, forced(logits.index_select(0, numbers), have, thoughts))
+    _change(logits, rows, lambda part: forced(part, have, thoughts))
+
+
+def _change(logits: Tensor, rows: NDArray[np.intp], change: Callable[[Tensor], Tensor]) -> None:
+    """Changes some rows by what overwrites those that it is given; all of them where they are, without a copy."""
+    if len(rows) == len(logits):
+        change(logits)
+    else:
+        numbers = torch.from_numpy(rows).to(logits.device)
+        logits.index_copy_(0, numbers, change(logits.index_select(0, numbers)))
 
 
 def _held(choices: Choices, feature: Feature, history: History, device: torch.device) -> tuple[NDArray[np.intp], Held]:

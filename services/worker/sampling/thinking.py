@@ -39,8 +39,8 @@ def forced(logits: Tensor, held: Held, thoughts: Thoughts) -> Tensor:
     ended, _ = _found(held, thoughts.end, began)
     due = begun & ~ended & (held.lengths - began >= thoughts.budget)
     token = thoughts.end.tokens.gather(1, _written(held, thoughts.end))
-    only = torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
-    return logits.copy_(torch.where(due, only, logits))
+    value = torch.where(due, 0.0, logits.gather(1, token))
+    return logits.masked_fill_(due, -torch.inf).scatter_(1, token, value)
 
 
 def _found(held: Held, marks: Marks, begin: Tensor) -> tuple[Tensor, Tensor]:
