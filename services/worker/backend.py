@@ -85,6 +85,15 @@ class StepUnderWay(Protocol):
 
 
 @runtime_checkable
+class DeferringBackend(Backend, Protocol):
+    """A backend on the processor itself. It can prepare nothing while it computes, but puts what came out into words
+    beside the next step."""
+
+    def compute(self, plan: StepPlan) -> StepUnderWay:
+        """As `step`. All is computed when it returns, and `output` blocks for nothing."""
+
+
+@runtime_checkable
 class LaunchingBackend(Backend, Protocol):
     """A backend whose device works by itself: the next step is prepared and launched while it computes.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.worker.backend import MOST_BEGUN, Backend, LaunchingBackend, StepOutput, StepUnderWay
+from services.worker.backend import MOST_BEGUN, Backend, DeferringBackend, LaunchingBackend, StepOutput, StepUnderWay
 from services.worker.copy_thread import CopyThread, around
 from shared.ids import Incarnation
 from shared.messages.worker import StepPlan, Transfer
@@ -49,6 +49,28 @@ class Computed(NamedTuple):
     """When it was computed, on `time.perf_counter`'s clock."""
 
 
+class _Told(NamedTuple):
+    """A step that is computed, to be put into words on the event loop."""
+
+    plan: StepPlan
+    step: StepUnderWay
+    wait: float
+    ended: float
+
+    def computed(self) -> Computed:
+        output = self.step.output()
+        return Computed(self.plan, replace(output, timing=replace(output.timing, wait=self.wait)), self.ended)
+
+
+class _Known(NamedTuple):
+    """One that was put into words where it was computed."""
+
+    known: StepOutput
+
+    def output(self) -> StepOutput:
+        return self.known
+
+
 class ComputeThread:
     """Owns the thread and, on it, the backend: libraries keep state per thread, so it is made there too.
 
@@ -67,7 +89,7 @@ class ComputeThread:
         self._epoch: Incarnation | None = None
         self._ended = time.perf_counter()
         """When the latest step was computed."""
-        self._results: asyncio.Queue[Computed | BaseException] = asyncio.Queue()
+        self._results: asyncio.Queue[Computed | _Told | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
@@ -88,7 +110,7 @@ class ComputeThread:
         result = await self._results.get()
         if isinstance(result, BaseException):
             raise result
-        return result
+        return result.computed() if isinstance(result, _Told) else result
 
     async def stop(self) -> None:
         """Ends the thread after the step in hand, or leaves it behind when that does not end."""
@@ -118,6 +140,7 @@ class ComputeThread:
 
     def _compute_all(self, backend: Backend) -> None:
         """Step by step: nothing can be prepared while the processor computes."""
+        compute = backend.compute if isinstance(backend, DeferringBackend) else lambda plan: _Known(backend.step(plan))
         self._ended = time.perf_counter()
         while (job := self._jobs.get()) is not None:
             if self._is_void(job):
@@ -127,9 +150,11 @@ class ComputeThread:
                 self._begin_epoch(backend)
             before, after = around(job.plan.transfers)
             self._copy(job.plan.epoch, before)
-            output = backend.step(job.plan)
+            step = compute(job.plan)
+            wait = max(0.0, job.arrived - self._ended)
+            self._ended = time.perf_counter()
             self._copy(job.plan.epoch, after)
-            self._finish(job, output)
+            self._hand_over(_Told(job.plan, step, wait, self._ended))
 
     def _launch_all(self, backend: LaunchingBackend) -> None:
         """Gives the device its next step while it computes one; the other thread waits for what comes out."""
@@ -175,22 +200,19 @@ class ComputeThread:
         output = step.output()
         self._copy(job.plan.epoch, after)
         exposed = max(0.0, launched - max(job.arrived, self._ended))
-        self._finish(job, replace(output, timing=replace(output.timing, prepare=exposed)))
-
-    # ---- on either
-
-    def _finish(self, job: _Job, output: StepOutput) -> None:
         wait = max(0.0, job.arrived - self._ended)
         self._ended = time.perf_counter() if output.ended is None else output.ended
-        timed = replace(output, timing=replace(output.timing, wait=wait))
+        timed = replace(output, timing=replace(output.timing, wait=wait, prepare=exposed))
         self._hand_over(Computed(job.plan, timed, self._ended))
+
+    # ---- on either
 
     def _copy(self, epoch: Incarnation, transfers: tuple[Transfer, ...]) -> None:
         """Unless the epoch is over: nobody awaits them then."""
         if transfers and epoch == self._epoch:
             self._copies.add(epoch, transfers)
 
-    def _hand_over(self, result: Computed | BaseException) -> None:
+    def _hand_over(self, result: Computed | _Told | BaseException) -> None:
         try:
             self._loop.call_soon_threadsafe(self._results.put_nowait, result)
         except RuntimeError:  # the loop is closed: the process is ending

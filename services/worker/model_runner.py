@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
+from services.worker.drawn_step import DrawnBatch, DrawnStep
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.jump_ahead import MOST, ForcedTokens
 from services.worker.guided.library import GrammarLibrary
@@ -33,7 +34,7 @@ from services.worker.speculation.proposer import (
 )
 from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import PromptScored, Sampled, StepTiming
+from shared.messages.scheduler import PromptScored, StepTiming
 from shared.messages.worker import StepPlan
 
 
@@ -124,8 +125,11 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.clear()
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
+        return self.compute(plan).output()
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> DrawnStep:
         begun = time.perf_counter()
         for sequence in plan.released:
             slot = self._sequences.release(sequence)
@@ -143,11 +147,11 @@ class ModelRunner:
             if self._guided is not None:
                 self._guided.add(slot, new)
         if not plan.work:
-            return StepOutput((), _timing(begun, *[time.perf_counter()] * 3))
+            return DrawnStep(plan, _timing(begun, *[time.perf_counter()] * 3))
         self._outstanding.settle(plan.work)
         shares = self._sequences.shares(plan.work)
         if not shares.work:
-            return StepOutput(_complete(plan, ()), _timing(begun, *[time.perf_counter()] * 3))
+            return DrawnStep(plan, _timing(begun, *[time.perf_counter()] * 3))
         batch = self._sequences.batch(shares, self._drafts(shares))
         ids, meta = on_device(batch, batch.logits_rows, self._device)
         prepared = time.perf_counter()
@@ -160,9 +164,8 @@ class ModelRunner:
         verdict = self._drawn(batch, logits, choices)
         if self._proposer is not None and self._draws:
             self._proposer.observe(self._computed(batch, meta, features, verdict))
-        sampled = _complete(plan, verdict.sampled(batch)) if self._draws else ()
         timing = _timing(begun, prepared, forwarded, time.perf_counter())
-        return StepOutput(sampled, timing, int(batch.drafted.sum()), verdict.by_position(batch), scored)
+        return DrawnStep(plan, timing, DrawnBatch(batch, verdict if self._draws else None, scored))
 
     def _scored(self, batch: Batch, logits: Tensor | None) -> tuple[Tensor | None, tuple[PromptScored, ...]]:
         """The logits to draw from, and what the others say of prompts."""
@@ -236,14 +239,6 @@ class ModelRunner:
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _complete(plan: StepPlan, sampled: tuple[Sampled, ...]) -> tuple[Sampled, ...]:
-    """An entry for each work that wanted one: those whose context was full drew nothing."""
-    if len(sampled) == sum(work.sample for work in plan.work):
-        return sampled
-    by_sequence = {one.sequence: one for one in sampled}
-    return tuple(by_sequence.get(work.sequence) or Sampled(work.sequence, ()) for work in plan.work if work.sample)
 
 
 def _timing(begun: float, prepared: float, forwarded: float, sampled: float) -> StepTiming:

@@ -39,16 +39,16 @@ class Drafts:
 
     def _check_single(self, result: StepFinished) -> None:
         for sampled in result.sampled:
-            if len(sampled.tokens) != 1:
+            if len(sampled.tokens) != 1 and sampled.sequence in self._planner.by_id:
                 raise WrongYield(f"step {result.step}: {len(sampled.tokens)} tokens of {sampled.sequence}, not 1")
 
     def _correct(self, sampled: Sampled, extra: int) -> int:
         """One sequence's part; how many tokens it has got."""
         got, drafted = len(sampled.tokens), sampled.drafted
-        if not 1 <= got <= 1 + extra:
-            raise WrongYield(f"{got} tokens of {sampled.sequence}, not 1 to {1 + extra}")
         sequence = self._planner.by_id.get(sampled.sequence)
         if sequence is not None:
+            if not 1 <= got <= 1 + extra:
+                raise WrongYield(f"{got} tokens of {sampled.sequence}, not 1 to {1 + extra}")
             if got <= extra:
                 self._planner.yielded_less(sequence, 1 + extra - got)
             if drafted:
