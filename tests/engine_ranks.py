@@ -50,11 +50,11 @@ class Request:
 class RankProcesses:
     """Owns the processes. The ranks of an engine are the first of them."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, module: str = "tests.engine_rank") -> None:
         self._folder = folder
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.engine_rank", str(rank)],
+                [sys.executable, "-m", module, str(rank)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -72,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         drafts=st.sampled_from([0, 0, 1, 3, 6]),
         speculation=st.sampled_from(["dynamic", "fixed"]),
+        stages=st.sampled_from([1, 1, 2, 3]),
         luck=st.randoms(use_true_random=False),
     )
     def start(
@@ -83,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         drafts: int,
         speculation: str,
+        stages: int,
         luck: Random,
     ) -> None:
         limits = Limits(
@@ -93,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,  # type: ignore[arg-type]
             speculation=speculation,  # type: ignore[arg-type]
         )
-        self.drafts, self.luck = drafts, luck
+        self.drafts, self.stages, self.luck = drafts, stages, luck
         self.begin(blocks, Engine(EngineId("e"), Incarnation(1), limits))
 
     def begin(self, blocks: int, engine: Engine) -> None:
@@ -272,7 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
     def workers_come(self) -> None:
         accepts = (lambda most: self.luck.randint(0, most)) if self.drafts else None
         self.worker = HonestWorker(self.blocks, accepts=accepts)
-        self.tell(WorkersReady(card(90), self.blocks, max_speculate=self.drafts))
+        self.tell(WorkersReady(card(90), self.blocks, max_speculate=self.drafts, stages=self.stages))
 
     # ---- what the engine says
 

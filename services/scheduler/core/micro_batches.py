@@ -25,8 +25,13 @@ class MicroBatches:
         """Those that it may hold, in their order."""
         if self._stages == 1:
             return decoding
-        most = -(-len(decoding) // self._stages)
-        return [sequence for sequence in decoding if self._may_go_on(sequence)][:most]
+        return [sequence for sequence in decoding if self._may_go_on(sequence)][: self._most(len(decoding))]
+
+    def _most(self, decoding: int) -> int:
+        """A part each, of p plans in a row together just all: groups of other sizes even out within some rounds."""
+        turn = self._plan % self._stages
+        part = (turn + 1) * decoding // self._stages - turn * decoding // self._stages
+        return max(1, part)
 
     def issued(self, work: Iterable[Work], by_id: Mapping[SequenceId, Sequence]) -> None:
         """A plan is on its way."""
