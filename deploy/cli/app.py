@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from deploy.cli import operate_commands, use_commands
+from deploy.cli import operate_commands, use_commands, watch_commands
 from deploy.cli.batch_command import batch
 from deploy.cli.errors import CommandError
 from deploy.cli.up_command import up
@@ -30,11 +30,14 @@ app.command(rich_help_panel=USE)(use_commands.chat)
 app.command(rich_help_panel=USE)(batch)
 app.command(rich_help_panel=USE, context_settings=PASSED_ON | {"help_option_names": []})(use_commands.bench)
 app.command(rich_help_panel=OPERATE)(operate_commands.ps)
+app.command(rich_help_panel=OPERATE)(watch_commands.top)
 app.command(rich_help_panel=OPERATE)(operate_commands.logs)
 app.command(rich_help_panel=OPERATE)(operate_commands.drain)
 app.command(rich_help_panel=OPERATE)(operate_commands.undrain)
 app.command(rich_help_panel=OPERATE)(operate_commands.scale)
 app.command(rich_help_panel=OPERATE)(operate_commands.nats_env)
+app.command(rich_help_panel=OPERATE)(watch_commands.record)
+app.command(rich_help_panel=OPERATE)(watch_commands.replay)
 app.command(rich_help_panel=OPERATE)(use_commands.doctor)
 app.command(rich_help_panel=OPERATE)(use_commands.version)
 

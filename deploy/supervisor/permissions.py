@@ -15,7 +15,7 @@ from shared.messages.lifecycle import Service
 
 Operator = Literal["operator"]
 User = Service | Operator
-"""The operator is whoever types `baton drain`."""
+"""The operator is whoever types `baton drain` or `baton record`."""
 USERS: tuple[User, ...] = (*get_args(Service), *get_args(Operator))
 
 
@@ -52,6 +52,8 @@ _KV_EVENTS = topics.all_kv_events().subject
 _KV_DUMP_REQUESTS = topics.kv_dump_requests(InstanceId(_ANY)).subject
 _KV_DUMPS = topics.kv_dumps(InstanceId(_ANY)).subject
 _ADMIN = f"{topics.ADMIN}.>"
+_EVERYTHING = ">"
+"""For `baton record` and `baton top`: whoever operates a stack may see its traffic."""
 
 
 def permissions_of(user: User) -> Permissions:
@@ -94,7 +96,7 @@ def permissions_of(user: User) -> Permissions:
                 subscribe=(_LIFECYCLES, _SCALING, _RANKS_WANTED, _RANKS_HELD),
             )
         case "operator":
-            return Permissions(publish=(_ADMIN,), subscribe=(_LIFECYCLES,), finds_micro=True)
+            return Permissions(publish=(_ADMIN,), subscribe=(_EVERYTHING,), finds_micro=True)
 
 
 def _service(

@@ -49,6 +49,8 @@ class Undelivered:
 
 Handler = Callable[[M], Awaitable[None]]
 Answerer = Callable[[M], Awaitable[Any]]
+Tap = Callable[[str, bytes], Awaitable[None]]
+"""Gets the subject below the namespace, and the payload."""
 UndeliveredHandler = Callable[[Undelivered], Awaitable[None]]
 Endpoint = Callable[[bytes], Awaitable[bytes]]
 """One endpoint of a micro service: request body in, response body out. Raises EndpointError to refuse."""
@@ -92,6 +94,13 @@ class Bus(Protocol):
 
     async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> Subscription:
         """Like `subscribe`, for questions: what `answerer` returns is sent back."""
+
+    async def tap(self, pattern: str, handler: Tap) -> Subscription:
+        """For recording: calls `handler` with subject and bytes of every message whose subject matches.
+
+        `pattern` stands below the namespace; `*` is one token, `>` at its end all that follow. It counts as a
+        subscriber: while it is there, messages that nobody else hears do not come back.
+        """
 
     async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
         """The answer, decoded as `answer_type`. Raises NoResponders, AnswerTimeout, AnswerError, PayloadTooLarge."""

@@ -19,6 +19,7 @@ from shared.bus import (
     Handler,
     NoResponders,
     PayloadTooLarge,
+    Tap,
     Undelivered,
     UndeliveredHandler,
 )
@@ -35,21 +36,22 @@ SUBJECTS_REMEMBERED = 4096
 """Of these it is known who listens."""
 
 _Reply = Callable[[Any], None]
+_Deliver = Callable[[str, bytes, _Reply | None], Awaitable[None]]
 
 
 class MemorySubscription:
     """Owns one subscriber's queue and the task that empties it."""
 
-    def __init__(self, topic: Topic[Any], deliver: Callable[[bytes, _Reply | None], Awaitable[None]]) -> None:
+    def __init__(self, topic: Topic[Any], deliver: _Deliver) -> None:
         self.topic = topic
         self._deliver = deliver
-        self._queue: asyncio.Queue[tuple[bytes, _Reply | None] | None] = asyncio.Queue(PENDING_LIMIT)
+        self._queue: asyncio.Queue[tuple[str, bytes, _Reply | None] | None] = asyncio.Queue(PENDING_LIMIT)
         self._task = asyncio.create_task(self._run())
         self.open = True
 
-    def offer(self, payload: bytes, reply: _Reply | None) -> None:
+    def offer(self, subject: str, payload: bytes, reply: _Reply | None) -> None:
         if not self._queue.full():
-            self._queue.put_nowait((payload, reply))
+            self._queue.put_nowait((subject, payload, reply))
         else:
             log.error("slow consumer, message dropped", extra={"subject": self.topic.subject})
 
@@ -139,7 +141,7 @@ class MemoryBus:
             raise PayloadTooLarge(topic.subject, len(payload), self._max_payload)
         receivers = self._receivers(topic.subject)
         for receiver in receivers:
-            receiver.offer(payload, reply)
+            receiver.offer(topic.subject, payload, reply)
         return bool(receivers)
 
     def _receivers(self, subject: str) -> list[MemorySubscription]:
@@ -154,7 +156,7 @@ class MemoryBus:
         return everyone
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
-        async def deliver(payload: bytes, reply: _Reply | None) -> None:
+        async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             try:
                 message = decode_heard(payload, topic)
             except Undecodable:
@@ -164,7 +166,7 @@ class MemoryBus:
         return self._add(topic, deliver)
 
     async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> MemorySubscription:
-        async def deliver(payload: bytes, reply: _Reply | None) -> None:
+        async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             try:
                 message = decode_heard(payload, topic)
             except Undecodable as error:
@@ -177,7 +179,13 @@ class MemoryBus:
 
         return self._add(topic, deliver)
 
-    def _add(self, topic: Topic[Any], deliver: Callable[[bytes, _Reply | None], Awaitable[None]]) -> MemorySubscription:
+    async def tap(self, pattern: str, handler: Tap) -> MemorySubscription:
+        async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
+            await handler(subject, payload)
+
+        return self._add(Topic(pattern.replace(">", "*"), bytes), deliver)
+
+    def _add(self, topic: Topic[Any], deliver: _Deliver) -> MemorySubscription:
         subscription = MemorySubscription(topic, deliver)
         self._members.add(subscription)
         return subscription
@@ -217,7 +225,7 @@ class MemoryBus:
     async def publish_raw(self, subject: str, payload: bytes) -> None:
         """Tests only: bytes that are no message of ours."""
         for receiver in self._receivers(subject):
-            receiver.offer(payload, None)
+            receiver.offer(subject, payload, None)
 
     async def flush(self) -> None:
         await asyncio.sleep(0)

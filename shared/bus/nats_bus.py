@@ -34,6 +34,7 @@ from shared.bus import (
     Handler,
     NoResponders,
     PayloadTooLarge,
+    Tap,
     UndeliveredHandler,
 )
 from shared.bus.codec import Undecodable, decode, decode_heard, encode
@@ -140,6 +141,12 @@ class NatsBus:
             await handler(message)
 
         return await self._subscribe(topic, received)
+
+    async def tap(self, pattern: str, handler: Tap) -> NatsSubscription:
+        async def received(msg: Msg) -> None:
+            await handler(msg.subject.removeprefix(self._prefix), msg.data)
+
+        return NatsSubscription(await self._client.subscribe(self._prefix + pattern, cb=received))
 
     async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> NatsSubscription:
         async def received(msg: Msg) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from shared import topics
 from shared.bus import AnswerTimeout, Bus, EndpointError, NoResponders, PayloadTooLarge, Undelivered
+from shared.bus.codec import encode
 from shared.bus.nats_bus import NatsBus
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import Failed
@@ -74,6 +75,28 @@ async def test_a_wildcard_subscription_hears_every_instance(any_bus: Bus) -> Non
     await any_bus.publish(Topic("lifecycle.scheduler.b", Cancel), CANCEL)
     async with asyncio.timeout(DEADLINE):
         assert len(await heard) == 2
+
+
+async def test_a_tap_hears_subjects_and_bytes_of_all_that_matches(any_bus: Bus) -> None:
+    heard: list[tuple[str, bytes]] = []
+    enough = asyncio.Event()
+
+    async def take(subject: str, payload: bytes) -> None:
+        heard.append((subject, payload))
+        if len(heard) == 3:
+            enough.set()
+
+    await any_bus.tap("engine.>", take)
+    await any_bus.tap("lifecycle.*.b", take)
+    await any_bus.flush()
+    for subject in ("engine.engine-1.control", "lifecycle.gateway.a", "other", "lifecycle.scheduler.b", "engine.x"):
+        await any_bus.publish(Topic(subject, Cancel), CANCEL)
+    async with asyncio.timeout(DEADLINE):
+        await enough.wait()
+    await any_bus.flush()
+    expected = {"engine.engine-1.control", "lifecycle.scheduler.b", "engine.x"}
+    assert {subject for subject, _ in heard} == expected
+    assert {payload for _, payload in heard} == {encode(CANCEL)}
 
 
 async def test_a_confirmed_message_without_subscriber_comes_back(any_bus: Bus) -> None:
