@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from services.coordinator.core.actions import Place
 from services.coordinator.core.coordinator import Coordinator
@@ -11,6 +12,7 @@ from services.coordinator.core.limits import Limits
 from services.coordinator.core.reuse import Reuse
 from services.coordinator.core.routing import Routing
 from shared.ids import InstanceId, NodeId
+from shared.messages.coordinator import Route
 from shared.messages.kv_events import KvEvents
 from shared.messages.lifecycle import Lifecycle
 from tests.coordinator_world import at, detokenizer, engine, holds, route, store
@@ -212,3 +214,13 @@ def test_nothing_is_expected_of_another_prompt_or_policy() -> None:
     core = coordinator(big("a"), routing=Routing(policy="round-robin"))
     place(core, "r")
     assert place(core, "s").generate.predicted_cached == 0
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole_wherever_it_goes() -> None:
+    core = coordinator(big("a"), big("b", waiting=2), holds("b", prefix(20)))
+    asked = route("r", prompt=PROMPT)
+    sampling = replace(asked.generation.sampling, prompt_logprobs=0)
+    (action,) = core.route(Route(replace(asked.generation, sampling=sampling)), at(1.0))
+    assert isinstance(action, Place)
+    assert (action.engine, action.generate.predicted_cached) == ("a", 0)
+    assert place(core, "s").engine == "b"

@@ -62,10 +62,13 @@ class Router:
         return Choice(engine.engine.id, detokenizer, reuse, asked.blocks)
 
     def _asked(self, generation: Generation, now: float) -> _Asked:
-        """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too."""
+        """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too. Of a
+        prompt whose log-probabilities are wanted everything is."""
         tokens = len(generation.tokens) // TOKEN_BYTES
-        hits = self._sources.hits(generation.model, generation.block_hashes, (tokens - 1) // BLOCK_SIZE)
-        expected = self._expected.of(generation, now) if self._routing.policy == "kv" else None
+        scored = generation.sampling.prompt_logprobs is not None and tokens == generation.prompt_length
+        reusable = 0 if scored else (tokens - 1) // BLOCK_SIZE
+        hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
+        expected = self._expected.of(generation, now) if self._routing.policy == "kv" and not scored else None
         return _Asked(generation, tokens, blocks_for(tokens), Reuses(hits), expected)
 
     # ---- one engine
