@@ -49,7 +49,15 @@ async def interrupted(stack: RunningStack, interrupt: Callable[[], object]) -> l
 def main() -> None:
     folder = Path(sys.argv[1])
     holder = another_namespace()
-    first, second = host(folder, 0, []), host(folder, 1, inside(holder))
+    second, first = host(folder, 1, inside(holder)), host(folder, 0, [])
+    again: list[RunningStack] = []
+
+    def exchange_second() -> None:
+        """Its supervisor is killed, and with it all that it ran; another one is started."""
+        second.supervisor.kill()
+        second.supervisor.wait()
+        again.append(host(folder, 1, inside(holder)))
+
     try:
         for stack in (first, second):
             stack.until(lambda state: state.phase == "ready", DEADLINE)
@@ -64,10 +72,11 @@ def main() -> None:
             for stack_ in (first, second):
                 for one in stack_.instances("worker"):
                     stack_.replaced(one, pids[one])
+        print("equal after the death of the second host", asyncio.run(interrupted(first, exchange_second)) == expected)
         first.interrupt()
-        print("second ended", second.supervisor.wait(DEADLINE))
+        print("second ended", again[0].supervisor.wait(DEADLINE))
     finally:
-        for stack in (second, first):
+        for stack in (*again, second, first):
             print(stack.last_words(), file=sys.stderr)
             stack.stop()
         holder.kill()

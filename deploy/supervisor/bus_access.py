@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
+from msgspec.structs import replace
+
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.nats_server import EmbeddedNats
 from deploy.supervisor.permissions import User, passwords_of
@@ -68,6 +70,8 @@ class BusAccess:
         options = NatsOptions(
             servers=self.urls, namespace=self._spec.namespace, name="supervisor", user=user, password=password
         )
+        if self._joins is not None:  # whose first host may be started after this one
+            options = replace(options, connect_timeout=self._spec.start_timeout)
         bus = await connect(options)
         try:
             yield bus

@@ -31,5 +31,6 @@ def test_ranks_of_two_hosts_serve_together_and_start_anew_together(tmp_path: Pat
         "others there",
         "equal after the death of engine-1-rank3 True",
         "equal after the death of engine-1-rank1 True",
+        "equal after the death of the second host True",
         "second ended 0",
     ]

@@ -1,4 +1,4 @@
-"""The scheduler over a pipeline: plans fill the stages, and none waits for a token that another stage has yet to draw."""
+"""The scheduler over a pipeline: plans fill the stages, and none waits for a token that another stage is to draw."""
 
 from __future__ import annotations
 
