@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -146,11 +148,15 @@ def random_row(chance: random.Random) -> Row:
 
 def test_any_mixture_of_requests_is_what_the_definitions_say() -> None:
     chance = random.Random(7)
-    for batch in range(60):
+    forced = banned = 0
+    for batch in range(40):
         rows = [random_row(chance) for _ in range(chance.randint(1, 12))]
         logits = logits_of(len(rows), batch)
         expected = torch.tensor([defined(row, one) for row, one in zip(rows, logits, strict=True)])
         torch.testing.assert_close(changed(rows, logits), expected)
+        forced += sum(forced_token(row.params, row.output) is not None for row in rows)
+        banned += int((expected == NEVER).any(dim=1).sum())
+    assert min(forced, banned) > 20, "it hardly ever comes to that"
 
 
 def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped() -> None:
@@ -304,3 +310,44 @@ def test_numbers_that_single_precision_cannot_hold_do_no_harm() -> None:
     logits = logits_of(4)
     logits[:, 2] = 0.0
     assert set(run(rows, logits).tokens[:3]) <= {1, 2, 3}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "temperature": st.one_of(st.just(0.0), st.floats(0.01, 1e308)),
+                "top_p": st.floats(0, 1, exclude_min=True),
+                "top_k": st.integers(0, 2**63 - 1),
+                "min_p": st.floats(0, 1),
+                "presence_penalty": st.floats(-2, 2),
+                "frequency_penalty": st.floats(-2, 2),
+                "repetition_penalty": st.floats(0, 1e308, exclude_min=True),
+                "seed": st.integers(0, 2**63 - 1),
+            },
+            optional={
+                "logit_bias": st.lists(st.tuples(st.integers(0, 69), st.floats(-100, 100)), max_size=4).map(tuple),
+                "bad_words": st.lists(st.lists(st.integers(0, 69), min_size=1, max_size=4).map(tuple)).map(tuple),
+                "allowed_token_ids": st.lists(st.integers(0, 69), min_size=1, max_size=70).map(tuple),
+                "thinking_budget": st.integers(0, 2**63 - 1),
+                "thinking_end": st.lists(st.integers(0, 69), min_size=1, max_size=4).map(tuple),
+                "logprobs": st.integers(0, 70),
+            },
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.lists(st.integers(0, 69), max_size=12),
+    st.sampled_from([1e-3, 1.0, 60.0]),
+)
+def test_whatever_a_client_may_send_draws_a_token_that_it_allows(
+    asked: list[dict[str, Any]], output: list[int], spread: float
+) -> None:
+    rows = [Row(output, **params) for params in asked]
+    drawn = run(rows, logits_of(len(rows)) * spread)
+    for row, token in zip(rows, drawn.tokens, strict=True):
+        forced = forced_token(row.params, output)
+        allowed = row.params.allowed_token_ids
+        assert 0 <= token < VOCABULARY
+        assert token == forced if forced is not None else allowed is None or token in allowed
