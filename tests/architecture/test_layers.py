@@ -30,6 +30,14 @@ def test_a_light_service_loads_no_heavy_library(service: str) -> None:
     assert loaded.stdout.split() == []
 
 
+def test_a_worker_loads_no_heavy_library_before_it_knows_its_device() -> None:
+    program = f"import sys, services.worker.__main__; print(*sorted({HEAVY_MODULES!r} & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert loaded.stdout.split() == []
+
+
 def test_a_kv_store_loads_no_heavy_library_and_none_for_what_it_is_not_told_to_use() -> None:
     unwanted = HEAVY_MODULES | {"grpc", "redis"}
     program = f"import sys, kvstore.__main__; print(*sorted({unwanted!r} & set(sys.modules)))"

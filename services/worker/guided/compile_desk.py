@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from services.worker.guided.library import GrammarLibrary, Outcome
 from shared.ids import Incarnation
 from shared.messages.generation import Grammar
 from shared.messages.scheduler import GrammarCompiled
+
+if TYPE_CHECKING:  # behind it is torch, which a simulated worker does without
+    from services.worker.guided.library import GrammarLibrary, Outcome
 
 NOT_HERE = "this engine does no guided decoding: its device is simulated"
 
