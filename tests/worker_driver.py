@@ -12,7 +12,7 @@ from random import Random
 from services.worker.backend import Backend
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
-from shared.messages.generation import SamplingParams, TokenLogprobs
+from shared.messages.generation import Grammar, SamplingParams, TokenLogprobs
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
 
@@ -36,6 +36,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     own_blocks: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    grammar: Grammar | None = None
 
     @property
     def output(self) -> list[int]:
@@ -72,6 +73,7 @@ class Driver:
         prompt_length: int | None = None,
         min_tokens: int = 0,
         stop_token_ids: tuple[int, ...] = (),
+        grammar: Grammar | None = None,
     ) -> Sequence:
         """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted."""
         sequence = Sequence(
@@ -82,6 +84,7 @@ class Driver:
             min_tokens,
             stop_token_ids,
             wanted,
+            grammar=grammar,
         )
         self._next_id += 1
         self.sequences[sequence.id] = sequence
@@ -157,6 +160,7 @@ class Driver:
             sampling=sequence.sampling,
             min_tokens=sequence.min_tokens,
             stop_token_ids=sequence.stop_token_ids,
+            grammar=sequence.grammar,
         )
 
     def _work(self, sequence: Sequence, count: int) -> Work:

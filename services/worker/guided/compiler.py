@@ -119,8 +119,8 @@ def _json(backend: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.Compi
 
 
 def _choice(text: str) -> str:
-    """One of the strings, as EBNF."""
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=True) for choice in _strings(text))
+    """One of the strings, as EBNF. JSON's escapes are EBNF's, but for surrogates: characters stay themselves."""
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _strings(text))
 
 
 def _strings(text: str) -> list[str]:

@@ -93,7 +93,10 @@ class Matcher:
         """Up to `most` tokens that spell text which alone can follow: the model will probably draw them."""
         if self.stage != "binding":
             return []
-        text = self._automaton.find_jump_forward_string()
+        try:
+            text = self._automaton.find_jump_forward_string()
+        except UnicodeDecodeError:  # what is forced begins or ends within a character
+            return []
         tokens = self._spelling.encode(text) if text else []
         if b"".join(map(self._spelling.of, tokens)) != text.encode():
             return []
