@@ -110,9 +110,10 @@ class ReservedMeanwhile(RankHeads):
 
     store: OwnedArena
 
-    def write_checksums(self, slot: int) -> None:
-        super().write_checksums(slot)
+    def write_checksums(self, slot: int, generation: int) -> bool:
+        written = super().write_checksums(slot, generation)
         self.store.set_generation(slot, 1000)
+        return written
 
     def verified(self, slot: int) -> bool:
         sound = super().verified(slot)

@@ -44,7 +44,8 @@ class _Stage:
         self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True) if bounce else None
         # A blocking event lets the waiting thread sleep: the core belongs to the compute thread.
         self.arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.slots: list[int] = []
+        self.slots: list[tuple[int, int]] = []
+        """On their way, and with which generations."""
 
 
 class BoundCudaKvCopier:
@@ -72,7 +73,8 @@ class BoundCudaKvCopier:
             for turn, (first, blocks) in enumerate(_parts_of(piece, self._stage_blocks)):
                 stage = self._stages[turn % 2]
                 self._arrive(stage)
-                stage.slots = slots[first : first + len(blocks)]
+                last = first + len(blocks)
+                stage.slots = list(zip(slots[first:last], generations[first:last], strict=True))
                 self._send(stage, blocks)
             for stage in self._stages:
                 self._arrive(stage)
@@ -109,7 +111,7 @@ class BoundCudaKvCopier:
         if stage.host is not None:
             stage.host[: len(blocks)].copy_(on_device, non_blocking=True)
         else:
-            for row, slot in enumerate(stage.slots):
+            for row, (slot, _) in enumerate(stage.slots):
                 self._slots[slot].copy_(on_device[row], non_blocking=True)
         self._stream.record_event(stage.arrived)
 
@@ -118,10 +120,10 @@ class BoundCudaKvCopier:
         if not stage.slots:
             return
         stage.arrived.synchronize()
-        for row, slot in enumerate(stage.slots):
+        for row, (slot, generation) in enumerate(stage.slots):
             if stage.host is not None:
                 self._slots[slot].copy_(stage.host[row])
-            self._heads.write_checksums(slot)
+            self._heads.write_checksums(slot, generation)  # what is another's by now, `save` finds out at its end
         stage.slots = []
 
     def _loaded(self, piece: Piece) -> Copied:

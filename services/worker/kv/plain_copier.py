@@ -50,12 +50,13 @@ class BoundPlainKvCopier:
         self._heads.touch(slots)
         if not self._heads.unchanged(slots, generations):
             return "other generation"
-        for block, slot in zip(piece.blocks.tolist(), slots, strict=True):
+        for block, slot, generation in zip(piece.blocks.tolist(), slots, generations, strict=True):
             to = self._slots[slot]
             for layer, halves in enumerate(self._caches):
                 for half, cache in enumerate(halves):
                     to[:, layer, half] = cache[block]
-            self._heads.write_checksums(slot)
+            if not self._heads.write_checksums(slot, generation):
+                break
         if self._heads.unchanged(slots, generations):
             return "all"
         self._heads.forget_checksums(slots)

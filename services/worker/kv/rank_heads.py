@@ -90,10 +90,15 @@ class RankHeads:
         end = self._base + shape.payload_at(first + count - 1, self._first_cells[0]) + self.span
         provide(start, end - start, write=write)
 
-    def write_checksums(self, slot: int) -> None:
-        """After the cells' bytes are written."""
-        for cell in self._cells():
-            self.arena.write_checksum(slot, cell)
+    def write_checksums(self, slot: int, generation: int) -> bool:
+        """After the cells' bytes are written. Answers False, and writes none, where the slot is another's by now: they
+        would fit what was written over its block, and be believed."""
+        sums = [self.arena.sum_up(slot, cell) for cell in self._cells()]
+        if self.arena.generation(slot) != generation:
+            return False
+        for cell, value in zip(self._cells(), sums, strict=True):
+            self.arena.write_checksum(slot, cell, value)
+        return True
 
     def verified(self, slot: int) -> bool:
         """Whether the cells' bytes are what their checksums were made of."""

@@ -161,8 +161,7 @@ class Copier {
     KvCopied save(Place place, uint64_t generation, Place after) const {
         const uint32_t slot = place.slot;
         if (generation_of(slot) != generation) return KvCopied::kOtherGeneration;
-        save_heads(place, after);
-        if (generation_of(slot) == generation) return KvCopied::kAll;
+        if (save_heads(place, after, generation) && generation_of(slot) == generation) return KvCopied::kAll;
         for (int head = 0; head < heads_; ++head)
             for (int layer = 0; layer < memory_.layers; ++layer) __atomic_store_n(checksum(slot, head, layer), 0, __ATOMIC_RELEASE);
         return KvCopied::kOtherGeneration;
@@ -203,7 +202,8 @@ class Copier {
     }
 
     // Layer after layer: all heads of a block lie side by side there, and are read from the first to the last.
-    void save_heads(Place place, Place after) const {
+    // No checksum is written where the slot is another's by now: beside what it overwrote it would be a right one.
+    bool save_heads(Place place, Place after, uint64_t generation) const {
         int pieces = memory_.layers * heads_;
         std::vector<uint64_t> sums{};
         sums.reserve(size_t(pieces));
@@ -212,8 +212,11 @@ class Copier {
             sums.push_back(save_piece(place, piece, next < pieces ? place : after, next % pieces));
         }
         finish_streaming();
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+        if (generation_of(place.slot) != generation) return false;
         for (int piece = 0; piece < pieces; ++piece)
             __atomic_store_n(checksum(place.slot, piece % heads_, piece / heads_), sums[size_t(piece)], __ATOMIC_RELEASE);
+        return true;
     }
 
     // Keys and values of one layer and head, a part of the tokens after the other: converting one part goes on while the

@@ -37,8 +37,9 @@ enum class KvCopied : int {
     kOtherChecksum = 2,    // what was read is not what was written
 };
 
-// The slot's generation is looked at before and after each block. A block that was written to a slot which has become
-// another's meanwhile loses its checksums, so that nobody takes it for whole.
+// The slot's generation is looked at before and after each block, and again before its checksums are written: so that a
+// writer that was stopped for long never leaves contents with checksums that fit them in a slot that is another's. A
+// block that was written to such a slot loses its checksums, so that nobody takes it for whole.
 KvCopied save_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what);
 // Checksums are verified while the bytes pass by. What could not be loaded is zeros then.
 KvCopied load_blocks(const KvMemory& memory, const KvArena& arena, const KvBlocks& what);
