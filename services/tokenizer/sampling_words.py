@@ -33,12 +33,12 @@ def translated(
 
 
 def _spellings(word: str, vocabulary: Vocabulary) -> Iterator[tuple[int, ...]]:
-    """As vLLM has it: the word at the beginning of a text, and in the middle of one where that is another token, and no
-    mere space before the same ones."""
+    """The word at the beginning of a text, and in the middle of one, unless that is a mere space before the same tokens.
+    vLLM leaves the latter out, too, where it has another number of tokens: then `the` may be banned, and ` the` not."""
     plain = _encoded(word.lstrip(), vocabulary, "bad_words")
     yield plain
     spaced = _encoded(" " + word.lstrip(), vocabulary, "bad_words")
-    if spaced[0] != plain[0] and len(spaced) == len(plain):
+    if spaced[-len(plain) :] != plain:
         yield spaced
 
 

@@ -78,12 +78,16 @@ def vllms(tokenizer: Any, words: list[str]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("model", ["demo", "byte fallback"])
-def test_bad_words_are_those_of_vllm(model: str, byte_fallback: Path) -> None:
+def test_bad_words_are_those_of_vllm_and_what_it_forgets(model: str, byte_fallback: Path) -> None:
     folder = DEMO if model == "demo" else byte_fallback
     words = ["Paris", " Paris", "the", "the lighthouse", "a", "Hello world", "ü", "  France"]
     found = routed(encoding_of(folder), TextPrompt("Hello"), bad_words=tuple(words)).sampling.bad_words
-    assert list(found) == vllms(AutoTokenizer.from_pretrained(folder), words)
-    assert len(found) > len(words) or model != "demo", "no word has another token behind a space"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert set(found) >= set(vllms(tokenizer, words))
+    for word in words:
+        for spelling in (word.lstrip(), " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(spelling, add_special_tokens=False))
+            assert any(ids[-len(banned) :] == banned for banned in found), spelling
 
 
 def test_a_word_of_too_many_tokens_is_refused() -> None:
