@@ -20,6 +20,7 @@ from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
 from services.worker.pipeline import SingleStage
+from services.worker.speculation.settings import Speculation
 from services.worker.torch_backend import create_backend
 from services.worker.torch_ranks import RankPlace, join
 from shared.ids import Incarnation, ModelName
@@ -42,6 +43,8 @@ class Serve(Struct, frozen=True, tag=True):
     stages: int
     layers: tuple[int, ...] = ()
     kv_memory: int = 4 << 20
+    drafts: int = 0
+    """Tokens that n-gram look-up may draft."""
 
     @property
     def world_size(self) -> int:
@@ -60,11 +63,14 @@ class Serving(Struct, frozen=True):
     """Of the vocabulary in this rank's embedding; 0 on stages without one."""
     layers: int
     block_bytes: int
+    max_speculate: int
 
 
 class Drew(Struct, frozen=True):
     step: int
     sampled: tuple[Sampled, ...]
+    drafted: int
+    accepted: tuple[int, ...]
     logits: list[list[float]]
     """Of each row that was drawn from."""
 
@@ -109,6 +115,7 @@ def served(rank: int, asked: Serve) -> ModelRunner:
         threads=1,
         pipeline=pipeline,
         layers=asked.layers or None,
+        speculation=Speculation(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None,
     )
 
 
@@ -121,6 +128,7 @@ def serving(backend: ModelRunner) -> Serving:
         words=0 if embedding is None else len(embedding),
         layers=len(decoder._weights.layers),
         block_bytes=decoder.kv_block_bytes,
+        max_speculate=backend.max_speculate,
     )
 
 
@@ -150,7 +158,9 @@ class Rank:
         self.logits.clear()
         output = self.backend.step(plan)
         rows = [row for logits in self.logits for row in logits.tolist()]
-        return Drew(plan.step, output.sampled, rows) if self.rank == self.asked.draws else None
+        if self.rank != self.asked.draws:
+            return None
+        return Drew(plan.step, output.sampled, output.drafted, output.accepted, rows)
 
 
 def main(rank: str) -> None:

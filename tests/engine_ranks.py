@@ -72,10 +72,11 @@ class RankProcesses:
         ops: OpsName = "torch",
         limits: Limits | None = None,
         kv_memory: int = 4 << 20,
+        drafts: int = 0,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
-        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory)
+        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts)
         for process in self._processes:
             write(_pipe(process.stdin), asked)
         answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]
@@ -115,6 +116,8 @@ class EngineOfRanks:
         """Of every row drawn from, in order."""
         self.most_in_flight = 0
         self.steps = 0
+        self.accepted = 0
+        """Drafts that stood."""
         self._ranks = ranks
         self._asked = asked
         self._requests: dict[str, Request] = {}
@@ -127,6 +130,7 @@ class EngineOfRanks:
                 max_batch_tokens=64,
                 world_size=asked.world_size,
                 stages=asked.stages,
+                max_speculate=min(one.max_speculate for one in serving),
             )
         )
 
@@ -154,7 +158,17 @@ class EngineOfRanks:
         self._in_flight -= 1
         self.steps += 1
         self.logits += drew.logits
-        self._tell(StepFinished(epoch=self._epoch, step=drew.step, sampled=drew.sampled, timing=TIMING))
+        self.accepted += sum(drew.accepted)
+        self._tell(
+            StepFinished(
+                epoch=self._epoch,
+                step=drew.step,
+                sampled=drew.sampled,
+                timing=TIMING,
+                drafted=drew.drafted,
+                accepted=drew.accepted,
+            )
+        )
         check(self.core)
 
     def run(self) -> None:

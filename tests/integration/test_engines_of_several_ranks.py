@@ -130,10 +130,8 @@ def test_preemption_and_seeds_change_nothing_in_a_pipeline(
 ) -> None:
     model = models("qwen2", 2)
     alone = ranks.serve(model.path)
-    expected = []
-    for tokens in PROMPTS:
-        expected.append(alone.ask(tokens, 40, SEEDED))
-        alone.run()
+    expected = [alone.ask(tokens, 40, SEEDED) for tokens in PROMPTS]
+    alone.run()
     limits = Limits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
     block = alone.serving[0].block_bytes
     engine = ranks.serve(model.path, tp=2, stages=2, limits=limits, kv_memory=PREEMPTING * block // 3)
@@ -141,6 +139,21 @@ def test_preemption_and_seeds_change_nothing_in_a_pipeline(
     engine.run()
     assert engine.preemptions > 0
     assert [request.tokens for request in requests] == [request.tokens for request in expected]
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(2, 1), (2, 2)])
+def test_every_stage_drafts_the_same(
+    ranks: RankProcesses, models: Callable[..., TinyModel], tp: int, stages: int
+) -> None:
+    model = models("llama", 2)
+    limits = Limits(run_ahead=1, plan_late=False, speculation="fixed")
+    engine = ranks.serve(model.path, tp=tp, stages=stages, limits=limits, drafts=3)
+    # What follows a prompt is put behind it twice: what was looked up is then often right.
+    prompts = [3 * (tokens + model.greedy(tokens, 8)) for tokens in (prompt(5, 1), prompt(7, 2), prompt(9, 3))]
+    requests = [engine.ask(tokens, 20) for tokens in prompts]
+    engine.run()
+    assert [request.tokens for request in requests] == [model.greedy(tokens, 20) for tokens in prompts]
+    assert engine.accepted > 0
 
 
 def test_ranks_share_layers_words_and_memory(ranks: RankProcesses, models: Callable[..., TinyModel]) -> None:
