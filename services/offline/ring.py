@@ -56,6 +56,7 @@ class Ring:
     def __init__(self, configs: Configs) -> None:
         """Loads tokenizer and templates. Raises EngineFailed."""
         self._configs = configs
+        self.bus = MemoryBus(MAX_PAYLOAD, LoopClock().now)
         try:
             folder = resolve_model(configs.tokenizer.model, weights=configs.worker.device != "sim")
             self._encoding = load_encoding(configs.tokenizer, folder)
@@ -84,10 +85,9 @@ class Ring:
 
     async def start(self, timeout: float) -> None:
         """Returns when requests are served. Raises EngineFailed; then nothing runs any more."""
-        bus = MemoryBus(MAX_PAYLOAD, LoopClock().now)
-        actors = await self._actors(bus)
+        actors = await self._actors()
         self._runtimes = [ActorRuntime(actor, drain_timeout=DRAIN_SECONDS) for actor in actors]
-        self._running = asyncio.create_task(self._run(bus))
+        self._running = asyncio.create_task(self._run())
         try:
             async with asyncio.timeout(timeout):
                 while self._gateway is None or self._gateway.desk.not_serving() is not None:
@@ -98,27 +98,27 @@ class Ring:
             await self.stop()
             raise EngineFailed(f"the model was not ready within {timeout:g} s") from None
 
-    async def _actors(self, bus: MemoryBus) -> list[Actor]:
+    async def _actors(self) -> list[Actor]:
         configs = self._configs
-        self._gateway = Gateway(bus.connection(), configs.gateway, listens=False)
-        self._scheduler = build_scheduler(configs.scheduler, bus.connection())
+        self._gateway = Gateway(self.bus.connection(), configs.gateway, listens=False)
+        self._scheduler = build_scheduler(configs.scheduler, self.bus.connection())
         return [
             self._gateway,
-            build_tokenizer(configs.tokenizer, self._encoding, bus.connection()),
-            build_coordinator(configs.coordinator, bus.connection()),
+            build_tokenizer(configs.tokenizer, self._encoding, self.bus.connection()),
+            build_coordinator(configs.coordinator, self.bus.connection()),
             self._scheduler,
-            await build_worker(configs.worker, bus.connection()),
-            build_detokenizer(configs.detokenizer, self._vocabulary, bus.connection()),
+            await build_worker(configs.worker, self.bus.connection()),
+            build_detokenizer(configs.detokenizer, self._vocabulary, self.bus.connection()),
         ]
 
-    async def _run(self, bus: MemoryBus) -> None:
+    async def _run(self) -> None:
         """Until `stop`; the end of one actor, which can only be a bug or a model that does not load, ends all."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for runtime in self._runtimes:
                     tasks.create_task(runtime.run())
         finally:
-            await bus.close()
+            await self.bus.close()
 
     async def ended(self) -> None:
         """Returns when the ring has ended, for whatever reason."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,11 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from deploy.cli.stack_spec import DEMO_MODEL
 from services.offline import LLM, EngineFailed, InvalidRequest, SamplingParams
 from services.offline.prompts import Prompt
+from services.offline.ring import Ring
+from services.offline.settings import ENGINE, EngineSettings, configs
+from shared import topics
+from shared.ids import EngineId, Incarnation, SequenceId
+from shared.messages.worker import StepPlan, Work
 from tests.engine_on_a_bus import make_model
+from tests.tiny_models import VOCABULARY
+from tests.tiny_models import make_model as make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -198,3 +209,37 @@ def test_a_plain_script_needs_no_main_guard_and_ends_by_itself(tmp_path: Path) -
     assert done.returncode == 0, done.stderr.decode()
     assert json.loads(done.stdout) == [3, 3]
     assert done.stderr == b"", "no progress bar where there is no terminal"
+
+
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    reference = make_tiny_model("llama", tmp_path / "tiny")
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tiny" / "tokenizer.json"))
+    prompts = [[3, 5, 8, 13, 21], list(range(3, 40)), [7]]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(str(reference.path), device="cpu", kv_memory="8MiB", settings={"worker.threads": 1}) as llm:
+        outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == [reference.greedy(ids, 16) for ids in prompts]
+
+
+async def test_a_bug_in_one_actor_ends_the_engine_with_its_reason(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path / "model"))
+    settings = EngineSettings(model=model, served_model_name="m", device="sim", more={"worker.sim_step_ms": 20})
+    ring = Ring(configs(settings))
+    await ring.start(30)
+    nonsense = StepPlan(epoch=Incarnation(1), step=0, work=(Work(SequenceId(7), 1, b"", True),))
+    await ring.bus.publish(topics.engine_steps(EngineId(ENGINE)), nonsense)
+    async with asyncio.timeout(30):
+        await ring.ended()
+    assert "the engine ended: " in str(ring.failure())
+    await ring.stop()
+
+
+def test_an_interrupt_gives_up_what_is_generated_and_the_engine_lives_on(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path / "model"))
+    with LLM(model, device="sim", settings={"worker.sim_step_ms": 20}) as llm:
+        timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[2, 3]] * 4, SamplingParams(max_tokens=None, ignore_eos=True))
+        assert len(llm.generate([[2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
