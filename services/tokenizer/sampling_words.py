@@ -33,8 +33,9 @@ def translated(
 
 
 def _spellings(word: str, vocabulary: Vocabulary) -> Iterator[tuple[int, ...]]:
-    """The word at the beginning of a text, and in the middle of one, unless that is a mere space before the same tokens.
-    vLLM leaves the latter out, too, where it has another number of tokens: then `the` may be banned, and ` the` not."""
+    """The word at the beginning of a text, and in the middle of one, unless that is a mere space before the same
+    tokens. vLLM leaves the latter out where it has another number of tokens: there `the` may be banned, and ` the` not.
+    """
     plain = _encoded(word.lstrip(), vocabulary, "bad_words")
     yield plain
     spaced = _encoded(" " + word.lstrip(), vocabulary, "bad_words")
