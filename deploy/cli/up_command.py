@@ -45,6 +45,13 @@ def up(
         int | None, typer.Option(help="Sequences running at once per engine.", rich_help_panel=CAPACITY)
     ] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per step.", rich_help_panel=CAPACITY)] = None,
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            help='Draft tokens, e.g. {"method": "ngram", "num_speculative_tokens": 4}; see docs/speculative.md.',
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     engines: Annotated[
         int | None, typer.Option(min=0, help="Copies of the model; 1, or 0 beside pools.", rich_help_panel=SIZE)
     ] = None,
@@ -157,6 +164,7 @@ def up(
     run_dir: RunDir = None,
 ) -> None:
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
+    from deploy.cli.drafting import drafting
     from deploy.cli.hosts_choice import hosts_choice
     from deploy.cli.stack_lookup import run_dir_of
     from deploy.cli.stack_spec import (
@@ -240,6 +248,7 @@ def up(
                         max_num_seqs=max_num_seqs,
                         max_batch_tokens=max_batch_tokens,
                         threads=cpu_share(counts),
+                        speculative=drafting(speculative),
                     ),
                 },
                 own,

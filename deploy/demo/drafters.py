@@ -17,8 +17,8 @@ MEDUSA_HEADS = 3
 DRAFT_HIDDEN = 128
 FEATURE_WEIGHT = 0.5
 """Of EAGLE's feature loss beside the loss of its words."""
-ROLLED_OUT = (1.0, 0.7, 0.5)
-"""Weights of EAGLE's passes: on the model's own features, on features predicted once, and twice (as in HASS,
+ROLLED_OUT = (1.0, 0.7)
+"""Weights of EAGLE's passes: on the model's own features, on on features that it has predicted (as in HASS,
 arXiv:2408.15766: when it drafts, it has nothing better)."""
 
 
@@ -27,8 +27,13 @@ class Taught(NamedTuple):
 
     features: Tensor
     """[rows, length, hidden] the last hidden state, normed."""
-    chances: Tensor
-    """[rows, length, vocabulary] of the token after each position."""
+    words: Tensor
+    """[vocabulary, hidden] the model's head."""
+
+    def chances(self, ahead: int, rows: Tensor) -> Tensor:
+        """[n, vocabulary] of the token after each position that is `ahead` places behind one of `rows`."""
+        with torch.no_grad():
+            return F.linear(self.features[:, ahead:][rows], self.words).float().softmax(dim=-1)
 
 
 class Learnt(NamedTuple):
@@ -64,14 +69,13 @@ class MedusaHeads(nn.Module):
         losses, agreed = [], []
         for ahead, head in enumerate(self.heads, start=1):
             rows = foreseen(batch, ahead)
-            loss, same = compared(head(taught.features[:, :-ahead][rows]), taught.chances[:, ahead:][rows])
+            loss, same = compared(head(taught.features[:, :-ahead][rows]), taught.chances(ahead, rows))
             losses.append(loss * 0.8 ** (ahead - 1))
             agreed.append(same)
         return Learnt(torch.stack(losses).sum(), agreed)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.heads.state_dict().items():
-            yield name, tensor
+        yield from self.heads.state_dict().items()
 
     def settings(self) -> dict[str, object]:
         return {"medusa_num_heads": MEDUSA_HEADS, "medusa_num_layers": 1, "model_type": "medusa"}
@@ -108,11 +112,12 @@ class EagleLayer(nn.Module):
         rows = foreseen(batch, 1)
         features = taught.features[:, :-1]
         begins = (batch.positions[:, :-1] == 0).unsqueeze(-1)
+        chances = taught.chances(1, rows)
         losses, agreed = [], []
         for number, weight in enumerate(ROLLED_OUT):
             out = self(features, following, batch)
             words = F.linear(out[rows], self._words[0])
-            loss, same = compared(words, taught.chances[:, 1:][rows])
+            loss, same = compared(words, chances)
             missed = F.smooth_l1_loss(out[rows], taught.features[:, 1:][rows])
             losses.append(weight * (loss + FEATURE_WEIGHT * missed))
             agreed.append(same)
@@ -143,7 +148,7 @@ class DraftModel(nn.Module):
     def learn(self, batch: Batch, taught: Taught) -> Learnt:
         rows = batch.targets >= 0
         out = self.body(input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False)
-        loss, same = compared(out.logits[rows], taught.chances[rows])
+        loss, same = compared(out.logits[rows], taught.chances(0, rows))
         return Learnt(loss, [same])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -163,6 +168,6 @@ def foreseen(batch: Batch, ahead: int) -> Tensor:
 
 
 def compared(logits: Tensor, chances: Tensor) -> tuple[Tensor, float]:
-    """(the mean cross entropy of `logits` [n, vocabulary] against `chances`, how often both have the same favourite)."""
+    """(mean cross entropy of `logits` [n, vocabulary] against `chances`, how often both have the same favourite)."""
     same = (logits.argmax(-1) == chances.argmax(-1)).float().mean().item() if len(logits) else 0.0
     return -(chances * F.log_softmax(logits.float(), dim=-1)).sum(-1).mean(), same

@@ -1,6 +1,6 @@
 """What the demo model itself says to generated prompts: the text that drafters learn from.
 
-A drafter must foresee the model, mistakes included, so it learns from the model's outputs rather than from right answers.
+A drafter must foresee the model, mistakes included: it learns from the model's outputs rather than from right answers.
 """
 
 from collections.abc import Iterator

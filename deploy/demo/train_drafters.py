@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -20,60 +21,70 @@ from deploy.demo.own_outputs import own_outputs
 from deploy.demo.packing import Batch, Document, Encoder, batches
 
 HERE = Path(__file__).parent
-KINDS: dict[str, type[MedusaHeads] | type[EagleLayer] | type[DraftModel]] = {"medusa": MedusaHeads, "eagle": EagleLayer, "draft": DraftModel}
+Drafter = MedusaHeads | EagleLayer | DraftModel
+
+KINDS: dict[str, type[Drafter]] = {
+    "medusa": MedusaHeads,
+    "eagle": EagleLayer,
+    "draft": DraftModel,
+}
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors", "eagle": "model.safetensors", "draft": "model.safetensors"}
 SEED = 11
 STEP_TOKENS = 4096
-WARM_UP = 30
-REPORT_EVERY = 50
-
-Drafter = MedusaHeads | EagleLayer | DraftModel
+WARM_UP = 20
 
 
-def train(drafter: Drafter, model: LlamaForCausalLM, documents: list[Document], steps: int, rate: float) -> None:
-    """`steps` optimizer steps over the documents, shuffled anew each time around."""
-    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    pace = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP, 0.02 + 1.5 * (steps - step) / steps)
-    )
-    begun, agreed = time.perf_counter(), []
-    for step, part in enumerate(_steps(documents, steps), start=1):
-        optimizer.zero_grad(set_to_none=True)
-        for batch in part:
-            learnt = drafter.learn(batch, teach(model, batch))
-            (learnt.loss / len(part)).backward()  # type: ignore[no-untyped-call]
-            agreed.append(learnt.agreed)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        pace.step()
-        if step % REPORT_EVERY == 0:
-            shares = "  ".join(f"{sum(one) / len(one):.1%}" for one in zip(*agreed, strict=True))
-            print(f"step {step}/{steps}  agreed {shares}  {time.perf_counter() - begun:.0f} s", flush=True)
-            agreed.clear()
+class Lesson(NamedTuple):
+    """A batch, and what the model makes of it."""
+
+    batch: Batch
+    taught: Taught
 
 
 @torch.no_grad()
-def teach(model: LlamaForCausalLM, batch: Batch) -> Taught:
-    features = model.model(
-        input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
-    ).last_hidden_state
-    return Taught(features, model.lm_head(features).softmax(dim=-1))
-
-
-def _steps(documents: list[Document], steps: int) -> list[list[Batch]]:
-    """For each step, batches of about STEP_TOKENS tokens."""
-    random, room = Random(SEED), STEP_TOKENS
-    found: list[list[Batch]] = []
+def lessons(model: LlamaForCausalLM, documents: list[Document]) -> list[Lesson]:
+    """All documents, in batches of a step each: what the model says of them is found out once."""
+    found: list[Lesson] = []
     taken: list[Document] = []
-    while len(found) < steps:
-        for document in random.sample(documents, len(documents)):
-            taken.append(document)
-            room -= len(document[0])
-            if room <= 0:
-                found.append(list(batches(taken, STEP_TOKENS)))
-                taken, room = [], STEP_TOKENS
-    return found[:steps]
+    room = STEP_TOKENS
+    for document in Random(SEED).sample(documents, len(documents)):
+        taken.append(document)
+        room -= len(document[0])
+        if room <= 0:
+            found += [_lesson(model, batch) for batch in batches(taken, STEP_TOKENS)]
+            taken, room = [], STEP_TOKENS
+    return found
+
+
+def _lesson(model: LlamaForCausalLM, batch: Batch) -> Lesson:
+    with torch.autocast("cpu", torch.bfloat16):
+        features = model.model(
+            input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
+        ).last_hidden_state
+    return Lesson(batch, Taught(features.float(), model.lm_head.weight.detach()))
+
+
+def train(drafter: Drafter, taught: list[Lesson], rounds: int, rate: float) -> None:
+    """Goes over all lessons so many times, each time in another order."""
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    steps, random, begun = rounds * len(taught), Random(SEED), time.perf_counter()
+    pace = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP, 0.02 + 1.5 * (steps - step) / steps)
+    )
+    for number in range(1, rounds + 1):
+        agreed = []
+        for batch, what in random.sample(taught, len(taught)):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                learnt = drafter.learn(batch, what)
+            learnt.loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            pace.step()
+            agreed.append(learnt.agreed)
+        shares = "  ".join(f"{sum(one) / len(one):.1%}" for one in zip(*agreed, strict=True))
+        print(f"round {number}/{rounds}  agreed {shares}  {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 def ship(drafter: Drafter, folder: Path, weights: str) -> None:
@@ -89,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=HERE / "model")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the drafters' folders")
-    parser.add_argument("--prompts", type=int, default=6000)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--prompts", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=6, help="how often each document is read")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--outputs", type=Path, help="file that keeps the model's outputs between runs")
     parser.add_argument("only", nargs="*", choices=[*KINDS, []], help="which of them; by default all")
@@ -99,11 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model.train(False)
     documents = _documents(model, options.model, options.prompts, options.outputs)
     print(f"{len(documents)} documents, {sum(sum(counts) for _, counts in documents):,} tokens of output", flush=True)
+    taught = lessons(model, documents)
     for kind in options.only or KINDS:
         torch.manual_seed(SEED)
         drafter: Drafter = KINDS[kind](model)
         print(kind, flush=True)
-        train(drafter, model, documents, options.steps, options.rate)
+        train(drafter, taught, options.rounds, options.rate)
         ship(drafter, options.out / kind, WEIGHTS[kind])
 
 

@@ -31,6 +31,12 @@ TRANSFER_SECONDS = Histogram(
     "baton_worker_transfer_seconds", "What one transfer took, waiting left out.", ["kind"], buckets=_BUCKETS
 )
 
+DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.")
+ACCEPTED = Counter(
+    "baton_worker_accepted_tokens_total", "Draft tokens that were accepted, by their place in the draft.", ["position"]
+)
+DRAFTS = Counter("baton_worker_drafts_total", "Sequences and steps that had at least one draft token.")
+
 _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
     PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample", "answer")
 )
@@ -51,6 +57,11 @@ def note_step(plan: StepPlan, output: StepOutput) -> None:
     STEPS.inc()
     _COMPUTED.inc(sum(work.count for work in plan.work))
     _SAMPLED.inc(sum(len(sampled.tokens) for sampled in output.sampled))
+    if output.drafted:
+        DRAFTED.inc(output.drafted)
+        DRAFTS.inc(sum(sampled.drafted > 0 for sampled in output.sampled))
+        for position, count in enumerate(output.accepted, start=1):
+            ACCEPTED.labels(str(position)).inc(count)
 
 
 def note_transfer(kind: str, outcome: str, copied: int, seconds: float) -> None:

@@ -1,0 +1,26 @@
+"""What `--speculative` says, checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from deploy.cli.errors import CommandError
+from services.worker.speculation.settings import SpeculationError, read_speculation
+
+
+def drafting(text: str | None) -> str | None:
+    """For the workers, which run elsewhere: its `model` as an absolute path. Raises CommandError."""
+    if text is None:
+        return None
+    try:
+        settings = read_speculation(text)
+    except SpeculationError as error:
+        raise CommandError(f"--{error}", status=2) from None
+    if settings.model is not None:
+        folder = Path(settings.model).expanduser()
+        if not folder.is_dir():
+            raise CommandError(f"--speculative: model {settings.model}: there is no such directory", status=2)
+        settings = msgspec.structs.replace(settings, model=str(folder.absolute()))
+    return msgspec.json.encode(settings).decode()
