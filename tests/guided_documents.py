@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.guided.compiler import Compiler
 from services.worker.guided.library import GrammarLibrary
@@ -18,6 +19,7 @@ from services.worker.sampling.masks import words
 from shared.messages.generation import Grammar
 from tests.tiny_tokenizers import byte_level, write_model
 
+Slots = NDArray[np.intp]
 DATA = Path(__file__).parent / "data"
 EOS = "</s>"
 
@@ -64,13 +66,15 @@ class RandomWriter:
         tokenizer = byte_level()
         write_model(folder, tokenizer)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.eos = tokenizer.token_to_id(EOS)
+        eos = tokenizer.token_to_id(EOS)
+        assert eos is not None
+        self.eos = eos
         self.library = GrammarLibrary(Compiler(folder, self.vocab_size, (self.eos,)))
         self.tokenizer = tokenizer
         self._pieces = self.library.compiler.spelling().pieces
         self._closing = np.array([piece[:1] in (b'"', b"]", b"}", b",") for piece in self._pieces])
 
-    def allowed(self, matcher: Matcher) -> np.ndarray:
+    def allowed(self, matcher: Matcher) -> Slots:
         """The tokens that may follow."""
         bits = np.zeros((1, words(self.vocab_size)), dtype=np.int32)
         matcher.fill(bits)
@@ -89,7 +93,7 @@ class RandomWriter:
             tokens.append(token)
         return tokens, None
 
-    def _drawn(self, allowed: np.ndarray, random: Random, *, eager: bool) -> int:
+    def _drawn(self, allowed: Slots, random: Random, *, eager: bool) -> int:
         if self.eos in allowed and random.random() < 0.5:
             return self.eos
         closing = allowed[self._closing[allowed]]
