@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shared.blocks import BLOCK_SIZE, hash_chain
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId, SequenceId
@@ -72,11 +73,13 @@ def generate(
     return Generate(generation, detokenizer, decode_on)
 
 
+def digests(tokens: list[int]) -> list[int]:
+    """Of each beginning of `tokens`, from the first token on."""
+    return list(accumulate(tokens, lambda result, token: hash((result, token)), initial=0))[1:]
+
+
 def digest(tokens: list[int]) -> int:
-    result = 0
-    for token in tokens:
-        result = hash((result, token))
-    return result
+    return digests(tokens)[-1] if tokens else 0
 
 
 def next_token(tokens: list[int]) -> int:
@@ -85,10 +88,11 @@ def next_token(tokens: list[int]) -> int:
 
 def continuation(tokens: list[int], count: int) -> list[int]:
     """The next tokens behind `tokens`."""
-    known = list(tokens)
+    state, drawn = digest(tokens), list[int]()
     for _ in range(count):
-        known.append(next_token(known))
-    return known[len(tokens) :]
+        drawn.append(state % VOCABULARY)
+        state = hash((state, drawn[-1]))
+    return drawn
 
 
 def right_output(request: Generate, context: int) -> tuple[list[int], str]:
@@ -98,8 +102,10 @@ def right_output(request: Generate, context: int) -> tuple[list[int], str]:
     stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else (EOS,))}
     room = context - len(tokens) if stopping.max_tokens is None else stopping.max_tokens
     output: list[int] = []
+    state = digest(tokens)
     while len(output) < room:
-        output.append(next_token(tokens + output))
+        output.append(state % VOCABULARY)
+        state = hash((state, output[-1]))
         if output[-1] in stops and len(output) > stopping.min_tokens:
             return output, "stop"
     return output, "length"
@@ -233,16 +239,15 @@ class HonestWorker:
         fit = -(-(end + work.speculate) // BLOCK_SIZE)
         assert len(held.blocks) >= fit if self._accepts else len(held.blocks) == fit, "blocks do not fit the work"
         assert not work.speculate or (self._accepts and work.sample and work.count == 1), "drafts beside a prompt"
-        for position in range(held.computed):
+        for position, expected in enumerate(digests(held.tokens[: held.computed])):
             block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            expected = digest(held.tokens[: position + 1])
             assert self._memory[block][offset] == expected, f"position {position} was overwritten"
         places = set()
         assert work.sample == (end == len(held.tokens)), "a sample is drawn exactly when all tokens are computed"
-        right = held.tokens + continuation(held.tokens, accepted)
+        right = digests(held.tokens + continuation(held.tokens, accepted))
         for position in range(held.computed, end + work.speculate):
             block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
-            self._memory[block][offset] = digest(right[: position + 1]) if position < end + accepted else None
+            self._memory[block][offset] = right[position] if position < end + accepted else None
             places.add((block, offset))
         held.computed = end + accepted
         return places

@@ -6,6 +6,7 @@ is the one that computing the request alone would have given; and at the end eve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -109,6 +110,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.plans: list[StepPlan] = []
         self.tick = 0.0
         self.workers_come()
+
+    @property
+    def accepts(self) -> Callable[[int], int] | None:
+        """How many of so many drafts are right; None where none are made."""
+        return (lambda most: self.luck.randint(0, most)) if self.drafts else None
 
     # ---- what happens to the engine
 
@@ -272,8 +278,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.serving is None)
     @rule()
     def workers_come(self) -> None:
-        accepts = (lambda most: self.luck.randint(0, most)) if self.drafts else None
-        self.worker = HonestWorker(self.blocks, accepts=accepts)
+        self.worker = HonestWorker(self.blocks, accepts=self.accepts)
         self.tell(WorkersReady(card(90), self.blocks, max_speculate=self.drafts, stages=self.stages))
 
     # ---- what the engine says

@@ -7,6 +7,7 @@ the end nothing is pinned or reserved in the store, whatever happened on the way
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,8 +55,20 @@ class StoreMachine(EngineMachine):
         run_ahead=st.integers(0, 2),
         policy=st.sampled_from(["fcfs", "priority"]),
         slots=st.integers(2, 24),
+        drafts=st.sampled_from([0, 0, 2, 5]),
+        luck=st.randoms(use_true_random=False),
     )
-    def start(self, blocks: int, budget: int, running: int, run_ahead: int, policy: Policy, slots: int) -> None:
+    def start(
+        self,
+        blocks: int,
+        budget: int,
+        running: int,
+        run_ahead: int,
+        policy: Policy,
+        slots: int,
+        drafts: int,
+        luck: Random,
+    ) -> None:
         limits = Limits(
             max_batch_tokens=budget,
             max_running=running,
@@ -63,7 +76,9 @@ class StoreMachine(EngineMachine):
             run_ahead=run_ahead,
             policy=policy,
             step_timeout=1e9,
+            speculation="fixed",
         )
+        self.drafts, self.luck = drafts, luck
         self.store = HonestStore(slots, LEASE_SECONDS)
         self.asked: list[Asked] = []
         self.left: set[LeaseId] = set()
@@ -73,8 +88,8 @@ class StoreMachine(EngineMachine):
         self.answer_all()
 
     def workers_come(self) -> None:
-        self.worker = HonestWorker(self.blocks, self.store, RANKS)
-        self.tell(WorkersReady(card(90), self.blocks, world_size=RANKS, layout=LAYOUT))
+        self.worker = HonestWorker(self.blocks, self.store, RANKS, self.accepts)
+        self.tell(WorkersReady(card(90), self.blocks, world_size=RANKS, layout=LAYOUT, max_speculate=self.drafts))
 
     def hear(self, output: Output) -> None:
         match output:
@@ -202,7 +217,9 @@ class StoreMachine(EngineMachine):
     def finish(self) -> None:
         """Copying goes on beside the steps: blocks that are being saved are nobody's, and who needs them computes in
         vain until it has ended."""
-        while self.plans or self.asked or self.worker.copies:
+        while self.plans or self.asked or self.worker.copies or self.worker.compiling:
+            if self.worker.compiling:
+                self.compile()
             if self.plans:
                 self.tell(self.worker.step(self.plans.pop(0)))
             self.copy_all()
