@@ -23,7 +23,8 @@ class StepOutput(Struct, frozen=True):
     sampled: tuple[Sampled, ...]
     """One entry for each work of the plan that had `sample` set, in the plan's order."""
     timing: StepTiming
-    """`wait` and `answer` are filled by the caller, who knows when the plan arrived and what became of the result."""
+    """`wait` is for other ranks' rows: the caller adds that for the plan, and fills `answer`, as he knows when the one came
+    and what became of the other."""
     drafted: int = 0
     """Draft tokens that were verified, all sequences together."""
     accepted: tuple[int, ...] = ()

@@ -59,7 +59,8 @@ class _Told(NamedTuple):
 
     def computed(self) -> Computed:
         output = self.step.output()
-        return Computed(self.plan, replace(output, timing=replace(output.timing, wait=self.wait)), self.ended)
+        timing = replace(output.timing, wait=self.wait + output.timing.wait)
+        return Computed(self.plan, replace(output, timing=timing), self.ended)
 
 
 class _Known(NamedTuple):

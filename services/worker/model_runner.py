@@ -164,7 +164,7 @@ class ModelRunner:
         verdict = self._drawn(batch, logits, choices)
         if self._proposer is not None and self._draws:
             self._proposer.observe(self._computed(batch, meta, features, verdict))
-        timing = _timing(begun, prepared, forwarded, time.perf_counter())
+        timing = _timing(begun, prepared, forwarded, time.perf_counter(), self._pipeline.take_waited())
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict if self._draws else None, scored))
 
     def _scored(self, batch: Batch, logits: Tensor | None) -> tuple[Tensor | None, tuple[PromptScored, ...]]:
@@ -241,5 +241,7 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
 
-def _timing(begun: float, prepared: float, forwarded: float, sampled: float) -> StepTiming:
-    return StepTiming(wait=0.0, prepare=prepared - begun, forward=forwarded - prepared, sample=sampled - forwarded)
+def _timing(begun: float, prepared: float, forwarded: float, sampled: float, waited: float = 0.0) -> StepTiming:
+    """`waited`: of the forward pass, for the stage before."""
+    forward = forwarded - prepared - waited
+    return StepTiming(wait=waited, prepare=prepared - begun, forward=forward, sample=sampled - forwarded)

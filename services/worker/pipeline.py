@@ -32,6 +32,9 @@ class Pipeline(Protocol):
     def receive(self, into: Tensor) -> Tensor:
         """The next rows from the stage before, in the memory of `into`, which has their shape and dtype."""
 
+    def take_waited(self) -> float:
+        """Seconds that `receive` has waited since this was last asked."""
+
     def send(self, x: Tensor) -> None:
         """To the stage behind. Nobody may write to `x` any more."""
 
@@ -50,6 +53,9 @@ class SingleStage:
 
     def receive(self, into: Tensor) -> Tensor:
         raise RuntimeError("there is no stage before")
+
+    def take_waited(self) -> float:
+        return 0.0
 
     def send(self, x: Tensor) -> None:
         raise RuntimeError("there is no stage behind")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -158,14 +159,22 @@ class TorchPipeline:
         self._rows = _Outbox(MOST_ROWS_ON_THEIR_WAY)
         self._tokens = _Outbox(MOST_ROWS_ON_THEIR_WAY * self.stages * self.stages)
         self._sent = self._received = self._told = 0
+        self._waited = 0.0
 
     def receive(self, into: Tensor) -> Tensor:
         assert self._before is not None, "the first stage embeds"
         work = dist.irecv(into, self._before, tag=_tag(self._received, 0))
         assert work is not None, "this rank is part of the group"
+        begun = time.perf_counter()
         work.wait()
+        self._waited += time.perf_counter() - begun
         self._received += 1
         return into
+
+    def take_waited(self) -> float:
+        """NCCL lets the device wait, and the host go on: there it is 0."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def send(self, x: Tensor) -> None:
         assert self._behind is not None, "the last stage has the head"

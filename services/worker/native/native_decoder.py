@@ -29,7 +29,9 @@ class NativeDecoder:
         self._kernels = kernels
         self._weights = weights
         self._vocab_size = config.vocab_size
-        assert weights.embedding is not None and weights.final_norm is not None and weights.head is not None, "whole"
+        assert weights.embedding is not None, "the model is whole"
+        assert weights.final_norm is not None
+        assert weights.head is not None
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
         self._embedding = weights.embedding.to(dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
