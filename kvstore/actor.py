@@ -41,7 +41,7 @@ class KvStoreActor(Actor):
     """Owns a `NodeStore`, and with it the arenas of one node. There is one on each node."""
 
     service = "kvstore"
-    tick_every = 0.25
+    tick_every = 0.5
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class KvStoreActor(Actor):
             Hears(topics.kvstore_questions(self.store.node), intake=True, asked=True),
             Hears(topics.kvstore_releases(self.store.node)),
             Hears(topics.kv_dump_requests(self.instance)),
-            Hears(topics.lifecycles()),
+            Hears(topics.lifecycles("scheduler")),
+            Hears(topics.lifecycles("kvstore")),
         ]
 
     async def set_up(self) -> None:

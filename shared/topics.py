@@ -121,9 +121,9 @@ def gateway_inbox(instance: GatewayId) -> Topic[gateway.GatewayMessage]:
     return Topic(f"gateway.{instance}.deltas", gateway.GatewayMessage)
 
 
-def lifecycles() -> Topic[lifecycle.Lifecycle]:
-    """Subscribe: everyone's lifecycle."""
-    return Topic("lifecycle.*.*", lifecycle.Lifecycle)
+def lifecycles(service: lifecycle.Service | None = None) -> Topic[lifecycle.Lifecycle]:
+    """Subscribe: everyone's lifecycle, or those of one service: who is told less often wakes less often."""
+    return Topic(f"lifecycle.{service or '*'}.*", lifecycle.Lifecycle)
 
 
 def lifecycle_of(service: lifecycle.Service, instance: InstanceId) -> Topic[lifecycle.Lifecycle]:

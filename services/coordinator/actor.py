@@ -32,7 +32,7 @@ class CoordinatorActor(Actor):
     """Owns a core that owns the placement of requests. Any number of coordinators may run."""
 
     service = "coordinator"
-    tick_every = 0.25
+    tick_every = 0.5
 
     def __init__(
         self,

@@ -58,7 +58,8 @@ class DetokenizerActor(Actor):
 
     def hears(self) -> Sequence[Hears[Any]]:
         # No intake: a coordinator gives a draining detokenizer no more requests, and those that it has need it.
-        return [Hears(topics.detokenizer_tokens(self._id)), Hears(topics.lifecycles())]
+        peers = [Hears(topics.lifecycles("scheduler")), Hears(topics.lifecycles("gateway"))]
+        return [Hears(topics.detokenizer_tokens(self._id)), *peers]
 
     async def handle(self, message: Any) -> None:
         match message:

@@ -46,7 +46,7 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import Failed, Placed, Rejected
 from shared.messages.kv_events import DumpRequest
 from shared.messages.kvstore import Owner
-from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role, Service
 from shared.messages.scheduler import Generate, Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
 from shared.registry import Gone, Registry
@@ -62,6 +62,9 @@ compute in vain. So neither need be declared dead early for being slow."""
 
 ALARM_RESOLUTION = 0.001
 """Seconds: timers are no finer."""
+
+HEEDED: tuple[Service, ...] = ("worker", "scheduler", "detokenizer", "gateway", "kvstore")
+"""Whose lives matter here."""
 
 
 class EngineWedged(Exception):
@@ -113,7 +116,7 @@ class SchedulerActor(Actor):
             Hears(topics.engine_control(self.engine_id)),
             Hears(topics.engine_probes(self.engine_id), asked=True),
             Hears(topics.kv_dump_requests(self.instance)),
-            Hears(topics.lifecycles()),
+            *(Hears(topics.lifecycles(service)) for service in HEEDED),
         ]
 
     async def handle(self, message: Any) -> None:
