@@ -110,6 +110,18 @@ def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each(
     assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None, world_size=2)
 
 
+def test_ranks_draft_as_much_as_the_one_that_drafts_least() -> None:
+    ranks = Ranks(ENGINE, None)
+    for rank, (drafts, jump) in enumerate([(5, 8), (3, 16)]):
+        said = life(rank)
+        assert said.worker is not None
+        worker = replace(said.worker, max_speculate=drafts, max_jump_ahead=jump)
+        ranks.heard(replace(said, worker=worker), 0.0)
+    ready = ranks.assemble()
+    assert isinstance(ready, WorkersReady)
+    assert (ready.max_speculate, ready.max_jump_ahead) == (3, 8)
+
+
 def test_a_configured_world_size_is_waited_for() -> None:
     ranks = Ranks(ENGINE, 2)
     ranks.heard(life(0, world_size=1), 0.0)

@@ -190,18 +190,18 @@ def sequence_of(request: Generate) -> Sequence:
 
 def policy(most: int, policy: SpeculationPolicy = "dynamic", jump_ahead: int = 0) -> Speculation:
     speculation = Speculation(most, jump_ahead, policy)
-    speculation.begin(1, 1000)
+    speculation.begin(1, 1000, guided=False)
     return speculation
 
 
 def test_ranks_that_draft_nothing_are_asked_for_nothing() -> None:
-    assert policy(0).begin(3, 1000) == 0
-    assert policy(5, "off").begin(3, 1000) == 0
+    assert policy(0).begin(3, 1000, guided=False) == 0
+    assert policy(5, "off").begin(3, 1000, guided=False) == 0
 
 
 def test_drafts_take_at_most_a_quarter_of_the_budget_and_nothing_from_who_decodes() -> None:
-    assert policy(5).begin(3, 1000) == 250
-    assert policy(5).begin(950, 1000) == 50
+    assert policy(5).begin(3, 1000, guided=False) == 250
+    assert policy(5).begin(950, 1000, guided=False) == 50
 
 
 def test_where_rows_cost_nothing_as_much_is_drafted_as_can_be() -> None:
@@ -209,7 +209,7 @@ def test_where_rows_cost_nothing_as_much_is_drafted_as_can_be() -> None:
     sequence = sequence_of(generate("a", PROMPT))
     for rows in (1, 6, 3, 6, 1):
         speculation.took(rows, 0.005, 1)
-    speculation.begin(1, 1000)
+    speculation.begin(1, 1000, guided=False)
     assert speculation.wanted(sequence) == 5
 
 
@@ -218,7 +218,7 @@ def test_where_every_row_costs_as_much_as_it_brings_nothing_is_drafted() -> None
     sequence = sequence_of(generate("a", PROMPT))
     for rows in (100, 150, 120, 180):
         speculation.took(rows, rows * 0.001, rows)
-    speculation.begin(100, 1000)
+    speculation.begin(100, 1000, guided=False)
     assert speculation.wanted(sequence) == 0
 
 
@@ -230,7 +230,7 @@ def test_the_length_follows_from_acceptance_and_what_a_row_costs() -> None:
         speculation.took(rows, 0.040 + rows * 0.001, 10)
     for _ in range(100):
         speculation.tried(sequence, 8, 2)
-    speculation.begin(10, 1000)
+    speculation.begin(10, 1000, guided=False)
     rate = sequence.acceptance.rate(0.7)
     assert rate == pytest.approx(2 / 3, abs=0.02)
     assert speculation.wanted(sequence) == math.floor(math.log(0.2) / math.log(rate))
@@ -244,7 +244,7 @@ def test_a_sequence_whose_drafts_fail_stops_drafting_and_tries_again_later() -> 
             speculation.took(rows, 0.040 + rows * 0.001, 10)
         speculation.tried(good, 4, 4)
         speculation.tried(bad, 4, 0)
-    speculation.begin(10, 1000)
+    speculation.begin(10, 1000, guided=False)
     assert (speculation.wanted(good), speculation.wanted(bad)) == (4, 0)
     waited = next(step for step in range(1000) if speculation.wanted(bad))
     assert 20 < waited < 300
@@ -252,7 +252,8 @@ def test_a_sequence_whose_drafts_fail_stops_drafting_and_tries_again_later() -> 
 
 def test_sequences_with_a_grammar_may_jump_ahead_where_nothing_else_is_drafted() -> None:
     speculation = policy(0, jump_ahead=6)
-    speculation.begin(1, 1000)
+    assert speculation.begin(1, 1000, guided=False) == 0
+    assert speculation.begin(1, 1000, guided=True) == 250
     assert speculation.wanted(sequence_of(generate("a", PROMPT))) == 0
     guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset())
     assert speculation.wanted(guided) == 6
@@ -286,3 +287,22 @@ def test_an_engine_counts_what_was_drafted_and_accepted() -> None:
     ring.finish()
     tally = ring.engine.tally
     assert (tally.drafted, tally.accepted, tally.speculated, tally.speculated_tokens) == (4, (2, 2), 2, 6)
+
+
+@pytest.mark.parametrize("grammar", [None, Grammar("regex", "a*")])
+def test_an_engine_whose_ranks_only_jump_ahead_drafts_for_guided_sequences_alone(grammar: Grammar | None) -> None:
+    ring = Ring(Limits(run_ahead=0))
+    ring.worker = HonestWorker(32, accepts=ALL)
+    ring.send(WorkersReady(card(256), 32, max_jump_ahead=4))
+    ring.plans.clear()
+    ring.send(generate("a", PROMPT, max_tokens=6, ignore_eos=True))
+    ring.send(generate("b", [*PROMPT, 5], max_tokens=6, ignore_eos=True, grammar=grammar))
+    drafts: dict[int, int] = {}
+    while ring.plans or ring.worker.compiling:
+        if not ring.plans:
+            ring.send(ring.worker.compile())
+            continue
+        for work in ring.plans[0].work:
+            drafts[work.sequence] = max(work.speculate, drafts.get(work.sequence, 0))
+        ring.step()
+    assert drafts == {1: 0, 2: 0 if grammar is None else 4}

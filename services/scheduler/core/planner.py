@@ -76,6 +76,8 @@ class Planner:
         self.handing: dict[SequenceId, Sequence] = {}
         self.by_id: dict[SequenceId, Sequence] = {}
         self.preemptions = 0
+        self._guided = 0
+        """Sequences with a grammar."""
         self._limits = limits
         self._transfers = transfers
         self._loads = loads
@@ -156,7 +158,7 @@ class Planner:
 
     def _plan_decodes(self) -> None:
         work, members = self._work, self._micro_batches.of_next_plan(self.decoding.members())
-        self._drafts = drafts = self._speculation.begin(len(members), self._budget)
+        self._drafts = drafts = self._speculation.begin(len(members), self._budget, guided=self._guided > 0)
         for sequence in members:
             if sequence.length >= sequence.limit or sequence.phase != "decoding":
                 continue  # all its tokens are on their way; or it was preempted for one before it
@@ -394,6 +396,7 @@ class Planner:
         """A new sequence, into the waiting line; or beside it while its grammar is compiled, or the store is asked what
         it has of it."""
         self.by_id[sequence.id] = sequence
+        self._guided += sequence.generation.grammar is not None
         if self._grammars.ready(sequence.generation.grammar):
             self.waiting.add(sequence)
             self._seek(sequence)
@@ -424,6 +427,7 @@ class Planner:
         self._loads.forget(sequence)
         self._release(sequence)
         del self.by_id[sequence.id]
+        self._guided -= sequence.generation.grammar is not None
         sequence.move("ended")
 
     def _release(self, sequence: Sequence) -> None:

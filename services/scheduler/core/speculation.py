@@ -70,9 +70,10 @@ class Speculation:
         self._threshold = 0.0
         self._assumed = OPTIMISM
 
-    def begin(self, decodes: int, budget: int) -> int:
-        """A step of so many decodes is planned: how many drafts it may hold; 0 where nobody need be asked."""
-        if not self._jump_ahead or self._policy == "off":
+    def begin(self, decodes: int, budget: int, *, guided: bool) -> int:
+        """A step of so many decodes is planned: how many drafts it may hold; 0 where nobody need be asked. `guided`:
+        whether somebody has a grammar, as nobody else may jump ahead."""
+        if not (self._jump_ahead if guided else self._most) or self._policy == "off":
             return 0
         self._threshold = self._cost.threshold if self._policy == "dynamic" else 0.0
         self._assumed = self._overall.rate(OPTIMISM)
