@@ -34,8 +34,8 @@ class Step:
         return StepOutput((), timing, ended=self._ended)
 
 
-class Device:
-    """Computes a step once it is let go."""
+class Scripted:
+    """What every backend has; notes what it is asked to do."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -63,23 +63,27 @@ class Device:
 
         assert await asyncio.to_thread(wait), f"never: {what}; {self.said}"
 
+    def step(self, plan: StepPlan) -> StepOutput:
+        raise AssertionError("it has a better way")
+
+    def reset(self) -> None:
+        self.note("reset")
+
+
+class Device(Scripted):
+    """Computes a step once it is let go."""
+
     def begin(self, plan: StepPlan) -> Step:
         name = f"{plan.epoch}.{plan.step}"
         self.note(f"begin {name}")
         return Step(self, name, self.ends.get(name))
-
-    def step(self, plan: StepPlan) -> StepOutput:
-        raise AssertionError("it launches")
-
-    def reset(self) -> None:
-        self.note("reset")
 
 
 def plan(step: int, epoch: int = 1) -> StepPlan:
     return StepPlan(epoch=Incarnation(epoch), step=step)
 
 
-async def started(device: Device) -> ComputeThread:
+async def started(device: Scripted) -> ComputeThread:
     thread = ComputeThread(lambda: device, CopyThread(None), skip_void=True)  # type: ignore[arg-type,return-value]
     await thread.start()
     return thread
@@ -188,4 +192,41 @@ async def test_a_step_that_was_prepared_beside_another_has_held_nothing_up(monke
     assert third.output is not None
     assert third.ended == 60.0, "the device knows best"
     assert third.output.timing.wait == 1.0, "nothing lay ready when the second had ended"
+    await thread.stop()
+
+
+class Processor(Scripted):
+    """Computes while it is called, and puts the result into words later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worded_on: list[str] = []
+
+    def compute(self, plan: StepPlan) -> Words:
+        self.note(f"compute {plan.step}")
+        return Words(self)
+
+
+class Words:
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
+
+    def output(self) -> StepOutput:
+        self._processor.worded_on.append(threading.current_thread().name)
+        return StepOutput((), StepTiming(wait=0, prepare=2, forward=1, sample=0))
+
+
+async def test_what_a_processor_computed_is_put_into_words_beside_the_next_step() -> None:
+    processor = Processor()
+    thread = await started(processor)
+    for number in range(3):
+        thread.submit(plan(number), first=number == 0)
+    await processor.says("compute 2")
+    assert processor.worded_on == [], "nobody has asked yet, and the next step did not wait for that"
+    results = [await thread.result() for _ in range(3)]
+    assert [result.plan.step for result in results] == [0, 1, 2]
+    assert set(processor.worded_on) == {threading.current_thread().name}
+    outputs = [result.output for result in results if result.output is not None]
+    assert [(output.timing.prepare, output.timing.forward) for output in outputs] == [(2, 1)] * 3
+    assert [output.timing.wait for output in outputs[1:]] == [0.0, 0.0], "their plans lay ready"
     await thread.stop()
