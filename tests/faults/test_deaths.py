@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -80,6 +81,42 @@ async def test_streams_survive_a_restart_of_the_bus(pairs: RunningStack, client:
     undisturbed = await many(client, pairs.model)
     seen = await interrupted(client, pairs.model, pairs.kill_nats)
     assert_complete(seen, undisturbed)
+    await until_all_ready(pairs)
+    assert await blocks_in_use(pairs) == 0
+
+
+@pytest.mark.slow
+async def test_searches_and_scored_prompts_survive_the_death_of_every_engine(
+    pairs: RunningStack, client: AsyncOpenAI
+) -> None:
+    """Both engines die, whichever has them."""
+
+    async def ask() -> list[Any]:
+        searched = client.completions.create(
+            model=pairs.model,
+            prompt="Once upon a time",
+            n=3,
+            max_tokens=150,
+            extra_body={"use_beam_search": True, "ignore_eos": True, "return_token_ids": True},
+        )
+        scored = client.completions.create(
+            model=pairs.model,
+            prompt="Once upon a time there was a lighthouse. " * 20,
+            max_tokens=TOKENS,
+            temperature=0,
+            extra_body={"prompt_logprobs": 0, "ignore_eos": True},
+        )
+        answers = await asyncio.gather(searched, scored)
+        return [choice.model_dump() for answer in answers for choice in answer.choices]
+
+    async with asyncio.timeout(DEADLINE):
+        undisturbed = await ask()
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.3)
+        assert not asking.done(), "all was over before anybody died"
+        for engine in ("engine-1-rank0", "engine-2-rank0"):
+            pairs.kill(engine)
+        assert await asking == undisturbed
     await until_all_ready(pairs)
     assert await blocks_in_use(pairs) == 0
 

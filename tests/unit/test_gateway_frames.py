@@ -111,6 +111,12 @@ def test_a_prompt_of_several_choices_counts_once() -> None:
     }
 
 
+def test_as_cached_counts_what_no_choice_of_a_prompt_computed() -> None:
+    """The first computes the prompt, the others find there what it left."""
+    choices = [ChoiceState(i, 0, prompt_tokens=40, cached_tokens=cached) for i, cached in enumerate((32, 16, 32))]
+    assert usage(choices)["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
 def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
     choice = ChoiceState(0, 0, echo="P:", pieces=["a", "b"], finish="length", logprobs=[POSITION])
     [shown] = json.loads(body(COMPLETION, [choice], Telling(logprobs=True)))["choices"]
