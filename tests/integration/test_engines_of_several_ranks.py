@@ -65,7 +65,7 @@ def say_what_the_reference_says(engine: EngineOfRanks, model: TinyModel) -> None
 @pytest.mark.parametrize(
     ("family", "kv_heads", "tp", "stages", "layers", "ops", "run_ahead"),
     [
-        ("llama-biased-tied", 1, 2, 1, (), "torch", 1),
+        ("llama-biased-tied", 1, 4, 1, (), "torch", 1),
         ("qwen3", 2, 4, 1, (), "native", 0),
         ("qwen2", 2, 1, 2, (1, 2), "torch", 0),
         ("gemma2", 2, 1, 3, (), "native", 2),
