@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.answers.speech import Speech
 from services.gateway.parsing.json_text import read_value
+from services.gateway.parsing.output_parser import Parsing
 from services.gateway.parsing.python_value import python_as_json
 from services.gateway.parsing.tape import NoCall, Tape
-from shared.dialects import ReasoningFormat, ToolFormat
+from shared.dialects import Dialect, ReasoningFormat, ToolFormat
 from tests.written_calls import STYLES, Call, Read, cut_at, read, schema_of, written
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>"), max_size=12)
@@ -55,11 +58,22 @@ FRAGMENTS = st.sampled_from(
         *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<think>", "</think>", "[f(", "[f(a=1)]"),
         *('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name":', '"f"', ", ", ": "),
         *("{", "}", "[", "]", "(", ")", "=", '"', "'", "\\", "a", "f", "1", "-", "true", "None", "\n", " ", ";", "é"),
+        *("\\ud800", "\\u", "\\x4", "9" * 400, "0x", "1e999", "nan", '"""', "\t", "\0", "{'a': ", '"s": ', "s="),
+        *("<parameter=s>", "<parameter=n>", '{"name": "\\udfff", "arguments": {}}', "[f(n="),
     ]
 )
 OUTPUTS = st.lists(FRAGMENTS, max_size=14).map("".join)
 FORMS: list[ToolFormat | None] = [None, "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"]
-SCHEMAS = {"f": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+SCHEMAS = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "s": {"type": "string", "maxLength": 3},
+            "n": {"enum": ["f", 1, None]},
+        },
+    }
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -83,6 +97,25 @@ def test_any_cut_into_deltas_gives_the_same(
     whole = read([text], form, SCHEMAS, **how)
     assert read(cut_at(text, places), form, SCHEMAS, **how) == whole
     assert read(list(text), form, SCHEMAS, **how) == whole
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=60, deadline=None)
+@given(
+    text=OUTPUTS, places=PLACES, reasoning=st.sampled_from([None, "qwen3"]), finish=st.sampled_from(["stop", "length"])
+)
+def test_whatever_a_model_writes_can_be_told(
+    form: ToolFormat | None, text: str, places: list[int], reasoning: ReasoningFormat | None, finish: Any
+) -> None:
+    speech = Speech(Parsing(Dialect(form, reasoning), SCHEMAS))
+    deltas = [speech.take(part, None) for part in cut_at(text, places)] + [speech.take("", finish)]
+    for delta in deltas:
+        msgspec.json.encode(delta)
+    message = speech.message()
+    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+    assert json.loads(msgspec.json.encode(message)) == message
+    for call in message.get("tool_calls", []) if finish == "stop" else []:
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
 @pytest.mark.parametrize("form", FORMS)

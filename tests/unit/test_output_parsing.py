@@ -10,7 +10,7 @@ from services.gateway.answers.speech import Speech
 from services.gateway.parsing.json_text import MAX_DEPTH
 from services.gateway.parsing.output_parser import OutputParser, Parsing
 from services.gateway.parsing.pieces import Arguments, CallBegan, CallBroken, Content
-from services.gateway.parsing.xml_call import converted, value_types
+from services.gateway.parsing.xml_value import converted, parameter_schema, value_types
 from shared.dialects import Dialect, ReasoningFormat, Thinking, ToolFormat
 from tests.written_calls import Read, read
 
@@ -170,31 +170,47 @@ def test_calls_within_thoughts_are_thoughts() -> None:
         ({"type": "string"}, {"string"}),
         ({"type": ["integer", "null", 5]}, {"integer", "null"}),
         ({"anyOf": [{"type": "string"}, {"oneOf": [{"type": "array"}]}]}, {"string", "array"}),
-        ({"enum": ["a", 5]}, {"string", "other"}),
-        ({"$ref": "#/$defs/x"}, {"other"}),
+        ({"$ref": "#/$defs/number"}, {"number"}),
+        ({"$ref": "#/$defs/self"}, {"any"}),
+        ({"$ref": "elsewhere"}, set()),
         ({}, set()),
         (None, set()),
         (True, set()),
     ],
 )
 def test_a_parameters_types_are_those_that_its_schema_names(schema: Any, types: set[str]) -> None:
-    assert value_types({"properties": {"a": schema}}, "a") == types
-    assert value_types(None, "a") == value_types({"properties": []}, "a") == frozenset()
+    definitions = {"number": {"type": "number"}, "self": {"$ref": "#/$defs/self"}}
+    assert value_types(parameter_schema({"properties": {"a": schema}, "$defs": definitions}, "a")) == types
+    assert parameter_schema(None, "a") == parameter_schema({"properties": []}, "a") == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "types", "value"),
+    ("text", "schema", "value"),
     [
-        ("5", {"string", "integer"}, "5"),
-        ("5", {"string", "boolean"}, '"5"'),
-        ("null", {"string", "null"}, "null"),
-        ("null", {"string"}, '"null"'),
-        (" [1, 'a'] ", {"array"}, '[1, "a"]'),
-        ('{"a":1}', {"object"}, '{"a":1}'),
-        ("NaN", {"number"}, '"NaN"'),
-        ("True", {"boolean"}, "true"),
-        ('say "hi"', {"other"}, '"say \\"hi\\""'),
+        ("5", {"type": ["string", "integer"]}, "5"),
+        ("5", {"type": ["string", "boolean"]}, '"5"'),
+        ("null", {"type": ["string", "null"]}, "null"),
+        ("null", {"type": "string"}, '"null"'),
+        (" [1, 'a'] ", {"type": "array"}, '[1, "a"]'),
+        ('{"a":1}', {"type": "object"}, '{"a":1}'),
+        ("NaN", {"type": "number"}, '"NaN"'),
+        ("True", {"type": "boolean"}, "true"),
+        ('say "hi"', {"items": {}}, '"say \\"hi\\""'),
+        ("hall ", {"enum": ["kitchen", "hall"]}, '"hall"'),
+        ("\nnull\n", {"enum": ["null ", None]}, '"null "'),
+        ("5", {"enum": ["x", 5]}, "5"),
+        ("other", {"enum": ["x", 5]}, '"other"'),
+        ("\nabc ", {"type": "string", "maxLength": 3}, '"abc"'),
+        (" ", {"type": "string", "maxLength": 3}, '""'),
     ],
 )
-def test_a_value_means_what_its_type_says(text: str, types: set[str], value: str) -> None:
-    assert converted(text, frozenset(types)) == value
+def test_a_value_means_what_its_schema_says(text: str, schema: dict[str, Any], value: str) -> None:
+    assert converted(text, schema) == value
+
+
+def test_what_no_json_can_hold_is_no_call() -> None:
+    for number in ("9" * 400, "0x" + "f" * 9000, "1e999", "9" * 9000, "1j", "nan"):
+        read([f"[f(a={number})]"], "pythonic", SCHEMAS)
+    assert read(["[f(a=1e999)]"], "pythonic", SCHEMAS).calls == []
+    assert read(['<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'], "hermes").calls == []
+    assert read(["[f(s='\\ud83d\\ude00')]"], "pythonic", SCHEMAS).calls == [("f", '{"s": "\\ud83d\\ude00"}')]

@@ -15,6 +15,7 @@ NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 WORD = re.compile(r"[a-z]*")
 BLANK = re.compile(r"[ \t\n\r]*")
+SURROGATE = re.compile("[\ud800-\udfff]")
 HEX = frozenset("0123456789abcdefABCDEF")
 CLOSERS = {"{": "}", "[": "]"}
 
@@ -120,10 +121,12 @@ def _escape(tape: Tape, emit: Emit) -> Reading[None]:
 
 
 def read_text(tape: Tape) -> Reading[str]:
-    """Reads a string and answers with what it says."""
+    """Reads a string and answers with what it says. Raises NoCall where that is no text: half a character."""
     parts: list[str] = []
     yield from read_string(tape, parts.append)
     text: str = json.loads("".join(parts))
+    if not text.isascii() and SURROGATE.search(text):
+        raise NoCall
     return text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 
 from services.gateway.parsing.json_text import CLOSERS, HEX, MAX_DEPTH, as_json
@@ -97,17 +96,11 @@ def _scalar(tape: Tape, emit: Emit, first: str) -> Reading[None]:
 
 
 def _number(word: str) -> str:
-    for read in (_integer, float):
-        with contextlib.suppress(ValueError):
-            value = read(word)
-            if math.isfinite(value):
-                return json.dumps(value)
+    with contextlib.suppress(ValueError):  # also where an integer has more digits than Python reads or writes
+        return json.dumps(int(word, 0))
+    with contextlib.suppress(ValueError):
+        return json.dumps(float(word), allow_nan=False)
     raise NoCall
-
-
-def _integer(word: str) -> int:
-    """Also hexadecimal, and with underscores."""
-    return int(word, 0)
 
 
 def read_python_string(tape: Tape, emit: Emit) -> Reading[None]:
