@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.config import GatewayConfig
+from services.gateway.core.ring import NEEDED
 from services.gateway.desk import Desk
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
@@ -49,7 +50,7 @@ class Gateway(Actor):
         self._ticks = 0
 
     def hears(self) -> Sequence[Hears[Any]]:
-        return [Hears(topics.gateway_inbox(self._gateway)), Hears(topics.lifecycles())]
+        return [Hears(topics.gateway_inbox(self._gateway)), *(Hears(topics.lifecycles(service)) for service in NEEDED)]
 
     async def set_up(self) -> None:
         await self._listen()
