@@ -117,6 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"guided_regex": "a", "allowed_token_ids": [1, 2]}, "allowed_token_ids"),
 ]
 
 

@@ -73,6 +73,7 @@ class GuidedFields(Protocol):
     guided_choice: list[str] | None
     guided_grammar: str | None
     ignore_eos: bool | None
+    allowed_token_ids: list[int] | None
 
 
 def read_guided(fields: GuidedFields) -> Guided | None:
@@ -85,6 +86,8 @@ def read_guided(fields: GuidedFields) -> Guided | None:
         raise invalid(asked[1].field.split(".")[0], f"{named} are not allowed together; one of them is")
     if fields.ignore_eos:
         raise invalid("ignore_eos", f"true is not allowed together with {asked[0].field}, which says where to end")
+    if fields.allowed_token_ids is not None:
+        raise invalid("allowed_token_ids", f"not allowed together with {asked[0].field}; nothing might be left to draw")
     return asked[0]
 
 
