@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from deploy.cli.batch_servers import Ask
 
 ENGINE = "An engine of this command's own"
+AT_A_SERVER = 128
+"""Requests under way."""
 
 
 def batch(
@@ -21,7 +23,10 @@ def batch(
     output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines; what is in it already stays.")],
     base_url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server.")] = None,
     api_key: Annotated[str | None, typer.Option(help="To be shown to the server.", envvar="BATON_API_KEY")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at a time.")] = 128,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="Requests under way at a time; 128, at an own engine what fills it."),
+    ] = None,
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds that a server may be away or busy before this ends.")
     ] = 300.0,
@@ -58,11 +63,13 @@ def batch(
         raise CommandError("--model and --base-url: one of them says who answers", status=2)
     state = None if base_url is not None or model is not None else read_state(run_dir_of(name, run_dir))
     server: AbstractAsyncContextManager[Ask]
+    under_way = concurrency or AT_A_SERVER
     if base_url is not None:
-        server = http_server(base_url, api_key, concurrency, patience)
+        server = http_server(base_url, api_key, under_way, patience)
     elif state is not None:
-        server = http_server(state.url, api_key or state.api_key, concurrency, patience)
+        server = http_server(state.url, api_key or state.api_key, under_way, patience)
     else:
+        under_way = concurrency or min(2 * max_num_seqs, 4096)
         server = _own_engine(
             model,
             served_model_name,
@@ -74,7 +81,7 @@ def batch(
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
         )
-    answer_batch(requests, output, server, concurrency)
+    answer_batch(requests, output, server, under_way)
 
 
 def _own_engine(
