@@ -60,6 +60,8 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     """Output."""
     hit_rate: float | None
     """Of prompt tokens, those that lay in a cache; over the interval, or since the start where nothing came in it."""
+    acceptance: float | None
+    """Of drafted tokens, those that were kept; likewise."""
     ranks: tuple[RankFigures, ...]
 
 
@@ -155,6 +157,7 @@ def _engine(life: Lifecycle, pairs: Mapping[str, _Pair | None], lives: Iterable[
         kv_share=used / total if total else None,
         tokens_per_second=_per_second(pair, was.tokens if was else None, report.tokens if report else None),
         hit_rate=_prompt_hits(was, report),
+        acceptance=_acceptance(was, report),
         ranks=tuple(
             _rank(each, each.worker, pairs[each.instance])
             for each in lives
@@ -168,6 +171,13 @@ def _prompt_hits(was: EngineReport | None, report: EngineReport | None) -> float
         return None
     before = (was.cached_tokens, was.prompt_tokens) if was else (0, 0)
     return _share_since(before, (report.cached_tokens, report.prompt_tokens))
+
+
+def _acceptance(was: EngineReport | None, report: EngineReport | None) -> float | None:
+    if report is None:
+        return None
+    before = (was.accepted_tokens, was.drafted_tokens) if was else (0, 0)
+    return _share_since(before, (report.accepted_tokens, report.drafted_tokens))
 
 
 def _share_since(before: tuple[int, int], now: tuple[int, int]) -> float | None:

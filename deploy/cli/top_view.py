@@ -41,11 +41,11 @@ def _table(*columns: str, left: int = 1) -> Table:
 
 
 def _engines(engines: Sequence[EngineFigures]) -> Table:
-    table = _table("ENGINE", "ROLE", "", "KV BLOCKS", "RUN", "WAIT", "PREFILL", "TOKENS/S", "HITS", left=4)
+    table = _table("ENGINE", "ROLE", "", "KV BLOCKS", "RUN", "WAIT", "PREFILL", "TOKENS/S", "HITS", "DRAFTS", left=4)
     for each in engines:
         used = f"{_bar(each.kv_share)} {each.kv_blocks}/{each.kv_blocks_total}"
         counts = (str(each.running), str(each.waiting), f"{each.prefill_tokens:,}")
-        rates = (_number(each.tokens_per_second), _percent(each.hit_rate))
+        rates = (_number(each.tokens_per_second), _percent(each.hit_rate), _percent(each.acceptance))
         table.add_row(each.instance, each.role or "-", _phase(each.phase), used, *counts, *rates)
     return table
 

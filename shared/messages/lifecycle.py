@@ -56,6 +56,10 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Of all prompts that were begun since the start."""
     cached_tokens: int = 0
     """Those of them that did not have to be computed."""
+    drafted_tokens: int = 0
+    """Tried by speculative decoding since the start."""
+    accepted_tokens: int = 0
+    """Those of them that were kept."""
 
 
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):

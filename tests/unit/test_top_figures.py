@@ -31,6 +31,8 @@ ENGINE = EngineReport(
     prompt_tokens=1000,
     cached_tokens=500,
     prefill_tokens=77,
+    drafted_tokens=100,
+    accepted_tokens=10,
 )
 WORKER = WorkerReport(
     engine=EngineId("engine-1"), rank=0, world_size=1, model=card(), num_blocks=100, device="cpu", sums=SUMS
@@ -67,8 +69,9 @@ BEFORE = {
     "kvstore-1": life("kvstore", "kvstore-1", store=STORE),
     "gateway-1": life("gateway", "gateway-1", load=4, progress=50),
 }
+LATER = replace(ENGINE, tokens=1100, prompt_tokens=1400, cached_tokens=600, drafted_tokens=150, accepted_tokens=48)
 AFTER = {
-    "engine-1": replace(BEFORE["engine-1"], engine=replace(ENGINE, tokens=1100, prompt_tokens=1400, cached_tokens=600)),
+    "engine-1": replace(BEFORE["engine-1"], engine=LATER),
     "engine-1-rank0": replace(
         BEFORE["engine-1-rank0"],
         worker=replace(WORKER, sums=StepSums(steps=150, wait=1.1, prepare=1.1, forward=8.7, sample=1.1, computed=5000)),
@@ -89,6 +92,7 @@ def test_rates_and_shares_are_those_of_the_interval() -> None:
     assert (engine.kv_blocks, engine.kv_blocks_total, engine.kv_share) == (25, 100, 0.25)
     assert engine.tokens_per_second == found.tokens_per_second == 100.0
     assert engine.hit_rate == 0.25
+    assert engine.acceptance == 0.76
     (rank,) = engine.ranks
     assert rank.steps_per_second == 25.0
     assert rank.tokens_per_second == 500.0
@@ -131,7 +135,18 @@ def drawn(found: Figures) -> str:
 def test_every_figure_is_in_the_picture_and_in_the_json() -> None:
     found = figures(at(10.0, BEFORE), at(12.0, AFTER))
     text = drawn(found)
-    for shown in ("engine-1", "25/100", "25.0%", "10.0%", "14.00", "kvstore-1", "90.0%", "gateway-1", "5 streams"):
+    for shown in (
+        "engine-1",
+        "25/100",
+        "25.0%",
+        "76.0%",
+        "10.0%",
+        "14.00",
+        "kvstore-1",
+        "90.0%",
+        "gateway-1",
+        "5 streams",
+    ):
         assert shown in text, shown
     told = as_json(found, name="x")
     assert told["name"] == "x"

@@ -172,6 +172,8 @@ class Engine:
             prefill_tokens=sum(max(0, len(s.tokens) - s.planned) for s in self.requests.values()),
             prompt_tokens=self.tally.prompt_tokens,
             cached_tokens=self.tally.cached_tokens,
+            drafted_tokens=self.tally.drafted,
+            accepted_tokens=sum(self.tally.accepted),
         )
 
     @property
