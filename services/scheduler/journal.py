@@ -99,6 +99,8 @@ class DecisionJournal:
         self._core = core
         self._contents = settings.contents
         path = settings.file(start)
+        if path.is_file():  # of an earlier start, which may have ended with what somebody wants to look into
+            path.replace(path.with_name(f"{path.name}.before"))
         self._writer: JournalWriter | None = JournalWriter(
             path, KIND, start, written_by=version("baton-serve"), limit=settings.limit
         )

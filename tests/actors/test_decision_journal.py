@@ -131,3 +131,20 @@ def test_a_bug_is_recorded_with_the_event_that_showed_it_and_shows_again(tmp_pat
     found = replay(well).difference
     assert found is not None
     assert "0 sampled" in found.got[0]
+
+
+def test_a_new_start_keeps_the_journal_of_the_one_before(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        start = EngineStart(EngineId("engine-1"), Incarnation(epoch), Limits(), Site())
+        for place in (tmp_path / "j", tmp_path):
+            DecisionJournal(JournalSettings(place), start, start.core()).close()
+    epochs = {}
+    for path in tmp_path.iterdir():
+        with Journal(path) as journal:
+            epochs[path.name] = journal.about("decisions", EngineStart).epoch
+    assert epochs == {
+        "j": 2,
+        "j.before": 1,
+        "engine-1-0000000000000001.journal": 1,
+        "engine-1-0000000000000002.journal": 2,
+    }
