@@ -105,7 +105,8 @@ class Searching:
         return True
 
     def _one_token(self, prompts: tuple[TokenPrompt, ...], active: list[Search]) -> Job:
-        candidates = min(active[0].beams.candidates, self._job.model.vocab_size)
+        wanted = max(active[0].beams.candidates, self._job.sampling.logprobs or 0)
+        candidates = min(wanted, self._job.model.vocab_size)
         return replace(
             self._job,
             prompts=prompts,

@@ -69,6 +69,11 @@ async def test_a_step_asks_for_one_token_of_every_beam(stack: GatewayStack) -> N
     assert {(m.stopping.max_tokens, m.sampling.temperature, m.sampling.logprobs) for m in steps(stack)} == {(1, 0.0, 6)}
 
 
+async def test_as_many_log_probabilities_as_asked_for_are_told(stack: GatewayStack) -> None:
+    answer = await ask(stack, n=1, logprobs=9, max_tokens=1)
+    assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 9
+
+
 async def test_chats_and_several_prompts_are_searched_too(stack: GatewayStack) -> None:
     chat = await ask(stack, "chat/completions", messages=[{"role": "user", "content": "hi"}], prompt=None)
     several = await ask(stack, prompt=["well then", "a b c"])

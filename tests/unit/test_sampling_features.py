@@ -289,6 +289,22 @@ def test_the_log_probabilities_of_a_prompt_have_ranks() -> None:
         assert [value for _, value in entry.top] == pytest.approx(exact[row, order[:row]].tolist(), abs=1e-5)
 
 
+def test_rows_that_ask_for_nothing_pay_for_nothing() -> None:
+    """No history is looked at, and greedy rows are not even copied."""
+
+    def untouchable(*_: Any) -> Any:
+        raise AssertionError("a history was asked for")
+
+    rows = [Row([1, 2], thinking_budget=9, thinking_end=(4,)), Row([5]), Row([], min_tokens=0, stops=(3,))]
+    positions = np.array([2, 1, 0], dtype=np.int32)
+    choices = table_of(rows).choose(np.arange(3), positions)
+    logits = logits_of(3)
+    assert not choices.features, "thoughts within their budget ask for nothing yet"
+    assert sample(logits, choices, untouchable).tokens == logits.argmax(dim=1).tolist()
+    choices = table_of([Row([7], temperature=1.0), *rows[1:]]).choose(np.arange(3), positions)
+    assert len(sample(logits, choices, untouchable).tokens) == 3
+
+
 def test_padding_repeats_what_a_slot_begins_with_however_wide_others_are() -> None:
     lists = Padded(3, np.int64)
     lists.put(0, [4])

@@ -82,6 +82,7 @@ class CommonFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -126,6 +127,8 @@ def refuse_unsupported(fields: CommonFields) -> None:
     for name, what in _REFUSED.items():
         if getattr(fields, name) is not None:
             raise unsupported(name, what)
+    if fields.skip_special_tokens is False and fields.spaces_between_special_tokens is False:
+        raise unsupported("spaces_between_special_tokens", "taking spaces away from shown special tokens")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise invalid("best_of", f"{fields.best_of} is not allowed; only the value of n ({fields.n or 1}) is")
 

@@ -1,9 +1,9 @@
 """Beam search over next tokens' log-probabilities: the outputs that the model finds likeliest. Pure.
 
-The search of `transformers` (`GenerationMixin._beam_search`), to the letter: the best continuations of the running beams
-are candidates, `width` times as many as there are tokens that end a text, and `width` more. Those among the best `width`
-that have ended are kept by their score, and the best others run on. A score is the sum of log-probabilities over
-(tokens ** length_penalty).
+The search of `transformers` (`GenerationMixin._beam_search`), to the letter: the best continuations of the running
+beams are candidates, `width` times as many as there are tokens that end a text, and `width` more. Those among the best
+`width` that have ended are kept by their score, and the best others run on. A score is the sum of log-probabilities
+over (tokens ** length_penalty).
 """
 
 from __future__ import annotations
