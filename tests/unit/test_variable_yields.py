@@ -1,20 +1,17 @@
-"""Steps that yield several tokens: what is reserved, given back, dropped, and how many drafts are planned."""
+"""Steps that yield several tokens: what is reserved, given back and dropped."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
 from services.scheduler.core.drafts import WrongYield
 from services.scheduler.core.events import WorkersReady
 from services.scheduler.core.invariants import check
-from services.scheduler.core.limits import Limits, SpeculationPolicy
-from services.scheduler.core.sequence import Acceptance, Rank, Sequence
-from services.scheduler.core.speculation import RowCost, Speculation
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.sequence import Sequence
 from shared.ids import Attempt, RequestId
-from shared.messages.generation import Grammar, TokenLogprobs
-from shared.messages.scheduler import Cancel, Generate, Sampled, StepFinished
+from shared.messages.generation import TokenLogprobs
+from shared.messages.scheduler import Cancel, Sampled, StepFinished
 from shared.messages.worker import StepPlan
 from tests.honest_worker import EOS, TIMING, HonestWorker, card, continuation, generate, right_output
 from tests.unit.test_scheduler_engine import PROMPT, Ring
@@ -179,130 +176,9 @@ def test_a_request_that_is_cancelled_with_drafts_in_flight_gives_all_its_blocks_
     check(ring.engine)
 
 
-# ---- how many
-
-
-def sequence_of(request: Generate) -> Sequence:
-    ring = Ring()
-    ring.send(request)
-    return ring.engine.requests[request.generation.request]
-
-
-def policy(most: int, policy: SpeculationPolicy = "dynamic", jump_ahead: int = 0) -> Speculation:
-    speculation = Speculation(most, jump_ahead, policy)
-    speculation.begin(1, 1000, guided=False)
-    return speculation
-
-
-def test_ranks_that_draft_nothing_are_asked_for_nothing() -> None:
-    assert policy(0).begin(3, 1000, guided=False) == 0
-    assert policy(5, "off").begin(3, 1000, guided=False) == 0
-
-
-def test_drafts_take_at_most_a_quarter_of_the_budget_and_nothing_from_who_decodes() -> None:
-    assert policy(5).begin(3, 1000, guided=False) == 250
-    assert policy(5).begin(950, 1000, guided=False) == 50
-
-
-def test_where_rows_cost_nothing_as_much_is_drafted_as_can_be() -> None:
-    speculation = policy(5)
-    sequence = sequence_of(generate("a", PROMPT))
-    for rows in (1, 6, 3, 6, 1):
-        speculation.took(rows, 0.005, 1)
-    speculation.begin(1, 1000, guided=False)
-    assert speculation.wanted(sequence) == 5
-
-
-def test_where_every_row_costs_as_much_as_it_brings_nothing_is_drafted() -> None:
-    speculation = policy(5)
-    sequence = sequence_of(generate("a", PROMPT))
-    for rows in (100, 150, 120, 180):
-        speculation.took(rows, rows * 0.001, rows)
-    speculation.begin(100, 1000, guided=False)
-    assert speculation.wanted(sequence) == 0
-
-
-def test_the_length_follows_from_acceptance_and_what_a_row_costs() -> None:
-    """A fifth of the time is rows': a draft must be accepted with probability 0.2."""
-    speculation = policy(8)
-    sequence = sequence_of(generate("a", PROMPT))
-    for rows in (8, 12, 10, 8, 12, 10):
-        speculation.took(rows, 0.040 + rows * 0.001, 10)
-    for _ in range(100):
-        speculation.tried(sequence, 8, 2)
-    speculation.begin(10, 1000, guided=False)
-    rate = sequence.acceptance.rate(0.7)
-    assert rate == pytest.approx(2 / 3, abs=0.02)
-    assert speculation.wanted(sequence) == math.floor(math.log(0.2) / math.log(rate))
-
-
-def test_a_sequence_whose_drafts_fail_stops_drafting_and_tries_again_later() -> None:
-    speculation = policy(4)
-    good, bad = sequence_of(generate("a", PROMPT)), sequence_of(generate("b", PROMPT))
-    for _ in range(50):
-        for rows in (8, 12):
-            speculation.took(rows, 0.040 + rows * 0.001, 10)
-        speculation.tried(good, 4, 4)
-        speculation.tried(bad, 4, 0)
-    speculation.begin(10, 1000, guided=False)
-    assert (speculation.wanted(good), speculation.wanted(bad)) == (4, 0)
-    waited = next(step for step in range(1000) if speculation.wanted(bad))
-    assert 20 < waited < 300
-
-
-def test_sequences_with_a_grammar_may_jump_ahead_where_nothing_else_is_drafted() -> None:
-    speculation = policy(0, jump_ahead=6)
-    assert speculation.begin(1, 1000, guided=False) == 0
-    assert speculation.begin(1, 1000, guided=True) == 250
-    assert speculation.wanted(sequence_of(generate("a", PROMPT))) == 0
-    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset())
-    assert speculation.wanted(guided) == 6
-
-
-def sequence_rank() -> Rank:
-    return sequence_of(generate("r", PROMPT)).rank
-
-
-def test_acceptance_is_the_share_of_drafts_that_had_a_chance() -> None:
-    acceptance = Acceptance()
-    assert acceptance.rate(0.7) == 0.7
-    for _ in range(500):
-        acceptance.note(4, 1)  # the second was rejected, the third and fourth never had a chance
-    assert acceptance.rate(0.5) == pytest.approx(0.5)
-
-
-def test_rows_of_one_size_say_nothing_new_of_what_a_row_costs() -> None:
-    cost = RowCost()
-    for rows in (4, 8, 12, 4, 8):
-        cost.note(rows, 0.010 + rows * 0.002, 4)
-    assert cost.slope == pytest.approx(0.002)
-    for _ in range(300):
-        cost.note(16, 0.5, 4)
-    assert cost.slope > 0
-
-
 def test_an_engine_counts_what_was_drafted_and_accepted() -> None:
     ring = DraftingRing(2, ALL)
     ring.send(generate("a", PROMPT, max_tokens=7, ignore_eos=True))
     ring.finish()
     tally = ring.engine.tally
     assert (tally.drafted, tally.accepted, tally.speculated, tally.speculated_tokens) == (4, (2, 2), 2, 6)
-
-
-@pytest.mark.parametrize("grammar", [None, Grammar("regex", "a*")])
-def test_an_engine_whose_ranks_only_jump_ahead_drafts_for_guided_sequences_alone(grammar: Grammar | None) -> None:
-    ring = Ring(Limits(run_ahead=0))
-    ring.worker = HonestWorker(32, accepts=ALL)
-    ring.send(WorkersReady(card(256), 32, max_jump_ahead=4))
-    ring.plans.clear()
-    ring.send(generate("a", PROMPT, max_tokens=6, ignore_eos=True))
-    ring.send(generate("b", [*PROMPT, 5], max_tokens=6, ignore_eos=True, grammar=grammar))
-    drafts: dict[int, int] = {}
-    while ring.plans or ring.worker.compiling:
-        if not ring.plans:
-            ring.send(ring.worker.compile())
-            continue
-        for work in ring.plans[0].work:
-            drafts[work.sequence] = max(work.speculate, drafts.get(work.sequence, 0))
-        ring.step()
-    assert drafts == {1: 0, 2: 0 if grammar is None else 4}

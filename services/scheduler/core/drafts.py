@@ -34,8 +34,8 @@ class Drafts:
             self._count(result)
         if not expected.prefills:
             timing = result.timing
-            rows = expected.samples + result.drafted
-            self._speculation.took(rows, timing.prepare + timing.forward + timing.sample, yielded)
+            seconds = timing.prepare + timing.forward + timing.sample
+            self._speculation.took(expected.samples, result.drafted, seconds, yielded)
 
     def _check_single(self, result: StepFinished) -> None:
         for sampled in result.sampled:

@@ -8,7 +8,9 @@ single drafts (Y. Leviathan et al., arXiv:2211.17192). So: as many drafts as α^
 small batch on a device that waits for its memory hardly feels (b ≈ 0), and a batch that fills the device raises to 1.
 
 a and b are fitted to the latest steps in which everybody decoded. What drafting itself takes shows in them as costlier
-rows. α is each sequence's own, of its latest steps; where there are few, the engine's.
+rows. α is each sequence's own, of its latest steps; where there are few, the engine's. What is not tried is not known,
+and what was known gets old: steps that have had one size for long are followed by one without drafts, or, where nobody
+drafts any more, by one in which a few do.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ OPTIMISM = 0.7
 """Acceptance that is assumed where nothing was tried yet."""
 ROWS_FADE = 0.97
 """What each further step leaves of the weight of those before it, in the fit: about 30 steps count."""
-LEAST_SPREAD = 0.02
+LEAST_SPREAD = 0.001
 """Variance of the rows of recent steps, in squares of their mean, below which they say nothing of what a row costs."""
+OTHER_SIZE = 0.1
+"""Share of the mean by which a step's rows differ that says something of what a row costs."""
+EXPLORE_AFTER = 32
+"""Steps of one size, after which one of another is made."""
+ALWAYS = -1.0
+"""A threshold that every probability is above."""
+EXPLORERS = 4
+"""One in so many sequences drafts then, where nobody did: about a quarter more rows in one of so many steps."""
 DRAFT_SHARE = 4
 """Of a step's token budget, drafts take at most one in so many: prompts want some of it, too."""
 
@@ -40,8 +50,12 @@ class RowCost:
     rows_seconds: float = 0.0
     slope: float = 0.0
     """Seconds that a row more takes. Kept while all steps have the same size."""
+    alike: int = 0
+    """Steps since the last one that differed."""
 
     def note(self, rows: int, seconds: float, yielded: int) -> None:
+        alike = abs(rows * self.weight - self.rows) <= OTHER_SIZE * self.rows
+        self.alike = self.alike + 1 if alike else 0
         self.weight = self.weight * ROWS_FADE + 1
         self.rows = self.rows * ROWS_FADE + rows
         self.seconds = self.seconds * ROWS_FADE + seconds
@@ -69,15 +83,22 @@ class Speculation:
         self._overall = Acceptance()
         self._threshold = 0.0
         self._assumed = OPTIMISM
+        self._drafting = False
+        """Whether anything was drafted in the latest step."""
 
     def begin(self, decodes: int, budget: int, *, guided: bool) -> int:
         """A step of so many decodes is planned: how many drafts it may hold; 0 where nobody need be asked. `guided`:
         whether somebody has a grammar, as nobody else may jump ahead."""
         if not (self._jump_ahead if guided else self._most) or self._policy == "off":
             return 0
-        self._threshold = self._cost.threshold if self._policy == "dynamic" else 0.0
         self._assumed = self._overall.rate(OPTIMISM)
-        return max(0, min(budget // DRAFT_SHARE, budget - decodes))
+        room = max(0, min(budget // DRAFT_SHARE, budget - decodes))
+        if self._policy == "dynamic" and self._cost.alike >= EXPLORE_AFTER:
+            self._cost.alike = 0
+            self._threshold = ALWAYS
+            return 0 if self._drafting else min(room, max(1, decodes // EXPLORERS))
+        self._threshold = self._cost.threshold if self._policy == "dynamic" else ALWAYS
+        return room
 
     def wanted(self, sequence: Sequence) -> int:
         """Drafts for its next step, if there is room for them."""
@@ -98,7 +119,9 @@ class Speculation:
         sequence.acceptance.note(drafted, accepted)
         self._overall.note(drafted, accepted)
 
-    def took(self, rows: int, seconds: float, yielded: int) -> None:
-        """A step in which everybody decoded is over."""
-        if self._jump_ahead and rows:
-            self._cost.note(rows, seconds, yielded)
+    def took(self, sequences: int, drafted: int, seconds: float, yielded: int) -> None:
+        """A step in which everybody decoded is over. It had a row for each sequence and draft."""
+        if not self._jump_ahead or not sequences:
+            return
+        self._cost.note(sequences + drafted, seconds, yielded)
+        self._drafting = drafted > 0
