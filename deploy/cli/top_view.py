@@ -77,11 +77,13 @@ def _stores(stores: Sequence[StoreFigures]) -> Table:
     return table
 
 
-def _others(others: Sequence[OtherFigures]) -> Table:
-    table = _table("SERVICE", "", "LOAD", "MESSAGES/S", left=2)
+def _others(others: Sequence[OtherFigures]) -> Text:
+    """Name, requests in hand and messages a second; wrapped as the terminal is wide."""
+    text = Text()
     for each in others:
-        table.add_row(each.instance, _phase(each.phase), str(each.load), _number(each.messages_per_second))
-    return table
+        text.append(each.instance, _STYLES.get(each.phase, "yellow"))
+        text.append(f" {each.load} in hand, {_number(each.messages_per_second)} messages/s    ")
+    return text
 
 
 def _phase(phase: str) -> Text:
