@@ -23,7 +23,7 @@ class StepOutput(Struct, frozen=True):
     sampled: tuple[Sampled, ...]
     """One entry for each work of the plan that had `sample` set, in the plan's order."""
     timing: StepTiming
-    """`wait` is for other ranks' rows: the caller adds that for the plan, whose arrival he knows, and fills `answer`."""
+    """`wait` is for other ranks' rows: the caller, who knows when the plan came, adds that; and `answer`."""
     drafted: int = 0
     """Draft tokens that were verified, all sequences together."""
     accepted: tuple[int, ...] = ()
