@@ -41,9 +41,10 @@ MEETING["function"]["parameters"]["$defs"] = {
         "additionalProperties": False,
     }
 }
-LIGHT = tool("set_light", room={"enum": ["kitchen", "hall"]}, level={"type": "number", "minimum": 0, "maximum": 1})
-TOOLS: list[Any] = [tool("get_weather", city=WORD), TIMER, MEETING, LIGHT]
-"""Texts are bounded: a small model that is forced to say what it would not may find no end."""
+LIGHT = tool("set_light", room={"enum": ["kitchen", "hall"]}, level={"enum": [0, 0.5, 1]})
+ALARM = tool("set_alarm", minutes={"type": "integer", "minimum": 1, "maximum": 600})
+TOOLS: list[Any] = [tool("get_weather", city=WORD), ALARM, MEETING, LIGHT]
+"""Texts and numbers are bounded: a small model that is forced to say what it would not may find no end."""
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
 DEMO = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 QUESTIONS = (
