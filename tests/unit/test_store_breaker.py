@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.core.events import AskStore, TimePassed
-from services.scheduler.core.store_breaker import LONGEST_REST, REST, UNANSWERED, StoreBreaker
+from services.scheduler.core.store_breaker import LONGEST_REST, REST, SILENT, UNANSWERED, StoreBreaker
 from shared.ids import Attempt, RequestId
 from shared.messages.kvstore import Find
 from tests.engines_and_store import EnginesAndStore
@@ -29,25 +29,34 @@ def later(engines: EnginesAndStore, seconds: float) -> None:
     engines["a"].send(TimePassed())
 
 
-def lose_some(breaker: StoreBreaker, now: float, count: int = UNANSWERED) -> None:
+def lose_some(breaker: StoreBreaker, now: float, count: int = UNANSWERED) -> float:
+    """One after the other; when that is over."""
     for _ in range(count):
         breaker.unanswered(now)
+        now += SILENT / (UNANSWERED - 1)
+    return now - SILENT / (UNANSWERED - 1)
 
 
 def test_questions_stop_after_some_that_were_not_answered() -> None:
     breaker = StoreBreaker()
-    lose_some(breaker, 0.0, UNANSWERED - 1)
+    now = lose_some(breaker, 0.0, UNANSWERED - 1)
     breaker.answered()
-    lose_some(breaker, 0.0, UNANSWERED - 1)
+    now = lose_some(breaker, now, UNANSWERED - 1)
     assert not breaker.open, "in a row"
-    breaker.unanswered(0.0)
+    breaker.unanswered(now + SILENT)
     assert breaker.open
+
+
+def test_many_that_are_late_at_once_are_no_reason() -> None:
+    breaker = StoreBreaker()
+    for _ in range(10 * UNANSWERED):
+        breaker.unanswered(5.0)
+    assert not breaker.open
 
 
 def test_it_is_tried_again_less_and_less_often() -> None:
     breaker = StoreBreaker()
-    lose_some(breaker, 0.0)
-    now, rests = 0.0, []
+    now, rests = lose_some(breaker, 0.0), []
     for _ in range(7):
         start = now
         while breaker.open:
@@ -59,14 +68,17 @@ def test_it_is_tried_again_less_and_less_often() -> None:
     assert rests == [REST, 2 * REST, 4 * REST, 8 * REST, LONGEST_REST, LONGEST_REST, LONGEST_REST]
     breaker.answered()
     assert not breaker.open
-    lose_some(breaker, now)
+    now = lose_some(breaker, now)
     breaker.look_at_clock(now + REST)
     assert not breaker.open, "after an answer it begins anew"
 
 
 def test_an_engine_whose_store_hangs_soon_asks_it_no_more() -> None:
     engines = EnginesAndStore("a")
-    asked = [finds(engines, number) for number in range(6)]
+    asked = []
+    for number in range(6):
+        asked.append(finds(engines, number))
+        engines.now += SILENT / 2
     assert asked[0] == 1
     assert asked[-3:] == [0, 0, 0], "requests begin at once"
     later(engines, REST)
@@ -77,6 +89,7 @@ def test_a_store_that_answers_again_is_used_again() -> None:
     engines = EnginesAndStore("a")
     for number in range(4):
         finds(engines, number)
+        engines.now += SILENT / 2
     assert not engines["a"].engine.store.attached
     later(engines, REST)
     engines["a"].send(generate("s", [7, *PROMPT], max_tokens=2))
