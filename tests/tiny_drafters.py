@@ -71,5 +71,6 @@ def make_eagle(model: TinyModel, folder: Path) -> Path:
 
 def make_draft(model: TinyModel, folder: Path) -> Path:
     """A smaller model of the same family and vocabulary."""
-    make_model(model.family, folder, num_hidden_layers=1, intermediate_size=32, num_attention_heads=2)
+    words = model.reference.config.vocab_size
+    make_model(model.family, folder, vocab_size=words, num_hidden_layers=1, intermediate_size=32, num_attention_heads=2)
     return folder

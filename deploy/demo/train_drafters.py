@@ -6,7 +6,7 @@ Minutes on two cores; the same seed gives the same weights on the same machine.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -64,8 +64,8 @@ def _lesson(model: LlamaForCausalLM, batch: Batch) -> Lesson:
     return Lesson(batch, Taught(features.float(), model.lm_head.weight.detach()))
 
 
-def train(drafter: Drafter, taught: list[Lesson], rounds: int, rate: float) -> None:
-    """Goes over all lessons so many times, each time in another order."""
+def train(drafter: Drafter, taught: list[Lesson], rounds: int, rate: float) -> Iterator[int]:
+    """Goes over all lessons so many times, each time in another order; gives the rounds that are over."""
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     steps, random, begun = rounds * len(taught), Random(SEED), time.perf_counter()
@@ -85,6 +85,7 @@ def train(drafter: Drafter, taught: list[Lesson], rounds: int, rate: float) -> N
             agreed.append(learnt.agreed)
         shares = "  ".join(f"{sum(one) / len(one):.1%}" for one in zip(*agreed, strict=True))
         print(f"round {number}/{rounds}  agreed {shares}  {time.perf_counter() - begun:.0f} s", flush=True)
+        yield number
 
 
 def ship(drafter: Drafter, folder: Path, weights: str) -> None:
@@ -115,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.manual_seed(SEED)
         drafter: Drafter = KINDS[kind](model)
         print(kind, flush=True)
-        train(drafter, taught, options.rounds, options.rate)
-        ship(drafter, options.out / kind, WEIGHTS[kind])
+        for _ in train(drafter, taught, options.rounds, options.rate):
+            ship(drafter, options.out / kind, WEIGHTS[kind])
 
 
 def _documents(model: LlamaForCausalLM, folder: Path, count: int, kept: Path | None) -> list[Document]:

@@ -53,15 +53,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What was drafted for each sequence asked about."""
+    """What was drafted for each sequence asked about.
+
+    Each draft is certain, given what is known and the random number of its position: a proposer that has a distribution
+    draws from it by that number, and drafts what the model draws wherever the two cumulate alike.
+    """
 
     tokens: Int32s
     """[P, K] what lies behind a row's count means nothing."""
     counts: Int32s
     """[P] never more than asked for."""
-    weights: Tensor | None = None
-    """[P, K, W] float32: the distribution, up to a factor, that each token was drawn from. None: each was certain to be
-    drafted, given what was known, which is the distribution that is 1 there."""
 
     @classmethod
     def none(cls, asked: Asked) -> Drafts:
@@ -138,7 +139,7 @@ class Proposer(Protocol):
 class FirstThatDrafts:
     """Several proposers, by rank: each sequence gets the drafts of the first one that has any for it.
 
-    Tokens that a grammar forces go before guesses that way. The guesses of all but the last are certain.
+    Tokens that a grammar forces go before guesses that way.
     """
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:

@@ -23,21 +23,13 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     method: Method
     num_speculative_tokens: int | None = None
-    """Drafts of one step at the most; by default 3, with Medusa as many as there are heads."""
+    """Drafts of one step at the most; by default 3."""
     model: str | None = None
     """The directory of the draft model, the Medusa heads or the EAGLE layer; n-grams need none."""
     prompt_lookup_max: int = 5
     """Tokens of the longest match looked for."""
     prompt_lookup_min: int = 2
     """Tokens that a match must have."""
-    rejection_sample_method: Literal["strict", "probabilistic"] = "strict"
-    """Both keep the model's distribution. strict: a draft stands where the model draws the same by the same random
-    number, so that a seed gives the same tokens with speculation and without. probabilistic: drafts are drawn by random
-    numbers of their own, and rejected as in Leviathan et al., arXiv:2211.17192."""
-
-    @property
-    def most(self) -> int | None:
-        return self.num_speculative_tokens
 
     def folder(self) -> Path:
         assert self.model is not None, "checked when it was read"
@@ -70,8 +62,6 @@ def _complaint(settings: Speculation) -> str | None:
             )
     elif not settings.model:
         return f"method {settings.method} needs model, the directory of its weights"
-    if settings.rejection_sample_method == "probabilistic" and settings.method == "ngram":
-        return "rejection_sample_method probabilistic: the drafts of method ngram have no probabilities"
     return None
 
 

@@ -2,9 +2,13 @@
 
 The token of each position is drawn from the model's own distribution there, by the random number of that position, just
 as without drafts; a draft stands where it is what was drawn. That is rejection sampling (Leviathan, Kalman, Matias,
-arXiv:2211.17192; Chen et al., arXiv:2302.01318) for drafts that were certain, q = 1 at the draft x: it stands with
+arXiv:2211.17192; Chen et al., arXiv:2302.01318) for drafts that are certain, q = 1 at the draft x: it stands with
 probability min(1, p(x) / q(x)) = p(x), and what replaces it has the distribution max(0, p - q), normed, which is p
-without x. More than that: the same seed gives the same tokens with drafts and without.
+without x. More than that: the same seed gives the same tokens with drafts and without, however many are tried and
+wherever a stream is taken up again, which rejection by random numbers of its own would not.
+
+A proposer with a distribution q of its own draws from it by the same random number. Its drafts then stand more often
+than q's likeliest token would: always, where q = p.
 """
 
 from __future__ import annotations
