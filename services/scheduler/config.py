@@ -27,9 +27,11 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     policy: Annotated[
         Literal["fcfs", "priority"], Meta(description="Who goes first: by arrival, or by priority (lower first).")
     ] = "fcfs"
-    run_ahead: Annotated[int, Meta(ge=0, le=2, description="Plans sent beyond the one that is being computed.")] = 1
+    run_ahead: Annotated[
+        int, Meta(ge=0, le=2, description="Plans sent beyond the one that is being computed, at the most.")
+    ] = 2
     plan_late: Annotated[
-        bool, Meta(description="Make the last plan ahead only when the step before it is half over.")
+        bool, Meta(description="Make plans ahead no sooner than the workers need them, so that newcomers are in them.")
     ] = True
     speculation: Annotated[
         SpeculationPolicy,

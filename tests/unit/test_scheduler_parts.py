@@ -237,10 +237,28 @@ def test_a_plan_may_wait_for_half_of_the_shortest_recent_step_of_its_size() -> N
 
 def test_a_plan_is_never_so_late_that_the_device_would_wait_for_it() -> None:
     pace = Pace()
-    pace.took(1, 0.005)
-    assert pace.patience(1) == pytest.approx(0.001)
+    pace.took(1, 0.010)
+    assert pace.patience(1) == pytest.approx(0.004)
+    pace.took(1, 0.0065)
+    assert pace.patience(1) == 0.0, "half a millisecond is not worth a timer"
     pace.took(1, 0.003)
     assert pace.patience(1) == 0.0
+
+
+def test_the_plan_behind_two_steps_may_wait_until_the_second_is_half_over() -> None:
+    pace = Pace()
+    pace.took(1, 0.04)
+    assert pace.patience(1, 16) == 0.0, "nobody knows how long the second takes"
+    pace.took(16, 0.03)
+    assert pace.patience(1, 16) == pytest.approx(0.055)
+
+
+def test_steps_that_are_shorter_than_the_way_of_a_plan_are_planned_two_ahead_at_once() -> None:
+    pace = Pace()
+    pace.took(1, 0.0015)
+    assert pace.patience(1, 1) == 0.0
+    pace.took(16, 0.005)
+    assert pace.patience(16, 16) == pytest.approx(0.004), "a third plan is made when the first is nearly over"
 
 
 def test_the_plan_ahead_waits_and_takes_in_who_came_meanwhile() -> None:

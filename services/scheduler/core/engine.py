@@ -305,10 +305,12 @@ class Engine:
             self._out.append(SendPlan(plan))
 
     def _may_wait(self, serving: Serving, now: float) -> bool:
-        """Whether the plan is the last one ahead, and not due yet; then sets `plan_due`."""
-        last_ahead = self.limits.run_ahead > 0 and serving.steps.in_flight == serving.limits.plans_ahead
-        if self.limits.plan_late and last_ahead and now < serving.steps.next_due():
-            self.plan_due = serving.steps.next_due()
+        """Whether the workers have enough to do, and the plan is not due yet; then sets `plan_due`."""
+        if not self.limits.plan_late or self.limits.run_ahead == 0:
+            return False
+        due = serving.steps.next_due(serving.limits.stages)
+        if now < due:
+            self.plan_due = due
             return True
         return False
 

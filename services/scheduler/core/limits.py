@@ -27,7 +27,8 @@ class Limits:
     stages: int = 1
     """Of the pipeline that the workers form: plans that are computed at a time."""
     plan_late: bool = True
-    """Make the last plan ahead only when the step before it is half over, for the sake of who arrives meanwhile."""
+    """Make plans ahead only when the step before is half over, or nearly over where that is short: for the sake of who
+    arrives meanwhile."""
     step_timeout: float = 60.0
     """Seconds that the oldest step in flight may take before the engine counts as wedged."""
     store_deadline: float = 0.015

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
@@ -68,11 +69,14 @@ class Steps:
         self._awaited_since = now
         return expected
 
-    def next_due(self) -> float:
-        """When the plan behind those in flight should be made. Past, where nothing is in flight."""
-        if not self._expected:
+    def next_due(self, stages: int) -> float:
+        """When the plan behind those in flight should be made, on workers that compute `stages` plans at a time. Past,
+        where fewer are in flight."""
+        ahead = len(self._expected) - (stages - 1)
+        if ahead <= 0:
             return self._awaited_since
-        return self._awaited_since + self._pace.patience(self._expected[0].tokens)
+        sizes = (expected.tokens for expected in islice(self._expected, ahead))
+        return self._awaited_since + self._pace.patience(*sizes)
 
     def overdue(self, now: float, timeout: float) -> bool:
         return self.in_flight > 0 and now - self._awaited_since > timeout
