@@ -59,7 +59,7 @@ def up(
         int, typer.Option(min=1, help="Worker ranks that share each layer, per engine.", rich_help_panel=SIZE)
     ] = 1,
     pp: Annotated[
-        int, typer.Option(min=1, help="Pipeline stages per engine, of --tp ranks each.", rich_help_panel=SIZE)
+        int, typer.Option(min=1, max=32, help="Pipeline stages per engine, of --tp ranks each.", rich_help_panel=SIZE)
     ] = 1,
     pp_layers: Annotated[
         str | None, typer.Option(help="Layers of each stage, e.g. 17,15; as even as can be.", rich_help_panel=SIZE)
@@ -75,10 +75,10 @@ def up(
         int | None, typer.Option(min=1, help="Worker ranks per decode engine; --tp.", rich_help_panel=SIZE)
     ] = None,
     pp_prefill: Annotated[
-        int | None, typer.Option(min=1, help="Stages per prefill engine; --pp.", rich_help_panel=SIZE)
+        int | None, typer.Option(min=1, max=32, help="Stages per prefill engine; --pp.", rich_help_panel=SIZE)
     ] = None,
     pp_decode: Annotated[
-        int | None, typer.Option(min=1, help="Stages per decode engine; --pp.", rich_help_panel=SIZE)
+        int | None, typer.Option(min=1, max=32, help="Stages per decode engine; --pp.", rich_help_panel=SIZE)
     ] = None,
     gateways: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,
     tokenizers: Annotated[int, typer.Option(min=1, rich_help_panel=SIZE)] = 1,

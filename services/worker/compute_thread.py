@@ -21,8 +21,9 @@ from services.worker.copy_thread import CopyThread, around
 from shared.ids import Incarnation
 from shared.messages.worker import StepPlan, Transfer
 
-PLANS_LIMIT = 16
-"""Plans that may lie ready; a scheduler runs 3 ahead at the most, so a full queue is a bug and raises."""
+PLANS_LIMIT = 64
+"""Plans that may lie ready; a scheduler runs 3 ahead at the most, and one more for each further stage of a pipeline: a
+full queue is a bug and raises."""
 
 STOP_SECONDS = 2.0
 

@@ -23,7 +23,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     local_rank: Annotated[
         int | None, Meta(ge=0, description="Which of this host's GPUs it takes; by default the one of its rank.")
     ] = None
-    pp: Annotated[int, Meta(ge=1, description="Pipeline stages that the ranks form.")] = 1
+    pp: Annotated[int, Meta(ge=1, le=32, description="Pipeline stages that the ranks form.")] = 1
     pp_layers: Annotated[
         tuple[int, ...], Meta(description="Layers of each stage, e.g. 17,15; by default as even as can be.")
     ] = ()

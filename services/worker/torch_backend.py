@@ -85,7 +85,8 @@ def create_backend(
     torch.set_num_threads(threads or max(1, _cores() // (world_size * pipeline.stages)))
     digest = model_digest(model_dir, config)
     decoder = _load(model_dir, config, place, chosen, length, communicator, ops, pipeline, stage)
-    _check_agreement(communicator, f"model {digest} in {chosen}, layers {layers or 'even'}, {decoder.wire}")
+    own = f"model {digest} in {chosen} on {place.type}, layers {layers or 'even'}, {decoder.wire}"
+    check_agreement(communicator, f"{own}, {length} tokens, steps of {max_num_seqs} and {max_batch_tokens}")
 
     samples = pipeline.stage + 1 == pipeline.stages and rank == 0
     grammars = GrammarLibrary(Compiler(model_dir, config.vocab_size, config.eos_token_ids)) if samples else None
@@ -145,7 +146,7 @@ def _dtype(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dt
     return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
 
 
-def _check_agreement(communicator: Communicator, own: str) -> None:
+def check_agreement(communicator: Communicator, own: str) -> None:
     """Ranks of several hosts may have been given different models. Raises ModelError."""
     said = communicator.all_say(own)
     other = next((rank for rank, word in enumerate(said) if word != own), None)

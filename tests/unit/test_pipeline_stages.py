@@ -9,8 +9,9 @@ from msgspec import structs
 
 from services.worker.model.config import LayerConfig, ModelConfig, ModelError
 from services.worker.outstanding import STEPS_PER_STAGE, OutstandingTokens
-from services.worker.parallel import stage_of
+from services.worker.parallel import SingleRank, stage_of
 from services.worker.sequences import SequenceTable
+from services.worker.torch_backend import check_agreement
 from services.worker.torch_ranks import RankPlace
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
@@ -53,6 +54,22 @@ def test_ranks_stand_stage_by_stage() -> None:
     assert [place.in_stage for place in places] == [0, 1] * 3
     assert places[3].ranks_of(2) == [4, 5]
     assert [places[3].at(stage) for stage in range(3)] == [1, 3, 5]
+
+
+class Said(SingleRank):
+    """Another rank says something of its own."""
+
+    def __init__(self, *others: str) -> None:
+        self.others = others
+
+    def all_say(self, value: str) -> list[str]:
+        return [value, *self.others]
+
+
+def test_ranks_that_have_another_model_are_named() -> None:
+    check_agreement(Said("model a", "model a"), "model a")
+    with pytest.raises(ModelError, match="here model a; rank 2 has model b"):
+        check_agreement(Said("model a", "model b"), "model a")
 
 
 class LastStage:
