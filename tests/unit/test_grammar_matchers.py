@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer
 
 from services.worker.guided.compiler import Compiler
 from services.worker.guided.guided_sequences import GuidedSequences
-from services.worker.guided.library import GrammarLibrary, Outcome
+from services.worker.guided.library import MOST_STUCK, GrammarLibrary, Outcome
 from services.worker.guided.matcher import Matcher, MatcherBroken, allows
 from services.worker.guided.refusal import GrammarRefused
 from services.worker.sampling.masks import words
@@ -262,6 +264,43 @@ def test_no_more_is_compiled_while_too_much_waits(writer: RandomWriter, monkeypa
     assert "try again later" in outcome.error
 
 
+class SlowCompiler(Compiler):
+    """Compiles what is `slow` only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), 64, ())
+        self.go_on = threading.Event()
+        self.begun = threading.Semaphore(0)
+
+    def compile(self, grammar: Grammar) -> Any:
+        if grammar.text.startswith("slow"):
+            self.begun.release()
+            assert self.go_on.wait(60)
+        raise GrammarRefused(f"tried {grammar.text}")
+
+
+def test_grammars_that_take_very_long_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.worker.guided.library.STUCK_AFTER", 0.0)
+    compiler = SlowCompiler()
+    library = GrammarLibrary(compiler)
+    late: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    for number in range(MOST_STUCK):
+        library.ask(Grammar("regex", f"slow{number}"), late.put)
+        assert compiler.begun.acquire(timeout=60)
+        if number < MOST_STUCK - 1:
+            quick = Grammar("regex", f"quick{number}")
+            assert told(library, quick) == [Outcome(quick, f"tried quick{number}")]
+    (refused,) = told(library, Grammar("regex", "one too many"))
+    assert "try later" in (refused.error or "")
+    compiler.go_on.set()
+    assert sorted(late.get(timeout=60).grammar.text for _ in range(MOST_STUCK)) == [
+        f"slow{n}" for n in range(MOST_STUCK)
+    ]
+    quick = Grammar("regex", "quick again")
+    while (outcome := told(library, quick)[0]).error != "tried quick again":
+        assert "try later" in (outcome.error or "")
+
+
 def test_broken_texts_of_every_kind_are_refused(writer: RandomWriter) -> None:
     for grammar in (
         Grammar("json", "{"),
@@ -271,6 +310,7 @@ def test_broken_texts_of_every_kind_are_refused(writer: RandomWriter) -> None:
         Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "other"}}'),
         Grammar("grammar", "root ::="),
         Grammar("grammar", 'other ::= "a"'),
+        Grammar("grammar", "root ::= é"),
         Grammar("json", json.dumps({"items": {"type": "foo"}})),
     ):
         with pytest.raises(GrammarRefused) as refused:

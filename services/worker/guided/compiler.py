@@ -51,16 +51,17 @@ class Compiler:
             return self._compiled(grammar)
         except RuntimeError as error:  # the library's only kind, for whatever it cannot take
             raise GrammarRefused(_without_source(str(error))) from None
+        except UnicodeDecodeError as error:  # its message, which cites a character by its first byte
+            raise GrammarRefused(_without_source(error.object.decode(errors="replace"))) from None
 
     def spelling(self) -> Spelling:
         """The bytes of each token, special ones as they are written. Raises GrammarRefused."""
-        tokens = self._token_bytes()
-        with self._loading:
-            if self._spelling is None:
-                self._spelling = _spelling(tokens, self.vocab_size)
-            return self._spelling
+        if self._spelling is None:  # made twice, it would be the same; and nobody waits for what else is loaded
+            self._spelling = _spelling(self._token_bytes(), self.vocab_size)
+        return self._spelling
 
     def _compiled(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        self.spelling()
         backend = self._backend(with_special=grammar.kind == "structural_tag")
         match grammar.kind:
             case "json":

@@ -28,8 +28,9 @@ MOST_WAITING = 256
 THREADS = 2
 MOST_STUCK = 4
 """Threads that may be written off because a grammar took them too long; with as many stuck, nothing new is compiled."""
-STUCK_AFTER = 30.0
-"""Seconds. A compilation cannot be ended from outside: its thread is replaced, and ends when it is through."""
+STUCK_AFTER = 10.0
+"""Seconds; schedulers ask again after more. A compilation cannot be ended from outside: its thread is replaced, and
+ends when it is through."""
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +61,14 @@ class GrammarLibrary:
         """Has `grammar` compiled, and `tell` called with the outcome: at once or later, on any thread."""
         key = plain(grammar)
         with self._lock:
+            self._write_off()
             known = key in self._kept
             refusal = None if known or key in self._asked else self._too_busy()
             if not known and refusal is None:
                 self._asked.setdefault(key, []).append(lambda outcome: tell(Outcome(grammar, outcome.error)))
                 if len(self._asked[key]) == 1:
                     self._queue.put(key)
-                    self._start_thread()
+                self._start_thread()
         if known or refusal is not None:
             tell(Outcome(grammar, refusal))
 
@@ -89,13 +91,15 @@ class GrammarLibrary:
         )
 
     def _too_busy(self) -> str | None:
-        now = time.monotonic()
-        self._stuck |= {number for number, begun in self._begun.items() if now - begun > STUCK_AFTER}
         if len(self._stuck) >= MOST_STUCK:
             return "the engine is still busy with other requests' grammars that take very long to compile; try later"
         if len(self._asked) >= MOST_WAITING:
             return f"{MOST_WAITING} grammars are being compiled already; try again later"
         return None
+
+    def _write_off(self) -> None:
+        now = time.monotonic()
+        self._stuck |= {number for number, begun in self._begun.items() if now - begun > STUCK_AFTER}
 
     def _start_thread(self) -> None:
         """One more, where all that are not stuck have work and another is allowed."""
@@ -104,17 +108,24 @@ class GrammarLibrary:
             threading.Thread(target=self._run, args=(next(self._numbers),), name="grammars", daemon=True).start()
 
     def _run(self, number: int) -> None:
-        while True:
+        replaced = False
+        while not replaced:
             grammar = self._queue.get()
             with self._lock:
                 self._begun[number] = time.monotonic()
-            self._answer(grammar, self._tried(grammar))
-            with self._lock:
-                del self._begun[number]
-                if number in self._stuck:
-                    self._stuck.discard(number)
-                    self._threads -= 1
-                    return
+            error = self._tried(grammar)
+            replaced = self._is_replaced(number)
+            self._answer(grammar, error)
+
+    def _is_replaced(self, number: int) -> bool:
+        """Whether a thread that is through was written off meanwhile."""
+        with self._lock:
+            del self._begun[number]
+            if number not in self._stuck:
+                return False
+            self._stuck.discard(number)
+            self._threads -= 1
+            return True
 
     def _tried(self, grammar: Grammar) -> str | None:
         """The reason why it cannot be compiled."""
