@@ -45,6 +45,8 @@ class Serve(Struct, frozen=True, tag=True):
     kv_memory: int = 4 << 20
     drafts: int = 0
     """Tokens that n-gram look-up may draft."""
+    speculation: Speculation | None = None
+    """Another method."""
 
     @property
     def world_size(self) -> int:
@@ -115,7 +117,8 @@ def served(rank: int, asked: Serve) -> ModelRunner:
         threads=1,
         pipeline=pipeline,
         layers=asked.layers or None,
-        speculation=Speculation(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None,
+        speculation=asked.speculation
+        or (Speculation(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )
 
 

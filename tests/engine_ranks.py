@@ -26,6 +26,7 @@ from services.scheduler.core.events import Output, SendPlan, SendTokens, Workers
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import Limits
 from services.worker.ops_choice import OpsName
+from services.worker.speculation.settings import Speculation
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, Incarnation, ModelName, RequestId
 from shared.messages.generation import Generation, SamplingParams, StopParams
@@ -73,10 +74,11 @@ class RankProcesses:
         limits: Limits | None = None,
         kv_memory: int = 4 << 20,
         drafts: int = 0,
+        speculation: Speculation | None = None,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
-        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts)
+        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation)
         for process in self._processes:
             write(_pipe(process.stdin), asked)
         answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]

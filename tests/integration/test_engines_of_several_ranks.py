@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from services.scheduler.core.limits import Limits
 from services.worker.ops_choice import OpsName
+from services.worker.speculation.settings import Method, Speculation
 from shared.messages.generation import SamplingParams
 from tests.engine_ranks import EngineOfRanks, RankProcesses, rank_processes
+from tests.tiny_drafters import make_eagle, make_medusa
 from tests.tiny_models import FAMILIES, TinyModel, make_model
 
 OUTPUT = 6
@@ -154,6 +157,29 @@ def test_every_stage_drafts_the_same(
     engine.run()
     assert [request.tokens for request in requests] == [model.greedy(tokens, 20) for tokens in prompts]
     assert engine.accepted > 0
+
+
+def test_drafters_of_two_ranks_are_those_of_one(
+    ranks: RankProcesses, models: Callable[..., TinyModel], tmp_path: Path
+) -> None:
+    """Rank 0 drafts with whole weights, and tells the other; run-ahead goes on from lengths that are bounds only."""
+    model = models("llama", 2)
+    limits = Limits(run_ahead=2, speculation="fixed")
+    prompts = [prompt(5, 1), prompt(17, 2), prompt(30, 3)]
+    expected = [model.greedy(tokens, 24) for tokens in prompts]
+    medusa, eagle = make_medusa(model, tmp_path / "medusa"), make_eagle(model, tmp_path / "eagle")
+    folders: dict[Method, Path] = {"draft": model.path, "medusa": medusa, "eagle": eagle}
+    for method, folder in folders.items():
+        speculation = Speculation(method=method, model=str(folder))
+        accepted = []
+        for tp in (1, 2):
+            engine = ranks.serve(model.path, tp=tp, limits=limits, speculation=speculation)
+            requests = [engine.ask(tokens, 24) for tokens in prompts]
+            engine.run()
+            assert [request.tokens for request in requests] == expected, method
+            accepted.append(engine.accepted)
+        assert accepted[0] == accepted[1], method
+        assert accepted[0] > 0 or method != "draft"
 
 
 def test_ranks_share_layers_words_and_memory(ranks: RankProcesses, models: Callable[..., TinyModel]) -> None:
