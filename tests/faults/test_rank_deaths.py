@@ -46,5 +46,6 @@ async def survive_the_death_of(stack: RunningStack, victim: str, undisturbed: li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", RANKS)
+@pytest.mark.features("pipeline parallel", "tensor parallel", "re-dispatch")
 async def test_streams_survive_the_death_of_a_rank(stack: RunningStack, victim: str) -> None:
     await survive_the_death_of(stack, victim, await streams(stack))

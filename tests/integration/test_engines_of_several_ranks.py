@@ -128,6 +128,7 @@ def test_logits_are_the_reference_s(
     assert expected.std() > 0.3, "a reference this flat would agree with anything"
 
 
+@pytest.mark.features("pipeline parallel", "preemption")
 def test_preemption_and_seeds_change_nothing_in_a_pipeline(
     ranks: RankProcesses, models: Callable[..., TinyModel]
 ) -> None:

@@ -201,6 +201,7 @@ async def test_pools_of_any_size_continue_each_others_work(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stages", [["--pp-prefill=2"], ["--pp-decode=2", "--pp-layers=2,3", "--tp-prefill=2"]])
+@pytest.mark.features("pipeline parallel", "prefill/decode")
 async def test_pipelines_continue_others_work_and_begin_it(
     plain: RunningStack, tmp_path: Path, stages: list[str]
 ) -> None:
