@@ -1,5 +1,7 @@
 """A model in this process, for many prompts at once: the serving actors on an in-memory bus; no server, no port.
 
+import logging
+
 from services.offline import LLM, SamplingParams
 
 with LLM("path/to/model") as llm:
@@ -13,3 +15,6 @@ from services.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from services.offline.params import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "EngineFailed", "InvalidRequest", "Logprob", "RequestOutput", "SamplingParams"]
+
+for _package in ("shared", "services", "kvstore"):  # what a library does: it logs, and prints nothing unasked
+    logging.getLogger(_package).addHandler(logging.NullHandler())
