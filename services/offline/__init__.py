@@ -1,13 +1,13 @@
 """A model in this process, for many prompts at once: the serving actors on an in-memory bus; no server, no port.
 
-import logging
-
 from services.offline import LLM, SamplingParams
 
 with LLM("path/to/model") as llm:
     for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
         print(output.outputs[0].text)
 """
+
+import logging
 
 from services.offline.errors import EngineFailed, InvalidRequest
 from services.offline.llm import LLM
