@@ -18,7 +18,7 @@ class Grammar(Struct, frozen=True, array_like=True):
 
     kind: Literal["json", "regex", "choice", "grammar", "structural_tag"]
     text: str
-    """A JSON schema, a regular expression, a JSON array of strings, EBNF as xgrammar reads it, or its structural tag."""
+    """A JSON schema, a regular expression, a JSON array of strings, EBNF as xgrammar has it, or its structural tag."""
     after: str = ""
     """It binds from behind the first occurrence of this text in the output (`</think>`); empty: from the start."""
     compact: bool = False

@@ -9,7 +9,6 @@ from msgspec import Struct
 from shared.ids import ArenaId, Incarnation, SequenceId
 from shared.messages.generation import Grammar, SamplingParams
 
-
 MOST_SCORED = 512
 """Prompt tokens that a plan may have computed of sequences with `SamplingParams.prompt_logprobs`. Each takes a row of
 logits on the device, as wide as the vocabulary; other tokens of prompts take none."""

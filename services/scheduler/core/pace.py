@@ -12,8 +12,8 @@ from collections import deque
 RECENT = 8
 """Steps of a size that are remembered."""
 LEAD = 0.006
-"""Seconds that a plan needs at the most to reach the workers and be prepared: 1 to 2 ms on a quiet machine, and the rest
-for pauses of all who have a part in it."""
+"""Seconds that a plan needs at the most to reach the workers and be prepared: 1 to 2 ms on a quiet machine, and the
+rest for pauses of all who have a part in it."""
 SOON = 0.001
 """Seconds that are not worth waiting for: timers are no finer."""
 
