@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.nats_server import NatsServer, nats_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Ctrl-C works in tests and what they start, even where a shell in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
