@@ -24,6 +24,9 @@ REST_SECONDS = 30.0
 
 STOP_SECONDS = 2.0
 
+PREPARE_APART = 0.02
+"""Seconds between two pieces of memory that are prepared beside a step: it has the processor's caches and cores."""
+
 
 class CopyingStuck(Exception):
     """A copy neither ends nor stops: no new epoch may begin over it."""
@@ -51,6 +54,8 @@ class CopyThread:
         """How many have begun: what was taken in hand under a smaller count must stop."""
         self._busy = False
         self._stopping = False
+        self.computing = False
+        """Whether a step is being computed; written by the compute thread."""
         self._over: asyncio.Queue[TransferOver | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="copy", daemon=True)
@@ -110,7 +115,7 @@ class CopyThread:
 
     def _do_next(self) -> bool:
         """Waits for a transfer and does it; False when it is time to end. While none waits, memory is prepared."""
-        while not self._waiting and not self._stopping and self._transfers is not None and self._transfers.prepare():
+        while self._may_prepare() and self._transfers is not None and self._transfers.prepare():
             pass
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopping)
@@ -127,6 +132,13 @@ class CopyThread:
         if outcome != "stopped":
             self._hand_over(TransferOver(epoch, transfer.number, outcome == "failed"))
         return True
+
+    def _may_prepare(self) -> bool:
+        """Whether there is nothing else to do; gives way to a step for a while."""
+        if not self.computing:
+            return not self._waiting and not self._stopping
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._waiting or self._stopping, PREPARE_APART)
 
     def _hand_over(self, over: TransferOver | BaseException) -> None:
         try:
