@@ -152,9 +152,9 @@ class ComputeThread:
                 self._begin_epoch(backend)
             before, after = around(job.plan.transfers)
             self._copy(job.plan.epoch, before)
-            self._copies.computing = True
+            self._copies.step(computing=True)
             step = compute(job.plan)
-            self._copies.computing = False
+            self._copies.step(computing=False)
             wait = max(0.0, job.arrived - self._ended)
             self._ended = time.perf_counter()
             self._copy(job.plan.epoch, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,10 @@ REST_SECONDS = 30.0
 STOP_SECONDS = 2.0
 
 PREPARE_APART = 0.02
-"""Seconds between two pieces of memory that are prepared beside a step: it has the processor's caches and cores."""
+"""Seconds between two pieces of memory that are prepared while there is work: steps have the processor's cores."""
+
+QUIET_SECONDS = 0.1
+"""Without a transfer or a step there is no work: a load is followed by a step that waits for it."""
 
 
 class CopyingStuck(Exception):
@@ -54,8 +58,9 @@ class CopyThread:
         """How many have begun: what was taken in hand under a smaller count must stop."""
         self._busy = False
         self._stopping = False
-        self.computing = False
-        """Whether a step is being computed; written by the compute thread."""
+        self._computing = False
+        self._worked = 0.0
+        """When a transfer or a step was last over."""
         self._over: asyncio.Queue[TransferOver | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="copy", daemon=True)
@@ -77,6 +82,11 @@ class CopyThread:
             self._epochs += 1
             if not self._changed.wait_for(lambda: not self._busy, REST_SECONDS):
                 raise CopyingStuck(f"a transfer has not stopped for {REST_SECONDS:.0f} s")
+
+    def step(self, *, computing: bool) -> None:
+        """A step is being computed from now on, or no longer."""
+        self._computing = computing
+        self._worked = time.perf_counter()
 
     def add(self, epoch: Incarnation, transfers: Iterable[Transfer]) -> None:
         """To be done after those before them. Raises OverflowError where too many wait."""
@@ -128,14 +138,15 @@ class CopyThread:
         finally:
             with self._changed:
                 self._busy = False
+                self._worked = time.perf_counter()
                 self._changed.notify_all()
         if outcome != "stopped":
             self._hand_over(TransferOver(epoch, transfer.number, outcome == "failed"))
         return True
 
     def _may_prepare(self) -> bool:
-        """Whether there is nothing else to do; gives way to a step for a while."""
-        if not self.computing:
+        """Whether there is nothing else to do; gives way for a while where there is work."""
+        if not self._computing and time.perf_counter() - self._worked > QUIET_SECONDS:
             return not self._waiting and not self._stopping
         with self._changed:
             return not self._changed.wait_for(lambda: self._waiting or self._stopping, PREPARE_APART)
