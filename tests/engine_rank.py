@@ -21,13 +21,13 @@ from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
 from services.worker.pipeline import SingleStage
 from services.worker.speculation.settings import Speculation
-from services.worker.torch_backend import create_backend
 from services.worker.torch_ranks import RankPlace, join
-from shared.ids import Incarnation, ModelName
+from shared.ids import Incarnation
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Sampled
 from shared.messages.worker import StepPlan
 from tests.recorded_logits import record_logits
+from tests.tiny_backend import tiny_backend
 
 LENGTH_BYTES = 4
 JOIN_DEADLINE = timedelta(seconds=60)
@@ -101,12 +101,9 @@ def served(rank: int, asked: Serve) -> ModelRunner:
             device=torch.device("cpu"),
             timeout=JOIN_DEADLINE,
         )
-    return create_backend(
+    return tiny_backend(
         Path(asked.model),
-        model_name=ModelName("tiny"),
-        device="cpu",
         dtype="float32",
-        max_model_len=None,
         kv_memory_bytes=asked.kv_memory,
         max_num_seqs=8,
         max_batch_tokens=64,
@@ -114,7 +111,6 @@ def served(rank: int, asked: Serve) -> ModelRunner:
         world_size=communicator.world_size,
         communicator=communicator,
         ops=asked.ops,
-        threads=1,
         pipeline=pipeline,
         layers=asked.layers or None,
         speculation=asked.speculation

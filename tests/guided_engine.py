@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.model_runner import ModelRunner
-from services.worker.parallel import SingleRank
 from services.worker.speculation.settings import Speculation
-from services.worker.torch_backend import create_backend
-from shared.ids import ModelName
 from shared.messages.generation import Grammar, SamplingParams
 from shared.messages.worker import StepPlan
 from tests.guided_documents import EOS
+from tests.tiny_backend import tiny_backend
 from tests.tiny_models import make_model
 from tests.tiny_tokenizers import byte_level, write_model
 from tests.worker_driver import Driver, Sequence
@@ -31,20 +29,12 @@ def tiny_model(folder: Path) -> Path:
 
 
 def guided_backend(path: Path, speculation: Speculation | None = None) -> ModelRunner:
-    return create_backend(
+    return tiny_backend(
         path,
-        model_name=ModelName("guided"),
-        device="cpu",
         dtype="float32",
-        max_model_len=None,
         kv_memory_bytes=64 << 20,
         max_num_seqs=AT_ONCE,
         max_batch_tokens=1024,
-        rank=0,
-        world_size=1,
-        communicator=SingleRank(),
-        ops="torch",
-        threads=1,
         speculation=speculation,
     )
 

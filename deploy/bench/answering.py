@@ -8,20 +8,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from deploy.bench.asking import generate, listen, request_of
 from deploy.cli.errors import CommandError
 from shared import topics
-from shared.blocks import hash_chain
 from shared.bus import Bus
-from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, RequestId
+from shared.ids import EngineId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import GatewayMessage
-from shared.messages.generation import Generation, SamplingParams, StopParams
+from shared.messages.generation import StopParams
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Generate, StepFinished, WorkerResult
-from shared.tokens import pack
+from shared.messages.scheduler import StepFinished, WorkerResult
 
-DETOKENIZER = DetokenizerId("bench-detokenizer")
-GATEWAY = GatewayId("bench-gateway")
 LONGEST = 300
 """Output tokens."""
 ROUND_SECONDS = 600.0
@@ -60,9 +57,7 @@ class AnsweringLoad:
     _refused: str | None = None
 
     async def listen(self) -> None:
-        await self.bus.subscribe(topics.detokenizer_tokens(DETOKENIZER), self._got)
-        await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self._gateway)
-        await self.bus.subscribe(topics.engine_results(self.engine), self._result)
+        await listen(self.bus, self.engine, self._got, self._gateway, self._result)
 
     async def answer(self, prompts: list[list[int]], concurrency: int) -> RoundFigures:
         """Raises CommandError where the engine refuses one, or takes too long."""
@@ -87,25 +82,15 @@ class AnsweringLoad:
                 self._over.set()
             return
         self._number += 1
-        request = RequestId(f"bench-{self._number}")
-        self._open.add(request)
-        await self.bus.publish(topics.engine_requests(self.engine), self._generate(request, self._waiting.popleft()))
-
-    def _generate(self, request: RequestId, prompt: list[int]) -> Generate:
-        tokens = pack(prompt)
-        generation = Generation(
-            request=request,
-            attempt=Attempt(1),
-            gateway=GATEWAY,
-            model=self.card.name,
-            tokens=tokens,
-            prompt_length=len(prompt),
-            block_hashes=b"".join(hash_chain(tokens, None)),
-            sampling=SamplingParams(seed=self._number, temperature=self.temperature),
+        self._open.add(request_of(self._number))
+        asked = generate(
+            self._number,
+            self.card.name,
+            self._waiting.popleft(),
+            temperature=self.temperature,
             stopping=StopParams(max_tokens=LONGEST),
-            arrival=time.time(),
         )
-        return Generate(generation, DETOKENIZER)
+        await self.bus.publish(topics.engine_requests(self.engine), asked)
 
     async def _got(self, batch: TokenBatch) -> None:
         for entry in batch.entries:

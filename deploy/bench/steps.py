@@ -9,20 +9,17 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from deploy.bench.asking import generate, listen, request_of
 from deploy.cli.errors import CommandError
 from shared import topics
-from shared.blocks import hash_chain
 from shared.bus import Bus
-from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, RequestId
+from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import GatewayMessage
-from shared.messages.generation import Generation, SamplingParams, StopParams
+from shared.messages.generation import StopParams
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, Generate, StepFinished, StepTiming, WorkerResult
-from shared.tokens import pack
 
-DETOKENIZER = DetokenizerId("bench-detokenizer")
-GATEWAY = GatewayId("bench-gateway")
 PROMPT = 24
 """Tokens; short, so that nearly every step decodes only."""
 SETTLE_SECONDS = 60.0
@@ -86,9 +83,7 @@ class SteadyLoad:
     _ending: bool = False
 
     async def listen(self) -> None:
-        await self.bus.subscribe(topics.detokenizer_tokens(DETOKENIZER), self._tokens)
-        await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self._gateway)
-        await self.bus.subscribe(topics.engine_results(self.engine), self._result)
+        await listen(self.bus, self.engine, self._tokens, self._gateway, self._result)
 
     async def measure(self, sequences: int, seconds: float) -> IdleFigures:
         """Raises CommandError where the engine does not take so many."""
@@ -119,27 +114,15 @@ class SteadyLoad:
 
     async def _send(self) -> None:
         self._number += 1
-        request = RequestId(f"bench-{self._number}")
-        self._open.add(request)
-        await self.bus.publish(topics.engine_requests(self.engine), self._generate(request))
+        self._open.add(request_of(self._number))
+        await self.bus.publish(topics.engine_requests(self.engine), self._generate())
 
-    def _generate(self, request: RequestId) -> Generate:
+    def _generate(self) -> Generate:
         """As long as the context allows, and of lengths that differ, so that not all end at once."""
-        tokens = pack([self.luck.randrange(self.card.vocab_size) for _ in range(PROMPT)])
+        prompt = [self.luck.randrange(self.card.vocab_size) for _ in range(PROMPT)]
         longest = self.card.max_model_len - PROMPT
-        generation = Generation(
-            request=request,
-            attempt=Attempt(1),
-            gateway=GATEWAY,
-            model=self.card.name,
-            tokens=tokens,
-            prompt_length=PROMPT,
-            block_hashes=b"".join(hash_chain(tokens, None)),
-            sampling=SamplingParams(seed=self._number, temperature=0.0),
-            stopping=StopParams(max_tokens=self.luck.randint(longest // 2, longest), ignore_eos=True),
-            arrival=time.time(),
-        )
-        return Generate(generation, DETOKENIZER)
+        stopping = StopParams(max_tokens=self.luck.randint(longest // 2, longest), ignore_eos=True)
+        return generate(self._number, self.card.name, prompt, temperature=0.0, stopping=stopping)
 
     async def _tokens(self, batch: TokenBatch) -> None:
         for entry in batch.entries:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from tests.conversations import client_of
 from tests.stack import RunningStack, running_stack
 
 Answers = dict[str, Any]
-SECONDS = 90.0
 LONG = "Ada lives in Oslo. Ben has a green boat and seven red hens. " * 12
 PERSON = {
     "type": "object",
@@ -38,12 +37,6 @@ SMALL_STEPS = ("--max-num-seqs=24", "--max-batch-tokens=96")
 """So that the long prompt takes several."""
 LITTLE_MEMORY = ("--max-model-len=1024", "--kv-memory=3MiB")
 """So that not all requests fit at once."""
-
-
-@contextlib.asynccontextmanager
-async def client_of(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client:
-        yield client
 
 
 async def ask(client: AsyncOpenAI, model: str, question: str, **more: Any) -> Any:
@@ -167,14 +160,14 @@ REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
 
 async def all_at_once(stack: RunningStack) -> Answers:
     """Every request's answer; they run side by side."""
-    async with client_of(stack) as client:
+    async with client_of(stack.url) as client:
         answers = await asyncio.gather(*(request(client, stack.model) for request in REQUESTS.values()))
     return dict(zip(REQUESTS, answers, strict=True))
 
 
 async def crowd(stack: RunningStack, size: int) -> None:
     """Grows until a little memory is not enough for it."""
-    async with client_of(stack) as client:
+    async with client_of(stack.url) as client:
         prompts = [f"Story {number}." for number in range(size)]
         await client.completions.create(
             model=stack.model, prompt=prompts, max_tokens=250, temperature=0, extra_body={"ignore_eos": True}
@@ -279,7 +272,7 @@ def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 
 async def refusal(stack: RunningStack, **more: Any) -> str:
     """The field that a 400 names."""
-    async with client_of(stack) as client:
+    async with client_of(stack.url) as client:
         with pytest.raises(BadRequestError) as refused:
             await ask(client, stack.model, "Hi", extra_body=more)
     return str(refused.value.param)

@@ -14,13 +14,12 @@ from services.worker.kv.transfers import Transfers
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
-from services.worker.parallel import SingleRank
-from services.worker.torch_backend import DtypeChoice, create_backend
+from services.worker.torch_backend import DtypeChoice
 from shared.blocks import BLOCK_SIZE
-from shared.ids import ModelName
 from shared.messages.worker import Transfer
 from tests.kv_ranks import make_arena, transfer
 from tests.recorded_logits import record_logits
+from tests.tiny_backend import tiny_backend
 from tests.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.worker_driver import Driver
 
@@ -36,21 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 
 def runner(model: TinyModel, ops: OpsName, dtype: DtypeChoice) -> ModelRunner:
     try:
-        return create_backend(
-            model.path,
-            model_name=ModelName("tiny"),
-            device="cpu",
-            dtype=dtype,
-            max_model_len=None,
-            kv_memory_bytes=4 << 20,
-            max_num_seqs=4,
-            max_batch_tokens=256,
-            rank=0,
-            world_size=1,
-            communicator=SingleRank(),
-            ops=ops,
-            threads=1,
-        )
+        return tiny_backend(model.path, dtype=dtype, kv_memory_bytes=4 << 20, max_num_seqs=4, ops=ops)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
 

@@ -15,11 +15,10 @@ from services.worker.backend import StepOutput
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
-from services.worker.parallel import SingleRank
-from services.worker.torch_backend import create_backend
-from shared.ids import ModelName, SequenceId
+from shared.ids import SequenceId
 from shared.messages.generation import SamplingParams, TokenLogprobs
 from shared.messages.worker import StepPlan
+from tests.tiny_backend import tiny_backend
 from tests.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.worker_driver import Driver, Sequence
 
@@ -52,21 +51,7 @@ def backends(tiny: TinyModel) -> Callable[[OpsName], ModelRunner]:
     @cache
     def get(ops: OpsName) -> ModelRunner:
         try:
-            return create_backend(
-                tiny.path,
-                model_name=ModelName("tiny"),
-                device="cpu",
-                dtype="auto",
-                max_model_len=None,
-                kv_memory_bytes=8 << 20,
-                max_num_seqs=24,
-                max_batch_tokens=256,
-                rank=0,
-                world_size=1,
-                communicator=SingleRank(),
-                ops=ops,
-                threads=1,
-            )
+            return tiny_backend(tiny.path, ops=ops)
         except OpsUnavailable as reason:
             pytest.skip(str(reason))
 

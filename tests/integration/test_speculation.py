@@ -11,16 +11,15 @@ import pytest
 
 from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName
-from services.worker.parallel import SingleRank
 from services.worker.speculation.ngram import NgramProposer
 from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Proposer
 from services.worker.speculation.settings import Speculation
-from services.worker.torch_backend import create_backend
 from shared.blocks import BLOCK_SIZE
-from shared.ids import Incarnation, ModelName, SequenceId
+from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
+from tests.tiny_backend import tiny_backend
 from tests.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
 from tests.worker_driver import GREEDY, Driver, Sequence
@@ -65,22 +64,7 @@ class Oracle:
 
 
 def backend_of(path: Path, *, ops: OpsName = "torch", speculation: Speculation | None = None) -> ModelRunner:
-    return create_backend(
-        path,
-        model_name=ModelName("tiny"),
-        device="cpu",
-        dtype="auto",
-        max_model_len=None,
-        kv_memory_bytes=8 << 20,
-        max_num_seqs=24,
-        max_batch_tokens=256,
-        rank=0,
-        world_size=1,
-        communicator=SingleRank(),
-        ops=ops,
-        threads=1,
-        speculation=speculation,
-    )
+    return tiny_backend(path, ops=ops, speculation=speculation)
 
 
 @pytest.fixture(scope="module")

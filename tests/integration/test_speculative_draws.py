@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from services.worker.model_runner import ModelRunner
-from services.worker.parallel import SingleRank
 from services.worker.speculation.settings import Method, Speculation
-from services.worker.torch_backend import create_backend
 from shared.blocks import BLOCK_SIZE
-from shared.ids import Incarnation, ModelName, SequenceId
+from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
+from tests.tiny_backend import tiny_backend
 from tests.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.tiny_models import TinyModel, make_model
 
@@ -42,20 +41,12 @@ def speculation_of(method: Method, model: TinyModel, folder: Path) -> Speculatio
 
 
 def backend_of(model: TinyModel, speculation: Speculation) -> ModelRunner:
-    return create_backend(
+    return tiny_backend(
         model.path,
-        model_name=ModelName("tiny"),
-        device="cpu",
-        dtype="auto",
         max_model_len=2 * BLOCK_SIZE,
         kv_memory_bytes=48 << 20,
         max_num_seqs=AT_ONCE + 1,
         max_batch_tokens=4 * AT_ONCE,
-        rank=0,
-        world_size=1,
-        communicator=SingleRank(),
-        ops="torch",
-        threads=1,
         speculation=speculation,
     )
 

@@ -15,15 +15,15 @@ from services.worker.model.config import ModelError
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
-from services.worker.parallel import SingleRank
 from services.worker.sequences import BrokenPlan
-from services.worker.torch_backend import DtypeChoice, create_backend
+from services.worker.torch_backend import DtypeChoice
 from shared.blocks import BLOCK_SIZE
-from shared.ids import Incarnation, ModelName, SequenceId
+from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
 from tests.recorded_logits import record_logits
+from tests.tiny_backend import tiny_backend
 from tests.tiny_models import FAMILIES, POSITIONS, VOCABULARY, TinyModel, make_config, make_model
 from tests.worker_driver import GREEDY, Driver
 
@@ -34,21 +34,7 @@ MAX_SEQUENCES = 24
 def backend_of(
     path: Path, *, ops: OpsName = "torch", dtype: DtypeChoice = "auto", max_model_len: int | None = None
 ) -> ModelRunner:
-    return create_backend(
-        path,
-        model_name=ModelName("tiny"),
-        device="cpu",
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_memory_bytes=8 << 20,
-        max_num_seqs=MAX_SEQUENCES,
-        max_batch_tokens=256,
-        rank=0,
-        world_size=1,
-        communicator=SingleRank(),
-        ops=ops,
-        threads=1,
-    )
+    return tiny_backend(path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=MAX_SEQUENCES, ops=ops)
 
 
 Served = tuple[TinyModel, ModelRunner]

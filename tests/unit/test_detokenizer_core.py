@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.detokenizer.core.actions import Action, EngineGone, GatewayGone, ToEngine, ToGateway
-from services.detokenizer.core.byte_level import ALPHABET
 from services.detokenizer.core.detokenizer import MAX_STOP_CHARS, Detokenizer
 from services.detokenizer.core.kinds import text_vocabulary
+from shared.byte_alphabet import ALPHABET
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
 from shared.messages.detokenizer import Abandon, Moved, NewTokens, OpenStream, TokenBatch
 from shared.messages.gateway import Delta, Deltas, Failed, LogprobText, PositionLogprobs, Rejected, StreamOpened

@@ -11,17 +11,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from services.detokenizer.core.text import Spelling, spelled, without_markup
-
-
-def _alphabet() -> dict[int, int]:
-    """GPT-2's character for each byte, as a table for `str.translate` to Latin-1, whose characters are bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
-
-
-ALPHABET = _alphabet()
-_LETTERS = frozenset(map(chr, ALPHABET))
+from shared.byte_alphabet import spelled_bytes
 
 
 class ByteTable(dict[int, str | bytes]):
@@ -37,17 +27,12 @@ class ByteTable(dict[int, str | bytes]):
         letters = None if token in self._hidden else spelled(self._tokenizer, token)
         if letters is None:
             return ""  # as `decode` does; not kept, as ids that are none have no bound
-        raw = token_bytes(letters)
+        raw = spelled_bytes(letters)
         try:
             self[token] = raw.decode()
         except UnicodeDecodeError:
             self[token] = raw
         return self[token]
-
-
-def token_bytes(letters: str) -> bytes:
-    """The bytes of a token as the vocabulary spells it; one with letters outside the alphabet stands for itself."""
-    return letters.translate(ALPHABET).encode("latin-1") if _LETTERS.issuperset(letters) else letters.encode()
 
 
 class ByteLevelStream:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.guided.guided_sequences import GuidedSequences
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
+from services.worker.speculation.proposer import Asked, Drafts, WithoutMemory
 
 MOST = 16
 """Tokens in one step. Names of properties are seldom longer, with what stands around them."""
 
 
-class ForcedTokens:
+class ForcedTokens(WithoutMemory):
     """See :class:`services.worker.speculation.proposer.Proposer`."""
 
     most = MOST
@@ -36,15 +36,3 @@ class ForcedTokens:
         for row, tokens in enumerate(forced):
             drafts[row, : len(tokens)] = tokens
         return Drafts(drafts, counts)
-
-    def observe(self, computed: Computed) -> None:
-        pass
-
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
-        pass
-
-    def loaded(self, blocks: Int32s) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from services.worker.guided.refusal import GrammarRefused
+from shared.byte_alphabet import spelled_bytes
 from shared.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
 
 _NO_UTF8 = re.compile(rb"[\xC0\xC1\xF5-\xFF]|\xE0[\x80-\x9F]|\xED[\xA0-\xBF]|\xF0[\x80-\x8F]|\xF4[\x90-\xBF]")
@@ -19,17 +20,6 @@ NO_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F), 0xF4: (
 surrogates or beyond the last one (RFC 3629). xgrammar takes them for characters."""
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def _alphabet() -> dict[int, int]:
-    """GPT-2's character for each byte, as a table for `str.translate` to Latin-1, whose characters are bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
-
-
-_ALPHABET = _alphabet()
-_LETTERS = frozenset(map(chr, _ALPHABET))
 
 
 class TokenBytes(NamedTuple):
@@ -74,7 +64,7 @@ def _spelling(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     steps = _decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _byte_level
+        return spelled_bytes
     if kinds == ["Metaspace"]:
         return _pieces(steps[0]["replacement"])
     if kinds[:1] == ["Replace"] and steps[0]["content"] == " " and "WordPiece" not in kinds:
@@ -88,11 +78,6 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
         return []
     decoder = json.loads(tokenizer.decoder.__getstate__())
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
-
-
-def _byte_level(letters: str) -> bytes:
-    """GPT-2's letters for bytes; a token with letters outside that alphabet stands for itself."""
-    return letters.translate(_ALPHABET).encode("latin-1") if _LETTERS.issuperset(letters) else letters.encode()
 
 
 def _pieces(space: str) -> Callable[[str], bytes]:

@@ -9,13 +9,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
+from services.worker.speculation.proposer import Asked, Drafts, Int32s, WithoutMemory
 
 WINDOW = 4096
 """Tokens before the end that are looked through: bounds the cost for each sequence."""
 
 
-class NgramProposer(Struct, frozen=True, kw_only=True):
+class NgramProposer(WithoutMemory, Struct, frozen=True, kw_only=True):
     """See the module. Pure: drafts depend on the sequences' tokens alone, so every rank drafts the same."""
 
     most: int
@@ -32,18 +32,6 @@ class NgramProposer(Struct, frozen=True, kw_only=True):
         tokens = asked.histories.tokens[asked.slots[:, None], at]
         ends, found = last_match(tokens, np.minimum(lengths, window), self.longest, self.shortest)
         return Drafts(continued(tokens, ends, self.most), np.where(found, np.minimum(asked.most, self.most), 0))
-
-    def observe(self, computed: Computed) -> None:
-        pass
-
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
-        pass
-
-    def loaded(self, blocks: Int32s) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
 
 
 class NgramDrafter(Struct, frozen=True):

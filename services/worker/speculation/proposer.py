@@ -136,6 +136,24 @@ class Proposer(Protocol):
         """Every sequence is forgotten."""
 
 
+class WithoutMemory:
+    """What a proposer does between its drafts that keeps nothing of its own: nothing."""
+
+    __slots__ = ()
+
+    def observe(self, computed: Computed) -> None:
+        pass
+
+    def took(self, slot: int, computed: int, histories: Histories) -> None:
+        pass
+
+    def loaded(self, blocks: Int32s) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
 class FirstThatDrafts:
     """Several proposers, by rank: each sequence gets the drafts of the first one that has any for it.
 

@@ -1,0 +1,30 @@
+"""A backend for a tiny model: one rank on the CPU, one thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.worker.model_runner import ModelRunner
+from services.worker.parallel import SingleRank
+from services.worker.torch_backend import create_backend
+from shared.ids import ModelName
+
+
+def tiny_backend(path: Path, **different: Any) -> ModelRunner:
+    """As `create_backend`, of which `different` are arguments. Raises what it raises."""
+    chosen: dict[str, Any] = {
+        "model_name": ModelName("tiny"),
+        "device": "cpu",
+        "dtype": "auto",
+        "max_model_len": None,
+        "kv_memory_bytes": 8 << 20,
+        "max_num_seqs": 24,
+        "max_batch_tokens": 256,
+        "rank": 0,
+        "world_size": 1,
+        "communicator": SingleRank(),
+        "ops": "torch",
+        "threads": 1,
+    }
+    return create_backend(path, **(chosen | different))
