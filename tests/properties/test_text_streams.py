@@ -17,6 +17,7 @@ from services.detokenizer.core.byte_level import ByteLevelVocabulary
 from services.detokenizer.core.kinds import text_vocabulary
 from services.detokenizer.core.text import REPLACEMENT, TextVocabulary
 from services.detokenizer.core.windowed import WindowedVocabulary
+from shared.byte_alphabet import ALPHABET
 from shared.tokenizer_files import special_ids
 from tests import tiny_tokenizers
 
@@ -198,8 +199,6 @@ def test_a_special_token_within_a_character_does_not_break_it_where_it_is_hidden
 
 
 def _letters() -> dict[str, int]:
-    from services.detokenizer.core.byte_level import ALPHABET
-
     return {chr(letter): byte for letter, byte in ALPHABET.items()}
 
 
