@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.nats_server import NatsServer, nats_server
+
+if not Path("/dev/nvidiactl").exists():
+    # Triton's kernels run in its interpreter; it must be told before they are imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -269,8 +269,8 @@ def test_a_message_has_the_bytes_that_it_had(number: int) -> None:
     assert decode(bytes.fromhex(GOLDEN[labels()[number]]), type(message)) == message
 
 
-def _structs_within(value: Any) -> set[type]:
-    found: set[type] = set()
+def _structs_within(value: Any) -> set[type[msgspec.Struct]]:
+    found: set[type[msgspec.Struct]] = set()
     if isinstance(value, msgspec.Struct):
         found.add(type(value))
         for field in value.__struct_fields__:
@@ -310,8 +310,9 @@ def test_every_message_is_among_them() -> None:
 def test_every_message_is_frozen_and_an_array_on_the_wire() -> None:
     for message in MESSAGES:
         for cls in _structs_within(message):
-            assert cls.__struct_config__.frozen, cls
-            assert cls.__struct_config__.array_like, cls
+            config = cls.__struct_config__
+            assert config.frozen, cls
+            assert config.array_like, cls
 
 
 @pytest.mark.parametrize("number", range(len(MESSAGES)), ids=labels())

@@ -251,7 +251,7 @@ class KvStoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reading or self.writing)
     @rule(data=st.data(), drop=st.booleans())
     def release(self, data: st.DataObject, drop: bool) -> None:
-        held = data.draw(st.sampled_from([*self.reading, *self.writing]))
+        held: Reading | Writing = data.draw(st.sampled_from([*self.reading, *self.writing]))
         dropped = list(held.slots) if drop else []
         (self.reading if isinstance(held, Reading) else self.writing).remove(held)  # type: ignore[arg-type]
         if isinstance(held, Reading):
