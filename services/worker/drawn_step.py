@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.worker.backend import StepOutput
-from services.worker.sequences import Batch
+from services.worker.batch import Batch
 from services.worker.speculation.verdict import Verdict
 from shared.messages.scheduler import PromptScored, Sampled, StepTiming
 from shared.messages.worker import StepPlan

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
+from services.worker.batch import Batch, Shares
 from services.worker.drawn_step import DrawnBatch, DrawnStep
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.jump_ahead import MOST, ForcedTokens
@@ -19,10 +20,11 @@ from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
+from services.worker.rows import Int32s
 from services.worker.rows_on_device import on_device
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
-from services.worker.sequences import Batch, Int32s, SequenceTable, Shares
+from services.worker.sequences import SequenceTable
 from services.worker.speculation.proposer import (
     NO_DRAFTING,
     Asked,
@@ -153,7 +155,7 @@ class ModelRunner:
         if not shares.work:
             return DrawnStep(plan, _timing(begun, *[time.perf_counter()] * 3))
         batch = self._sequences.batch(shares, self._drafts(shares))
-        ids, meta = on_device(batch, batch.logits_rows, self._device)
+        ids, meta = on_device(batch.rows, batch.logits_rows, self._device)
         prepared = time.perf_counter()
         features = self._decoder.empty_features(len(ids)) if self._drafting.features else None
         logits = self._decoder.forward(ids, meta, self._caches, features)
@@ -218,9 +220,9 @@ class ModelRunner:
     def _computed(self, batch: Batch, meta: BatchMeta, features: Tensor | None, verdict: Verdict) -> Computed:
         last = batch.drawn_rows[batch.first_drawn + verdict.counts - 1] if len(batch.sampled) else batch.drawn_rows
         return Computed(
-            row_slots=batch.row_slots,
-            positions=batch.positions,
-            kv_slots=batch.kv_slots,
+            row_slots=batch.rows.row_slots,
+            positions=batch.rows.positions,
+            kv_slots=batch.rows.kv_slots,
             meta=meta,
             features=features,
             sampled_slots=batch.sampled_slots,

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.worker.batch import Batch
 from services.worker.pipeline import ExpectedTokens, Pipeline
-from services.worker.sequences import Batch, SequenceTable
+from services.worker.sequences import SequenceTable
 from shared.ids import SequenceId
 from shared.messages.worker import Work
 

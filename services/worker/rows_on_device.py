@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.worker.ops import BatchMeta
-from services.worker.rows import Int32s
+from services.worker.rows import Int32s, Rows
 
 
-class Placed(Protocol):
-    """Rows with their places, see `rows.Rows`."""
-
-    @property
-    def ids(self) -> Int32s: ...
-    @property
-    def positions(self) -> Int32s: ...
-    @property
-    def kv_slots(self) -> Int32s: ...
-    @property
-    def query_starts(self) -> Int32s: ...
-    @property
-    def context_lens(self) -> Int32s: ...
-    @property
-    def block_tables(self) -> Int32s: ...
-    @property
-    def num_decodes(self) -> int: ...
-    @property
-    def prefills(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def max_query(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-
-
-def on_device(rows: Placed, logits_rows: Int32s, device: torch.device) -> tuple[Tensor, BatchMeta]:
+def on_device(rows: Rows, logits_rows: Int32s, device: torch.device) -> tuple[Tensor, BatchMeta]:
     """The rows' token ids and the rest as tensors on `device`, in one copy."""
     arrays = (
         rows.ids,

@@ -6,119 +6,38 @@ here runs over tokens; those over a step's sequences only look things up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.rows import Units, drafts_apart, rows_of
+from services.worker.batch import Batch, BrokenPlan, Shares
+from services.worker.block_tables import BlockTables
+from services.worker.rows import Int32s, Slots, Units, drafts_apart, rows_of
 from services.worker.sampling.parameters import Choices, ParameterTable
-from services.worker.sampling.prompt_rows import LogitsRows, PromptRows, merged
+from services.worker.sampling.prompt_rows import ScoredPrompts, merged
 from services.worker.speculation.proposer import Drafts
 from services.worker.speculation.standing import standing
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
 
-Int32s = NDArray[np.int32]
-Slots = NDArray[np.intp]
-
 _WIRE = np.dtype("<u4")
-
-
-class BrokenPlan(Exception):
-    """A plan that cannot be computed as it stands: a bug of whoever made it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A step's rows: each sequence's new tokens one after the other, sequences with a single row first."""
-
-    ids: Int32s
-    """[n]"""
-    positions: Int32s
-    """[n]"""
-    kv_slots: Int32s
-    """[n]"""
-    query_starts: Int32s
-    """[S + 1]"""
-    context_lens: Int32s
-    """[S]"""
-    block_tables: Int32s
-    """[S, width]"""
-    logits_rows: Int32s
-    """[R] in the plan's order."""
-    num_decodes: int
-    prefills: tuple[tuple[int, int], ...]
-    max_query: int
-    max_context: int
-    row_slots: Slots
-    """[n] whose row each is."""
-    sampled: tuple[SequenceId, ...]
-    """[Q] in the plan's order."""
-    sampled_slots: Slots
-    """[Q]"""
-    drafted: Int32s
-    """[Q] drafts of each, beside its last token: it has one more row of logits than that."""
-    choices: Choices | None
-    """Of the R rows of logits that are drawn from, each sequence's together. None where nothing is sampled."""
-    drawn_rows: Int32s
-    """[R]"""
-    prompts: PromptRows
-    """What is told of prompts. Where there is any, `logits_rows` are those of `merged`, in rising order."""
-    merged: LogitsRows | None = None
-
-    @property
-    def first_drawn(self) -> Slots:
-        """[Q] which of the R rows is the first of each sequence."""
-        return np.cumsum(self.drafted + 1) - (self.drafted + 1)
-
-    @property
-    def drawn_at_most(self) -> int:
-        """Q * (K + 1), K being the most drafts that one of the sequences has."""
-        return len(self.sampled) * (int(self.drafted.max(initial=0)) + 1)
-
-
-class Shares(NamedTuple):
-    """A plan's work, with whose it is."""
-
-    work: tuple[Work, ...]
-    slots: Slots
-    """[W]"""
-    counts: Int32s
-    """[W]"""
-    samples: NDArray[np.bool_]
-    """[W]"""
-    speculates: Int32s
-    """[W] tokens that may be drafted, as far as context and blocks have room for them."""
-
-    @property
-    def speculating(self) -> Slots:
-        """The numbers of those that may draft."""
-        return np.flatnonzero(self.speculates)
 
 
 class SequenceTable:
     """The sequences of one rank; see the module."""
 
     def __init__(self, *, max_sequences: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
-        width = blocks_for(max_model_len + 1)
-        self._num_blocks = num_blocks
         self._slots: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
-        # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages of
-        # these arrays take no memory.
+        # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages
+        # take no memory.
         self._tokens = np.zeros((max_sequences, max_model_len + 1), dtype=np.int32)
-        self._blocks = np.zeros((max_sequences, width), dtype=np.int32)
         self._length = np.zeros(max_sequences, dtype=np.int32)
         self._prompt = np.zeros(max_sequences, dtype=np.int32)
         self._computed = np.zeros(max_sequences, dtype=np.int32)
-        self._held = np.zeros(max_sequences, dtype=np.int32)
-        """Blocks in each table."""
+        self._blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1), num_blocks)
         self._parameters = ParameterTable(max_sequences, vocab_size)
-        self._scored: dict[int, tuple[SequenceId, int]] = {}
-        """The slots whose prompts are scored, and how many of the most likely tokens are told beside each."""
+        self._scored = ScoredPrompts()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -133,7 +52,7 @@ class SequenceTable:
         """Forgets `sequence`, and answers with the slot that it had. Raises BrokenPlan where it is unknown."""
         slot = self._slot_of(sequence)
         self._free.append(slot)
-        self._scored.pop(slot, None)
+        self._scored.forget(slot)
         del self._slots[sequence]
         return slot
 
@@ -150,13 +69,12 @@ class SequenceTable:
         self._length[slot] = len(tokens)
         self._prompt[slot] = new.prompt_length
         self._computed[slot] = new.computed
-        self._held[slot] = 0
-        self._append_blocks(slot, new.sequence, new.blocks)
-        if new.computed > self._held[slot] * BLOCK_SIZE:
+        self._blocks.begin(slot)
+        self._blocks.append(slot, new.sequence, new.blocks)
+        if new.computed > self._blocks.room(slot):
             raise BrokenPlan(f"sequence {new.sequence}: {new.computed} computed tokens lie in too few blocks")
         self._parameters.put(slot, new)
-        if new.sampling.prompt_logprobs is not None:
-            self._scored[slot] = (new.sequence, new.sampling.prompt_logprobs)
+        self._scored.put(slot, new)
         return slot
 
     def _check_new(self, new: NewSequence, length: int) -> None:
@@ -180,7 +98,7 @@ class SequenceTable:
             raise BrokenPlan("a sequence has two shares of one step")
         for slot, item in zip(slots, work, strict=True):
             if item.blocks:
-                self._append_blocks(int(slot), item.sequence, item.blocks)
+                self._blocks.append(int(slot), item.sequence, item.blocks)
         full = self._length[slots] >= self._tokens.shape[1]
         if full.any():
             work = tuple(work[i] for i in np.flatnonzero(~full))
@@ -194,7 +112,7 @@ class SequenceTable:
         """[W] Drafts are verified where a decode samples, and have to fit the context and the blocks."""
         if not asked.any():
             return asked
-        room = np.minimum(self._held[slots] * BLOCK_SIZE, self._tokens.shape[1] - 1) - self._length[slots]
+        room = np.minimum(self._blocks.room(slots), self._tokens.shape[1] - 1) - self._length[slots]
         return np.where(samples & (counts == 1), np.clip(room, 0, asked), 0).astype(np.int32)
 
     def batch(self, shares: Shares, drafts: Drafts | None = None) -> Batch:
@@ -218,38 +136,28 @@ class SequenceTable:
     def _check_work(self, shares: Shares) -> None:
         slots = shares.slots
         ends = self._computed[slots] + shares.counts
-        broken = (shares.counts < 1) | (ends > self._length[slots]) | (ends > self._held[slots] * BLOCK_SIZE)
+        broken = (shares.counts < 1) | (ends > self._length[slots]) | (ends > self._blocks.room(slots))
         broken |= shares.samples & (ends != self._length[slots])
         if broken.any():
             index = int(broken.argmax())
             slot = int(slots[index])
             raise BrokenPlan(
                 f"{shares.work[index]}: of {self._length[slot]} tokens {self._computed[slot]} are computed, "
-                f"in {self._held[slot]} blocks"
+                f"in {self._blocks.held(slot)} blocks"
             )
 
     def _flattened(self, shares: Shares, drafted: Int32s) -> Batch:
         units = self._units(shares, drafted)
         sampling = np.flatnonzero(shares.samples)
         sampled_slots = shares.slots[sampling]
-        rows = rows_of(units, self._blocks, self._tokens)
-        prompts = self._prompt_rows(units, rows.last_rows)
+        rows = rows_of(units, self._blocks.ids, self._tokens)
+        prompts = self._scored.rows_of(units, rows.last_rows, self._tokens)
         drawn = rows.last_rows[shares.samples[units.share]]
         union = merged(drawn, prompts.rows()) if prompts.parts else None
         self._computed[shares.slots] += shares.counts
         return Batch(
-            ids=rows.ids,
-            positions=rows.positions,
-            kv_slots=rows.kv_slots,
-            query_starts=rows.query_starts,
-            context_lens=rows.context_lens,
-            block_tables=rows.block_tables,
+            rows=rows,
             logits_rows=drawn if union is None else union.rows,
-            num_decodes=rows.num_decodes,
-            prefills=rows.prefills,
-            max_query=rows.max_query,
-            max_context=rows.max_context,
-            row_slots=rows.row_slots,
             sampled=tuple(shares.work[i].sequence for i in sampling),
             sampled_slots=sampled_slots,
             drafted=drafted[sampling],
@@ -270,23 +178,6 @@ class SequenceTable:
             return None
         owner, ahead = drafts_apart(drafted)
         return self.choose(slots[owner], ahead)
-
-    def _prompt_rows(self, units: Units, last_rows: Int32s) -> PromptRows:
-        rows = PromptRows()
-        if not self._scored:
-            return rows
-        for place, slot in enumerate(units.slots.tolist()):
-            if slot in self._scored:
-                sequence, most_likely = self._scored[slot]
-                rows.add(
-                    sequence,
-                    prompt=self._tokens[slot, : int(self._prompt[slot])],
-                    computed=int(units.starts[place]),
-                    count=int(units.counts[place]),
-                    first_row=int(last_rows[place] - units.counts[place] + 1),
-                    most_likely=most_likely,
-                )
-        return rows
 
     def append(self, slots: Slots, drafted: Int32s, drawn: Int32s) -> Int32s:
         """What was drawn for the sequences of a batch, as far as their drafts stand: how many tokens each gains [Q].
@@ -319,7 +210,7 @@ class SequenceTable:
 
     @property
     def block_tables(self) -> Int32s:
-        return self._blocks
+        return self._blocks.ids
 
     def choose(self, slots: Slots, ahead: Int32s | int) -> Choices:
         return self._parameters.choose(slots, self._length[slots] - self._prompt[slots] + ahead)
@@ -335,13 +226,3 @@ class SequenceTable:
             return self._slots[sequence]
         except KeyError:
             raise BrokenPlan(f"sequence {sequence} is unknown") from None
-
-    def _append_blocks(self, slot: int, sequence: SequenceId, packed: bytes) -> None:
-        blocks = np.frombuffer(packed, dtype=_WIRE)
-        held = int(self._held[slot])
-        if held + len(blocks) > self._blocks.shape[1]:
-            raise BrokenPlan(f"sequence {sequence}: {held + len(blocks)} blocks are more than its context fills")
-        if len(blocks) and int(blocks.max()) >= self._num_blocks:
-            raise BrokenPlan(f"sequence {sequence}: block {blocks.max()} of {self._num_blocks}")
-        self._blocks[slot, held : held + len(blocks)] = blocks
-        self._held[slot] = held + len(blocks)

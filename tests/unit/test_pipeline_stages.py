@@ -126,7 +126,7 @@ class FirstStage:
         self.outstanding.settle(asked)
         batch = self.table.batch(self.table.shares(asked), None)
         self.outstanding.expect(batch)
-        return [int(token) for token in batch.ids]
+        return [int(token) for token in batch.rows.ids]
 
 
 def test_a_plan_waits_for_the_tokens_that_it_goes_on_with_and_for_no_others() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.rows import Int32s, Units
 from services.worker.sampling.logprobs import Ranked, prompt_logprobs
 from shared.ids import SequenceId
 from shared.messages.scheduler import PromptScored
-
-Int32s = NDArray[np.int32]
+from shared.messages.worker import NewSequence
 
 
 class _Part(NamedTuple):
@@ -56,6 +56,46 @@ class PromptRows:
         return tuple(
             PromptScored(part.sequence, part.position, tuple(next(entries) for _ in part.tokens)) for part in self.parts
         )
+
+
+class _Scored(NamedTuple):
+    sequence: SequenceId
+    prompt_length: int
+    most_likely: int
+    """Tokens that are told beside each of the prompt's."""
+
+
+class ScoredPrompts:
+    """Owned by the sequence table: the slots whose prompts are scored."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, _Scored] = {}
+
+    def put(self, slot: int, new: NewSequence) -> None:
+        """A new sequence, which may want nothing of the kind."""
+        if new.sampling.prompt_logprobs is not None:
+            self._by_slot[slot] = _Scored(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
+
+    def forget(self, slot: int) -> None:
+        self._by_slot.pop(slot, None)
+
+    def clear(self) -> None:
+        self._by_slot.clear()
+
+    def rows_of(self, units: Units, last_rows: Int32s, tokens: Int32s) -> PromptRows:
+        """Those of a step; last_rows [U], tokens [slots, width]."""
+        rows = PromptRows()
+        for place, slot in enumerate(units.slots.tolist() if self._by_slot else ()):
+            if (scored := self._by_slot.get(slot)) is not None:
+                rows.add(
+                    scored.sequence,
+                    prompt=tokens[slot, : scored.prompt_length],
+                    computed=int(units.starts[place]),
+                    count=int(units.counts[place]),
+                    first_row=int(last_rows[place] - units.counts[place] + 1),
+                    most_likely=scored.most_likely,
+                )
+        return rows
 
 
 class LogitsRows(NamedTuple):

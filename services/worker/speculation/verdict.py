@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.batch import Batch
 from services.worker.rows import drafts_apart
-from services.worker.sequences import Batch
 from shared.messages.generation import TokenLogprobs
 from shared.messages.scheduler import Sampled
 
