@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +42,8 @@ class Tensors(Protocol):
 class Checkpoint:
     """The tensors of an open checkpoint. Reads only what is asked for."""
 
-    def __init__(self, files: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, model_dir: Path, files: dict[str, Any], dtype: torch.dtype) -> None:
+        self._model_dir = model_dir
         self._files = files
         """Tensor name → the open file that holds it."""
         self._dtype = dtype
@@ -70,20 +71,30 @@ class Checkpoint:
 
         `shape` is that of the whole tensor. Raises ModelError where the tensor is missing or has another shape.
         """
-        if name not in self._files:
-            raise ModelError(f"the checkpoint has no tensor {name}")
-        part = self._files[name].get_slice(name)
-        if tuple(part.get_shape()) != shape:
-            raise ModelError(f"tensor {name} has shape {part.get_shape()}, the config asks for {list(shape)}")
-        if rows is not None:
-            tensor = part[rows[0] : rows[1]]
-        elif columns is not None:
-            tensor = part[:, columns[0] : columns[1]]
-        else:
-            tensor = part[:]
+        whole = self._files[name].get_slice(name) if name in self._files else None
+        check_found(self._model_dir, name, None if whole is None else whole.get_shape(), shape)
+        tensor = range_of(whole, rows, columns)
         # A copy, always: a tensor that lies in the mapped file would keep all of the file's pages in memory.
         copy: Tensor = tensor.to(self._dtype, memory_format=torch.contiguous_format, copy=True)
         return copy
+
+
+def check_found(model_dir: Path, name: str, found: Sequence[int] | None, wanted: tuple[int, ...]) -> None:
+    """Raises ModelError where the tensor `name` of the checkpoint in `model_dir` is missing, or not of the shape
+    `wanted`."""
+    if found is None:
+        raise ModelError(f"{model_dir}: the checkpoint has no tensor {name}")
+    if tuple(found) != wanted:
+        raise ModelError(f"{model_dir}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
+
+
+def range_of(whole: Any, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> Tensor:
+    """The given rows or columns of a tensor, or of the slice of a file that holds one."""
+    if columns is not None:
+        tensor: Tensor = whole[:, slice(*columns)]
+        return tensor
+    tensor = whole[:] if rows is None else whole[slice(*rows)]
+    return tensor
 
 
 @contextmanager
@@ -100,7 +111,7 @@ def open_checkpoint(model_dir: Path, dtype: torch.dtype, single: str | None = No
             except (FileNotFoundError, SafetensorError) as error:
                 raise ModelError(f"{path}: {error}") from None
             files |= dict.fromkeys(file.keys(), file)
-        yield Checkpoint(files, dtype)
+        yield Checkpoint(model_dir, files, dtype)
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.worker.model.checkpoint import open_checkpoint
+from services.worker.model.checkpoint import check_found, open_checkpoint, range_of
 from services.worker.model.config import ModelError
 
 _SAFETENSORS = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class DrafterCheckpoint:
-    """The tensors of a drafter, by name; as `model.checkpoint.Checkpoint`, of which it has the reading."""
+    """The tensors of a drafter, by name; as `model.checkpoint.Checkpoint`."""
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self._folder = folder
@@ -57,16 +57,9 @@ class DrafterCheckpoint:
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
         """See `model.checkpoint.Checkpoint.read`."""
-        if name not in self._tensors:
-            raise ModelError(f"{self._folder}: the checkpoint has no tensor {name}")
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self._folder}: tensor {name} has shape {list(tensor.shape)}, {list(shape)} is needed")
-        if rows is not None:
-            tensor = tensor[rows[0] : rows[1]]
-        elif columns is not None:
-            tensor = tensor[:, columns[0] : columns[1]]
-        return tensor.contiguous()
+        whole = self._tensors.get(name)
+        check_found(self._folder, name, None if whole is None else whole.shape, shape)
+        return range_of(whole, rows, columns).contiguous()
 
 
 def read_drafter(folder: Path, dtype: torch.dtype) -> DrafterCheckpoint:
