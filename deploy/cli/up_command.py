@@ -45,6 +45,10 @@ def up(
         int | None, typer.Option(help="Sequences running at once per engine.", rich_help_panel=CAPACITY)
     ] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per step.", rich_help_panel=CAPACITY)] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(help="Processors of each worker: auto (beside its GPU), none.", rich_help_panel=CAPACITY),
+    ] = None,
     speculative: Annotated[
         str | None,
         typer.Option(
@@ -248,6 +252,7 @@ def up(
                         max_num_seqs=max_num_seqs,
                         max_batch_tokens=max_batch_tokens,
                         threads=cpu_share(counts),
+                        bind=bind,
                         speculative=drafting(speculative),
                     ),
                 },

@@ -24,6 +24,8 @@ class Whereabouts(NamedTuple):
     arenas: Path | None = None
     """The KV store's directory; None in a stack without a store."""
     redis_url: str | None = None
+    device: int | None = None
+    """Of a worker: which of this host's."""
 
 
 class Launch(Protocol):
@@ -94,7 +96,7 @@ def _ranks(spec: StackSpec, seat: Seat) -> int:
 
 
 def _rank(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
-    alone = {"engine": str(seat.engine)}
+    alone = {"engine": str(seat.engine), "local_rank": str(where.device or 0)}
     ranks = _ranks(spec, seat)
     if ranks == 1 or where.rendezvous is None:
         return alone
@@ -104,15 +106,7 @@ def _rank(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
         "world_size": str(ranks),
         "rendezvous": where.rendezvous,
         **_pipeline(spec, seat),
-        **_on_host(spec, seat),
     }
-
-
-def _on_host(spec: StackSpec, seat: Seat) -> dict[str, str]:
-    """On one host a rank's number says all."""
-    if spec.counts.hosts == 1 or seat.pool is None or seat.rank is None:
-        return {}
-    return {"local_rank": str(seat.rank - spec.counts.ranks_here(seat.pool).start)}
 
 
 def _pipeline(spec: StackSpec, seat: Seat) -> dict[str, str]:

@@ -83,6 +83,7 @@ class Orders:
             rendezvous=self.rendezvous.get(seat.engine) if seat.engine else None,
             arenas=self._store.arenas,
             redis_url=self._store.redis_url,
+            device=order.device,
         )
         environment = {**self._access.environment(seat.service), **secret_settings(self._spec, seat, where)}
         if seat.service == "worker":

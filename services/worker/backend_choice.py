@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.worker.backend import Backend, BackendError
+from services.worker.binding import (
+    BindingError,
+    Cpus,
+    Rank,
+    allowed_cpus,
+    bind,
+    chosen_cpus,
+    cpus_of_gpu,
+    cpus_of_rank,
+)
 from services.worker.config import WorkerConfig
 from shared.model_files import ModelNotFound, resolve_model
 
@@ -17,10 +29,13 @@ if TYPE_CHECKING:
     from services.worker.pipeline import Pipeline
 
 
+_log = logging.getLogger(__name__)
+
+
 def make_backend(config: WorkerConfig) -> Backend:
     """Loads the model; takes from a second to minutes. Raises BackendError."""
     try:
-        folder = resolve_model(config.model, weights=config.device != "sim")
+        folder = resolve_model(config.model, weights=config.reads_weights)
     except ModelNotFound as error:
         raise BackendError(str(error)) from None
     return _sim_backend(config, folder) if config.device == "sim" else _torch_backend(config, folder)
@@ -54,7 +69,8 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
     from services.worker.ops import OpsUnavailable
     from services.worker.torch_backend import create_backend
 
-    device = _torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
+    device = torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
+    own = _bound(config, torch.device(device))
     communicator, pipeline = _others(config, torch.device(device))
     try:
         return create_backend(
@@ -70,7 +86,8 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             world_size=communicator.world_size,
             communicator=communicator,
             ops=config.ops,
-            threads=config.threads,
+            load_format=config.load_format,
+            threads=config.threads or own,
             speculation=config.speculation(),
             pipeline=pipeline,
             layers=config.pp_layers or None,
@@ -79,7 +96,8 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
         raise BackendError(str(error)) from None
 
 
-def _torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
+def torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
+    """What torch calls this rank's device, where `count` GPUs are seen. Raises BackendError where there is none."""
     wanted = config.device
     if wanted == "auto":
         wanted = "cuda" if cuda else "cpu"
@@ -88,9 +106,41 @@ def _torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
     if not cuda:
         raise BackendError("device = cuda: PyTorch sees no CUDA device here")
     index = config.rank if config.local_rank is None else config.local_rank
-    if index >= count:
+    if index >= count and config.world_size > count:
         raise BackendError(f"rank {config.rank} has no GPU of its own: it is number {index} here, {count} are there")
-    return f"cuda:{index}"
+    # More engines than GPUs share them; the ranks of one engine, whose numbers follow each other, never do.
+    return f"cuda:{index % count}"
+
+
+def _bound(config: WorkerConfig, device: torch.device) -> int | None:
+    """Binds this process to its processors; answers with how many are its own, None where it was not bound."""
+    allowed = allowed_cpus()
+    if config.bind == "none" or allowed is None:
+        return None
+    try:
+        cpus = chosen_cpus(config.bind, allowed) if config.bind != "auto" else _near(config, device, allowed)
+    except BindingError as error:
+        raise BackendError(str(error)) from None
+    if cpus is None:
+        return None
+    bind(cpus)
+    _log.info("bound to %d processors", len(cpus), extra={"cpus": sorted(cpus)})
+    return len(cpus)
+
+
+def _near(config: WorkerConfig, device: torch.device, allowed: Cpus) -> Cpus | None:
+    if device.type != "cuda":
+        return cpus_of_rank(Rank(config.rank, config.world_size), allowed)
+    return cpus_of_gpu(_pci_addresses(), device.index, allowed)
+
+
+def _pci_addresses() -> list[str]:
+    """Of all GPUs that this process sees, as sysfs names them."""
+    import torch
+
+    # torch's stubs do not know these.
+    found: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
 
 
 def _others(config: WorkerConfig, device: torch.device) -> tuple[Communicator, Pipeline]:

@@ -14,6 +14,10 @@ from shared.config import ByteSize, ServiceConfig
 from shared.ids import EngineId, ModelName
 
 
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+"""auto: safetensors, the only files there are."""
+
+
 class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     model: Annotated[str, Meta(min_length=1, description="Model directory, or a repository of the Hugging Face hub.")]
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
@@ -36,6 +40,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="auto: the model's own; on a CPU float32 for small models."),
     ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        Meta(description="Where weights come from; dummy: made up at random, for which a config.json is enough."),
+    ] = "auto"
     max_model_len: Annotated[int | None, Meta(ge=2, description="Tokens of a sequence; by default the model's.")] = None
     kv_memory: Annotated[
         ByteSize | None, Meta(description="Memory for keys and values, e.g. 2GiB; by default what is free.")
@@ -47,6 +55,13 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = None
     ops: Annotated[Literal["auto", "torch", "native"], Meta(description="Operations the model runs on.")] = "auto"
     threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
+    bind: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|none|[0-9,-]+)$",
+            description="Processors to run on, e.g. 0-7: auto takes those beside the GPU, none leaves it to the system.",
+        ),
+    ] = "auto"
     speculative: Annotated[
         str | None, Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.')
     ] = None
@@ -84,6 +99,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             raise ValueError("sim_bandwidth: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
+
+    @property
+    def reads_weights(self) -> bool:
+        return self.device != "sim" and self.load_format != "dummy"
 
     def model_name(self) -> ModelName:
         """What clients call the model: by default a directory's name, or the repository's as it is."""

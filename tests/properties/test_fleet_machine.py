@@ -64,15 +64,17 @@ class FleetMachine(RuleBasedStateMachine):
         return commands
 
     def _check_ranks_start_together(self, commands: list[Command]) -> None:
-        started = [c.seat for c in commands if isinstance(c, Start) and c.seat.service == "worker"]
-        for engine, pool in {(seat.engine, seat.pool) for seat in started}:
-            ranks = sorted(seat.rank or 0 for seat in started if seat.engine == engine)
-            assert ranks == list(range(self.counts.ranks_of(pool or "engines")))
+        started = [c for c in commands if isinstance(c, Start) and c.seat.service == "worker"]
+        for engine, pool in {(c.seat.engine, c.seat.pool) for c in started}:
+            ranks = [(c.seat.rank, c.device) for c in started if c.seat.engine == engine]
+            first = ranks[0][1] or 0
+            assert ranks == [(rank, first + rank) for rank in range(self.counts.ranks_of(pool or "engines"))]
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Start(seat, _):
+            case Start(seat, _, device):
                 assert seat.instance not in self.alive, "two processes in one seat"
+                self._check_device_is_free(seat.instance, device)
                 self._pids += 1
                 self.alive[seat.instance] = self._pids
                 self.told_to_end.discard(seat.instance)
@@ -86,6 +88,12 @@ class FleetMachine(RuleBasedStateMachine):
                 assert lifecycle.phase == "failed"
             case Answer() | GiveUp():
                 pass
+
+    def _check_device_is_free(self, instance: InstanceId, device: int | None) -> None:
+        others = {
+            m.device for m in self.fleet.members() if m.seat.instance != instance and m.seat.instance in self.alive
+        }
+        assert device is None or device not in others
 
     def _ends(self, instance: InstanceId, status: int) -> None:
         del self.alive[instance]

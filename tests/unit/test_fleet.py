@@ -358,3 +358,32 @@ def test_nothing_is_scaled_while_stopping() -> None:
     stack = Simulation().all_ready()
     stack.handle(StopAsked())
     assert isinstance(answer(stack.handle(ScaleAsked("tokenizer", 2))), ScaleRefused)
+
+
+def devices(simulation: Simulation) -> dict[str, int | None]:
+    return {m.seat.instance: m.device for m in simulation.fleet.members() if m.seat.service == "worker"}
+
+
+def test_every_rank_of_a_host_has_a_device_of_its_own_and_gives_it_back() -> None:
+    simulation = Simulation(Counts(engines=2, ranks=2, decode=1)).all_ready()
+    assert devices(simulation) == {
+        "engine-1-rank0": 0,
+        "engine-1-rank1": 1,
+        "engine-2-rank0": 2,
+        "engine-2-rank1": 3,
+        "decode-1-rank0": 4,
+    }
+    simulation.handle(ScaleAsked("engines", 1))
+    for instance in ("engine-2", "engine-2-rank0", "engine-2-rank1"):
+        simulation.ends(instance, 0)
+    simulation.handle(ScaleAsked("decode", 2))
+    simulation.handle(ScaleAsked("engines", 2))
+    assert devices(simulation)["decode-2-rank0"] == 2
+    assert devices(simulation)["engine-2-rank0"] == 5, "two in a row are not free before that"
+
+
+def test_a_rank_that_is_started_again_has_the_device_it_had() -> None:
+    simulation = Simulation(Counts(engines=2)).all_ready()
+    commands = [*simulation.ends("engine-2-rank0"), *simulation.tick(60)]
+    (start,) = (c for c in commands if isinstance(c, Start))
+    assert (start.seat.instance, start.device) == ("engine-2-rank0", 1)

@@ -64,6 +64,8 @@ class Start(Struct, frozen=True):
     seat: Seat
     new_rendezvous: bool
     """The first rank of an engine to start: the ranks meet at a new address."""
+    device: int | None
+    """See `Member.device`."""
 
 
 class Terminate(Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import assert_never
 
 import msgspec
@@ -27,7 +28,7 @@ from deploy.supervisor.core.events import (
     Terminate,
     Ticked,
 )
-from deploy.supervisor.core.members import Member
+from deploy.supervisor.core.members import Member, first_free
 from deploy.supervisor.core.plan import (
     DECODING,
     LARGEST_COUNT,
@@ -70,7 +71,8 @@ class Fleet:
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
-        self._members = {seat.instance: Member(seat) for seat in all_seats(counts)}
+        self._members: dict[InstanceId, Member] = {}
+        self._seat(all_seats(counts), 0.0)
         self._stops_asked = 0
         self._called: dict[EngineId, str] = {}
         """Where the ranks of an engine are to meet, on a host that is not the first."""
@@ -222,7 +224,7 @@ class Fleet:
         for one in group:
             one.move("running")
             one.spawned = now
-        return [Start(one.seat, new_rendezvous=position == 0) for position, one in enumerate(group)]
+        return [Start(one.seat, position == 0, one.device) for position, one in enumerate(group)]
 
     # ---- ends
 
@@ -320,10 +322,21 @@ class Fleet:
         for _ in range(how_many):
             number = next(n for n in range(1, 2 * LARGEST_COUNT + 2) if n not in taken)
             taken.add(number)
-            for seat in seats(what, number, self._counts):
-                self._members[seat.instance] = Member(seat, due=now)
-                added.append(seat.instance)
+            new = seats(what, number, self._counts)
+            self._seat(new, now)
+            added += [seat.instance for seat in new]
         return added
+
+    def _seat(self, new: list[Seat], due: float) -> None:
+        """Whole engines only: their ranks get devices side by side."""
+        taken = {member.device for member in self._members.values()}
+        for _, group in groupby(new, key=lambda seat: seat.engine):
+            members = [Member(seat, due=due) for seat in group]
+            workers = [member for member in members if member.seat.service == "worker"]
+            for device, worker in enumerate(workers, start=first_free(taken, len(workers))):
+                worker.device = device
+                taken.add(device)
+            self._members |= {member.seat.instance: member for member in members}
 
     def _let_go(self, what: Scalable, numbers: list[int]) -> list[InstanceId]:
         leaving = [m for m in self._members.values() if m.seat.kind == what and m.seat.number in numbers]

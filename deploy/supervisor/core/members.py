@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,8 @@ class Member:
     """Owned by the fleet. `heard` and `ready_once` belong to the present process, `failures` to the seat."""
 
     seat: Seat
+    device: int | None = None
+    """Of a worker: which of this host's devices it computes on, counted from 0."""
     state: State = "waiting"
     wanted: bool = True
     pid: int | None = None
@@ -50,3 +53,13 @@ class Member:
         if state not in ALLOWED[self.state]:
             raise ValueError(f"{self.seat.instance}: {self.state} may not become {state}")
         self.state = state
+
+
+def first_free(taken: Container[int | None], count: int) -> int:
+    """The lowest number from which `count` in a row are free."""
+    first = following = 0
+    while following < first + count:
+        following += 1
+        if following - 1 in taken:
+            first = following
+    return first
