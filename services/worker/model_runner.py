@@ -21,7 +21,7 @@ from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rows import Int32s
-from services.worker.rows_on_device import on_device
+from services.worker.staging import staging_for
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
 from services.worker.sequences import SequenceTable
@@ -62,6 +62,7 @@ class ModelRunner:
         samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none."""
         self._card = card
         self._device = device
+        self._staging = staging_for(device)
         self._decoder = decoder
         self._num_blocks = num_blocks
         self._communicator = communicator
@@ -155,7 +156,7 @@ class ModelRunner:
         if not shares.work:
             return DrawnStep(plan, _timing(begun, *[time.perf_counter()] * 3))
         batch = self._sequences.batch(shares, self._drafts(shares))
-        ids, meta = on_device(batch.rows, batch.logits_rows, self._device)
+        ids, meta = self._staging.place(batch.rows, batch.logits_rows)
         prepared = time.perf_counter()
         features = self._decoder.empty_features(len(ids)) if self._drafting.features else None
         logits = self._decoder.forward(ids, meta, self._caches, features)

@@ -56,6 +56,8 @@ class BatchMeta:
     """The most rows that one sequence has."""
     max_context: int
     """The greatest of `context_lens`."""
+    every_row: bool = False
+    """Whether it is known that `logits_rows` are all rows in their order."""
 
 
 class Ops(Protocol):

@@ -19,7 +19,7 @@ from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.parallel import SingleRank, share_of
 from services.worker.rows import Units, rows_of
-from services.worker.rows_on_device import on_device
+from services.worker.staging import staging_for
 from services.worker.sampling.sampler import draw_plainly
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Slots
@@ -66,6 +66,7 @@ class DraftModelProposer:
     def __init__(self, decoder: Decoder, device: torch.device, most: int, num_blocks: int, max_sequences: int) -> None:
         self._decoder = decoder
         self._device = device
+        self._staging = staging_for(device)
         self._most = most
         self._caches = decoder.allocate_kv(num_blocks)
         self._read = np.zeros(max_sequences, dtype=np.int32)
@@ -106,7 +107,7 @@ class DraftModelProposer:
         if not len(reading):
             return None, reading
         rows = rows_of(units, asked.histories.block_tables, asked.histories.tokens)
-        ids, meta = on_device(rows, rows.last_rows[through], self._device)
+        ids, meta = self._staging.place(rows, rows.last_rows[through])
         logits = self._decoder.forward(ids, meta, self._caches)
         self._read[slots] = ends
         last = rows.kv_slots[rows.positions % BLOCK_SIZE == BLOCK_SIZE - 1] // BLOCK_SIZE
@@ -122,7 +123,7 @@ class DraftModelProposer:
             own = slots[going_on]
             at = histories.lengths[own] + np.int32(ahead - 1)
             rows = rows_of(Units(own, own, at, np.ones_like(at)), histories.block_tables, histories.tokens)
-            _, meta = on_device(rows, rows.last_rows, self._device)
+            _, meta = self._staging.place(rows, rows.last_rows)
             places = torch.from_numpy(going_on).to(self._device)
             following = self._decoder.forward(tokens[places, ahead - 1], meta, self._caches)
             assert following is not None, "every row is asked for"

@@ -21,7 +21,7 @@ from services.worker.model.decoder import Layer
 from services.worker.model.loading import load_layer
 from services.worker.ops import BatchMeta, PackedLinear
 from services.worker.rows import Units, rows_of
-from services.worker.rows_on_device import on_device
+from services.worker.staging import staging_for
 from services.worker.sampling.sampler import draw_plainly
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.drafter_files import read_drafter, read_settings
@@ -126,6 +126,7 @@ class EagleProposer:
         self._target = drafter.target
         self._ops = drafter.target.ops
         self._device = drafter.target.device
+        self._staging = staging_for(drafter.target.device)
         self._most = drafter.most
         self._cache = self._ops.allocate_kv(num_blocks, self._config.num_kv_heads, self._config.head_dim)
         self._foreseen: Tensor = self._ops.empty_rows(max_sequences, self._config.hidden_size).zero_()
@@ -154,7 +155,7 @@ class EagleProposer:
     def _one_row_each(self, asked: Asked, positions: Int32s) -> BatchMeta:
         units = Units(asked.slots, asked.slots, positions, np.ones(len(asked.slots), dtype=np.int32))
         rows = rows_of(units, asked.histories.block_tables, asked.histories.tokens)
-        return on_device(rows, rows.last_rows, self._device)[1]
+        return self._staging.place(rows, rows.last_rows)[1]
 
     def observe(self, computed: Computed) -> None:
         """The layer goes over every row of the step, each with the token behind it."""
