@@ -1,0 +1,33 @@
+"""What decode and prefill attention share on the device: where a tile of cached tokens lies, and one step of softmax.
+
+Softmax runs online (Milakov and Gimelshein, arXiv:1805.02867) and in powers of two, as `exp2` is one instruction:
+whoever calls has multiplied scores by log2(e).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shared.blocks import BLOCK_SIZE
+
+BLOCK = tl.constexpr(BLOCK_SIZE)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def cached_rows(table, tokens, there, kv_head, KV_HEADS: tl.constexpr):
+    """Which rows of a cache, as [rows, D], hold `tokens` of the sequence whose block table this is (int64)."""
+    blocks = tl.load(table + tokens // BLOCK, mask=there, other=0).to(tl.int64)
+    return (blocks * KV_HEADS + kv_head) * BLOCK + tokens % BLOCK
+
+
+@triton.jit
+def scaled_scores(products, scale, SOFTCAP: tl.constexpr):
+    """Scores as powers of two: q·k times `scale`, capped to ±SOFTCAP where there is one."""
+    if SOFTCAP is None:
+        scores = products * (scale * LOG2_E)
+    else:
+        # tanh(x) = 2 sigmoid(2x) - 1: exact enough in float32, and no call into a library.
+        scores = (SOFTCAP * LOG2_E) * (2.0 * tl.sigmoid(products * (2.0 * scale / SOFTCAP)) - 1.0)
+    return scores

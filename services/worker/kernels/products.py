@@ -1,0 +1,21 @@
+"""The matrix product of tiles that kernels use."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in Triton's interpreter, which multiplies the bits of bfloat16 as if they were integers."""
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b in float32. Factors of float32 lose nothing that matters: three products of TF32 each."""
+    if INTERPRETED:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    elif a.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc

@@ -1,0 +1,204 @@
+"""Launches of our Triton kernels as the worker makes them, and what the compiler makes of them for a GPU, without one.
+
+`python -m tests.kernel_launches [WORDS]` prints a line for each launch whose name (with "often" or "rare" and, say,
+"sm_90" behind it) has all the words. It must run in a process that does not interpret kernels. Add a family's launches
+to `FAMILIES`; what they must hold to is in tests/unit/test_kernels_compile.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import msgspec
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+"""Bytes that a program may take, by compute capability."""
+
+
+Instruction = Literal[
+    "wgmma", "mma", "cp.async", "cp.async16", "load", "load16", "store", "store16", "local", "barrier"
+]
+"""Kinds of a GPU's instructions: "16" are those that move 16 bytes for each thread."""
+
+PATTERNS: dict[Instruction, str] = {
+    "wgmma": r"\b[HQI]GMMA\.",
+    "mma": r"\b[HQI]MMA\.",
+    "cp.async": r"\bLDGSTS\b",
+    "cp.async16": r"\bLDGSTS\.\S*\b128\b",
+    "load": r"\bLDG\.",
+    "load16": r"\bLDG\.\S*\b128\b",
+    "store": r"\bSTG\.",
+    "store16": r"\bSTG\.\S*\b128\b",
+    "local": r"\b(LDL|STL)\b",
+    "barrier": r"\bBAR\.SYNC",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with all that it is compiled by.
+
+    `arguments`: Triton's words for the arguments that are not constants, in order: "*bf16" (a pointer, taken to be
+    aligned to 16 bytes unless the kernel says otherwise), "i32", "fp32". `constants`: the rest, arguments that are None
+    included.
+    """
+
+    name: str
+    kernel: Any
+    arguments: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    targets: tuple[int, ...] = (80, 90)
+    must: frozenset[Instruction] = frozenset()
+    """What its code must have."""
+    must_on_hopper: frozenset[Instruction] = frozenset()
+    """And what else from compute capability 9.0 on."""
+    rare: bool = False
+    """Compiled by the slow test only: each launch takes half a second and more for each target."""
+
+
+class Compiled(msgspec.Struct):
+    """What came out."""
+
+    name: str
+    target: int
+    registers: int
+    stack: int
+    """Bytes of a thread's stack: spilled registers."""
+    shared: int
+    """Bytes of shared memory of a program."""
+    instructions: dict[Instruction, int]
+    """How often each of PATTERNS is in the machine's code."""
+
+
+def compiled(launch: Launch, target: int) -> Compiled:
+    names = launch.kernel.arg_names
+    aligned = [p.name for p in launch.kernel.params if not (p.do_not_specialize or p.do_not_specialize_on_alignment)]
+    source = ASTSource(
+        launch.kernel,
+        signature={name: launch.arguments.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in launch.constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in launch.arguments.items()
+            if kind.startswith("*") and name in aligned
+        },
+    )
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    usage, code = _dumped(result.asm["cubin"])
+    return Compiled(
+        name=launch.name,
+        target=target,
+        registers=int(_number(r"REG:(\d+)", usage)),
+        stack=int(_number(r"STACK:(\d+)", usage)),
+        shared=int(result.metadata.shared),
+        instructions={word: len(re.findall(pattern, code)) for word, pattern in PATTERNS.items()},
+    )
+
+
+def _dumped(cubin: bytes) -> tuple[str, str]:
+    """(resource usage, machine code)."""
+    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+
+        def run(*command: str) -> str:
+            return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+        return run(str(tools / "cuobjdump"), "-res-usage", str(path)), run(str(tools / "nvdisasm"), "-c", str(path))
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in {text}"
+    return found[1]
+
+
+def _attention() -> Iterator[Launch]:
+    from services.worker.kernels.attention_tiles import decode_tile, padded
+    from services.worker.kernels.decode_attention import decode_kernel, merge_kernel
+
+    pointers = ("q", "k_cache", "v_cache", "tables", "lengths", "out", "shares", "weights")
+    for dim, kind, cache, group, window, softcap in (
+        (128, "bf16", "bf16", 4, None, None),
+        (64, "fp16", "fp16", 8, None, None),
+        (80, "bf16", "bf16", 1, None, None),
+        (256, "bf16", "bf16", 2, 4096, 50.0),
+        (128, "bf16", "fp8e4nv", 8, None, None),
+        (128, "fp32", "fp32", 4, None, None),
+    ):
+        bits = {"fp32": 4, "fp8e4nv": 1}.get(cache, 2)
+        tile = decode_tile(dim, group, bits)
+        kinds = {
+            "k_cache": cache,
+            "v_cache": cache,
+            "tables": "i32",
+            "lengths": "i32",
+            "shares": "fp32",
+            "weights": "fp32",
+        }
+        scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if cache == "fp8e4nv" else {}
+        for split in (False, True):
+            yield Launch(
+                f"decode attention {dim} {kind} {cache} group {group} window {window} softcap {softcap} split {split}",
+                decode_kernel,
+                {name: "*" + kinds.get(name, kind) for name in pointers}
+                | {"width": "i32", "splits": "i32", "scale": "fp32"}
+                | scales,
+                ({} if scales else {"k_scale": None, "v_scale": None})
+                | {"HEADS": 8 * group, "KV_HEADS": 8, "DIM": dim, "PAD": padded(dim), "ROWS": tile.rows}
+                | {"TILE": tile.tokens, "WINDOW": window, "SOFTCAP": softcap, "SPLIT": split},
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                targets=(90,) if cache == "fp8e4nv" else (80, 90),
+                must=frozenset({"mma", "cp.async16"}),
+                rare=dim != 128 or kind == "fp32",
+            )
+    for dim in (64, 128, 256):
+        yield Launch(
+            f"merge of decode attention {dim}",
+            merge_kernel,
+            {"shares": "*fp32", "weights": "*fp32", "lengths": "*i32", "out": "*bf16", "splits": "i32"},
+            {"DIM": dim, "PAD": padded(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": 32},
+            must=frozenset({"load16"}),
+            rare=dim != 128,
+        )
+
+
+FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention,)
+"""A function for each family of kernels that gives its launches."""
+
+
+def launches(*words: str) -> Iterator[tuple[Launch, int]]:
+    """(launch, target) of all whose names have all `words`."""
+    for launch in (launch for family in FAMILIES for launch in family()):
+        for target in launch.targets:
+            name = f"{launch.name} {'rare' if launch.rare else 'often'} sm_{target}"
+            if all(word in name for word in words):
+                yield launch, target
+
+
+def main() -> None:
+    """Two at a time: the compiler lets go of Python's lock."""
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(lambda job: compiled(*job), launches(*sys.argv[1:])):
+            print(msgspec.json.encode(result).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
