@@ -22,12 +22,12 @@ DEMO_NAME = "baton-demo"
 Settings = Mapping[str, Mapping[str, str]]
 
 
-def model_directory(model: str | None) -> Path:
-    """Fetches from the hub where needed. Raises CommandError."""
+def model_directory(model: str | None, *, weights: bool = True) -> Path:
+    """Fetches from the hub where needed, without the weights if they are not. Raises CommandError."""
     if model is None and not (DEMO_MODEL / "config.json").is_file():
         raise CommandError(f"the demo model is not in {DEMO_MODEL}; name a model with --model")
     try:
-        return resolve_model(model or str(DEMO_MODEL), weights=True)
+        return resolve_model(model or str(DEMO_MODEL), weights=weights)
     except ModelNotFound as error:
         raise CommandError(str(error)) from None
 

@@ -24,6 +24,10 @@ def up(
         Literal["auto", "cpu", "cuda", "sim"], typer.Option(help="sim: a timing model.", rich_help_panel=MODEL)
     ] = "auto",
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.", rich_help_panel=MODEL)] = None,
+    load_format: Annotated[
+        Literal["auto", "safetensors", "dummy"] | None,
+        typer.Option(help="dummy: random weights; a config.json and a tokenizer are enough.", rich_help_panel=MODEL),
+    ] = None,
     sim_step_ms: Annotated[
         float | None, typer.Option(help="Milliseconds per step of --device sim.", rich_help_panel=MODEL)
     ] = None,
@@ -230,7 +234,7 @@ def up(
         StackSpec(
             name=name,
             run_dir=where,
-            model=model_directory(model),
+            model=model_directory(model, weights=load_format != "dummy"),
             served_model_name=served_name(model, served_model_name),
             host=host,
             port=port if counts.leads else 0,
@@ -246,6 +250,7 @@ def up(
                     "worker": chosen(
                         device=device,
                         dtype=dtype,
+                        load_format=load_format,
                         sim_step_ms=sim_step_ms,
                         kv_memory=kv_memory,
                         max_model_len=max_model_len,

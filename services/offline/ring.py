@@ -58,7 +58,7 @@ class Ring:
         self._configs = configs
         self.bus = MemoryBus(MAX_PAYLOAD, LoopClock().now)
         try:
-            folder = resolve_model(configs.tokenizer.model, weights=configs.worker.device != "sim")
+            folder = resolve_model(configs.tokenizer.model, weights=configs.worker.reads_weights)
             self._encoding = load_encoding(configs.tokenizer, folder)
             self._vocabulary = load_vocabulary(folder)
         except (ModelNotFound, TokenizerUnusable) as error:

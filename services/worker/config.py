@@ -13,7 +13,6 @@ from services.worker.speculation.settings import Speculation, read_speculation
 from shared.config import ByteSize, ServiceConfig
 from shared.ids import EngineId, ModelName
 
-
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """auto: safetensors, the only files there are."""
 
@@ -59,7 +58,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         str,
         Meta(
             pattern="^(auto|none|[0-9,-]+)$",
-            description="Processors to run on, e.g. 0-7: auto takes those beside the GPU, none leaves it to the system.",
+            description="Processors to run on, e.g. 0-7; auto: those beside the GPU; none: the system chooses.",
         ),
     ] = "auto"
     speculative: Annotated[

@@ -6,21 +6,24 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from services.worker.config import LoadFormat
 from services.worker.guided.compiler import Compiler
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv_memory import KvDemand, size_kv
 from services.worker.memory import free_bytes, gib, peak_bytes
-from services.worker.model.checkpoint import open_checkpoint
+from services.worker.model.checkpoint import Tensors, open_checkpoint
 from services.worker.model.config import Dtype, ModelConfig, ModelError
 from services.worker.model.decoder import Decoder
-from services.worker.model.digest import model_digest
+from services.worker.model.digest import made_up_digest, model_digest
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
+from services.worker.model.random_weights import RandomTensors
 from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName, create_ops
 from services.worker.parallel import Communicator, Stage, share_of, stage_of
@@ -61,6 +64,7 @@ def create_backend(
     world_size: int,
     communicator: Communicator,
     ops: OpsName,
+    load_format: LoadFormat = "auto",
     threads: int | None = None,
     pipeline: Pipeline | None = None,
     layers: Sequence[int] | None = None,
@@ -83,8 +87,10 @@ def create_backend(
     length = _model_len(config, max_model_len)
     _check_weights_fit(config, stage, chosen, world_size, free_bytes(place))
     torch.set_num_threads(threads or max(1, _cores() // (world_size * pipeline.stages)))
-    digest = model_digest(model_dir, config)
-    decoder = _load(model_dir, config, place, chosen, length, communicator, ops, pipeline, stage)
+    made_up = load_format == "dummy"
+    digest = made_up_digest(config) if made_up else model_digest(model_dir, config)
+    weights = _tensors(None if made_up else model_dir, config, place, _DTYPES[chosen])
+    decoder = _load(weights, config, place, chosen, length, communicator, ops, pipeline, stage)
     own = f"model {digest} in {chosen} on {place.type}, layers {layers or 'even'}, {decoder.wire}"
     check_agreement(communicator, f"{own}, {length} tokens, steps of {max_num_seqs} and {max_batch_tokens}")
 
@@ -183,8 +189,17 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _tensors(
+    model_dir: Path | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> AbstractContextManager[Tensors]:
+    """Those of the checkpoint there; None: made up."""
+    if model_dir is None:
+        return nullcontext(RandomTensors(dtype, device, norm_offset=config.norm_offset))
+    return open_checkpoint(model_dir, dtype)
+
+
 def _load(
-    model_dir: Path,
+    opening: AbstractContextManager[Tensors],
     config: ModelConfig,
     device: torch.device,
     dtype: Dtype,
@@ -196,8 +211,8 @@ def _load(
 ) -> Decoder:
     share = share_of(config, communicator.rank, communicator.world_size)
     ops = create_ops(ops_name, device, _DTYPES[dtype])
-    with torch.inference_mode(), open_checkpoint(model_dir, _DTYPES[dtype]) as checkpoint:
-        weights = load_weights(checkpoint, config, share, ops, device, max_model_len, stage)
+    with torch.inference_mode(), opening as tensors:
+        weights = load_weights(tensors, config, share, ops, device, max_model_len, stage)
     return Decoder(config, weights, share, ops, communicator, pipeline)
 
 

@@ -125,4 +125,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
         return [model_dir / name for name in sorted(set(names))]
     if (model_dir / _SINGLE).exists():
         return [model_dir / _SINGLE]
-    raise ModelError(f"{model_dir} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read")
+    raise ModelError(
+        f"{model_dir} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read; "
+        "load_format dummy makes weights up"
+    )
