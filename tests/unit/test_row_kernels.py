@@ -1,4 +1,4 @@
-"""Norms, gated activations and rotation as Triton kernels: against double precision and against PyTorch's operations."""
+"""Norms, gated activations and rotation as Triton kernels, against double precision and PyTorch's operations."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def rope_and_store(
     """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `slots` [n] of the caches
     [blocks, KV, BLOCK_SIZE, D].
 
-    A slot is block * BLOCK_SIZE + offset; a row whose slot is -1 is padding and stores nothing, but its position must be
-    one that `cos_sin` has. `cos_sin`: float32 [positions, D], D/2 cosines, then D/2 sines; element i is rotated with
+    A slot is block * BLOCK_SIZE + offset; a row whose slot is -1 is padding and stores nothing, but its position must
+    be one that `cos_sin` has. `cos_sin`: float32 [positions, D], D/2 cosines, then D/2 sines; element i is rotated with
     i + D/2. Norm weights, float32 [D], go with the heads' RMS norm before that, whose result is rounded to qkv's dtype.
 
     Caches may be float8_e4m3fn: they hold keys / `k_scale` and values / `v_scale` (float32 [1], 1 where None), cut to
