@@ -31,7 +31,7 @@ def main() -> None:
         for strict in (False, True):
             right = asyncio.run(right_of(AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none"), asked, strict))
             print(
-                f"{'strict' if strict else 'plain'} functions: {right} of {len(asked)} right ({right / len(asked):.1%})"
+                "strict" if strict else "plain", f"functions: {right} of {len(asked)} right ({right / len(asked):.1%})"
             )
 
 
