@@ -30,9 +30,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, running_stack(Path(folder)) as stack:
         for strict in (False, True):
             right = asyncio.run(right_of(AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none"), asked, strict))
-            print(
-                "strict" if strict else "plain", f"functions: {right} of {len(asked)} right ({right / len(asked):.1%})"
-            )
+            kind = "strict" if strict else "plain"
+            print(f"{kind} functions: {right} of {len(asked)} right ({right / len(asked):.1%})")
 
 
 async def right_of(client: AsyncOpenAI, asked: list[Exchange], strict: bool) -> int:
