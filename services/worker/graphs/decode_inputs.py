@@ -1,0 +1,61 @@
+"""The memory that captured decodes read: a batch's rows are copied there, and padded to a captured size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.ops import BatchMeta
+
+PADDING_SLOT = -1
+"""Nothing is stored for such a row."""
+PADDING_CONTEXT = 0
+"""Such a row reads nothing."""
+
+
+class DecodeInputs:
+    """Owns room for `most` rows with tables of `width` blocks. All of it is padding at first."""
+
+    def __init__(self, device: torch.device, most: int, width: int, max_context: int) -> None:
+        """`max_context`: what captured decodes are made for, however long the contexts of a batch are."""
+        self._max_context = max_context
+        self._ids = torch.zeros(most, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int32, device=device)
+        self._slots = torch.full((most,), PADDING_SLOT, dtype=torch.int32, device=device)
+        self._contexts = torch.full((most,), PADDING_CONTEXT, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(most, width, dtype=torch.int32, device=device)
+        self._counting = torch.arange(most + 1, dtype=torch.int32, device=device)
+
+    @property
+    def width(self) -> int:
+        return self._tables.shape[1]
+
+    def views(self, size: int) -> tuple[Tensor, BatchMeta]:
+        """The token ids and the rest of `size` decodes, always at the same place."""
+        meta = BatchMeta(
+            query_starts=self._counting[: size + 1],
+            context_lens=self._contexts[:size],
+            block_tables=self._tables[:size],
+            slots=self._slots[:size],
+            positions=self._positions[:size],
+            logits_rows=self._counting[:size],
+            num_decodes=size,
+            prefills=(),
+            max_query=1,
+            max_context=self._max_context,
+            every_row=True,
+        )
+        return self._ids[:size], meta
+
+    def fill(self, ids: Tensor, meta: BatchMeta, size: int) -> None:
+        """The first rows are those of a batch of decodes, the others of `size` are padding: their ids, positions and
+        tables stay somebody's, which are valid and read by nobody."""
+        rows, width = meta.block_tables.shape
+        self._ids[:rows].copy_(ids)
+        self._positions[:rows].copy_(meta.positions)
+        self._slots[:rows].copy_(meta.slots)
+        self._contexts[:rows].copy_(meta.context_lens)
+        self._tables[:rows, :width].copy_(meta.block_tables)
+        if rows < size:
+            self._slots[rows:size].fill_(PADDING_SLOT)
+            self._contexts[rows:size].fill_(PADDING_CONTEXT)
