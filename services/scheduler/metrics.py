@@ -92,7 +92,7 @@ class EngineGauges:
         if report is None or engine.serving is None:
             return
         TRANSFERS.set(len(engine.serving.transfers))
-        COMPILING.set(len(engine.serving.planner.compiling))
+        COMPILING.set(len(engine.serving.planner.places.compiling))
         cached = len(engine.serving.planner.memory.pool.cached)
         BLOCKS.labels("used").set(report.blocks_total - report.blocks_free)
         BLOCKS.labels("cached").set(cached)

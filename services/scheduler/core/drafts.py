@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from services.scheduler.core.planner import Planner
+from services.scheduler.core.places import Places
+from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.speculation import Speculation
 from services.scheduler.core.steps import Expected
 from services.scheduler.core.tally import Tally
@@ -18,8 +19,8 @@ class WrongYield(ValueError):
 class Drafts:
     """Owns nothing: corrects what the planner assumed, and tells the policy."""
 
-    def __init__(self, planner: Planner, speculation: Speculation, tally: Tally) -> None:
-        self._planner = planner
+    def __init__(self, places: Places, speculation: Speculation, tally: Tally) -> None:
+        self._places = places
         self._speculation = speculation
         self._tally = tally
 
@@ -34,23 +35,25 @@ class Drafts:
             self._count(result)
         if not expected.prefills:
             timing = result.timing
-            seconds = timing.prepare + timing.forward + timing.sample
-            self._speculation.took(expected.samples, result.drafted, seconds, yielded)
+            # From the end of the step before to this one's: what the ring needs for a step counts as well.
+            seconds = timing.wait + timing.prepare + timing.forward + timing.sample
+            asked = sum(extras.values())
+            self._speculation.took(expected.samples, asked, result.drafted, seconds, yielded)
 
     def _check_single(self, result: StepFinished) -> None:
         for sampled in result.sampled:
-            if len(sampled.tokens) != 1 and sampled.sequence in self._planner.by_id:
+            if len(sampled.tokens) != 1 and sampled.sequence in self._places.by_id:
                 raise WrongYield(f"step {result.step}: {len(sampled.tokens)} tokens of {sampled.sequence}, not 1")
 
     def _correct(self, sampled: Sampled, extra: int) -> int:
         """One sequence's part; how many tokens it has got."""
         got, drafted = len(sampled.tokens), sampled.drafted
-        sequence = self._planner.by_id.get(sampled.sequence)
+        sequence = self._places.by_id.get(sampled.sequence)
         if sequence is not None:
             if not 1 <= got <= 1 + extra:
                 raise WrongYield(f"{got} tokens of {sampled.sequence}, not 1 to {1 + extra}")
             if got <= extra:
-                self._planner.yielded_less(sequence, 1 + extra - got)
+                _give_back(sequence, 1 + extra - got)
             if drafted:
                 self._speculation.tried(sequence, drafted, got - 1)
         if drafted:
@@ -62,3 +65,11 @@ class Drafts:
         tally = self._tally
         tally.drafted += result.drafted
         tally.accepted = tuple(a + b for a, b in zip_longest(tally.accepted, result.accepted, fillvalue=0))
+
+
+def _give_back(sequence: Sequence, tokens: int) -> None:
+    """A step has yielded so many tokens less than it might have. The blocks that were meant for them stay in the
+    sequence's table, where the workers have them too, and are filled by its next steps."""
+    sequence.length -= tokens
+    if sequence.phase == "decoding":
+        sequence.planned -= tokens

@@ -56,24 +56,24 @@ def check_memory(memory: KvMemory, sequences: list[Sequence], copied: list[int])
 
 
 def _check_lines(serving: Serving, sequences: list[Sequence]) -> None:
-    planner, limits = serving.planner, serving.limits
-    _hold(serving.grammars.waiting == planner.compiling, "grammars are waited for by others than those compiling")
+    places, limits = serving.planner.places, serving.limits
+    _hold(serving.grammars.waiting == places.compiling, "grammars are waited for by others than those compiling")
     beside = {
-        "compiling": planner.compiling,
-        "seeking": planner.seeking,
-        "loading": planner.loading,
-        "handing": planner.handing,
+        "compiling": places.compiling,
+        "seeking": places.seeking,
+        "loading": places.loading,
+        "handing": places.handing,
     }
     for phase, members in beside.items():
         _hold(members == {s.id: s for s in sequences if s.phase == phase}, f"those {phase}")
-    lines = {"waiting": planner.waiting, "prefilling": planner.prefilling, "decoding": planner.decoding}
+    lines = {"waiting": places.waiting, "prefilling": places.prefilling, "decoding": places.decoding}
     for phase, line in lines.items():
         in_line = list(line)
         _hold(sorted(s.id for s in sequences if s.phase == phase) == sorted(s.id for s in in_line), f"{phase} line")
         _hold(in_line == sorted(in_line, key=lambda s: s.rank), f"the {phase} line is out of order")
     _hold(not any(s.phase == "ended" for s in sequences), "an ended request is still held")
-    _hold({s.id: s for s in sequences} == planner.by_id, "numbers and requests differ")
-    _hold(planner.running <= limits.max_running, "more run than may")
+    _hold({s.id: s for s in sequences} == places.by_id, "numbers and requests differ")
+    _hold(places.running <= limits.max_running, "more run than may")
 
 
 def _most_reserved(serving: Serving) -> int:

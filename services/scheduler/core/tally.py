@@ -42,6 +42,8 @@ class Tally:
     """Requests whose grammar could not be compiled."""
     grammar_seconds: float = 0.0
     """What all of these waited."""
+    output_tokens: int = 0
+    """Drawn and kept."""
 
     def began(self, prompt: int, cached: int) -> None:
         """A prompt of so many tokens; what was cached of it is no more than that."""
