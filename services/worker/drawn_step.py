@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
+from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.speculation.verdict import Verdict
-from shared.messages.scheduler import PromptScored, Sampled, StepTiming
+from shared.messages.scheduler import Sampled, StepTiming
 from shared.messages.worker import StepPlan
 
 
@@ -18,7 +19,7 @@ class DrawnBatch:
     batch: Batch
     verdict: Verdict | None
     """None on ranks that draw nothing."""
-    scored: tuple[PromptScored, ...]
+    scored: ScoredRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class DrawnStep:
     def output(self) -> StepOutput:
         if self.drawn is None:
             return StepOutput(_complete(self.plan, ()), self.timing)
-        batch, verdict, scored = self.drawn.batch, self.drawn.verdict, self.drawn.scored
+        batch, verdict, scored = self.drawn.batch, self.drawn.verdict, self.drawn.scored.told()
         if verdict is None:
             return StepOutput((), self.timing, int(batch.drafted.sum()), (), scored)
         sampled = _complete(self.plan, verdict.sampled(batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,19 +11,20 @@ from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch, Shares
+from services.worker.crossing import sent
 from services.worker.drawn_step import DrawnBatch, DrawnStep
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.jump_ahead import MOST, ForcedTokens
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import KvShare
-from services.worker.model.decoder import Decoder, KvCaches
+from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rows import Int32s
-from services.worker.staging import staging_for
 from services.worker.sampling.parameters import Choices
+from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn, sample
 from services.worker.sequences import SequenceTable
 from services.worker.speculation.proposer import (
@@ -35,8 +37,9 @@ from services.worker.speculation.proposer import (
     Proposer,
 )
 from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
+from services.worker.staging import staging_for
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import PromptScored, StepTiming
+from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 
 
@@ -57,9 +60,11 @@ class ModelRunner:
         grammars: GrammarLibrary | None = None,
         proposer: Proposer | None = None,
         drafting: Drafting = NO_DRAFTING,
+        replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
     ) -> None:
         """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
-        samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none."""
+        samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures what can be
+        replayed of the decoder's forward pass on these caches."""
         self._card = card
         self._device = device
         self._staging = staging_for(device)
@@ -73,6 +78,7 @@ class ModelRunner:
         """Or is of a stage before the last, and told later what was drawn."""
         self._caches: KvCaches = decoder.allocate_kv(num_blocks)
         self._kv = decoder.share_kv(self._caches, digest)
+        self._forward = self._eager_or(replaying)
         self._sequences = SequenceTable(
             max_sequences=max_num_seqs,
             max_model_len=card.max_model_len,
@@ -83,6 +89,10 @@ class ModelRunner:
         self._grammars = grammars
         self._guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
         self._drafter = self._with_forced(proposer)
+
+    @torch.inference_mode()
+    def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
+        return self._decoder.forward if replaying is None else replaying(self._decoder.forward, self._caches)
 
     def _with_forced(self, proposer: Proposer | None) -> Proposer | None:
         """What grammars force is drafted before anything that is guessed."""
@@ -159,7 +169,7 @@ class ModelRunner:
         ids, meta = self._staging.place(batch.rows, batch.logits_rows)
         prepared = time.perf_counter()
         features = self._decoder.empty_features(len(ids)) if self._drafting.features else None
-        logits = self._decoder.forward(ids, meta, self._caches, features)
+        logits = self._forward(ids, meta, self._caches, features)
         choices = self._masked(batch)
         self._wait_for_device()
         forwarded = time.perf_counter()
@@ -170,11 +180,11 @@ class ModelRunner:
         timing = _timing(begun, prepared, forwarded, time.perf_counter(), self._pipeline.take_waited())
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict if self._draws else None, scored))
 
-    def _scored(self, batch: Batch, logits: Tensor | None) -> tuple[Tensor | None, tuple[PromptScored, ...]]:
+    def _scored(self, batch: Batch, logits: Tensor | None) -> tuple[Tensor | None, ScoredRows]:
         """The logits to draw from, and what the others say of prompts."""
         if batch.merged is None or logits is None:
-            return logits, ()
-        drawn, scored = (torch.from_numpy(rows).to(logits.device) for rows in batch.merged[1:])
+            return logits, ScoredRows()
+        drawn, scored = (sent(rows, logits.device) for rows in batch.merged[1:])
         told = batch.prompts.scored(logits.index_select(0, scored))
         return logits.index_select(0, drawn), told
 
@@ -210,13 +220,14 @@ class ModelRunner:
         if logits is not None:
             drawn = sample(logits, choices, self._sequences.history)
         else:
-            drawn = Drawn([0] * len(batch.drawn_rows), {})
-        tokens = self._agreed(by_sequence(np.array(drawn.tokens, dtype=np.int32), batch.drafted))
+            drawn = Drawn(torch.zeros(len(batch.drawn_rows), dtype=torch.int32))
+        own: Int32s = drawn.tokens.cpu().numpy().astype(np.int32)
+        tokens = self._agreed(by_sequence(own, batch.drafted))
         self._pipeline.tell(tokens.ravel().tolist())
         counts = self._sequences.append(batch.sampled_slots, batch.drafted, tokens)
         if self._guided is not None:
             self._guided.take(batch.sampled_slots, counts, tokens)
-        return Verdict(tokens, counts, drawn.logprobs)
+        return Verdict(tokens, counts, drawn.told)
 
     def _computed(self, batch: Batch, meta: BatchMeta, features: Tensor | None, verdict: Verdict) -> Computed:
         last = batch.drawn_rows[batch.first_drawn + verdict.counts - 1] if len(batch.sampled) else batch.drawn_rows

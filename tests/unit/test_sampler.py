@@ -14,11 +14,12 @@ from torch import Tensor
 from services.worker.sampling.filters import greatest, top_threshold
 from services.worker.sampling.parameters import ParameterTable
 from services.worker.sampling.philox import philox, uniforms
-from services.worker.sampling.sampler import Drawn, inverse_cdf, sample
+from services.worker.sampling.sampler import inverse_cdf, sample
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence
 from shared.tokens import pack
+from tests.drawn_in_lists import DrawnInLists, in_lists
 
 VOCABULARY = 600
 """Several chunks of the inverse distribution function, and more than the candidates of a nucleus."""
@@ -49,7 +50,7 @@ def draw(
     tokens: list[int] | None = None,
     prompt_length: int = 1,
     **more: Any,
-) -> Drawn:
+) -> DrawnInLists:
     """One draw for each row of `logits` [R, vocab], every sequence holding `tokens`."""
     held = tokens or [0]
     table = ParameterTable(len(params), logits.shape[1])
@@ -68,7 +69,7 @@ def draw(
 
     at = positions if positions is not None else [len(held) - prompt_length] * len(params)
     choices = table.choose(np.arange(len(params)), np.array(at, dtype=np.int32))
-    return sample(logits, choices, history)
+    return in_lists(sample(logits, choices, history))
 
 
 def draws(logits: Tensor, params: dict[str, Any], **more: Any) -> list[int]:

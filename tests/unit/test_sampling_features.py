@@ -18,11 +18,12 @@ from services.worker.sampling.masks import Mask, bits_of, only_allowed, words
 from services.worker.sampling.padded import Padded
 from services.worker.sampling.parameters import ParameterTable
 from services.worker.sampling.processing import processed
-from services.worker.sampling.sampler import Drawn, sample
+from services.worker.sampling.sampler import sample
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence
 from shared.tokens import pack
+from tests.drawn_in_lists import DrawnInLists, in_lists
 
 VOCABULARY = 70
 """Not a multiple of a word's bits."""
@@ -76,13 +77,14 @@ def logits_of(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
-def run(rows: list[Row], logits: Tensor | None = None, mask: Mask | None = None) -> Drawn:
+def run(rows: list[Row], logits: Tensor | None = None, mask: Mask | None = None) -> DrawnInLists:
     table = table_of(rows)
     positions = np.array([len(row.output) for row in rows], dtype=np.int32)
     choices = table.choose(np.arange(len(rows)), positions)
     if mask is not None:
         choices = choices.masked(mask)
-    return sample(logits_of(len(rows)) if logits is None else logits, choices, Histories(rows))
+    drawn = sample(logits_of(len(rows)) if logits is None else logits, choices, Histories(rows))
+    return in_lists(drawn)
 
 
 def changed(rows: list[Row], logits: Tensor) -> Tensor:
@@ -279,7 +281,8 @@ def test_log_probabilities_of_chosen_tokens_come_in_their_order() -> None:
 def test_the_log_probabilities_of_a_prompt_have_ranks() -> None:
     logits = logits_of(5)
     tokens = np.array([1, 2, int(logits[2].argmax()), 4, int(logits[4].argmin())])
-    entries = prompt_logprobs(logits, Ranked(tokens, np.array([0, 1, 2, 3, 4], dtype=np.int32)))
+    parts = prompt_logprobs(logits, Ranked(tokens, np.array([0, 1, 2, 3, 4], dtype=np.int32)))
+    entries = [entry for part in parts for entry in part.on_host().entries()]
     exact = torch.log_softmax(logits.double(), dim=1)
     for row, entry in enumerate(entries):
         order = exact[row].argsort(descending=True).tolist()
@@ -300,7 +303,7 @@ def test_rows_that_ask_for_nothing_pay_for_nothing() -> None:
     choices = table_of(rows).choose(np.arange(3), positions)
     logits = logits_of(3)
     assert not choices.features, "thoughts within their budget ask for nothing yet"
-    assert sample(logits, choices, untouchable).tokens == logits.argmax(dim=1).tolist()
+    assert sample(logits, choices, untouchable).tokens.tolist() == logits.argmax(dim=1).tolist()
     choices = table_of([Row([7], temperature=1.0), *rows[1:]]).choose(np.arange(3), positions)
     assert len(sample(logits, choices, untouchable).tokens) == 3
 

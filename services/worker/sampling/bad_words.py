@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.crossing import sent
 from services.worker.sampling.held import Held
 
 ANY = -2
@@ -52,8 +53,7 @@ class BadWords:
     def banned(self, logits: Tensor, slots: NDArray[np.intp], held: Held) -> Tensor:
         """logits [P, vocab] of the sequences in `slots` → -inf for what would end a word; overwrites `logits`."""
         device = logits.device
-        beginnings = torch.from_numpy(self._beginnings[slots]).to(device)
-        lasts = torch.from_numpy(self._lasts[slots]).to(device)
+        beginnings, lasts = sent(self._beginnings[slots], device), sent(self._lasts[slots], device)
         before = held.last_output(beginnings.shape[2]).unsqueeze(1)
         due = ((beginnings == before) | (beginnings == ANY)).all(dim=2)
         # Words with the same last token meet in one place: what is added there survives, what is written would not.

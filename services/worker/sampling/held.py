@@ -10,11 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-History = Callable[
-    [NDArray[np.intp], NDArray[np.int32]], tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
-]
+from services.worker.crossing import sent
+
+HeldTokens = NDArray[np.int32] | Tensor
+
+History = Callable[[NDArray[np.intp], NDArray[np.int32]], tuple[HeldTokens, NDArray[np.int32], NDArray[np.int32]]]
 """Slots and output positions [P] → (tokens [P, longest], lengths [P], prompt lengths [P]) as they are before those
-positions are drawn: a sequence may have several rows, each of which sees the drafts before it as drawn."""
+positions are drawn: a sequence may have several rows, each of which sees the drafts before it as drawn. Tokens that the
+host does not know yet come as a tensor, on the logits' device."""
 
 NO_TOKEN = -1
 """Stands before the output's first token; equals no token."""
@@ -41,8 +44,6 @@ class Held:
 def held(history: History, slots: NDArray[np.intp], positions: NDArray[np.int32], device: torch.device) -> Held:
     """What the rows hold that are about to draw the output tokens at `positions`."""
     tokens, lengths, prompts = history(slots, positions)
-
-    def column(values: NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device).unsqueeze(1)
-
-    return Held(torch.from_numpy(tokens.astype(np.int64)).to(device), column(lengths), column(prompts))
+    there = tokens if isinstance(tokens, Tensor) else sent(tokens, device)
+    columns = sent(np.stack((lengths, prompts), axis=1).astype(np.int64), device)
+    return Held(there.long(), columns[:, :1], columns[:, 1:])

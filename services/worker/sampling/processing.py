@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.crossing import sent
 from services.worker.sampling.held import Held, History, held
 from services.worker.sampling.masks import only_allowed
 from services.worker.sampling.padded import Padded
@@ -40,15 +41,15 @@ def processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
 
 
 def _mask(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
-    _change(logits, rows, lambda part: only_allowed(part, torch.from_numpy(bits).to(logits.device)))
+    _change(logits, rows, lambda part: only_allowed(part, sent(bits, logits.device)))
 
 
 def _bias(logits: Tensor, choices: Choices) -> None:
     rows = choices.rows_with(Feature.BIAS)
     slots, table = choices.slots[rows], choices.table
-    numbers = torch.from_numpy(rows).to(logits.device).unsqueeze(1)
-    tokens = torch.from_numpy(table.bias_tokens.rows(slots)).to(logits.device)
-    values = torch.from_numpy(table.bias_values.rows(slots)).to(logits.device)
+    numbers = sent(rows, logits.device).unsqueeze(1)
+    tokens = sent(table.bias_tokens.rows(slots), logits.device)
+    values = sent(table.bias_values.rows(slots), logits.device)
     logits[numbers, tokens] = logits[numbers, tokens] + values
 
 
@@ -56,12 +57,12 @@ def _ban(logits: Tensor, choices: Choices, history: History) -> None:
     """Where bans would leave nothing to draw they give way: a token that nobody wants is better than one that was
     never allowed."""
     rows = choices.rows_with(_BANS)
-    numbers = torch.from_numpy(rows).to(logits.device)
+    numbers = sent(rows, logits.device)
     before = logits.index_select(0, numbers)
     if choices.features & Feature.MIN_TOKENS:
         early = choices.rows_with(Feature.MIN_TOKENS)
-        stops = torch.from_numpy(choices.table.stops.rows(choices.slots[early])).to(logits.device)
-        logits[torch.from_numpy(early).to(logits.device).unsqueeze(1), stops] = -torch.inf
+        stops = sent(choices.table.stops.rows(choices.slots[early]), logits.device)
+        logits[sent(early, logits.device).unsqueeze(1), stops] = -torch.inf
     if choices.features & Feature.BAD_WORDS:
         _ban_words(logits, choices, history)
     after = logits.index_select(0, numbers)
@@ -79,7 +80,7 @@ def _penalise(logits: Tensor, choices: Choices, history: History) -> None:
     slots, table = choices.slots[rows], choices.table
 
     def column(values: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values[slots]).to(logits.device).unsqueeze(1)
+        return sent(values[slots], logits.device).unsqueeze(1)
 
     by = Penalties(have, column(table.presence), column(table.frequency), column(table.repetition))
     _change(logits, rows, lambda part: penalised(part, by))
@@ -90,7 +91,7 @@ def _force(logits: Tensor, choices: Choices, history: History) -> None:
     table, slots = choices.table, choices.slots[rows]
 
     def on_device(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(logits.device)
+        return sent(values.astype(np.int64), logits.device)
 
     def marks(lists: Padded) -> Marks:
         return Marks(on_device(lists.rows(slots)), on_device(lists.lengths(slots)).unsqueeze(1))
@@ -105,7 +106,7 @@ def _change(logits: Tensor, rows: NDArray[np.intp], change: Callable[[Tensor], T
     if len(rows) == len(logits):
         change(logits)
     else:
-        numbers = torch.from_numpy(rows).to(logits.device)
+        numbers = sent(rows, logits.device)
         logits.index_copy_(0, numbers, change(logits.index_select(0, numbers)))
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.rows import Int32s, Units
-from services.worker.sampling.logprobs import Ranked, prompt_logprobs
+from services.worker.sampling.logprobs import Likelihoods, Ranked, prompt_logprobs
 from shared.ids import SequenceId
 from shared.messages.scheduler import PromptScored
 from shared.messages.worker import NewSequence
@@ -46,13 +46,27 @@ class PromptRows:
         ranges = [np.arange(len(part.tokens), dtype=np.int32) + np.int32(part.first_row) for part in self.parts]
         return np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int32)
 
-    def scored(self, logits: Tensor) -> tuple[PromptScored, ...]:
-        """logits [S, vocab] of `rows()`."""
-        if not self.parts:
-            return ()
+    def scored(self, logits: Tensor) -> ScoredRows:
+        """logits [S, vocab] of `rows()`; there is at least one."""
         tokens = np.concatenate([part.tokens for part in self.parts]).astype(np.int64)
         counts = np.repeat([part.most_likely for part in self.parts], [len(part.tokens) for part in self.parts])
-        entries = iter(prompt_logprobs(logits, Ranked(tokens, counts.astype(np.int32))))
+        found = prompt_logprobs(logits, Ranked(tokens, counts.astype(np.int32)))
+        return ScoredRows(tuple(self.parts), tuple(found))
+
+
+class ScoredRows(NamedTuple):
+    """What a step says of prompts, where its logits are; or on its way from there."""
+
+    parts: tuple[_Part, ...] = ()
+    likelihoods: tuple[Likelihoods, ...] = ()
+
+    def on_host(self) -> ScoredRows:
+        """The same, see `crossing.fetched`."""
+        return ScoredRows(self.parts, tuple(part.on_host() for part in self.likelihoods))
+
+    def told(self) -> tuple[PromptScored, ...]:
+        """In words, of what is on the host."""
+        entries = (entry for part in self.likelihoods for entry in part.entries())
         return tuple(
             PromptScored(part.sequence, part.position, tuple(next(entries) for _ in part.tokens)) for part in self.parts
         )

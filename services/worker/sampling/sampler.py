@@ -8,20 +8,22 @@ position. (Gumbel-max would need a random number for each token of the vocabular
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.crossing import fetched, sent, sent_together
 from services.worker.sampling.filters import CHUNK, kept, min_p_threshold, top_threshold
 from services.worker.sampling.held import History
-from services.worker.sampling.logprobs import most_likely, of_tokens
+from services.worker.sampling.logprobs import Told, most_likely, of_tokens
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.philox import uniforms
 from services.worker.sampling.processing import CHANGES, processed
-from shared.messages.generation import TokenLogprobs
 
 _CHUNK = 8 * CHUNK
 """Tokens added up before the cumulative sum: it runs over few numbers, in double precision, at little cost."""
@@ -32,23 +34,30 @@ _CACHED = 1 << 18
 _CHANGES = CHANGES | Feature.RANDOM
 
 
-class Drawn(Struct, frozen=True):
-    tokens: list[int]
-    logprobs: dict[int, TokenLogprobs]
-    """By row, for the rows that asked."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the rows drew, where their logits are; or on its way from there."""
+
+    tokens: Tensor
+    """[R] int64"""
+    told: tuple[Told, ...] = ()
+
+    def on_host(self) -> Drawn:
+        """The same, see `crossing.fetched`."""
+        return Drawn(fetched(self.tokens), tuple(Told(rows, part.on_host()) for rows, part in self.told))
 
 
 def sample(logits: Tensor, choices: Choices, history: History) -> Drawn:
     """Draws one token for each row of `logits` [R, vocab]."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
-        return Drawn(_likeliest(logits).tolist(), {})
-    tokens: list[int] = []
-    logprobs: dict[int, TokenLogprobs] = {}
+        return Drawn(_likeliest(logits))
+    tokens: list[Tensor] = []
+    told: list[Told] = []
     for first, last in _row_blocks(logits):
         drawn = _sample_rows(logits[first:last], choices.part(first, last), history)
-        tokens += drawn.tokens
-        logprobs |= {first + row: entry for row, entry in drawn.logprobs.items()}
-    return Drawn(tokens, logprobs)
+        tokens.append(drawn.tokens)
+        told += [Told(rows + first, part) for rows, part in drawn.told]
+    return Drawn(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(told))
 
 
 def draw_plainly(logits: Tensor, choices: Choices) -> Tensor:
@@ -71,8 +80,7 @@ def _sample_rows(logits: Tensor, choices: Choices, history: History) -> Drawn:
         tokens = _drawn(processed(raw.clone() if untouched else raw, choices, history), choices)
     else:
         tokens = _likeliest(raw)
-    drawn: list[int] = tokens.tolist()
-    return Drawn(drawn, _logprobs(raw, drawn, choices) if wants_logprobs else {})
+    return Drawn(tokens, tuple(_told(raw, tokens, choices)) if wants_logprobs else ())
 
 
 def _drawn(logits: Tensor, choices: Choices) -> Tensor:
@@ -83,23 +91,26 @@ def _drawn(logits: Tensor, choices: Choices) -> Tensor:
     if len(numbers) == len(logits):
         return _random(logits, choices, numbers)
     tokens = _likeliest(logits)
-    rows = torch.from_numpy(numbers).to(logits.device)
+    rows = sent(numbers, logits.device)
     return tokens.index_copy_(0, rows, _random(logits.index_select(0, rows), choices, numbers))
 
 
 def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp]) -> Tensor:
     """A random token of each row; overwrites `logits`."""
 
-    def column(values: NDArray[np.float32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values[slots]).to(logits.device).unsqueeze(1)
-
     table, slots = choices.table, choices.slots[rows]
-    weights = _weights(logits.div_(column(table.temperature)))
+    chances, top_k, temperature, min_p, top_p = sent_together(
+        [
+            uniforms(table.seed[slots], choices.position[rows]),
+            *(values[slots] for values in (table.top_k, table.temperature, table.min_p, table.top_p)),
+        ],
+        logits.device,
+    )
+    weights = _weights(logits.div_(temperature.unsqueeze(1)))
     if choices.features & Feature.MIN_P:
-        weights = kept(weights, min_p_threshold(weights, column(table.min_p)))
+        weights = kept(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
     if choices.features & Feature.TOP:
-        weights = kept(weights, top_threshold(weights, column(table.top_k), column(table.top_p)))
-    chances = torch.from_numpy(uniforms(table.seed[slots], choices.position[rows])).to(logits.device)
+        weights = kept(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
     return inverse_cdf(weights, chances)
 
 
@@ -137,26 +148,20 @@ def _likeliest(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.float().numpy().argmax(axis=1))
 
 
-def _logprobs(raw: Tensor, tokens: list[int], choices: Choices) -> dict[int, TokenLogprobs]:
-    """By row. Most ask for the likeliest tokens beside their own, some for tokens that they name."""
+def _told(raw: Tensor, tokens: Tensor, choices: Choices) -> Iterator[Told]:
+    """Most ask for the likeliest tokens beside their own, some for tokens that they name."""
     naming = choices.rows_with(Feature.LOGPROB_IDS)
     others = choices.rows_with(Feature.LOGPROBS)
     if len(naming):
         others = np.setdiff1d(others, naming, assume_unique=True)
-    told: dict[int, TokenLogprobs] = {}
     for rows, named in ((others, False), (naming, True)):
         if not len(rows):
             continue
-        part = raw.index_select(0, torch.from_numpy(rows).to(raw.device))
-        chosen = torch.tensor([tokens[row] for row in rows], device=raw.device).unsqueeze(1)
+        numbers = sent(rows, raw.device)
+        part, chosen = raw.index_select(0, numbers), tokens.index_select(0, numbers)
         slots, table = choices.slots[rows], choices.table
-        entries = (
-            of_tokens(part, chosen, table.logprob_ids.rows(slots), table.logprob_ids.lengths(slots).tolist())
-            if named
-            else most_likely(part, chosen, table.logprobs[slots])
-        )
-        told |= {
-            row: TokenLogprobs(tokens[row], logprob, top)
-            for row, (logprob, top) in zip(rows.tolist(), entries, strict=True)
-        }
-    return told
+        if named:
+            ids = sent(table.logprob_ids.rows(slots), raw.device)
+            yield Told(rows, of_tokens(part, chosen, ids, table.logprob_ids.lengths(slots)))
+        else:
+            yield Told(rows, most_likely(part, chosen, table.logprobs[slots]))

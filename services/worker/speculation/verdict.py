@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from services.worker.batch import Batch
 from services.worker.rows import drafts_apart
+from services.worker.sampling.logprobs import Told, by_row
 from shared.messages.generation import TokenLogprobs
 from shared.messages.scheduler import Sampled
 
@@ -23,8 +24,8 @@ class Verdict:
     """[Q, K + 1] what lies behind a row's count means nothing."""
     counts: Int32s
     """[Q] tokens that each sequence gains: the drafts that stand, and one more."""
-    logprobs: dict[int, TokenLogprobs]
-    """By row of the logits, for those that asked."""
+    told: tuple[Told, ...] = ()
+    """Log-probabilities of those rows of logits that asked."""
 
     def kept(self, drafted: Int32s) -> NDArray[np.bool_]:
         """[R] whether each row of logits drew a token that stands."""
@@ -34,19 +35,15 @@ class Verdict:
 
     def sampled(self, batch: Batch) -> tuple[Sampled, ...]:
         """For the scheduler, in the batch's order."""
+        logprobs = by_row(self.told)
         first = (np.cumsum(batch.drafted + 1) - (batch.drafted + 1)).tolist()
         parts = zip(
             batch.sampled, self.tokens.tolist(), self.counts.tolist(), batch.drafted.tolist(), first, strict=True
         )
         return tuple(
-            Sampled(sequence, tuple(tokens[:count]), self._logprobs(row, count), drafted)
+            Sampled(sequence, tuple(tokens[:count]), _of(logprobs, row, count), drafted)
             for sequence, tokens, count, drafted, row in parts
         )
-
-    def _logprobs(self, row: int, count: int) -> tuple[TokenLogprobs, ...] | None:
-        if row not in self.logprobs:
-            return None
-        return tuple(self.logprobs[at] for at in range(row, row + count))
 
     def by_position(self, batch: Batch) -> tuple[int, ...]:
         """How many sequences accepted their first draft, their second, and so on, up to the longest draft."""
@@ -54,7 +51,11 @@ class Verdict:
         return tuple(int(np.count_nonzero(self.counts > position)) for position in range(1, longest + 1))
 
 
-NOTHING_DRAWN = Verdict(np.zeros((0, 1), dtype=np.int32), np.zeros(0, dtype=np.int32), {})
+def _of(logprobs: dict[int, TokenLogprobs], row: int, count: int) -> tuple[TokenLogprobs, ...] | None:
+    return tuple(logprobs[at] for at in range(row, row + count)) if row in logprobs else None
+
+
+NOTHING_DRAWN = Verdict(np.zeros((0, 1), dtype=np.int32), np.zeros(0, dtype=np.int32))
 
 
 def by_sequence(drawn: Int32s, drafted: Int32s) -> Int32s:

@@ -1,0 +1,47 @@
+"""Arrays to a device and tensors back, in the order of its current stream, and without waiting for it.
+
+On CUDA both go through page-locked memory, which PyTorch keeps and gives out again when the copy is over. What is
+`fetched` may be read once an event is over that was recorded behind it. On a CPU nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGNED = 16
+"""Bytes that each array's place among others is a multiple of."""
+
+
+def sent(array: NDArray[Any], device: torch.device) -> Tensor:
+    """`array` on `device`; it may be written to at once, unless that is the CPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def sent_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Each of `arrays` (of one dimension) on `device`, in one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // _ALIGNED) * _ALIGNED
+    together = np.zeros(end, dtype=np.uint8)
+    for array, start in zip(arrays, starts, strict=True):
+        together[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+    whole = sent(together, device)
+    return [
+        whole[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
+
+
+def fetched(tensor: Tensor) -> Tensor:
+    """`tensor` on its way to main memory."""
+    return tensor.to("cpu", non_blocking=True)  # which is page-locked then, where it comes from a GPU
