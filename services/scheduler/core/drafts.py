@@ -35,10 +35,8 @@ class Drafts:
             self._count(result)
         if not expected.prefills:
             timing = result.timing
-            # From the end of the step before to this one's: what the ring needs for a step counts as well.
-            seconds = timing.wait + timing.prepare + timing.forward + timing.sample
-            asked = sum(extras.values())
-            self._speculation.took(expected.samples, asked, result.drafted, seconds, yielded)
+            seconds = timing.prepare + timing.forward + timing.sample
+            self._speculation.took(expected.samples, result.drafted, seconds, yielded)
 
     def _check_single(self, result: StepFinished) -> None:
         for sampled in result.sampled:
