@@ -43,6 +43,8 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
 }
 
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama-biased-tied": (
@@ -58,6 +60,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _YARN, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "gemma2": (
         "Gemma2Config",
         {"sliding_window": 24, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PackedLinear = NewType("PackedLinear", object)
 """A weight in whatever layout its `Ops` multiplies fastest. Only the `Ops` that packed it may look inside."""
 
+PackedExperts = NewType("PackedExperts", object)
+"""The experts of a mixture, as `PackedLinear`."""
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -92,6 +95,25 @@ class Ops(Protocol):
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]."""
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`."""
+
+    def mixture(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: PackedExperts,
+        *,
+        chosen: int,
+        renormalised: bool,
+        kind: Activation,
+    ) -> Tensor:
+        """x [n, hidden] → the sum of its `chosen` experts' outputs, each times its chance [n, hidden].
+
+        `logits` [n, E]: a softmax in float32 makes them chances, the greatest of which choose; where `renormalised`,
+        those are scaled to add up to 1. An expert is down(act(gate) * up).
+        """
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Bytes that one block of keys and values takes in one layer."""

@@ -1,8 +1,8 @@
 """Who holds which share of a model, and how the ranks that share a layer exchange tensors.
 
-*Tensor parallelism.* Heads, MLP columns and words are split (Shoeybi et al., "Megatron-LM", arXiv:1909.08053): each
-rank computes partial sums of the embedding and of the attention's and the MLP's outputs, which are added up over the
-ranks. Key/value heads are replicated where there are fewer of them than ranks.
+*Tensor parallelism.* Heads, MLP columns (of every expert) and words are split (Shoeybi et al., "Megatron-LM",
+arXiv:1909.08053): each rank computes partial sums of the embedding and of the attention's and the MLP's outputs, which
+are added up over the ranks. Key/value heads are replicated where there are fewer of them than ranks.
 
 *Pipeline parallelism.* Layers are split into stages (Huang et al., "GPipe", arXiv:1811.06965); `pipeline.py` has what
 passes between them. The ranks of a stage share its layers by tensor parallelism: rank = stage * ranks of a stage + its
@@ -80,6 +80,10 @@ class Share(Struct, frozen=True):
     first_of_kv_heads: bool
     """No lower rank holds the same key/value heads."""
     mlp: tuple[int, int]
+    experts: tuple[int, int]
+    """Of each expert's columns; (0, 0) where the model has none."""
+    shared_expert: tuple[int, int]
+    """Of the columns of the expert that all tokens go through."""
     vocab: tuple[int, int]
     padded_vocab: int
     """Words of each rank's share of the embedding and the logits, padding included: the same on every rank."""
@@ -95,7 +99,14 @@ class Share(Struct, frozen=True):
 
 def share_of(config: ModelConfig, rank: int, world_size: int) -> Share:
     """What `rank` of a stage holds. Raises ModelError where the model does not divide by `world_size`."""
-    for key, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+    mixture = config.mixture
+    experts, shared = (mixture.intermediate_size, mixture.shared_size or 0) if mixture is not None else (0, 0)
+    for key, count in (
+        ("num_attention_heads", config.num_heads),
+        ("intermediate_size", config.intermediate_size),
+        ("moe_intermediate_size", experts),
+        ("shared_expert_intermediate_size", shared),
+    ):
         if count % world_size:
             raise ModelError(f"{key} {count} does not divide over {world_size} tensor-parallel ranks")
     if config.num_kv_heads % world_size and world_size % config.num_kv_heads:
@@ -109,6 +120,8 @@ def share_of(config: ModelConfig, rank: int, world_size: int) -> Share:
         first_of_kv_heads=rank == 0
         or _kv_part(config.num_kv_heads, rank - 1, world_size) != _kv_part(config.num_kv_heads, rank, world_size),
         mlp=_part(config.intermediate_size, rank, world_size),
+        experts=_part(experts, rank, world_size),
+        shared_expert=_part(shared, rank, world_size),
         vocab=(min(rank * words, config.vocab_size), min((rank + 1) * words, config.vocab_size)),
         padded_vocab=words,
     )

@@ -173,7 +173,8 @@ def _parameters_of(config: ModelConfig, stage: Stage) -> int:
     """Of all ranks of a stage together."""
     table = config.vocab_size * config.hidden_size
     own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
-    return config.layer_parameters * stage.num_layers + table * (stage.is_first + own_head)
+    layers = config.layers[stage.first_layer : stage.end_layer]
+    return config.layer_parameters(layers) + table * (stage.is_first + own_head)
 
 
 def _model_len(config: ModelConfig, asked: int | None) -> int:

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
+from services.worker.expert_by_expert import mix, pack
 from services.worker.kv.copier import KvCopier
 from services.worker.kv.cuda_copier import CudaKvCopier
 from services.worker.kv.plain_copier import PlainKvCopier
-from services.worker.ops import Activation, BatchMeta, PackedLinear
+from services.worker.ops import Activation, BatchMeta, PackedExperts, PackedLinear
 from shared.blocks import BLOCK_SIZE
 
 _MOST_SCORES = 1 << 21
@@ -78,6 +79,22 @@ class TorchOps:
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        return pack(self, gate_up, down)
+
+    def mixture(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: PackedExperts,
+        *,
+        chosen: int,
+        renormalised: bool,
+        kind: Activation,
+    ) -> Tensor:
+        mixed = mix(self, x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
+        return mixed.to(x.dtype)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         return 2 * kv_heads * BLOCK_SIZE * head_dim * self._dtype.itemsize

@@ -74,6 +74,9 @@ def say_what_the_reference_says(engine: EngineOfRanks, model: TinyModel) -> None
         ("gemma2", 2, 1, 3, (), "native", 2),
         ("mistral", 1, 2, 2, (), "native", 1),
         ("gemma3", 2, 2, 2, (1, 2), "torch", 2),
+        ("mixtral", 1, 4, 1, (), "torch", 0),
+        ("qwen2-moe", 2, 1, 3, (), "torch", 2),
+        ("qwen3-moe", 2, 2, 2, (1, 2), "native", 1),
     ],
 )
 def test_greedy_output_is_the_reference_s(

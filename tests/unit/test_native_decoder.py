@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Decoder, KvCaches, Layer, Weights
+from services.worker.model.mlp import DenseMlp
 from services.worker.model.rope import PlainRope, cos_sin_table
 from services.worker.native.native_ops import NativeOps
 from services.worker.ops import BatchMeta
@@ -89,8 +90,10 @@ def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype) -> Decoder
             output=made.linear(hidden, heads * dim, False),
             attention_post_norm=made.norm(hidden) if config.post_norms else None,
             mlp_norm=made.norm(hidden),
-            gate_up=made.linear(2 * config.intermediate_size, hidden, config.mlp_bias),
-            down=made.linear(hidden, config.intermediate_size, config.mlp_bias),
+            mlp=DenseMlp(
+                gate_up=made.linear(2 * config.intermediate_size, hidden, config.mlp_bias),
+                down=made.linear(hidden, config.intermediate_size, config.mlp_bias),
+            ),
             mlp_post_norm=made.norm(hidden) if config.post_norms else None,
             cos_sin=cos_sin_table(PlainRope(10000.0), dim, config.max_positions),
             window=at.window,

@@ -11,6 +11,7 @@ import torch
 from services.worker.model.config import ModelError
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
+from services.worker.model.mlp import DenseMlp
 from services.worker.model.random_weights import RandomTensors
 from services.worker.parallel import share_of
 from services.worker.torch_ops import TorchOps
@@ -105,7 +106,9 @@ def test_the_ranks_of_an_engine_have_shares_of_one_model(tmp_path: Path) -> None
     def gate_up(rank: int, ranks: int) -> torch.Tensor:
         weights = load_weights(tensors(), config, share_of(config, rank, ranks), ops, CPU, 64)
         inputs = torch.eye(config.hidden_size)
-        return ops.linear(inputs, weights.layers[3].gate_up)
+        mlp = weights.layers[3].mlp
+        assert isinstance(mlp, DenseMlp)
+        return ops.linear(inputs, mlp.gate_up)
 
     whole = torch.stack(gate_up(0, 1).chunk(2, dim=1))
     parts = [torch.stack(gate_up(rank, 2).chunk(2, dim=1)) for rank in range(2)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
+from services.worker.model.hf_mixture import Mixture as Mixture
 from services.worker.model.rope import Rope
 from services.worker.ops import Activation
 
@@ -16,22 +18,25 @@ class ModelError(Exception):
     """The model cannot be served as it is; the message says what to change, and names file, key and value."""
 
 
-class LayerConfig(Struct, frozen=True):
+class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """Where layers of one model differ."""
 
     window: int | None
     """Positions that a token sees, itself included; None: all."""
     rope: Rope
+    mixes: bool = False
+    """The model's mixture stands in place of its MLP."""
 
 
-class ModelConfig(Struct, frozen=True, kw_only=True):
-    """A decoder of the Llama kind and its near relations."""
+class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A decoder of the Llama kind and its near relations. Defaults are left out of the model's digest."""
 
     architecture: str
     dtype: Dtype
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of layers that do not mix."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -54,6 +59,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     embedding_scale: float | None
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    mixture: Mixture | None = None
 
     @property
     def num_layers(self) -> int:
@@ -63,10 +69,26 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     def parameters(self) -> int:
         """Weights of the matrices (norms and biases are too few to count)."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer_parameters + embeddings
+        return self.layer_parameters(self.layers) + embeddings
 
     @property
-    def layer_parameters(self) -> int:
-        """Those of one layer."""
+    def active_parameters(self) -> int:
+        """Those that one token is multiplied with: of the embedding none, of experts the chosen ones."""
+        return self._in_layers(self.layers, None if self.mixture is None else self.mixture.chosen) + (
+            self.vocab_size * self.hidden_size
+        )
+
+    def layer_parameters(self, layers: Sequence[LayerConfig]) -> int:
+        """Weights of the matrices of some of the model's layers."""
+        return self._in_layers(layers, None if self.mixture is None else self.mixture.experts)
+
+    def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
+        """With so many experts in each of those that mix."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        mixing = sum(layer.mixes for layer in layers)
+        columns = (len(layers) - mixing) * self.intermediate_size
+        outputs = 0
+        if self.mixture is not None and experts is not None:
+            columns += mixing * (experts * self.mixture.intermediate_size + (self.mixture.shared_size or 0))
+            outputs = mixing * (self.mixture.experts + (self.mixture.shared_size is not None))
+        return len(layers) * attention + self.hidden_size * (3 * columns + outputs)

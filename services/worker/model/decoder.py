@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.kv.copier import KvShare
 from services.worker.model.config import ModelConfig
+from services.worker.model.mlp import Mlp, apply_mlp
 from services.worker.ops import BatchMeta, Ops, PackedLinear
 from services.worker.parallel import Communicator, Share
 from services.worker.pipeline import Pipeline, SingleStage
@@ -30,8 +31,7 @@ class Layer:
     output: PackedLinear
     attention_post_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: Mlp
     mlp_post_norm: Tensor | None
     cos_sin: Tensor
     window: int | None
@@ -240,8 +240,7 @@ class Decoder:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         eps = self._config.norm_eps
         x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-        x = self._ops.gated_act(self._ops.linear(x, layer.gate_up), self._config.activation)
-        x = self._communicator.sum(self._ops.linear(x, layer.down))
+        x = self._communicator.sum(apply_mlp(self._ops, layer.mlp, x, self._config.activation))
         if layer.mlp_post_norm is not None:
             x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
         return x, residual

@@ -8,12 +8,13 @@ the `transformers` library, as configs omit them. Both spellings of RoPE's param
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.model.config import Dtype, LayerConfig, ModelConfig, ModelError
+from services.worker.model.hf_mixture import Layers, RawMixture, read_mixture
 from services.worker.model.hf_rope import RawRope, read_ropes
 from services.worker.ops import Activation
 
@@ -24,7 +25,8 @@ class _Family(Struct, frozen=True):
     """What an architecture implies without saying so in its config."""
 
     qkv_bias: bool | None = None
-    """None: `attention_bias` says so."""
+    """None: the config says so, by `qkv_bias_key`."""
+    qkv_bias_key: Literal["attention_bias", "qkv_bias"] = "attention_bias"
     output_bias: bool | None = None
     qk_norm: bool = False
     gemma: bool = False
@@ -37,6 +39,7 @@ class _Family(Struct, frozen=True):
     """RoPE base of sliding layers, where they have their own."""
     window_period: int | None = None
     """Each layer whose number this divides sees everything, the others a window. None: see `layer_types`."""
+    eps: float = 1e-6
 
 
 _FAMILIES = {
@@ -44,6 +47,9 @@ _FAMILIES = {
     "MistralForCausalLM": _Family(qkv_bias=False, output_bias=False, window_default=4096),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, output_bias=False),
     "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim_default=128),
+    "MixtralForCausalLM": _Family(qkv_bias=False, output_bias=False, theta=1_000_000.0, eps=1e-5),
+    "Qwen2MoeForCausalLM": _Family(qkv_bias_key="qkv_bias", output_bias=False),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True),
     "Gemma2ForCausalLM": _Family(gemma=True, head_dim_default=256, window_default=4096, window_period=2),
     "Gemma3ForCausalLM": _Family(
         gemma=True,
@@ -56,25 +62,26 @@ _FAMILIES = {
     ),
 }
 
+_NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+"""Their layers are alike, whatever `layer_types` says."""
+
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-class _RawConfig(Struct, kw_only=True):
+class _RawConfig(RawMixture, kw_only=True):
     """The keys of `config.json` that matter here; others are no concern of inference."""
 
-    architectures: list[str]
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float | None = None
     hidden_act: str = "silu"
     hidden_activation: str | None = None
     attention_bias: bool = False
+    qkv_bias: bool = True
     mlp_bias: bool = False
     tie_word_embeddings: bool | None = None
     dtype: str | None = None
@@ -138,7 +145,8 @@ def _checked(raw: _RawConfig, more_eos: tuple[int, ...]) -> ModelConfig:
         raise ModelError(f"num_attention_heads {raw.num_attention_heads} is no multiple of {kv_heads} KV heads")
     head_dim = raw.head_dim or _default_head_dim(raw, family)
     scale = raw.query_pre_attn_scalar if family.gemma else float(head_dim)
-    layers, max_positions = _layers(raw, family)
+    mixing = _mixing(raw)
+    layers, max_positions = _layers(raw, family, mixing)
     return ModelConfig(
         architecture=architecture,
         dtype=_dtype(raw),
@@ -150,12 +158,12 @@ def _checked(raw: _RawConfig, more_eos: tuple[int, ...]) -> ModelConfig:
         head_dim=head_dim,
         layers=layers,
         max_positions=max_positions,
-        norm_eps=raw.rms_norm_eps,
+        norm_eps=family.eps if raw.rms_norm_eps is None else raw.rms_norm_eps,
         activation=_activation(raw, family),
         attention_scale=scale**-0.5,
         attention_softcap=_softcap(raw.attn_logit_softcapping, architecture, 50.0),
         logits_softcap=_softcap(raw.final_logit_softcapping, architecture, 30.0),
-        qkv_bias=raw.attention_bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=getattr(raw, family.qkv_bias_key) if family.qkv_bias is None else family.qkv_bias,
         output_bias=raw.attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=raw.mlp_bias and architecture == "LlamaForCausalLM",
         qk_norm=family.qk_norm,
@@ -164,6 +172,7 @@ def _checked(raw: _RawConfig, more_eos: tuple[int, ...]) -> ModelConfig:
         embedding_scale=raw.hidden_size**0.5 if family.gemma else None,
         tied_embeddings=family.gemma if raw.tie_word_embeddings is None else raw.tie_word_embeddings,
         eos_token_ids=tuple(dict.fromkeys(more_eos + _ids(raw.eos_token_id))),
+        mixture=mixing.mixture,
     )
 
 
@@ -214,7 +223,14 @@ def _softcap(value: float | UnsetType | None, architecture: str, gemma2: float) 
     return value or None
 
 
-def _layers(raw: _RawConfig, family: _Family) -> tuple[tuple[LayerConfig, ...], int]:
+def _mixing(raw: _RawConfig) -> Layers:
+    try:
+        return read_mixture(raw)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+
+
+def _layers(raw: _RawConfig, family: _Family, mixing: Layers) -> tuple[tuple[LayerConfig, ...], int]:
     ropes = read_ropes(
         parameters=raw.rope_parameters,
         scaling=raw.rope_scaling,
@@ -224,8 +240,8 @@ def _layers(raw: _RawConfig, family: _Family) -> tuple[tuple[LayerConfig, ...], 
     )
     window = _window(raw, family)
     layers = tuple(
-        LayerConfig(window, ropes.sliding) if slides else LayerConfig(None, ropes.full)
-        for slides in _sliding_layers(raw, family, window is not None)
+        LayerConfig(window, ropes.sliding, mixes) if slides else LayerConfig(None, ropes.full, mixes)
+        for slides, mixes in zip(_sliding_layers(raw, family, window is not None), mixing.mixing, strict=True)
     )
     # Gemma 3 states its positions with interpolation already applied; the others state those before it.
     return layers, raw.max_position_embeddings if family.gemma else ropes.max_positions
@@ -234,6 +250,9 @@ def _layers(raw: _RawConfig, family: _Family) -> tuple[tuple[LayerConfig, ...], 
 def _window(raw: _RawConfig, family: _Family) -> int | None:
     if raw.architectures[0].startswith("Qwen") and not raw.use_sliding_window:
         return None
+    if raw.architectures[0] in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        # Versions of transformers differ in which of their layers slide.
+        raise ModelError(f"use_sliding_window true is not supported for {raw.architectures[0]}")
     window = family.window_default if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if window is not None and window < 1:
         raise ModelError(f"sliding_window {window} is not positive")
@@ -243,7 +262,7 @@ def _window(raw: _RawConfig, family: _Family) -> int | None:
 def _sliding_layers(raw: _RawConfig, family: _Family, has_window: bool) -> list[bool]:
     """For each layer, whether it is a sliding one (of a windowless Gemma 3, for its RoPE alone)."""
     count = raw.num_hidden_layers
-    if raw.layer_types is not None and raw.architectures[0] not in ("LlamaForCausalLM", "MistralForCausalLM"):
+    if raw.layer_types is not None and raw.architectures[0] not in _NO_LAYER_TYPES:
         return _read_layer_types(raw.layer_types, count)
     if family.window_period is not None:
         period = raw.sliding_window_pattern or family.window_period

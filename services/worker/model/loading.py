@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.worker.model.checkpoint import Checkpoint, Tensors
+from services.worker.model.checkpoint import Tensors
 from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Layer, Weights
+from services.worker.model.mixture_loading import read_experts
+from services.worker.model.mlp import DenseMlp, MixtureMlp, SharedExpert
 from services.worker.model.rope import Rope, cos_sin_table
 from services.worker.ops import Ops, PackedLinear
 from services.worker.parallel import Share, Stage, share_of, stage_of
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     config: ModelConfig,
     share: Share,
     ops: Ops,
@@ -90,10 +92,7 @@ class _Loader:
             ),
             attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
             mlp_norm=self._norm(f"{name}.{before_mlp}.weight"),
-            gate_up=self._gate_up(f"{name}.mlp"),
-            down=self._row_parallel(
-                f"{name}.mlp.down_proj", config.intermediate_size, self._share.mlp, config.mlp_bias
-            ),
+            mlp=self._mixture(name) if layer.mixes else self._mlp(f"{name}.mlp"),
             mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
             cos_sin=self._table(layer.rope),
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
@@ -107,10 +106,34 @@ class _Loader:
             [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes], config.qkv_bias
         )
 
-    def _gate_up(self, name: str) -> PackedLinear:
-        size = self._config.intermediate_size
-        return self._column_parallel(
-            [(f"{name}.{part}_proj", size, self._share.mlp) for part in ("gate", "up")], self._config.mlp_bias
+    def _mlp(self, name: str) -> DenseMlp:
+        return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
+
+    def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
+        """This rank's columns of an MLP of `size`."""
+        return DenseMlp(
+            gate_up=self._column_parallel([(f"{name}.{part}_proj", size, columns) for part in ("gate", "up")], bias),
+            down=self._row_parallel(f"{name}.down_proj", size, columns, bias),
+        )
+
+    def _mixture(self, name: str) -> MixtureMlp:
+        mixture, hidden = self._config.mixture, self._config.hidden_size
+        assert mixture is not None, "a layer mixes"
+        read = read_experts(self._checkpoint, name, mixture, hidden, self._share.experts, self._device)
+        return MixtureMlp(
+            router=self._pack(read.router, None),
+            experts=self._ops.pack_experts(read.gate_up, read.down),
+            chosen=mixture.chosen,
+            renormalised=mixture.renormalised,
+            shared=None if mixture.shared_size is None else self._shared_expert(f"{name}.mlp", mixture.shared_size),
+        )
+
+    def _shared_expert(self, name: str, size: int) -> SharedExpert:
+        return SharedExpert(
+            mlp=self._columns_of(f"{name}.shared_expert", size, self._share.shared_expert, bias=False),
+            gate=self._pack(
+                self._checkpoint.read(f"{name}.shared_expert_gate.weight", (1, self._config.hidden_size)), None
+            ),
         )
 
     def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:

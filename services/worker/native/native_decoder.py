@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import KvCaches, Layer, Weights
+from services.worker.model.mlp import DenseMlp
 from services.worker.native import library
 from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import zeroed
@@ -96,6 +97,7 @@ class NativeDecoder:
 
 
 def _layer(layer: Layer) -> library.DecoderLayer:
+    assert isinstance(layer.mlp, DenseMlp), "NativeOps.fuse refuses mixtures"
     return library.DecoderLayer(
         input_norm=layer.input_norm.data_ptr(),
         q_norm=address_of(layer.q_norm),
@@ -106,8 +108,8 @@ def _layer(layer: Layer) -> library.DecoderLayer:
         cos_sin=layer.cos_sin.data_ptr(),
         qkv=_linear(layer.qkv),
         output=_linear(layer.output),
-        gate_up=_linear(layer.gate_up),
-        down=_linear(layer.down),
+        gate_up=_linear(layer.mlp.gate_up),
+        down=_linear(layer.mlp.down),
         window=layer.window or 0,
     )
 

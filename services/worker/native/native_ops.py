@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.worker.expert_by_expert import mix, pack
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import ForwardPass, Weights
 from services.worker.native import library
@@ -26,7 +27,7 @@ from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address
 from services.worker.native.memory import Arena, zeroed
 from services.worker.native.native_decoder import NativeDecoder
 from services.worker.native.native_kv import NativeKvCopier
-from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedLinear
+from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts, PackedLinear
 from shared.blocks import BLOCK_SIZE
 
 _LANES = 16
@@ -56,8 +57,10 @@ class NativeOps:
     def name(self) -> str:
         return f"native ({self.kernels.instructions}, {self.kernels.threads} threads)"
 
-    def fuse(self, config: ModelConfig, weights: Weights) -> ForwardPass:
-        """See :class:`services.worker.model.decoder.FusesDecoders`."""
+    def fuse(self, config: ModelConfig, weights: Weights) -> ForwardPass | None:
+        """See :class:`services.worker.model.decoder.FusesDecoders`. Mixtures take the operations one by one."""
+        if config.mixture is not None:
+            return None
         return NativeDecoder(config, weights, self.kernels, self.number, self.dtype).forward
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -120,6 +123,21 @@ class NativeOps:
             *(self._pool, gate_up.data_ptr(), rows, both // 2, ACTIVATIONS[kind], self.number, to.data_ptr())
         )
         return to
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        return pack(self, gate_up, down)
+
+    def mixture(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: PackedExperts,
+        *,
+        chosen: int,
+        renormalised: bool,
+        kind: Activation,
+    ) -> Tensor:
+        return mix(self, x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         return 2 * kv_heads * BLOCK_SIZE * _padded(head_dim) * self.dtype.itemsize

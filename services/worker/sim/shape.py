@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from services.worker.backend import BackendError
+from services.worker.model.hf_mixture import RawMixture, read_mixture
 from services.worker.sim.accelerator import Load
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class _Raw(Struct):
+class _Raw(RawMixture, kw_only=True):
     """The keys of `config.json` that sizes follow from."""
 
+    architectures: list[str] = field(default_factory=list)
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
     num_key_value_heads: int | None = None
@@ -34,6 +34,19 @@ class _Raw(Struct):
 
 class _RawGeneration(Struct):
     eos_token_id: int | list[int] | None = None
+
+
+class Experts(Struct, frozen=True):
+    """Of a mixture, alike in all layers that have it."""
+
+    count: int
+    chosen: int
+    bytes_each: int
+    """Of one of them, over all layers."""
+
+    def idle_bytes(self, tokens: int) -> int:
+        """Weights of experts that none of `tokens` tokens goes through, if all are chosen equally often."""
+        return round(self.count * self.bytes_each * (1 - self.chosen / self.count) ** tokens)
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
@@ -49,10 +62,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Of attention, for each pair of a query and a key, over all layers."""
     flops_per_sample: int
     """Of the output layer, for each token that is drawn."""
+    experts: Experts | None = None
 
     def load(self, *, tokens: int, pairs: int, read: int, samples: int) -> Load:
         """A step of `tokens` rows that attend to `pairs` of positions and read the KV cache of `read` tokens."""
-        moved = self.weight_bytes + self.kv_bytes_per_token * (read + tokens)
+        idle = 0 if self.experts is None else self.experts.idle_bytes(tokens)
+        moved = self.weight_bytes - idle + self.kv_bytes_per_token * (read + tokens)
         flops = self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_sample * samples
         return Load(moved, flops)
 
@@ -65,14 +80,19 @@ def read_shape(folder: Path, dtype: str) -> ModelShape:
     chosen = (raw.dtype or raw.torch_dtype or "bfloat16") if dtype == "auto" else dtype
     if chosen not in _BYTES:
         raise BackendError(f"{folder / 'config.json'}: dtype {chosen!r} is none of {', '.join(_BYTES)}")
-    return _shape(raw, chosen, _ids(raw.eos_token_id if eos is None else eos))
+    try:
+        return _shape(raw, chosen, _ids(raw.eos_token_id if eos is None else eos))
+    except ValueError as error:
+        raise BackendError(f"{folder / 'config.json'}: {error}") from None
 
 
 def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
     heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
     head_dim = raw.head_dim or raw.hidden_size // heads
     attention = raw.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
-    layers = raw.num_hidden_layers * (attention + 3 * raw.hidden_size * raw.intermediate_size)
+    layers = _layers(raw)
+    everywhere = raw.num_hidden_layers * attention + 3 * raw.hidden_size * layers.dense_columns
+    one_expert = 3 * raw.hidden_size * layers.expert_columns
     embedding = raw.vocab_size * raw.hidden_size
     size = _BYTES[dtype]
     return ModelShape(
@@ -80,12 +100,35 @@ def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
         max_positions=raw.max_position_embeddings,
         eos_token_ids=eos,
         dtype=dtype,
-        weight_bytes=size * (layers + embedding * (1 if raw.tie_word_embeddings else 2)),
+        weight_bytes=size
+        * (everywhere + layers.experts * one_expert + embedding * (1 if raw.tie_word_embeddings else 2)),
         kv_bytes_per_token=2 * raw.num_hidden_layers * kv_heads * head_dim * size,
-        flops_per_token=2 * layers,
+        flops_per_token=2 * (everywhere + layers.chosen * one_expert),
         flops_per_pair=4 * raw.num_hidden_layers * heads * head_dim,
         flops_per_sample=2 * embedding,
+        experts=Experts(layers.experts, layers.chosen, size * one_expert) if layers.experts else None,
     )
+
+
+class _Layers(NamedTuple):
+    """Columns of MLPs, summed over all layers."""
+
+    dense_columns: int
+    """Of those that every token goes through."""
+    experts: int
+    chosen: int
+    expert_columns: int
+    """Of one expert."""
+
+
+def _layers(raw: _Raw) -> _Layers:
+    read = read_mixture(raw)
+    mixing = sum(read.mixing)
+    dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
+    if read.mixture is None:
+        return _Layers(dense, 0, 0, 0)
+    shared = mixing * (read.mixture.shared_size or 0)
+    return _Layers(dense + shared, read.mixture.experts, read.mixture.chosen, mixing * read.mixture.intermediate_size)
 
 
 def _read(path: Path, type_: type[Any]) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Layer
 from services.worker.model.loading import load_layer
+from services.worker.model.mlp import apply_mlp
 from services.worker.ops import BatchMeta, PackedLinear
 from services.worker.rows import Units, rows_of
 from services.worker.staging import staging_for
@@ -114,6 +115,7 @@ def _layer_config(raw: _RawEagle, target: ModelConfig) -> ModelConfig:
         qk_norm=False,
         post_norms=False,
         norm_offset=False,
+        mixture=None,
     )
 
 
@@ -189,8 +191,7 @@ class EagleProposer:
             queries, *self._cache, meta, scale=self._config.attention_scale, window=None, softcap=None
         )
         x, residual = ops.add_rms_norm(ops.linear(mixed, layer.output), residual.clone(), layer.mlp_norm, eps)
-        x = ops.linear(ops.gated_act(ops.linear(x, layer.gate_up), self._config.activation), layer.down)
-        return residual + x
+        return residual + apply_mlp(ops, layer.mlp, x, self._config.activation)
 
     def took(self, slot: int, computed: int, histories: Histories) -> None:
         """Its first decode follows a step that computes its last row."""
