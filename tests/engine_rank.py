@@ -119,7 +119,7 @@ def served(rank: int, asked: Serve) -> ModelRunner:
 
 
 def serving(backend: ModelRunner) -> Serving:
-    decoder = backend._decoder
+    decoder = backend.rank.decoder
     embedding = decoder._weights.embedding
     return Serving(
         num_blocks=backend.num_blocks,

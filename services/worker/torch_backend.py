@@ -28,6 +28,7 @@ from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName, create_ops
 from services.worker.parallel import Communicator, Stage, share_of, stage_of
 from services.worker.pipeline import Pipeline, SingleStage
+from services.worker.rank import Rank
 from services.worker.rehearsal import rehearse
 from services.worker.speculation.choice import drafting_of, open_drafter
 from services.worker.speculation.drafter import Target
@@ -103,7 +104,7 @@ def create_backend(
         drafter = open_drafter(speculation, target) if rank == 0 else None
 
     def runner(num_blocks: int, model_len: int) -> ModelRunner:
-        return ModelRunner(
+        rank = Rank(
             card=_card(model_name, config, chosen, model_len),
             device=place,
             decoder=decoder,
@@ -116,6 +117,7 @@ def create_backend(
             proposer=None if drafter is None else drafter.proposer(num_blocks, max_num_seqs),
             drafting=drafting,
         )
+        return ModelRunner(rank)
 
     activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)
     demand = KvDemand(

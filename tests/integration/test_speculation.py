@@ -114,8 +114,7 @@ def run(runner: ModelRunner, *, speculate: int, budget: int = 512) -> tuple[list
 
 def proposed(runner: ModelRunner, proposer: Proposer | None) -> ModelRunner:
     """`runner` with another proposer: weights are the dear part of a backend."""
-    runner._proposer = proposer
-    runner._drafter = runner._with_forced(proposer)
+    runner.rank.draft_by(proposer)
     return runner
 
 

@@ -47,7 +47,8 @@ class Likelihoods(NamedTuple):
     def on_host(self) -> Likelihoods:
         """The same, see `crossing.fetched`."""
         ranks = None if self.ranks is None else fetched(self.ranks)
-        return Likelihoods(*map(fetched, self[:4]), self.counts, ranks)
+        tokens, own, others, values = map(fetched, self[:4])
+        return Likelihoods(tokens, own, others, values, self.counts, ranks)
 
     def entries(self) -> list[TokenLogprobs]:
         """In words, of what is on the host."""

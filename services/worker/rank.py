@@ -1,0 +1,208 @@
+"""One rank of a model, and what it holds between steps. Knows what a plan changes, not how steps follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.batch import Batch, Shares
+from services.worker.crossing import sent
+from services.worker.guided.guided_sequences import GuidedSequences
+from services.worker.guided.jump_ahead import MOST, ForcedTokens
+from services.worker.guided.library import GrammarLibrary
+from services.worker.kv.copier import KvShare
+from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
+from services.worker.ops import BatchMeta
+from services.worker.parallel import Communicator
+from services.worker.pipeline import Pipeline, SingleStage
+from services.worker.rows import Int32s
+from services.worker.sampling.parameters import Choices
+from services.worker.sampling.prompt_rows import ScoredRows
+from services.worker.sequences import SequenceTable
+from services.worker.speculation.proposer import NO_DRAFTING, Asked, Drafting, Drafts, FirstThatDrafts, Proposer
+from services.worker.staging import staging_for
+from shared.messages.lifecycle import ModelCard
+from shared.messages.worker import StepPlan
+
+
+class Apart(NamedTuple):
+    """A step's logits: the rows to draw from, and what the others say of prompts."""
+
+    drawn: Tensor | None
+    """None on ranks that have no logits."""
+    scored: ScoredRows
+
+
+class Rank:
+    """Owns a rank's share of the model, its KV memory, and its sequences with their grammars and drafts. Used from the
+    compute thread."""
+
+    def __init__(
+        self,
+        *,
+        card: ModelCard,
+        device: torch.device,
+        decoder: Decoder,
+        num_blocks: int,
+        max_num_seqs: int,
+        communicator: Communicator,
+        digest: str,
+        pipeline: Pipeline | None = None,
+        grammars: GrammarLibrary | None = None,
+        proposer: Proposer | None = None,
+        drafting: Drafting = NO_DRAFTING,
+        replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
+    ) -> None:
+        """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
+        samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures
+        what can be replayed of the decoder's forward pass on these caches."""
+        self.card = card
+        self.device = device
+        self.decoder = decoder
+        self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
+        self.communicator = communicator
+        self.pipeline = pipeline or SingleStage()
+        self.grammars = grammars
+        self.drafting = drafting
+        self.staging = staging_for(device)
+        self._caches: KvCaches = decoder.allocate_kv(num_blocks)
+        self.kv: KvShare = decoder.share_kv(self._caches, digest)
+        self._forward = self._eager_or(replaying)
+        self.sequences = SequenceTable(
+            max_sequences=max_num_seqs,
+            max_model_len=card.max_model_len,
+            num_blocks=num_blocks,
+            vocab_size=card.vocab_size,
+        )
+        self.guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
+        self.draft_by(proposer)
+
+    @torch.inference_mode()
+    def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
+        return self.decoder.forward if replaying is None else replaying(self.decoder.forward, self._caches)
+
+    def draft_by(self, proposer: Proposer | None) -> None:
+        """What grammars force is drafted before anything that is guessed."""
+        self.proposer = self._drafter = proposer
+        if self.guided is not None and self.pipeline.stages == 1:
+            forced = ForcedTokens(self.guided)
+            self._drafter = forced if proposer is None else FirstThatDrafts((forced, proposer))
+
+    @property
+    def draws(self) -> bool:
+        """Or is of a stage before the last, and told later what was drawn."""
+        return self.pipeline.stage + 1 == self.pipeline.stages
+
+    @property
+    def max_jump_ahead(self) -> int:
+        # Stages before the last have no matchers, and would have to be told the drafts before they were known.
+        return MOST if self.pipeline.stages == 1 else 0
+
+    def clear(self) -> None:
+        """Forgets every sequence."""
+        self.sequences.clear()
+        if self.guided is not None:
+            self.guided.clear()
+        if self.proposer is not None:
+            self.proposer.clear()
+
+    def take_over(self, plan: StepPlan) -> list[int]:
+        """The plan's sequences come and go: the slots of those that come. Raises BrokenPlan."""
+        for sequence in plan.released:
+            slot = self.sequences.release(sequence)
+            if self.guided is not None:
+                self.guided.release(slot)
+        if self.proposer is not None:
+            for transfer in plan.transfers:
+                if transfer.kind == "load":
+                    self.proposer.loaded(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
+        slots = []
+        for new in plan.new:
+            slots.append(slot := self.sequences.add(new))
+            if self.proposer is not None:
+                self.proposer.took(slot, new.computed, self.sequences)
+            if self.guided is not None:
+                self.guided.add(slot, new)
+        return slots
+
+    def drafts(self, shares: Shares) -> Drafts | None:
+        """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate."""
+        speculating = shares.speculating
+        if not len(speculating):
+            return None
+        asked = Asked(shares.slots[speculating], shares.speculates[speculating], self.sequences)
+        if self.communicator.rank == 0 and self._drafter is not None:
+            drafts = self._drafter.propose(asked)
+        else:
+            drafts = Drafts.none(asked)
+        if self.communicator.world_size == 1:
+            return drafts
+        return Drafts.told(self.agreed(drafts.message(int(asked.most.max()))))
+
+    def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, the last hidden state of every row where whoever drafts wants it)."""
+        features = self.decoder.empty_features(len(ids)) if self.drafting.features else None
+        return self._forward(ids, meta, self._caches, features), features
+
+    def masked(self, batch: Batch) -> Choices | None:
+        """How to draw, with what grammars allow. Best called while the device computes."""
+        if batch.choices is None or not self.guided:
+            return batch.choices
+        drafts = self.sequences.drafts(batch.sampled_slots, int(batch.drafted.max(initial=0)))
+        mask = self.guided.mask(batch.sampled_slots, batch.drafted, drafts)
+        return batch.choices if mask is None else batch.choices.masked(mask)
+
+    def agreed(self, numbers: Int32s) -> Int32s:
+        """Rank 0's; the others' have the same shape. Waits for the device."""
+        if self.communicator.world_size == 1:
+            return numbers
+        agreed: Int32s = self.communicator.broadcast(sent(numbers, self.device)).cpu().numpy()
+        return agreed
+
+
+def apart(batch: Batch, logits: Tensor | None) -> Apart:
+    """What a step's logits are for."""
+    if batch.merged is None or logits is None:
+        return Apart(logits, ScoredRows())
+    drawn, scored = (sent(rows, logits.device) for rows in batch.merged[1:])
+    return Apart(logits.index_select(0, drawn), batch.prompts.scored(logits.index_select(0, scored)))
+
+
+class RankBackend:
+    """What every backend of a rank is asked beside steps; see :class:`services.worker.backend.Backend`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    @property
+    def card(self) -> ModelCard:
+        return self.rank.card
+
+    @property
+    def num_blocks(self) -> int:
+        return self.rank.num_blocks
+
+    @property
+    def device(self) -> str:
+        return str(self.rank.device)
+
+    @property
+    def kv(self) -> KvShare:
+        return self.rank.kv
+
+    @property
+    def grammars(self) -> GrammarLibrary | None:
+        return self.rank.grammars
+
+    @property
+    def max_speculate(self) -> int:
+        return self.rank.drafting.most
+
+    @property
+    def max_jump_ahead(self) -> int:
+        return self.rank.max_jump_ahead
