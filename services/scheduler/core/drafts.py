@@ -35,8 +35,10 @@ class Drafts:
             self._count(result)
         if not expected.prefills:
             timing = result.timing
-            seconds = timing.prepare + timing.forward + timing.sample
-            self._speculation.took(expected.samples, result.drafted, seconds, yielded)
+            # From the end of the step before to this one's: what the ring needs for a step counts as well.
+            seconds = timing.wait + timing.prepare + timing.forward + timing.sample
+            asked = sum(extras.values())
+            self._speculation.took(expected.samples, asked, result.drafted, seconds, yielded)
 
     def _check_single(self, result: StepFinished) -> None:
         for sampled in result.sampled:

@@ -1,104 +1,79 @@
 """How many tokens a step may draft for each sequence: none to the ranks' most, by what drafts cost and bring.
 
 Goodput, tokens per second of the whole step, is what is maximised, after X. Liu et al., "Optimizing Speculative
-Decoding for Serving Large Language Models Using Goodput" (SmartSpec), arXiv:2406.14066. A step of n rows takes a + b·n
-seconds and yields Y tokens; one more draft that is accepted with probability p raises Y/(a + b·n) exactly where
-p > b·Y/(a + b·n). The j-th draft of a sequence counts only where those before it do, so p = α^j for an acceptance α of
-single drafts (Y. Leviathan et al., arXiv:2211.17192). So: as many drafts as α^j stays above that one threshold, which a
-small batch on a device that waits for its memory hardly feels (b ≈ 0), and a batch that fills the device raises to 1.
+Decoding for Serving Large Language Models Using Goodput" (SmartSpec), arXiv:2406.14066. Two questions are asked.
 
-a and b are fitted to the latest steps in which everybody decoded. What drafting itself takes shows in them as costlier
-rows. α is each sequence's own, of its latest steps; where there are few, the engine's. What is not tried is not known,
-and what was known gets old: steps that have had one size for long are followed by one without drafts, or, where nobody
-drafts any more, by one in which a few do.
+*Whether to draft at all* is answered by trying: steps with drafts and steps without are timed, by the same clock and
+with all that belongs to them, and the better course is kept (`trials.py`). No model of the device says what drafters
+cost; on small models that is most of it.
+
+*How many*: a step of so many tokens Y in T seconds gains by a draft that takes e seconds more, and is accepted with
+probability p, exactly where p > e·Y/T. The j-th draft of a sequence counts only where those before it do, so p = α^j
+for an acceptance α of single drafts (Y. Leviathan et al., arXiv:2211.17192). So: as many drafts as α^j stays above
+that one threshold, which a small batch on a device that waits for its memory hardly feels (e ≈ 0), and a batch that
+fills the device raises to 1. α is each sequence's own, of its latest steps; where there are few, the engine's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
+from services.scheduler.core.draft_costs import DraftCosts
 from services.scheduler.core.limits import SpeculationPolicy
 from services.scheduler.core.sequence import Acceptance, Sequence
+from services.scheduler.core.trials import Trials
 
 OPTIMISM = 0.7
 """Acceptance that is assumed where nothing was tried yet."""
-ROWS_FADE = 0.97
-"""What each further step leaves of the weight of those before it, in the fit: about 30 steps count."""
-LEAST_SPREAD = 0.001
-"""Variance of the rows of recent steps, in squares of their mean, below which they say nothing of what a row costs."""
-OTHER_SIZE = 0.1
-"""Share of the mean by which a step's rows differ that says something of what a row costs."""
-EXPLORE_AFTER = 32
-"""Steps of one size, after which one of another is made."""
-ALWAYS = -1.0
-"""A threshold that every probability is above."""
-EXPLORERS = 4
-"""One in so many sequences drafts then, where nobody did: about a quarter more rows in one of so many steps."""
 DRAFT_SHARE = 4
 """Of a step's token budget, drafts take at most one in so many: prompts want some of it, too."""
 
 
-@dataclass(slots=True)
-class RowCost:
-    """Owns the fit of seconds to rows, by sums that fade."""
-
-    weight: float = 0.0
-    rows: float = 0.0
-    seconds: float = 0.0
-    yielded: float = 0.0
-    rows_squared: float = 0.0
-    rows_seconds: float = 0.0
-    slope: float = 0.0
-    """Seconds that a row more takes. Kept while all steps have the same size."""
-    alike: int = 0
-    """Steps since the last one that differed."""
-
-    def note(self, rows: int, seconds: float, yielded: int) -> None:
-        alike = abs(rows * self.weight - self.rows) <= OTHER_SIZE * self.rows
-        self.alike = self.alike + 1 if alike else 0
-        self.weight = self.weight * ROWS_FADE + 1
-        self.rows = self.rows * ROWS_FADE + rows
-        self.seconds = self.seconds * ROWS_FADE + seconds
-        self.yielded = self.yielded * ROWS_FADE + yielded
-        self.rows_squared = self.rows_squared * ROWS_FADE + rows * rows
-        self.rows_seconds = self.rows_seconds * ROWS_FADE + rows * seconds
-        spread = self.rows_squared * self.weight - self.rows * self.rows
-        if spread > LEAST_SPREAD * self.rows * self.rows:
-            self.slope = max(0.0, (self.rows_seconds * self.weight - self.rows * self.seconds) / spread)
-
-    @property
-    def threshold(self) -> float:
-        """Probability of being accepted above which a draft is worth its row."""
-        return self.slope * self.yielded / self.seconds if self.seconds > 0 else 0.0
+MOSTLY = 0.75
+"""Share of the drafts that were asked for, from which on a step had most of them."""
+CATCHING_UP = 16
+"""Steps that drafters may take to come up to date, after some in which they were not asked."""
 
 
 class Speculation:
-    """Owns the engine's acceptance and what rows cost; each sequence has an acceptance of its own."""
+    """Owns the engine's acceptance and what drafting costs; each sequence has an acceptance of its own."""
 
     def __init__(self, most: int, jump_ahead: int, policy: SpeculationPolicy) -> None:
         self._most = most
         self._jump_ahead = max(most, jump_ahead)
         self._policy = policy
-        self._cost = RowCost()
+        self._costs = DraftCosts()
+        self._trials = Trials()
         self._overall = Acceptance()
         self._threshold = 0.0
         self._assumed = OPTIMISM
-        self._drafting = False
-        """Whether anything was drafted in the latest step."""
+        self._least = 0
+        """Drafts of each sequence in the step that is planned, however little they promise."""
+        self._tries: Literal["many", "few"] | None = None
+        """The same, whatever they promise; None: as many as pay."""
+        self._catching_up = CATCHING_UP
+        """Steps that may pass until drafters are up to date."""
 
     def begin(self, decodes: int, budget: int, *, guided: bool) -> int:
         """A step of so many decodes is planned: how many drafts it may hold; 0 where nobody need be asked. `guided`:
         whether somebody has a grammar, as nobody else may jump ahead."""
-        if not (self._jump_ahead if guided else self._most) or self._policy == "off":
+        if not decodes or not (self._jump_ahead if guided else self._most) or self._policy == "off":
             return 0
-        self._assumed = self._overall.rate(OPTIMISM)
         room = max(0, min(budget // DRAFT_SHARE, budget - decodes))
-        if self._policy == "dynamic" and self._cost.alike >= EXPLORE_AFTER:
-            self._cost.alike = 0
-            self._threshold = ALWAYS
-            return 0 if self._drafting else min(room, max(1, decodes // EXPLORERS))
-        self._threshold = self._cost.threshold if self._policy == "dynamic" else ALWAYS
-        return room
+        return room if self._policy == "fixed" or self._pays(decodes) else 0
+
+    def _pays(self, decodes: int) -> bool:
+        """Whether the next step drafts; then it is known how much."""
+        costs, trials = self._costs, self._trials
+        if not costs.plain.covers(decodes) or not trials.next(costs.gain(decodes)):
+            return False
+        self._assumed = self._overall.rate(OPTIMISM)
+        threshold = costs.threshold(decodes, self._assumed, self._most or self._jump_ahead)
+        self._threshold = threshold or 0.0
+        # Steps of many and of few drafts in turn, until it is seen what each one takes.
+        self._tries = None if threshold is not None else "many" if trials.left % 2 else "few"
+        self._least = 0 if trials.drafting else 1
+        return True
 
     def wanted(self, sequence: Sequence) -> int:
         """Drafts for its next step, if there is room for them."""
@@ -112,16 +87,30 @@ class Speculation:
             accepted *= rate
         if not drafts:
             sequence.acceptance.fade()
-        return drafts
+        if self._tries is not None:
+            return most if self._tries == "many" else 1
+        return max(drafts, self._least)
 
     def tried(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
         sequence.acceptance.note(drafted, accepted)
         self._overall.note(drafted, accepted)
 
-    def took(self, sequences: int, drafted: int, seconds: float, yielded: int) -> None:
-        """A step in which everybody decoded is over. It had a row for each sequence and draft."""
+    def took(self, sequences: int, asked: int, drafted: int, seconds: float, yielded: int) -> None:
+        """A step in which everybody decoded is over: `asked` drafts were wanted, `drafted` were tried."""
         if not self._jump_ahead or not sequences:
             return
-        self._cost.note(sequences + drafted, seconds, yielded)
-        self._drafting = drafted > 0
+        if not asked:
+            self._costs.note_plain(sequences, seconds)
+            self._trials.took_plain()
+            self._catching_up = CATCHING_UP
+            return
+        self._trials.took_drafting()
+        if self._caught_up(full=drafted >= MOSTLY * asked):
+            self._costs.note_drafting(sequences, drafted, yielded - sequences, seconds)
+
+    def _caught_up(self, *, full: bool) -> bool:
+        """Whether a step with drafts is one as all that follow will be. The first one never is."""
+        first = self._catching_up == CATCHING_UP
+        self._catching_up = 0 if full and not first else max(0, self._catching_up - 1)
+        return not self._catching_up
