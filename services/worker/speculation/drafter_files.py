@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.worker.model.checkpoint import check_found, open_checkpoint, range_of
+from services.worker.model.checkpoint import check_found, open_checkpoint
 from services.worker.model.config import ModelError
 
 _SAFETENSORS = ("model.safetensors", "medusa_lm_head.safetensors")
@@ -59,7 +59,9 @@ class DrafterCheckpoint:
         """See `model.checkpoint.Checkpoint.read`."""
         whole = self._tensors.get(name)
         check_found(self._folder, name, None if whole is None else whole.shape, shape)
-        return range_of(whole, rows, columns).contiguous()
+        assert whole is not None, "it was found"
+        part = whole if rows is None else whole[slice(*rows)]
+        return (part if columns is None else part[:, slice(*columns)]).contiguous()
 
 
 def read_drafter(folder: Path, dtype: torch.dtype) -> DrafterCheckpoint:
