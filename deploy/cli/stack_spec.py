@@ -100,4 +100,8 @@ def cpu_share(counts: Counts) -> int | None:
 
 def chosen(**settings: object) -> dict[str, str]:
     """Those that were given, as flag values."""
-    return {key: str(value) for key, value in settings.items() if value is not None}
+    return {key: _as_flag(value) for key, value in settings.items() if value is not None}
+
+
+def _as_flag(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -45,6 +45,20 @@ def up(
     kv_memory: Annotated[
         str | None, typer.Option(help="Memory for keys and values per rank, e.g. 2GiB.", rich_help_panel=CAPACITY)
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory that a rank may take for everything; 0.9.", rich_help_panel=CAPACITY
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"] | None,
+        typer.Option(help="How a GPU keeps keys and values; fp8: half the memory.", rich_help_panel=CAPACITY),
+    ] = None,
+    enforce_eager: Annotated[
+        bool,
+        typer.Option("--enforce-eager", help="Launch a GPU's kernels one by one: no graphs.", rich_help_panel=CAPACITY),
+    ] = False,
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Sequences running at once per engine.", rich_help_panel=CAPACITY)
     ] = None,
@@ -253,6 +267,9 @@ def up(
                         load_format=load_format,
                         sim_step_ms=sim_step_ms,
                         kv_memory=kv_memory,
+                        gpu_memory_utilization=gpu_memory_utilization,
+                        kv_cache_dtype=kv_cache_dtype,
+                        enforce_eager=enforce_eager or None,
                         max_model_len=max_model_len,
                         max_num_seqs=max_num_seqs,
                         max_batch_tokens=max_batch_tokens,

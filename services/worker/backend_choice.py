@@ -91,6 +91,9 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             speculation=config.speculation(),
             pipeline=pipeline,
             layers=config.pp_layers or None,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enforce_eager=config.enforce_eager,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None

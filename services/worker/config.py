@@ -47,12 +47,23 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     kv_memory: Annotated[
         ByteSize | None, Meta(description="Memory for keys and values, e.g. 2GiB; by default what is free.")
     ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, steps, graphs, keys and values.")
+    ] = 0.9
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], Meta(description="How keys and values are kept; auto: as the model computes them.")
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, Meta(description="Launch a GPU's kernels one by one instead of capturing decodes in graphs.")
+    ] = False
     max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences that a step may hold.")] = 256
     max_batch_tokens: Annotated[int, Meta(ge=1, description="Tokens that a step may compute.")] = 2048
     kvstore_dir: Annotated[
         Path | None, Meta(description="Directory of the node's KV store; without it nothing is shared.")
     ] = None
-    ops: Annotated[Literal["auto", "torch", "native"], Meta(description="Operations the model runs on.")] = "auto"
+    ops: Annotated[Literal["auto", "torch", "native", "triton"], Meta(description="Operations the model runs on.")] = (
+        "auto"
+    )
     threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
     bind: Annotated[
         str,

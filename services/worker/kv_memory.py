@@ -1,8 +1,9 @@
-"""Decides how many blocks of KV memory a rank has."""
+"""Decides how many blocks of KV memory a rank has. Pure: what memory there is has been measured before."""
 
 from __future__ import annotations
 
-import torch
+from typing import Literal
+
 from msgspec import Struct
 
 from services.worker.memory import gib
@@ -14,7 +15,9 @@ _DEFAULT_MOST_ON_CPU = 4 << 30
 _DEFAULT_SHARE_ON_CPU = 0.25
 _MEAN_FILL_ON_CPU = 0.25
 """Of the context: sequences seldom fill it, and a block once written stays resident."""
-_DEFAULT_SHARE_ON_CUDA = 0.9
+_MOST_FILLS_ON_GPU = 4
+"""A GPU's memory is taken whole, as what sequences leave caches prefixes. But a tiny model's millions of blocks would
+only be work for its scheduler: so many times what all sequences can fill is enough."""
 
 
 class KvDemand(Struct, frozen=True, kw_only=True):
@@ -25,7 +28,45 @@ class KvDemand(Struct, frozen=True, kw_only=True):
     explicit_model_len: bool
     """Whether the user asked for that length: then it must fit."""
     given: int | None
-    """Bytes that the user gave; None: a sane share of what is free, and never more than could be used."""
+    """Bytes that the user gave; None: a sane share of what there is."""
+    gpu_share: float = 0.9
+    """Of all of a GPU's memory, what this worker may take for everything; no matter where bytes are given."""
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of one that fills its context."""
+        return blocks_for(self.max_model_len) * self.block_bytes
+
+
+class DeviceMemory(Struct, frozen=True, kw_only=True):
+    """A device's bytes once the weights are loaded and the largest batch was tried."""
+
+    kind: Literal["cpu", "gpu"]
+    total: int
+    free: int
+    held: int
+    """By this worker: weights, and what libraries took for themselves."""
+    activations: int
+    """What a step of the largest batch takes besides, and has given back."""
+    graphs: int = 0
+    """What captured decodes will take."""
+
+    @property
+    def usable(self) -> int:
+        """What keys and values could take beside steps."""
+        return self.free - self.activations - self.graphs
+
+    @property
+    def others(self) -> int:
+        """Taken, and not by this worker; on a GPU also by the driver, for every process."""
+        return self.total - self.free - self.held
+
+    def told(self) -> str:
+        graphs = f", captured decodes {gib(self.graphs)}" if self.graphs else ""
+        return (
+            f"weights take {gib(self.held)}, a step of the largest batch {gib(self.activations)}{graphs}, "
+            f"others {gib(self.others)} of {gib(self.total)}"
+        )
 
 
 class KvSize(Struct, frozen=True):
@@ -34,29 +75,48 @@ class KvSize(Struct, frozen=True):
     """What was asked for, or what fits where nothing was."""
 
 
-def size_kv(demand: KvDemand, *, free: int, activations: int, device: torch.device) -> KvSize:
-    """Blocks that `free` bytes allow when a step takes `activations` of them. Raises ModelError for too few."""
-    usable = free - activations
-    if demand.given is not None and demand.given > usable:
-        raise ModelError(
-            f"{gib(demand.given)} of KV memory do not fit: {gib(free)} are free, "
-            f"of which a step of the largest batch takes {gib(activations)}"
-        )
-    num_blocks = (_default(demand, usable, device) if demand.given is None else demand.given) // demand.block_bytes
+def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
+    """Blocks that `memory` allows. Raises ModelError for too few."""
+    num_blocks = _bytes(demand, memory) // demand.block_bytes
     per_sequence = blocks_for(demand.max_model_len)
     if num_blocks < 1 or (demand.explicit_model_len and num_blocks < per_sequence):
         raise ModelError(
-            f"one sequence of {demand.max_model_len} tokens needs {gib(per_sequence * demand.block_bytes)} of KV "
+            f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV "
             f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory, or lower the "
             f"maximum model length to {num_blocks * BLOCK_SIZE}"
         )
     return KvSize(num_blocks, min(demand.max_model_len, num_blocks * BLOCK_SIZE))
 
 
-def _default(demand: KvDemand, usable: int, device: torch.device) -> int:
-    needed = demand.max_num_seqs * blocks_for(demand.max_model_len) * demand.block_bytes
-    if device.type == "cuda":
-        return min(needed, int(usable * _DEFAULT_SHARE_ON_CUDA))
-    one = blocks_for(demand.max_model_len) * demand.block_bytes
-    expected = max(one, int(needed * _MEAN_FILL_ON_CPU))
-    return min(expected, int(usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU)
+def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:
+    if demand.given is not None:
+        return _given(demand.given, memory)
+    return _of_cpu(demand, memory) if memory.kind == "cpu" else _of_gpu(demand, memory)
+
+
+def _given(given: int, memory: DeviceMemory) -> int:
+    if given > memory.usable:
+        raise ModelError(
+            f"{gib(given)} of KV memory do not fit: {gib(memory.free)} are free, of which a step of the largest "
+            f"batch takes {gib(memory.activations + memory.graphs)}"
+        )
+    return given
+
+
+def _of_gpu(demand: KvDemand, memory: DeviceMemory) -> int:
+    """What is left of this worker's share, as far as others have left it."""
+    share = int(memory.total * demand.gpu_share)
+    left = min(share - memory.held - memory.activations - memory.graphs, memory.usable)
+    if left < demand.block_bytes:
+        raise ModelError(
+            f"nothing is left for keys and values of the {gib(share)} that gpu_memory_utilization = "
+            f"{demand.gpu_share:g} allows: {memory.told()}. Raise gpu_memory_utilization, end what else is on the "
+            "GPU, lower max_batch_tokens, or use more ranks"
+        )
+    return min(left, _MOST_FILLS_ON_GPU * demand.max_num_seqs * demand.sequence_bytes)
+
+
+def _of_cpu(demand: KvDemand, memory: DeviceMemory) -> int:
+    needed = demand.max_num_seqs * demand.sequence_bytes
+    expected = max(demand.sequence_bytes, int(needed * _MEAN_FILL_ON_CPU))
+    return max(0, min(expected, int(memory.usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU))

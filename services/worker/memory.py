@@ -30,6 +30,13 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def total_bytes(device: torch.device) -> int:
+    """Memory of `device`, whoever holds it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _left_in_cgroup() -> int:
     """What a container's limit leaves (cgroup v2); beyond every machine where there is no limit."""
     try:

@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 
 from services.worker.ops import Ops, OpsUnavailable
 from services.worker.torch_ops import TorchOps
 
-OpsName = Literal["auto", "torch", "native"]
+OpsName = Literal["auto", "torch", "native", "triton"]
+CacheDtype = Literal["auto", "fp8"]
+"""auto: the model's own; fp8: float8_e4m3fn, half the memory and a little less exact."""
 
 _log = logging.getLogger(__name__)
 
 
-def create_ops(name: OpsName, device: torch.device, dtype: torch.dtype) -> Ops:
-    """The operations called `name`; `auto` is the native ones where this machine can run them, else PyTorch's.
+def create_ops(name: OpsName, device: torch.device, dtype: torch.dtype, cache: CacheDtype = "auto") -> Ops:
+    """The operations called `name`; `auto` is Triton's on a GPU and the native ones on a CPU where this machine can run
+    them, else PyTorch's. `cache`: how keys and values are kept.
 
-    Raises OpsUnavailable where `native` is asked for by name and cannot be had.
+    Raises OpsUnavailable where those asked for by name cannot be had, or keep no such keys and values.
     """
-    if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchOps(device, dtype)
+    ops = _named(name, device, dtype, cache)
+    if cache == "fp8" and ops.name != "triton":
+        raise OpsUnavailable(f"kv_cache_dtype = fp8: only Triton's kernels read such keys and values, not {ops.name}")
+    return ops
+
+
+def _named(name: OpsName, device: torch.device, dtype: torch.dtype, cache: CacheDtype) -> Ops:
+    match name:
+        case "torch":
+            return TorchOps(device, dtype)
+        case "native":
+            return _native(device, dtype)
+        case "triton":
+            return _triton(device, dtype, cache)
+        case "auto":
+            return _best(device, dtype, cache)
+        case _:
+            assert_never(name)
+
+
+def _best(device: torch.device, dtype: torch.dtype, cache: CacheDtype) -> Ops:
+    """Those that `device` is fastest with."""
     try:
-        return _native(device, dtype)
+        return _native(device, dtype) if device.type == "cpu" else _triton(device, dtype, cache)
     except OpsUnavailable as reason:
-        if name == "native":
-            raise
-        _log.info("native operations are not available: %s", reason)
+        _log.info("only PyTorch's own operations are available: %s", reason)
         return TorchOps(device, dtype)
 
 
@@ -37,3 +58,11 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
     except ImportError as error:
         raise OpsUnavailable(f"the native operations are not part of this installation ({error})") from None
     return NativeOps(device, dtype)
+
+
+def _triton(device: torch.device, dtype: torch.dtype, cache: CacheDtype) -> Ops:
+    try:
+        from services.worker.triton_ops import TritonOps
+    except ImportError as error:
+        raise OpsUnavailable(f"Triton is not installed ({error})") from None
+    return TritonOps(device, dtype, None if cache == "auto" else torch.float8_e4m3fn)

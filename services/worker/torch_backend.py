@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from services.worker.config import LoadFormat
+from services.worker.graphs.choice import DecodeGraphs, why_eager
 from services.worker.guided.compiler import Compiler
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv_memory import KvDemand, size_kv
-from services.worker.memory import free_bytes, gib, peak_bytes
+from services.worker.kv_profile import profile
+from services.worker.memory import free_bytes, gib
 from services.worker.model.checkpoint import Tensors, open_checkpoint
 from services.worker.model.config import Dtype, ModelConfig, ModelError
 from services.worker.model.decoder import Decoder
@@ -25,16 +28,15 @@ from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.model.random_weights import RandomTensors
 from services.worker.model_runner import ModelRunner
-from services.worker.ops_choice import OpsName, create_ops
+from services.worker.ops_choice import CacheDtype, OpsName, create_ops
 from services.worker.parallel import Communicator, Stage, share_of, stage_of
 from services.worker.pipeline import Pipeline, SingleStage
-from services.worker.rank import Rank
 from services.worker.rehearsal import rehearse
+from services.worker.runner_parts import RunnerParts
 from services.worker.speculation.choice import drafting_of, open_drafter
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.proposer import NO_DRAFTING
 from services.worker.speculation.settings import Speculation
-from shared.blocks import blocks_for
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
 
@@ -43,9 +45,6 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SMALL_MODEL = 50_000_000
 """Parameters under which a CPU reads float32 fast enough, and gains results that hardly depend on the batch."""
-_PROFILED_ROWS_ON_CPU = 512
-"""A CPU takes a minute for the largest batch of a large model. Activations grow with the rows, so fewer will do."""
-
 _WARM_UP_ROWS = 64
 
 _log = logging.getLogger(__name__)
@@ -70,30 +69,37 @@ def create_backend(
     pipeline: Pipeline | None = None,
     layers: Sequence[int] | None = None,
     speculation: Speculation | None = None,
+    gpu_memory_utilization: float = 0.9,
+    enforce_eager: bool = False,
+    kv_cache_dtype: CacheDtype = "auto",
 ) -> ModelRunner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
     `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
-    the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be.
+    the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
+    share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
     if (rank, world_size) != (communicator.rank, communicator.world_size):
         raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
-    place = torch.device(device)
+    place = _chosen_device(device)
+    free = free_bytes(place)
     config = read_model_config(model_dir)
     pipeline = pipeline or SingleStage()
     stage = stage_of(config, pipeline.stage, pipeline.stages, layers)
     chosen = _dtype(dtype, config, place)
     length = _model_len(config, max_model_len)
-    _check_weights_fit(config, stage, chosen, world_size, free_bytes(place))
+    _check_weights_fit(config, stage, chosen, world_size, free)
     torch.set_num_threads(threads or max(1, _cores() // (world_size * pipeline.stages)))
     made_up = load_format == "dummy"
     digest = made_up_digest(config) if made_up else model_digest(model_dir, config)
     weights = _tensors(None if made_up else model_dir, config, place, _DTYPES[chosen])
-    decoder = _load(weights, config, place, chosen, length, communicator, ops, pipeline, stage)
-    own = f"model {digest} in {chosen} on {place.type}, layers {layers or 'even'}, {decoder.wire}"
-    check_agreement(communicator, f"{own}, {length} tokens, steps of {max_num_seqs} and {max_batch_tokens}")
+    decoder = _load(weights, config, place, chosen, length, communicator, (ops, kv_cache_dtype), pipeline, stage)
+    eager = why_eager(decoder, place, communicator, pipeline, enforced=enforce_eager)
+    own = f"model {digest} in {chosen} on {place.type}, layers {layers or 'even'}, {decoder.wire}, KV {kv_cache_dtype}"
+    limits = f"{length} tokens, steps of {max_num_seqs} and {max_batch_tokens}"
+    check_agreement(communicator, f"{own}, {limits}, decodes {'captured' if eager is None else 'run eagerly'}")
 
     samples = pipeline.stage + 1 == pipeline.stages and rank == 0
     grammars = GrammarLibrary(Compiler(model_dir, config.vocab_size, config.eos_token_ids)) if samples else None
@@ -103,49 +109,63 @@ def create_backend(
         target = Target(model_dir, config, decoder, decoder.ops, place, _DTYPES[chosen], length, world_size)
         drafter = open_drafter(speculation, target) if rank == 0 else None
 
-    def runner(num_blocks: int, model_len: int) -> ModelRunner:
-        rank = Rank(
-            card=_card(model_name, config, chosen, model_len),
-            device=place,
-            decoder=decoder,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            communicator=communicator,
-            digest=digest,
-            pipeline=pipeline,
-            grammars=grammars,
-            proposer=None if drafter is None else drafter.proposer(num_blocks, max_num_seqs),
-            drafting=drafting,
-        )
-        return ModelRunner(rank)
-
-    activations = _profiled(runner, place, length, max_num_seqs, max_batch_tokens)
+    parts = RunnerParts(
+        card=_card(model_name, config, chosen, length),
+        device=place,
+        decoder=decoder,
+        digest=digest,
+        max_num_seqs=max_num_seqs,
+        communicator=communicator,
+        pipeline=pipeline,
+        grammars=grammars,
+        drafter=drafter,
+        drafting=drafting,
+    )
+    graphs = DecodeGraphs.of(parts) if eager is None else None
+    memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs, free_before=free)
     demand = KvDemand(
-        block_bytes=decoder.kv_block_bytes + (0 if drafter is None else drafter.kv_block_bytes),
+        block_bytes=parts.kv_block_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=length,
         explicit_model_len=max_model_len is not None,
         given=kv_memory_bytes,
+        gpu_share=gpu_memory_utilization,
     )
-    size = size_kv(demand, free=free_bytes(place), activations=activations, device=place)
-    ready = runner(communicator.least(size.num_blocks), communicator.least(size.max_model_len))
-    rehearse(ready, rows=_WARM_UP_ROWS, sequences=max_num_seqs)
+    size = size_kv(demand, memory)
+    blocks, length = communicator.least(size.num_blocks), communicator.least(size.max_model_len)
+    ready = _ready(parts, blocks, length, graphs, max_batch_tokens)
     _log.info(
         "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes, %d bytes of activations, "
-        "%s operations",
+        "%s operations, decodes %s",
         *(model_name, config.parameters, chosen, stage.first_layer, stage.end_layer - 1),
-        *(ready.num_blocks, decoder.kv_block_bytes, activations, decoder.ops_name),
+        *(ready.num_blocks, decoder.kv_block_bytes, memory.activations, decoder.ops_name),
+        "captured" if eager is None else f"run eagerly: {eager}",
     )
     return ready
 
 
-def _profiled(
-    runner: Callable[[int, int], ModelRunner], device: torch.device, length: int, max_seqs: int, max_tokens: int
-) -> int:
-    """Bytes that a step of `max_tokens` rows takes beside weights and KV memory."""
-    rows = max_tokens if device.type == "cuda" else min(max_tokens, _PROFILED_ROWS_ON_CPU)
-    probe = runner(blocks_for(min(rows, length)) + 1, length)
-    return peak_bytes(device, lambda: rehearse(probe, rows=rows, sequences=max_seqs)) * -(-max_tokens // rows)
+def _ready(
+    parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: DecodeGraphs | None, rows: int
+) -> ModelRunner:
+    """Everything captured, and every first-time cost paid. Raises ModelError."""
+    replaying = None if graphs is None else replace(graphs, max_model_len=max_model_len).replaying()
+    try:
+        runner = parts.runner(num_blocks, max_model_len, replaying)
+        rehearse(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
+    except torch.OutOfMemoryError:
+        raise ModelError(
+            "the GPU's memory ran out while decodes were captured: lower gpu_memory_utilization or kv_memory, or give "
+            "enforce_eager"
+        ) from None
+    return runner
+
+
+def _chosen_device(name: str) -> torch.device:
+    """Current on this thread from here on: libraries launch on whatever that is."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def _dtype(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dtype:
@@ -198,7 +218,7 @@ def _tensors(
     """Those of the checkpoint there; None: made up."""
     if model_dir is None:
         return nullcontext(RandomTensors(dtype, device, norm_offset=config.norm_offset))
-    return open_checkpoint(model_dir, dtype)
+    return open_checkpoint(model_dir, dtype, device=device)
 
 
 def _load(
@@ -208,12 +228,13 @@ def _load(
     dtype: Dtype,
     max_model_len: int,
     communicator: Communicator,
-    ops_name: OpsName,
+    ops_choice: tuple[OpsName, CacheDtype],
     pipeline: Pipeline,
     stage: Stage,
 ) -> Decoder:
     share = share_of(config, communicator.rank, communicator.world_size)
-    ops = create_ops(ops_name, device, _DTYPES[dtype])
+    name, cache = ops_choice
+    ops = create_ops(name, device, _DTYPES[dtype], cache)
     with torch.inference_mode(), opening as tensors:
         weights = load_weights(tensors, config, share, ops, device, max_model_len, stage)
     return Decoder(config, weights, share, ops, communicator, pipeline)

@@ -63,13 +63,16 @@ def join(place: RankPlace, *, init_method: str, device: torch.device, timeout: t
     )
     # Every rank has to take part in the making of every group.
     groups = [dist.new_group(place.ranks_of(stage), timeout=timeout) for stage in range(place.stages)]
-    return Joined(TorchCommunicator(place, groups[place.stage]), TorchPipeline(place))
+    communicator = TorchCommunicator(place, groups[place.stage], capturable=device.type == "cuda")
+    return Joined(communicator, TorchPipeline(place))
 
 
 class TorchCommunicator:
     """See :class:`services.worker.parallel.Communicator`."""
 
-    def __init__(self, place: RankPlace, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, place: RankPlace, group: dist.ProcessGroup | None, *, capturable: bool = False) -> None:
+        """`capturable`: collectives are NCCL's, which can be part of a graph; gloo's wait for the host."""
+        self.capturable = capturable
         self.rank = place.in_stage
         self.world_size = place.stage_size
         self._everybody = place.world_size

@@ -1,0 +1,81 @@
+"""Whether a rank captures its decodes, and how: composes what this folder has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from msgspec import Struct
+
+from services.worker.graphs.capture import Capture, CudaCapture
+from services.worker.graphs.decode_inputs import DecodeInputs
+from services.worker.graphs.replayed_decodes import ReplayedDecodes
+from services.worker.graphs.sizes import capture_sizes
+from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
+from services.worker.parallel import Communicator
+from services.worker.pipeline import Pipeline
+from services.worker.runner_parts import RunnerParts
+from shared.blocks import blocks_for
+
+Replaying = Callable[[ForwardPass, KvCaches], ForwardPass]
+"""A forward pass on these caches → one that replays what it can."""
+
+
+@runtime_checkable
+class Capturable(Protocol):
+    """What can be part of a graph says so: operations, or collectives.
+
+    They never wait for the host, launch the same for the same shapes, and know padding (see `decode_inputs`).
+    """
+
+    @property
+    def capturable(self) -> bool: ...
+
+
+class DecodeGraphs(Struct, frozen=True):
+    """What one rank's decodes are captured with."""
+
+    decoder: Decoder
+    device: torch.device
+    sizes: tuple[int, ...]
+    max_model_len: int
+    features: bool
+    """Whether steps are asked for the last hidden states."""
+
+    @classmethod
+    def of(cls, parts: RunnerParts) -> DecodeGraphs:
+        """For all batches of decodes that there can be, up to a limit. Drafts are decodes of their own."""
+        sizes = capture_sizes(parts.max_num_seqs * (1 + parts.drafting.most))
+        return cls(parts.decoder, parts.device, sizes, parts.card.max_model_len, parts.drafting.features)
+
+    def replaying(self, capture: Capture | None = None) -> Replaying:
+        """Captures all sizes for the forward pass and the caches that it is called with: seconds to a minute."""
+        return lambda forward, caches: self._replayed(forward, caches, capture or CudaCapture(self.device))
+
+    def _replayed(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
+        most = self.sizes[-1]
+        inputs = DecodeInputs(self.device, most, blocks_for(self.max_model_len), self.max_model_len)
+        features = self.decoder.empty_features(most) if self.features else None
+        return ReplayedDecodes(forward, caches, capture, self.sizes, inputs, features)
+
+
+def why_eager(
+    decoder: Decoder, device: torch.device, communicator: Communicator, pipeline: Pipeline, *, enforced: bool
+) -> str | None:
+    """Why decodes are not captured; None: they are."""
+    if enforced:
+        return "it was asked for"
+    if device.type != "cuda":
+        return f"there are no graphs on {device.type}"
+    if pipeline.stages > 1:
+        return "rows come from another stage and go to one"
+    if not _capturable(decoder.ops):
+        return f"{decoder.ops_name} operations cannot be captured"
+    if communicator.world_size > 1 and not _capturable(communicator):
+        return "these collectives cannot be captured"
+    return None
+
+
+def _capturable(part: object) -> bool:
+    return isinstance(part, Capturable) and part.capturable

@@ -1,0 +1,62 @@
+"""What the runners of one rank have in common: they differ in their KV memory, and in what they have captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+
+from services.worker.guided.library import GrammarLibrary
+from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
+from services.worker.model_runner import ModelRunner
+from services.worker.parallel import Communicator
+from services.worker.pipeline import Pipeline
+from services.worker.rank import Rank
+from services.worker.speculation.drafter import Drafter
+from services.worker.speculation.proposer import Drafting
+from shared.messages.lifecycle import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    card: ModelCard
+    """With the longest sequences that are asked for; what fits may be shorter."""
+    device: torch.device
+    decoder: Decoder
+    digest: str
+    max_num_seqs: int
+    communicator: Communicator
+    pipeline: Pipeline
+    grammars: GrammarLibrary | None
+    drafter: Drafter | None
+    drafting: Drafting
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Of the model and of what drafts for it."""
+        return self.decoder.kv_block_bytes + (0 if self.drafter is None else self.drafter.kv_block_bytes)
+
+    def runner(
+        self,
+        num_blocks: int,
+        max_model_len: int,
+        replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
+    ) -> ModelRunner:
+        """With memory of its own for so many blocks."""
+        rank = Rank(
+            card=replace(self.card, max_model_len=max_model_len),
+            device=self.device,
+            decoder=self.decoder,
+            num_blocks=num_blocks,
+            max_num_seqs=self.max_num_seqs,
+            communicator=self.communicator,
+            digest=self.digest,
+            pipeline=self.pipeline,
+            grammars=self.grammars,
+            proposer=None if self.drafter is None else self.drafter.proposer(num_blocks, self.max_num_seqs),
+            drafting=self.drafting,
+            replaying=replaying,
+        )
+        return ModelRunner(rank)

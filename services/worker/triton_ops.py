@@ -1,0 +1,101 @@
+"""The operations on a GPU: PyTorch's matrix products (cuBLAS), and Triton kernels for all that is bound by memory.
+
+None of them waits for the host, and what is captured once for some rows may be replayed for fewer: a row whose slot is
+negative stores nothing, one whose context is 0 reads nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from services.worker.kernels.activations import gated_act
+from services.worker.kernels.attention import paged_attention
+from services.worker.kernels.norms import add_rms_norm, rms_norm
+from services.worker.kernels.rotary import rope_and_store
+from services.worker.ops import Activation, BatchMeta, OpsUnavailable
+from services.worker.torch_ops import TorchOps
+from shared.blocks import BLOCK_SIZE
+
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16 and asynchronous copies."""
+
+
+class TritonOps(TorchOps):
+    """See :class:`services.worker.ops.Ops`. Activations are in the model's dtype."""
+
+    capturable = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
+        """`cache_dtype`: of keys and values; None: `dtype`. On a CPU the kernels run in Triton's interpreter, for
+        tests. Raises OpsUnavailable.
+        """
+        super().__init__(device, dtype)
+        _check_device(device)
+        self._cache_dtype = cache_dtype or dtype
+
+    @property
+    def name(self) -> str:
+        return "triton"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        return gated_act(gate_up, kind)
+
+    def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
+        return 2 * kv_heads * BLOCK_SIZE * head_dim * self._cache_dtype.itemsize
+
+    def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+        keys, values = (torch.zeros(shape, dtype=self._cache_dtype, device=self._device) for _ in range(2))
+        return keys, values
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return rope_and_store(
+            *(qkv, meta.slots, meta.positions, cos_sin, k_cache, v_cache),
+            heads=heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: BatchMeta,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        return paged_attention(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found < _LEAST_CAPABILITY:
+            needed, have = (".".join(map(str, version)) for version in (_LEAST_CAPABILITY, found))
+            raise OpsUnavailable(f"Triton's kernels need a GPU of compute capability {needed}, {device} has {have}")
+    elif not knobs.runtime.interpret:
+        raise OpsUnavailable(f"Triton's kernels run on GPUs, not on {device}; TRITON_INTERPRET=1 interprets them")
