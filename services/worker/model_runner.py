@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
+from services.worker.crossing import sent
 from services.worker.drawn_step import DrawnBatch, DrawnStep
 from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
@@ -86,16 +87,17 @@ class ModelRunner(RankBackend):
         return Verdict(tokens, counts, drawn.told)
 
     def _computed(self, batch: Batch, meta: BatchMeta, features: Tensor | None, verdict: Verdict) -> Computed:
+        rows = batch.rows
         last = batch.drawn_rows[batch.first_drawn + verdict.counts - 1] if len(batch.sampled) else batch.drawn_rows
         return Computed(
-            row_slots=batch.rows.row_slots,
-            positions=batch.rows.positions,
-            kv_slots=batch.rows.kv_slots,
+            row_slots=rows.row_slots,
+            positions=rows.positions,
+            kv_slots=rows.kv_slots,
             meta=meta,
             features=features,
             sampled_slots=batch.sampled_slots,
             last_rows=last,
-            histories=self.rank.sequences,
+            following=lambda: sent(self.rank.sequences.tokens[rows.row_slots, rows.positions + 1], self.rank.device),
         )
 
     def _wait_for_device(self) -> None:

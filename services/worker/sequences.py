@@ -35,6 +35,7 @@ class SequenceTable:
         self._length = np.zeros(max_sequences, dtype=np.int32)
         self._prompt = np.zeros(max_sequences, dtype=np.int32)
         self._computed = np.zeros(max_sequences, dtype=np.int32)
+        self._tenancies = np.zeros(max_sequences, dtype=np.int64)
         self._blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1), num_blocks)
         self._parameters = ParameterTable(max_sequences, vocab_size)
         self._scored = ScoredPrompts()
@@ -44,6 +45,7 @@ class SequenceTable:
 
     def clear(self) -> None:
         """Forgets every sequence."""
+        self._tenancies += 1
         self._free.extend(self._slots.values())
         self._slots.clear()
         self._scored.clear()
@@ -52,6 +54,7 @@ class SequenceTable:
         """Forgets `sequence`, and answers with the slot that it had. Raises BrokenPlan where it is unknown."""
         slot = self._slot_of(sequence)
         self._free.append(slot)
+        self._tenancies[slot] += 1
         self._scored.forget(slot)
         del self._slots[sequence]
         return slot
@@ -193,6 +196,17 @@ class SequenceTable:
         self._computed[slots] = lengths + counts - 1
         return counts
 
+    def advance(self, slots: Slots) -> Int32s:
+        """A token is being drawn for each of a batch's sequences, without drafts: the places [Q] that `fill` is going
+        to put them in. Until then they count as known."""
+        places = self._length[slots]
+        self._length[slots] = places + 1
+        return places
+
+    def fill(self, slots: Slots, places: Int32s, tokens: Int32s) -> None:
+        """What was drawn for them, [Q] each."""
+        self._tokens[slots, places] = tokens
+
     def drafts(self, slots: Slots, most: int) -> Int32s:
         """[Q, most] what lies behind the known tokens."""
         at = np.minimum(self._length[slots][:, None] + np.arange(most), self._tokens.shape[1] - 1)
@@ -207,6 +221,17 @@ class SequenceTable:
     @property
     def lengths(self) -> Int32s:
         return self._length
+
+    @property
+    def prompt_lengths(self) -> Int32s:
+        """By slot."""
+        return self._prompt
+
+    @property
+    def tenancies(self) -> NDArray[np.int64]:
+        """By slot: a number that changes when a sequence leaves it, so that what is drawn for one that has left is not
+        taken for the next one's."""
+        return self._tenancies
 
     @property
     def block_tables(self) -> Int32s:

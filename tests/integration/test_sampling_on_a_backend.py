@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import StepOutput
-from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
-from services.worker.ops_choice import OpsName
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingParams, TokenLogprobs
 from shared.messages.worker import StepPlan
+from tests.launching import Runner, launching
 from tests.tiny_backend import tiny_backend
 from tests.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.worker_driver import Driver, Sequence
@@ -26,7 +25,7 @@ from tests.worker_driver import Driver, Sequence
 class Scoring:
     """A backend whose scores are kept, by sequence and position."""
 
-    def __init__(self, backend: ModelRunner) -> None:
+    def __init__(self, backend: Runner) -> None:
         self._backend = backend
         self.card, self.num_blocks = backend.card, backend.num_blocks
         self.scores: dict[SequenceId, dict[int, TokenLogprobs]] = {}
@@ -47,13 +46,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def backends(tiny: TinyModel) -> Callable[[OpsName], ModelRunner]:
+def backends(tiny: TinyModel) -> Callable[[str], Runner]:
+    """On which operations, or "launched": by launches, on torch's."""
+
     @cache
-    def get(ops: OpsName) -> ModelRunner:
+    def get(how: str) -> Runner:
         try:
-            return tiny_backend(tiny.path, ops=ops)
+            backend = tiny_backend(tiny.path, ops="native" if how == "native" else "torch")
         except OpsUnavailable as reason:
             pytest.skip(str(reason))
+        return launching(backend) if how == "launched" else backend
 
     return get
 
@@ -70,13 +72,13 @@ def exact(tiny: TinyModel, tokens: list[int]) -> Tensor:
     return torch.log_softmax(logits.double(), dim=-1)
 
 
-@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("how", ["torch", "native", "launched"])
 @pytest.mark.parametrize("budget", [1, 7, 256])
 def test_prompts_are_scored_as_transformers_scores_them_however_they_are_cut(
-    tiny: TinyModel, backends: Callable[[OpsName], ModelRunner], ops: OpsName, budget: int
+    tiny: TinyModel, backends: Callable[[str], Runner], how: str, budget: int
 ) -> None:
-    backend = Scoring(backends(ops))
-    backends(ops).reset()
+    backend = Scoring(backends(how))
+    backends(how).reset()
     driver = Driver(backend, budget=budget)  # type: ignore[arg-type]
     scored: list[Sequence] = []
     for number, length in enumerate((1, 2, 17, 40)):
@@ -104,7 +106,7 @@ def assert_scored(expected: Tensor, token: int, entry: TokenLogprobs, most_likel
 
 
 def test_only_the_prompt_is_scored_and_only_while_it_is_computed(
-    tiny: TinyModel, backends: Callable[[OpsName], ModelRunner]
+    tiny: TinyModel, backends: Callable[[str], Runner]
 ) -> None:
     """Output of earlier attempts is none of the prompt's, though it is computed like it."""
     backend = Scoring(backends("torch"))
@@ -130,7 +132,7 @@ EVERYTHING: list[dict[str, Any]] = [
 ]
 
 
-def sampled(backend: ModelRunner, cases: list[tuple[list[int], int, dict[str, Any]]], budget: int) -> list[Sequence]:
+def sampled(backend: Runner, cases: list[tuple[list[int], int, dict[str, Any]]], budget: int) -> list[Sequence]:
     """Each case: tokens, how many of them are prompt, parameters. Twelve output tokens of each, in one batch."""
     backend.reset()
     driver = Driver(backend, budget=budget)
@@ -149,11 +151,12 @@ def sampled(backend: ModelRunner, cases: list[tuple[list[int], int, dict[str, An
     return sequences
 
 
+@pytest.mark.parametrize("how", ["torch", "launched"])
 def test_everything_at_once_is_each_alone_and_goes_on_in_the_middle(
-    backends: Callable[[OpsName], ModelRunner],
+    backends: Callable[[str], Runner], how: str
 ) -> None:
     """A batch changes nobody's tokens, and an engine that takes over draws what the first would have."""
-    backend = backends("torch")
+    backend = backends(how)
     prompts = [prompt(9 + number, number) for number in range(len(EVERYTHING))]
     cases = [(tokens, len(tokens), params) for tokens, params in zip(prompts, EVERYTHING, strict=True)]
     together = [sequence.output for sequence in sampled(backend, cases, 16)]
@@ -165,7 +168,7 @@ def test_everything_at_once_is_each_alone_and_goes_on_in_the_middle(
         assert [sequence.output for sequence in sampled(backend, resumed, 64)] == together
 
 
-def test_what_was_asked_is_seen_in_the_output(backends: Callable[[OpsName], ModelRunner]) -> None:
+def test_what_was_asked_is_seen_in_the_output(backends: Callable[[str], Runner]) -> None:
     prompts = [prompt(9 + number, number) for number in range(len(EVERYTHING))]
     cases = [(tokens, len(tokens), params) for tokens, params in zip(prompts, EVERYTHING, strict=True)]
     outputs = [sequence.output for sequence in sampled(backends("torch"), cases, 64)]

@@ -19,6 +19,7 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
+from tests.launching import Runner, launching
 from tests.tiny_backend import tiny_backend
 from tests.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.tiny_models import POSITIONS, VOCABULARY, TinyModel, make_model
@@ -72,9 +73,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_model("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module")
-def plain(model: TinyModel) -> ModelRunner:
-    return backend_of(model.path)
+@pytest.fixture(scope="module", params=["stepping", "launching"])
+def plain(request: pytest.FixtureRequest, model: TinyModel) -> Runner:
+    backend = backend_of(model.path)
+    return launching(backend) if request.param == "launching" else backend
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -101,7 +103,7 @@ SAMPLINGS = [
 ]
 
 
-def run(runner: ModelRunner, *, speculate: int, budget: int = 512) -> tuple[list[Sequence], Driver]:
+def run(runner: Runner, *, speculate: int, budget: int = 512) -> tuple[list[Sequence], Driver]:
     runner.reset()
     driver = Driver(runner, budget=budget, speculate=speculate)
     sequences = [
@@ -112,22 +114,27 @@ def run(runner: ModelRunner, *, speculate: int, budget: int = 512) -> tuple[list
     return sequences, driver
 
 
-def proposed(runner: ModelRunner, proposer: Proposer | None) -> ModelRunner:
+def proposed(runner: Runner, proposer: Proposer | None) -> Runner:
     """`runner` with another proposer: weights are the dear part of a backend."""
     runner.rank.draft_by(proposer)
     return runner
 
 
-@pytest.fixture(params=["torch", "native"])
-def by_ops(request: pytest.FixtureRequest, model: TinyModel) -> Callable[[], ModelRunner]:
-    return lambda: backend_of(model.path, ops=request.param)
+@pytest.fixture(params=["torch", "native", "launched"])
+def made(request: pytest.FixtureRequest, model: TinyModel) -> Callable[..., Runner]:
+    """Makes a backend, on these operations; or one of launches, on torch's."""
+
+    def make(speculation: Speculation | None = None) -> Runner:
+        launched = request.param == "launched"
+        backend = backend_of(model.path, ops="torch" if launched else request.param, speculation=speculation)
+        return launching(backend) if launched else backend
+
+    return make
 
 
 @pytest.mark.parametrize("budget", [512, 23])
-def test_every_request_gets_the_tokens_and_logprobs_it_would_have_got(
-    by_ops: Callable[[], ModelRunner], budget: int
-) -> None:
-    runner = by_ops()
+def test_every_request_gets_the_tokens_and_logprobs_it_would_have_got(made: Callable[..., Runner], budget: int) -> None:
+    runner = made()
     expected, _ = run(runner, speculate=0, budget=budget)
     oracle = Oracle()
     oracle.known = {tuple(s.tokens[: s.prompt_length]): s.output for s in expected}
@@ -141,14 +148,14 @@ def test_every_request_gets_the_tokens_and_logprobs_it_would_have_got(
             assert [token for token, _ in entry.top] == [token for token, _ in one.top]
 
 
-def test_looking_up_ngrams_drafts_and_changes_nothing(plain: ModelRunner) -> None:
+def test_looking_up_ngrams_drafts_and_changes_nothing(plain: Runner) -> None:
     expected, _ = run(proposed(plain, None), speculate=0)
     sequences, driver = run(proposed(plain, NgramProposer(most=5, longest=4, shortest=1)), speculate=5)
     assert [s.output for s in sequences] == [s.output for s in expected]
     assert driver.drafted > 0
 
 
-def test_prefix_hits_and_preemption_with_rejected_drafts_behind_them_change_nothing(plain: ModelRunner) -> None:
+def test_prefix_hits_and_preemption_with_rejected_drafts_behind_them_change_nothing(plain: Runner) -> None:
     common = repetitive(40)
     prompts = [[*common, *prompt(9, 1)], [*common, *prompt(3, 2)], prompt(20, 3)]
     expected = []
@@ -170,7 +177,7 @@ def test_prefix_hits_and_preemption_with_rejected_drafts_behind_them_change_noth
     assert expected[0] == expected[1]
 
 
-def test_drafts_stop_where_the_context_ends(model: TinyModel, plain: ModelRunner) -> None:
+def test_drafts_stop_where_the_context_ends(model: TinyModel, plain: Runner) -> None:
     tokens = repetitive(POSITIONS - 6)
     outputs = []
     for speculate in (0, 8):
@@ -184,7 +191,7 @@ def test_drafts_stop_where_the_context_ends(model: TinyModel, plain: ModelRunner
     assert len(tokens) + len(outputs[1]) == POSITIONS + 1
 
 
-def test_a_sequence_whose_context_is_full_draws_nothing_more(plain: ModelRunner) -> None:
+def test_a_sequence_whose_context_is_full_draws_nothing_more(plain: Runner) -> None:
     proposed(plain, None).reset()
     tokens = prompt(POSITIONS)
     blocks = pack(range(POSITIONS // BLOCK_SIZE))
@@ -197,7 +204,7 @@ def test_a_sequence_whose_context_is_full_draws_nothing_more(plain: ModelRunner)
     assert [(s.sequence, s.tokens) for s in plain.step(ahead).sampled] == [(0, ())]
 
 
-def test_what_was_drafted_and_accepted_is_counted(plain: ModelRunner) -> None:
+def test_what_was_drafted_and_accepted_is_counted(plain: Runner) -> None:
     plain.reset()
     expected, _ = run(proposed(plain, None), speculate=0)
     known = expected[0]
@@ -234,12 +241,11 @@ def drafters(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
-@pytest.mark.parametrize("ops", ["torch", "native"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_what_the_plain_engine_gives(
-    model: TinyModel, drafters: dict[str, Speculation], method: str, ops: OpsName
+    made: Callable[..., Runner], drafters: dict[str, Speculation], method: str
 ) -> None:
-    runner = backend_of(model.path, ops=ops, speculation=drafters[method])
+    runner = made(drafters[method])
     expected, _ = run(runner, speculate=0)
     for speculate, budget in ((runner.max_speculate, 512), (2, 29)):
         sequences, driver = run(runner, speculate=speculate, budget=budget)

@@ -22,6 +22,7 @@ from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
+from tests.launching import Runner, launching
 from tests.recorded_logits import record_logits
 from tests.tiny_backend import tiny_backend
 from tests.tiny_models import FAMILIES, POSITIONS, VOCABULARY, TinyModel, make_config, make_model
@@ -37,7 +38,7 @@ def backend_of(
     return tiny_backend(path, dtype=dtype, max_model_len=max_model_len, max_num_seqs=MAX_SEQUENCES, ops=ops)
 
 
-Served = tuple[TinyModel, ModelRunner]
+Served = tuple[TinyModel, Runner]
 
 
 @pytest.fixture(scope="session")
@@ -60,29 +61,33 @@ def backends(tiny: Callable[[str], TinyModel]) -> Callable[[str, OpsName], Model
     return get
 
 
-@pytest.fixture(params=["torch", "native"])
-def ops(request: pytest.FixtureRequest) -> OpsName:
-    name: OpsName = request.param
-    return name
+@pytest.fixture(params=["torch", "native", "launched"])
+def how(request: pytest.FixtureRequest) -> str:
+    """On which operations; or by launches, on torch's."""
+    return str(request.param)
 
 
 @pytest.fixture(params=list(FAMILIES))
 def served(
     request: pytest.FixtureRequest,
-    ops: OpsName,
+    how: str,
     tiny: Callable[[str], TinyModel],
     backends: Callable[[str, OpsName], ModelRunner],
 ) -> Iterator[Served]:
-    """Every family on every kind of operations."""
-    backend = backends(request.param, ops)
-    yield tiny(request.param), backend
+    """Every family on every kind of operations, and by launches."""
+    backend = backends(request.param, "native" if how == "native" else "torch")
+    yield tiny(request.param), launching(backend) if how == "launched" else backend
     backend.reset()
 
 
-@pytest.fixture
-def llama(tiny: Callable[[str], TinyModel], backends: Callable[[str, OpsName], ModelRunner]) -> Iterator[Served]:
+@pytest.fixture(params=["stepping", "launching"])
+def llama(
+    request: pytest.FixtureRequest,
+    tiny: Callable[[str], TinyModel],
+    backends: Callable[[str, OpsName], ModelRunner],
+) -> Iterator[Served]:
     backend = backends("llama", "torch")
-    yield tiny("llama"), backend
+    yield tiny("llama"), launching(backend) if request.param == "launching" else backend
     backend.reset()
 
 

@@ -48,6 +48,10 @@ class GuidedSequences:
         self._matchers.pop(slot, None)
         self._masks.pop(slot, None)
 
+    def followed(self, slots: Slots) -> Slots:
+        """Those of `slots` whose sequences have a grammar."""
+        return np.array([slot for slot in slots.tolist() if slot in self._matchers], dtype=np.intp)
+
     def forced(self, slot: int, most: int) -> list[int]:
         """Tokens that the sequence will probably go on with, as its grammar leaves it no other text."""
         matcher = self._matchers.get(slot)

@@ -6,7 +6,7 @@ it drafts costs time, never correctness.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -101,8 +101,9 @@ class Computed:
     """[Q] the sequences that have got tokens."""
     last_rows: Int32s
     """[Q] the row that each one's last token was drawn behind."""
-    histories: Histories
-    """With the step's tokens."""
+    following: Callable[[], Tensor]
+    """[n] the token behind each row, on the device, int32; what is behind the last row of a sequence that drew nothing
+    means nothing, as what is behind rejected drafts."""
 
 
 class Drafting(NamedTuple):

@@ -1,0 +1,179 @@
+"""The backend for a device that works by itself: a step is launched while the one before is computed.
+
+What a step draws stays on the device, where the next step's rows are read from; the host follows. It counts a token as
+known when it is being drawn, and waits for what was drawn only where it cannot go on without:
+
+- whoever drafts reads what sequences hold, and how many drafts stand decides how long they are: all is settled before a
+  step with drafts is prepared, and that step before the next one;
+- a grammar's mask follows from the token before: it is made when that has come, beside the forward pass.
+
+On a CPU all this works the same way, but that a step is over when it is begun.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.backend import StepOutput, StepUnderWay
+from services.worker.batch import Batch, Shares
+from services.worker.crossing import sent
+from services.worker.drawn_step import DrawnStep
+from services.worker.launched_step import LaunchedStep, Marks, WithDrafts
+from services.worker.ops import BatchMeta
+from services.worker.rank import Rank, RankBackend, apart
+from services.worker.rows import Int32s
+from services.worker.sampling.held import History
+from services.worker.sampling.parameters import Choices
+from services.worker.sampling.prompt_rows import ScoredRows
+from services.worker.sampling.sampler import Drawn, sample
+from services.worker.speculation.proposer import Computed
+from services.worker.step_clock import Mark, clock_of
+from services.worker.token_table import TokenTable
+from services.worker.unsettled import UnsettledSteps
+from shared.messages.scheduler import StepTiming
+from shared.messages.worker import StepPlan
+
+
+class LaunchingRunner(RankBackend):
+    """See :class:`services.worker.backend.LaunchingBackend`. For engines of one stage."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        if rank.pipeline.stages > 1:
+            raise ValueError("stages of a pipeline learn in main memory what was drawn")
+        slots, width = rank.sequences.tokens.shape
+        self._tokens = TokenTable(slots, width, rank.device)
+        self._history = self._tokens.history(rank.sequences.prompt_lengths)
+        self._clock = clock_of(rank.device)
+        self._unsettled = UnsettledSteps(rank, self._tokens)
+
+    def reset(self) -> None:
+        self._unsettled.clear()
+        self.rank.clear()
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        return self.begin(plan).output()
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> StepUnderWay:
+        self._unsettled.settle_drafts()
+        self._put(self.rank.take_over(plan))
+        shares = self.rank.sequences.shares(plan.work) if plan.work else None
+        if shares is None or not shares.work:
+            return DrawnStep(plan, StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0))
+        batch = self._batch(shares)
+        step = self._with_drafts(plan, batch) if batch.drafted.any() else self._plain(plan, batch)
+        self._unsettled.add(step)
+        return step
+
+    def _put(self, slots: list[int]) -> None:
+        """What new sequences hold, to the device."""
+        if not slots:
+            return
+        sequences = self.rank.sequences
+        lengths = sequences.lengths[slots]
+        owner = np.repeat(np.array(slots, dtype=np.intp), lengths)
+        positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths.tolist()])
+        self._tokens.put(self._tokens.cells(owner, positions), sequences.tokens[owner, positions])
+
+    def _batch(self, shares: Shares) -> Batch:
+        if len(shares.speculating):
+            self._unsettled.settle_all()
+        return self.rank.sequences.batch(shares, self.rank.drafts(shares))
+
+    def _plain(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
+        """Rows are read on the device, and what is drawn is written there: the host need not know either."""
+        rank, rows = self.rank, batch.rows
+        cells = self._tokens.cells(rows.row_slots, rows.positions)
+        placed, meta = rank.staging.place(rows._replace(ids=cells), batch.logits_rows)
+        launched = self._launched(batch, self._tokens.read(placed), meta, self._history)
+        self._tokens.write(_drawing(placed, batch, meta) + 1, launched.drawn.tokens)
+        places = rank.sequences.advance(batch.sampled_slots)
+        if rank.proposer is not None:
+            rank.proposer.observe(self._computed(batch, launched))
+        return self._step(plan, batch, launched, places)
+
+    def _with_drafts(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
+        """The host knows all that the rows hold. It takes what is drawn when that has come."""
+        rank, slots = self.rank, batch.sampled_slots
+        ids, meta = rank.staging.place(batch.rows, batch.logits_rows)
+        launched = self._launched(batch, ids, meta, rank.sequences.history)
+        places = rank.sequences.lengths[slots]
+        drafts = rank.sequences.drafts(slots, int(batch.drafted.max()))
+        computed = None if rank.proposer is None else self._computed(batch, launched)
+        return self._step(plan, batch, launched, places, WithDrafts(drafts, computed))
+
+    def _launched(self, batch: Batch, ids: Tensor, meta: BatchMeta, history: History) -> _Launched:
+        begun = self._clock.mark()
+        logits, features = self.rank.forward(ids, meta)
+        forwarded = self._clock.mark()
+        choices = self._masked(batch)
+        logits, scored = apart(batch, logits)
+        return _Launched(meta, features, self._drawn(batch, logits, choices, history), scored, begun, forwarded)
+
+    def _masked(self, batch: Batch) -> Choices | None:
+        guided = self.rank.guided
+        if guided:
+            self._unsettled.settle_for(guided.followed(batch.sampled_slots))
+        return self.rank.masked(batch)
+
+    def _drawn(self, batch: Batch, logits: Tensor | None, choices: Choices | None, history: History) -> Drawn:
+        """Tokens in int32, the same on all ranks."""
+        own = Drawn(torch.empty(len(batch.drawn_rows), dtype=torch.int32, device=self.rank.device))
+        if choices is None:
+            return own
+        if logits is not None:
+            drawn = sample(logits, choices, history)
+            own = Drawn(drawn.tokens.int(), drawn.told)
+        return Drawn(self.rank.communicator.broadcast(own.tokens), own.told)
+
+    def _computed(self, batch: Batch, launched: _Launched) -> Computed:
+        rows = batch.rows
+        following = self._tokens.cells(rows.row_slots, rows.positions + 1)
+        return Computed(
+            row_slots=rows.row_slots,
+            positions=rows.positions,
+            kv_slots=rows.kv_slots,
+            meta=launched.meta,
+            features=launched.features,
+            sampled_slots=batch.sampled_slots,
+            last_rows=batch.drawn_rows,
+            following=lambda: self._tokens.read(sent(following, self.rank.device)),
+        )
+
+    def _step(
+        self, plan: StepPlan, batch: Batch, launched: _Launched, places: Int32s, drafts: WithDrafts | None = None
+    ) -> LaunchedStep:
+        drawn, scored = launched.drawn.on_host(), launched.scored.on_host()
+        return LaunchedStep(
+            plan=plan,
+            batch=batch,
+            drawn=drawn,
+            scored=scored,
+            tenancies=self.rank.sequences.tenancies[batch.sampled_slots],
+            places=places,
+            marks=Marks(launched.begun, launched.forwarded, self._clock.mark()),
+            drafts=drafts,
+        )
+
+
+class _Launched(NamedTuple):
+    """What a step comes to on the device."""
+
+    meta: BatchMeta
+    features: Tensor | None
+    drawn: Drawn
+    scored: ScoredRows
+    begun: Mark
+    forwarded: Mark
+
+
+def _drawing(rows: Tensor, batch: Batch, meta: BatchMeta) -> Tensor:
+    """Those of a batch's rows that are drawn behind."""
+    if batch.merged is not None:
+        return rows.index_select(0, sent(batch.drawn_rows, rows.device))
+    return rows if meta.every_row else rows.index_select(0, meta.logits_rows)

@@ -1,0 +1,57 @@
+"""What a rank's sequences hold, on its device: what a step draws is written here, and read by the step behind it.
+
+So neither step waits until the host knows the tokens. A cell is a sequence's slot and a position in it, as one number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.crossing import sent, sent_together
+from services.worker.rows import Int32s, Slots
+from services.worker.sampling.held import History
+
+_MOST_CELLS = 2**31
+"""Cells are numbered as everything else that a step's rows are sent with: in 32 bits."""
+
+
+class TokenTable:
+    """Owns the tokens. Everything is done in the order of the device's current stream."""
+
+    def __init__(self, slots: int, width: int, device: torch.device) -> None:
+        """`width` tokens a slot. Raises ValueError where these are too many to be numbered."""
+        if slots * width > _MOST_CELLS:
+            raise ValueError(f"{slots} sequences of {width} tokens are more than {_MOST_CELLS} tokens")
+        self._device = device
+        self._width = width
+        self._cells: Tensor = torch.zeros(slots * width, dtype=torch.int32, device=device)
+
+    def cells(self, slots: Slots, positions: Int32s) -> Int32s:
+        """Of as many slots as positions."""
+        numbered: Int32s = (slots * self._width + positions).astype(np.int32)
+        return numbered
+
+    def put(self, cells: Int32s, tokens: Int32s) -> None:
+        """Writes what the host knows."""
+        where, what = sent_together((cells.astype(np.int64), tokens), self._device)
+        self._cells.index_copy_(0, where, what)
+
+    def write(self, cells: Tensor, tokens: Tensor) -> None:
+        """Writes what was drawn, `tokens` int32."""
+        self._cells.index_copy_(0, cells.long(), tokens)
+
+    def read(self, cells: Tensor) -> Tensor:
+        return self._cells.index_select(0, cells)
+
+    def history(self, prompt_lengths: Int32s) -> History:
+        """What the sampler asks for, `prompt_lengths` by slot."""
+
+        def held(slots: Slots, positions: Int32s) -> tuple[Tensor, Int32s, Int32s]:
+            prompts = prompt_lengths[slots]
+            lengths = prompts + positions
+            longest = self._cells.view(-1, self._width)[:, : int(lengths.max())]
+            return longest.index_select(0, sent(slots, self._device)), lengths, prompts
+
+        return held

@@ -1,0 +1,77 @@
+"""Steps whose tokens the host has not seen, and what waits for it to see them: histories, grammars, and drafts."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+
+from services.worker.backend import MOST_BEGUN
+from services.worker.launched_step import LaunchedStep
+from services.worker.rank import Rank
+from services.worker.rows import Int32s, Slots
+from services.worker.speculation.proposer import Computed
+from services.worker.token_table import TokenTable
+
+_MOST = 2 * MOST_BEGUN
+"""Steps that are settled some time after they are over, when somebody needs what they drew; older ones are at once."""
+
+
+class UnsettledSteps:
+    """Owns them. Settling one waits until the device is done with it."""
+
+    def __init__(self, rank: Rank, tokens: TokenTable) -> None:
+        self._rank = rank
+        self._tokens = tokens
+        self._steps: deque[LaunchedStep] = deque()
+
+    def clear(self) -> None:
+        """Nobody wants to know any more."""
+        self._steps.clear()
+
+    def add(self, step: LaunchedStep) -> None:
+        self._steps.append(step)
+        while len(self._steps) > _MOST:
+            self._settle_oldest()
+
+    def settle_all(self) -> None:
+        while self._steps:
+            self._settle_oldest()
+
+    def settle_drafts(self) -> None:
+        """Until it is known how many of the latest step's drafts stand, sequences have no lengths."""
+        if self._steps and self._steps[-1].drafts is not None:
+            self.settle_all()
+
+    def settle_for(self, slots: Slots) -> None:
+        """Until all is known that was drawn for `slots`."""
+        needed = [np.isin(slots, step.batch.sampled_slots).any() for step in self._steps]
+        for _ in range(max((place + 1 for place, need in enumerate(needed) if need), default=0)):
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        step = self._steps.popleft()
+        tokens = step.tokens()
+        if step.drafts is not None:
+            self._settle_with_drafts(step, tokens, step.drafts.computed)
+            return
+        batch, rank = step.batch, self._rank
+        there = np.flatnonzero(rank.sequences.tenancies[batch.sampled_slots] == step.tenancies)
+        slots = batch.sampled_slots[there]
+        rank.sequences.fill(slots, step.places[there], tokens[there, 0])
+        if rank.guided is not None:
+            rank.guided.take(slots, np.ones(len(slots), dtype=np.int32), tokens[there])
+
+    def _settle_with_drafts(self, step: LaunchedStep, tokens: Int32s, computed: Computed | None) -> None:
+        """Nothing was begun behind it, so all of its sequences are there."""
+        batch, rank = step.batch, self._rank
+        counts = rank.sequences.append(batch.sampled_slots, batch.drafted, tokens)
+        rows, columns = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        cells = self._tokens.cells(batch.sampled_slots[rows], step.places[rows] + columns.astype(np.int32))
+        self._tokens.put(cells, tokens[rows, columns])
+        if rank.guided is not None:
+            rank.guided.take(batch.sampled_slots, counts, tokens)
+        if rank.proposer is not None and computed is not None:
+            last = batch.drawn_rows[batch.first_drawn + counts - 1]
+            rank.proposer.observe(replace(computed, last_rows=last))
