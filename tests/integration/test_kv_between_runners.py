@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from services.worker.kv.transfers import Transfers
+from services.worker.loaded_model import DtypeChoice
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
-from services.worker.torch_backend import DtypeChoice
 from shared.blocks import BLOCK_SIZE
 from shared.messages.worker import Transfer
 from tests.kv_ranks import make_arena, transfer

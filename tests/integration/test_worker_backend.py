@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from services.worker.batch import BrokenPlan
+from services.worker.loaded_model import DtypeChoice
 from services.worker.model.config import ModelError
 from services.worker.model_runner import ModelRunner
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName
-from services.worker.torch_backend import DtypeChoice
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingParams
