@@ -27,4 +27,6 @@ def tiny_backend(path: Path, **different: Any) -> ModelRunner:
         "ops": "torch",
         "threads": 1,
     }
-    return create_backend(path, **(chosen | different))
+    backend = create_backend(path, **(chosen | different))
+    assert isinstance(backend, ModelRunner)
+    return backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class TinyModel:
     family: str
     path: Path
     reference: Any
+    generated: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), vocabulary] of the reference."""
@@ -89,7 +90,13 @@ class TinyModel:
         return logits
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """`count` tokens as `transformers` generates them."""
+        """`count` tokens as `transformers` generates them; found once for each prompt."""
+        asked = (tuple(prompt), count)
+        if asked not in self.generated:
+            self.generated[asked] = self._generated(prompt, count)
+        return list(self.generated[asked])
+
+    def _generated(self, prompt: list[int], count: int) -> list[int]:
         config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
         with torch.inference_mode():
             output = self.reference.generate(

@@ -43,7 +43,7 @@ def profile(
         total=total_bytes(device),
         free=free,
         held=max(0, free_before - free) if cuda else 0,
-        activations=step * -(-max_batch_tokens // rows),
+        activations=step * -(-max_batch_tokens // rows) + parts.token_bytes,
         graphs=captured,
     )
 

@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from services.worker.guided.library import GrammarLibrary
+from services.worker.launching_runner import LaunchingRunner
 from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.model_runner import ModelRunner
 from services.worker.parallel import Communicator
@@ -16,7 +17,10 @@ from services.worker.pipeline import Pipeline
 from services.worker.rank import Rank
 from services.worker.speculation.drafter import Drafter
 from services.worker.speculation.proposer import Drafting
+from services.worker.token_table import table_bytes
 from shared.messages.lifecycle import ModelCard
+
+Runner = ModelRunner | LaunchingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class RunnerParts:
         num_blocks: int,
         max_model_len: int,
         replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
-    ) -> ModelRunner:
+    ) -> Runner:
         """With memory of its own for so many blocks."""
         rank = Rank(
             card=replace(self.card, max_model_len=max_model_len),
@@ -59,4 +63,14 @@ class RunnerParts:
             drafting=self.drafting,
             replaying=replaying,
         )
-        return ModelRunner(rank)
+        return LaunchingRunner(rank) if self.launches else ModelRunner(rank)
+
+    @property
+    def token_bytes(self) -> int:
+        """What the tokens of all sequences take on a device that reads them there."""
+        return table_bytes(self.max_num_seqs, self.card.max_model_len + 1) if self.launches else 0
+
+    @property
+    def launches(self) -> bool:
+        """Whether the device works by itself, and nobody needs what is drawn in main memory."""
+        return self.device.type == "cuda" and self.pipeline.stages == 1

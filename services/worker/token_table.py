@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.crossing import sent, sent_together
+from services.worker.model.config import ModelError
 from services.worker.rows import Int32s, Slots
 from services.worker.sampling.held import History
 
@@ -17,13 +18,20 @@ _MOST_CELLS = 2**31
 """Cells are numbered as everything else that a step's rows are sent with: in 32 bits."""
 
 
+def table_bytes(slots: int, width: int) -> int:
+    """What a table of `width` tokens a slot takes."""
+    return slots * width * torch.int32.itemsize
+
+
 class TokenTable:
     """Owns the tokens. Everything is done in the order of the device's current stream."""
 
     def __init__(self, slots: int, width: int, device: torch.device) -> None:
-        """`width` tokens a slot. Raises ValueError where these are too many to be numbered."""
+        """`width` tokens a slot. Raises ModelError where these are too many to be numbered."""
         if slots * width > _MOST_CELLS:
-            raise ValueError(f"{slots} sequences of {width} tokens are more than {_MOST_CELLS} tokens")
+            raise ModelError(
+                f"{slots} sequences of {width} tokens each are too many: lower max_num_seqs or max_model_len"
+            )
         self._device = device
         self._width = width
         self._cells: Tensor = torch.zeros(slots * width, dtype=torch.int32, device=device)
