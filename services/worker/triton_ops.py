@@ -14,6 +14,7 @@ from services.worker.kernels.activations import gated_act
 from services.worker.kernels.attention import paged_attention
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
+from services.worker.kv.copier import KvCopier
 from services.worker.ops import Activation, BatchMeta, OpsUnavailable
 from services.worker.torch_ops import TorchOps
 from shared.blocks import BLOCK_SIZE
@@ -55,6 +56,12 @@ class TritonOps(TorchOps):
         shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
         keys, values = (torch.zeros(shape, dtype=self._cache_dtype, device=self._device) for _ in range(2))
         return keys, values
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
+        if self._cache_dtype.itemsize == 1:
+            # What is only copied need not be numbers that PyTorch can index.
+            caches = [(keys.view(torch.uint8), values.view(torch.uint8)) for keys, values in caches]
+        return super().kv_copier(caches, head_dim)
 
     def rope_and_store(
         self,

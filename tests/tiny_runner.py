@@ -1,0 +1,59 @@
+"""A runner for a tiny model, without the rehearsals of a start: for operations that take a second for each row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from services.worker.graphs.capture import Capture
+from services.worker.graphs.choice import DecodeGraphs
+from services.worker.launching_runner import LaunchingRunner
+from services.worker.loaded_model import DtypeChoice, Wanted, load_model
+from services.worker.model_runner import ModelRunner
+from services.worker.ops_choice import CacheDtype, OpsName
+from services.worker.parallel import SingleRank
+from services.worker.pipeline import SingleStage
+from services.worker.rank import Rank
+from shared.ids import ModelName
+
+
+def tiny_runner(
+    path: Path,
+    ops: OpsName,
+    *,
+    device: str = "cpu",
+    dtype: DtypeChoice = "auto",
+    cache: CacheDtype = "auto",
+    max_num_seqs: int = 3,
+    num_blocks: int = 16,
+    capture: Capture | None = None,
+    launching: bool = False,
+) -> ModelRunner | LaunchingRunner:
+    """`capture`: decodes are captured with it; None: nothing is. `launching`: as on a GPU."""
+    loaded = load_model(
+        Wanted(
+            folder=path,
+            device=torch.device(device),
+            dtype=dtype,
+            max_model_len=None,
+            load_format="auto",
+            ops=ops,
+            cache=cache,
+            communicator=SingleRank(),
+            pipeline=SingleStage(),
+            layers=None,
+        )
+    )
+    graphs = DecodeGraphs(loaded.decoder, loaded.wanted.device, (max_num_seqs,), loaded.max_model_len, features=False)
+    rank = Rank(
+        card=loaded.card(ModelName("tiny")),
+        device=loaded.wanted.device,
+        decoder=loaded.decoder,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        communicator=SingleRank(),
+        digest=loaded.digest,
+        replaying=None if capture is None else graphs.replaying(capture),
+    )
+    return LaunchingRunner(rank) if launching else ModelRunner(rank)
