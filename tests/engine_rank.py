@@ -6,16 +6,22 @@ are MessagePack, each message behind its length. `tests/engine_ranks.py` is the 
 
 from __future__ import annotations
 
+import os
+import queue
 import sys
+import threading
+import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 import pytest
 import torch
 from msgspec import Struct
 
+from services.worker.backend import MOST_BEGUN, StepOutput, StepUnderWay
+from services.worker.launching_runner import LaunchingRunner
 from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName
 from services.worker.parallel import SingleRank
@@ -26,6 +32,7 @@ from shared.ids import Incarnation
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Sampled
 from shared.messages.worker import StepPlan
+from tests.launching import Runner, launching
 from tests.recorded_logits import record_logits
 from tests.tiny_backend import tiny_backend
 
@@ -47,6 +54,8 @@ class Serve(Struct, frozen=True, tag=True):
     """Tokens that n-gram look-up may draft."""
     speculation: Speculation | None = None
     """Another method."""
+    launched: bool = False
+    """Step after step is begun before the tokens of the one before are known."""
 
     @property
     def world_size(self) -> int:
@@ -131,35 +140,64 @@ def serving(backend: ModelRunner) -> Serving:
     )
 
 
+class Launched(NamedTuple):
+    plan: StepPlan
+    step: StepUnderWay
+    logits: list[list[float]]
+
+
 class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.asked: Serve | None = None
-        self.backend: ModelRunner | None = None
+        self.backend: Runner | None = None
+        self.launched: queue.Queue[Launched] = queue.Queue(MOST_BEGUN - 1)
+        """Beside the one that is awaited."""
+        threading.Thread(target=self._answer_all, daemon=True).start()
         self.epoch: Incarnation | None = None
         self.logits = record_logits(pytest.MonkeyPatch())
 
     def serve(self, asked: Serve) -> Serving | None:
+        self.launched.join()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.asked, self.backend, self.epoch = asked, None, None
         if self.rank >= asked.world_size:
             return None
-        self.backend = served(self.rank, asked)
-        return serving(self.backend)
+        backend = served(self.rank, asked)
+        self.backend = launching(backend) if asked.launched else backend
+        return serving(backend)
 
-    def step(self, plan: StepPlan) -> Drew | None:
+    def step(self, plan: StepPlan) -> None:
         assert self.backend is not None
-        assert self.asked is not None
         if plan.epoch != self.epoch:
             self.epoch = plan.epoch
+            self.launched.join()
             self.backend.reset()
         self.logits.clear()
-        output = self.backend.step(plan)
-        rows = [row for logits in self.logits for row in logits.tolist()]
-        if self.rank != self.asked.draws:
-            return None
-        return Drew(plan.step, output.sampled, output.drafted, output.accepted, rows)
+        if isinstance(self.backend, LaunchingRunner):
+            self.launched.put(Launched(plan, self.backend.begin(plan), self._rows()))
+        else:
+            self._tell(plan, self.backend.step(plan), self._rows())
+
+    def _rows(self) -> list[list[float]]:
+        return [row for logits in self.logits for row in logits.tolist()]
+
+    def _answer_all(self) -> None:
+        while True:
+            plan, step, rows = self.launched.get()
+            try:
+                self._tell(plan, step.output(), rows)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            self.launched.task_done()
+
+    def _tell(self, plan: StepPlan, output: StepOutput, rows: list[list[float]]) -> None:
+        assert self.asked is not None
+        if self.rank == self.asked.draws:
+            drew = Drew(plan.step, output.sampled, output.drafted, output.accepted, rows)
+            write(sys.stdout.buffer, drew)
 
 
 def main(rank: str) -> None:
@@ -169,8 +207,8 @@ def main(rank: str) -> None:
     while (payload := read(sys.stdin.buffer)) is not None:
         if payload[0] >> 4 == 0x8:  # a map: `Serve`; plans are arrays
             write(sys.stdout.buffer, this.serve(decoder.decode(payload)))
-        elif (drew := this.step(plans.decode(payload))) is not None:
-            write(sys.stdout.buffer, drew)
+        else:
+            this.step(plans.decode(payload))
 
 
 if __name__ == "__main__":

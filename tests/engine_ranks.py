@@ -75,10 +75,11 @@ class RankProcesses:
         kv_memory: int = 4 << 20,
         drafts: int = 0,
         speculation: Speculation | None = None,
+        launched: bool = False,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
-        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation)
+        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation, launched)
         for process in self._processes:
             write(_pipe(process.stdin), asked)
         answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]

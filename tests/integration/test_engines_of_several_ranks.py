@@ -96,6 +96,27 @@ def test_greedy_output_is_the_reference_s(
     say_what_the_reference_says(engine, model)
 
 
+@pytest.mark.features("tensor parallel", "preemption")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_launched_ahead_of_what_is_known_they_say_what_they_would_have_said(
+    ranks: RankProcesses, models: Callable[..., TinyModel], tp: int
+) -> None:
+    """Chunks, prefixes, preemption and seeds: the scheduler plans, and ranks begin, steps ahead of their tokens."""
+    model = models("llama", 2)
+    alone = ranks.serve(model.path)
+    expected = [alone.ask(tokens, 40, SEEDED) for tokens in PROMPTS]
+    alone.run()
+    limits = Limits(run_ahead=2, plan_late=False, max_batch_tokens=48, max_running=4)
+    block = alone.serving[0].block_bytes
+    engine = ranks.serve(model.path, tp=tp, limits=limits, kv_memory=PREEMPTING * block // tp, launched=True)
+    requests = [engine.ask(tokens, 40, SEEDED) for tokens in PROMPTS]
+    engine.run()
+    assert engine.preemptions > 0
+    assert engine.most_in_flight > 1
+    assert [request.tokens for request in requests] == [request.tokens for request in expected]
+    say_what_the_reference_says(ranks.serve(model.path, tp=tp, limits=limits, launched=True), model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 @pytest.mark.parametrize(
@@ -148,13 +169,13 @@ def test_preemption_and_seeds_change_nothing_in_a_pipeline(
     assert [request.tokens for request in requests] == [request.tokens for request in expected]
 
 
-@pytest.mark.parametrize(("tp", "stages"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "stages", "launched"), [(2, 1, False), (2, 1, True), (2, 2, False)])
 def test_every_stage_drafts_the_same(
-    ranks: RankProcesses, models: Callable[..., TinyModel], tp: int, stages: int
+    ranks: RankProcesses, models: Callable[..., TinyModel], tp: int, stages: int, launched: bool
 ) -> None:
     model = models("llama", 2)
     limits = Limits(run_ahead=1, plan_late=False, speculation="fixed")
-    engine = ranks.serve(model.path, tp=tp, stages=stages, limits=limits, drafts=3)
+    engine = ranks.serve(model.path, tp=tp, stages=stages, limits=limits, drafts=3, launched=launched)
     # What follows a prompt is put behind it twice: what was looked up is then often right.
     prompts = [3 * (tokens + model.greedy(tokens, 8)) for tokens in (prompt(5, 1), prompt(7, 2), prompt(9, 3))]
     requests = [engine.ask(tokens, 20) for tokens in prompts]
@@ -166,7 +187,8 @@ def test_every_stage_drafts_the_same(
 def test_drafters_of_two_ranks_are_those_of_one(
     ranks: RankProcesses, models: Callable[..., TinyModel], tmp_path: Path
 ) -> None:
-    """Rank 0 drafts with whole weights, and tells the other; run-ahead goes on from lengths that are bounds only."""
+    """Rank 0 drafts with whole weights, and tells the other; run-ahead goes on from lengths that are bounds only. By
+    launches, too."""
     model = models("llama", 2)
     limits = Limits(run_ahead=2, speculation="fixed")
     prompts = [prompt(5, 1), prompt(17, 2), prompt(30, 3)]
@@ -176,13 +198,13 @@ def test_drafters_of_two_ranks_are_those_of_one(
     for method, folder in folders.items():
         speculation = Speculation(method=method, model=str(folder))
         accepted = []
-        for tp in (1, 2):
-            engine = ranks.serve(model.path, tp=tp, limits=limits, speculation=speculation)
+        for tp, launched in ((1, False), (2, False), (2, True)):
+            engine = ranks.serve(model.path, tp=tp, limits=limits, speculation=speculation, launched=launched)
             requests = [engine.ask(tokens, 24) for tokens in prompts]
             engine.run()
             assert [request.tokens for request in requests] == expected, method
             accepted.append(engine.accepted)
-        assert accepted[0] == accepted[1], method
+        assert accepted[0] == accepted[1] == accepted[2], method
         assert accepted[0] > 0 or method != "draft"
 
 
