@@ -47,6 +47,8 @@ class Rows(NamedTuple):
 
 def rows_of(units: Units, block_tables: Int32s, tokens: Int32s) -> Rows:
     """`block_tables` and `tokens` are by slot. At least one unit."""
+    if (units.counts == 1).all():
+        return _single_rows(units.slots, units.starts, block_tables, tokens)
     order = np.argsort(units.counts > 1, kind="stable")
     slots, starts, counts = units.slots[order], units.starts[order], units.counts[order]
     ends = starts + counts
@@ -76,9 +78,32 @@ def rows_of(units: Units, block_tables: Int32s, tokens: Int32s) -> Rows:
     )
 
 
+def _single_rows(slots: Slots, positions: Int32s, block_tables: Int32s, tokens: Int32s) -> Rows:
+    """As `rows_of`, for units of a row each: what nearly all steps are made of."""
+    ends = positions + 1
+    max_context = int(ends.max())
+    counting = np.arange(len(slots) + 1, dtype=np.int32)
+    return Rows(
+        ids=tokens[slots, positions],
+        positions=positions,
+        kv_slots=block_tables[slots, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        query_starts=counting,
+        context_lens=ends,
+        block_tables=block_tables[slots, : blocks_for(max_context)],
+        num_decodes=len(slots),
+        prefills=(),
+        max_query=1,
+        max_context=max_context,
+        row_slots=slots,
+        last_rows=counting[:-1],
+    )
+
+
 def drafts_apart(drafted: Int32s) -> tuple[Slots, Int32s]:
     """Sequences with `drafted` [Q] drafts each have a row for their last token and one for each draft, all of a
     sequence's together: (whose each row is [R], how many drafts stand before it [R])."""
+    if not drafted.any():
+        return np.arange(len(drafted)), np.zeros_like(drafted)
     owner = np.repeat(np.arange(len(drafted)), drafted + 1)
     first = np.cumsum(drafted + 1) - (drafted + 1)
     return owner, (np.arange(len(owner)) - first[owner]).astype(np.int32)

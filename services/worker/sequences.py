@@ -97,11 +97,11 @@ class SequenceTable:
         so soon, and draws nothing more.
         """
         slots = np.array([self._slot_of(item.sequence) for item in work], dtype=np.intp)
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise BrokenPlan("a sequence has two shares of one step")
-        for slot, item in zip(slots, work, strict=True):
+        for item in work:
             if item.blocks:
-                self._blocks.append(int(slot), item.sequence, item.blocks)
+                self._blocks.append(self._slots[item.sequence], item.sequence, item.blocks)
         full = self._length[slots] >= self._tokens.shape[1]
         if full.any():
             work = tuple(work[i] for i in np.flatnonzero(~full))
@@ -188,6 +188,9 @@ class SequenceTable:
         drawn [Q, K + 1]: behind each one's known tokens, behind its first draft, and so on; its drafts are still where
         the batch put them. Keys and values are computed of all but the last token then.
         """
+        if drawn.shape[1] == 1:
+            self.fill(slots, self.advance(slots), drawn[:, 0])
+            return np.ones_like(drafted)
         counts = 1 + standing(drawn, self.drafts(slots, drawn.shape[1] - 1), drafted)
         rows, columns = np.nonzero(np.arange(drawn.shape[1]) < counts[:, None])
         lengths = self._length[slots]

@@ -60,6 +60,8 @@ NOTHING_DRAWN = Verdict(np.zeros((0, 1), dtype=np.int32), np.zeros(0, dtype=np.i
 
 def by_sequence(drawn: Int32s, drafted: Int32s) -> Int32s:
     """drawn [R], a token for each row of logits → [Q, K + 1], zeros behind the last of each sequence."""
+    if len(drawn) == len(drafted):  # nobody has a draft
+        return drawn.reshape(-1, 1)
     tokens = np.zeros((len(drafted), int(drafted.max(initial=0)) + 1), dtype=np.int32)
     tokens[drafts_apart(drafted)] = drawn
     return tokens
