@@ -19,12 +19,11 @@ from services.worker.kv_profile import profile
 from services.worker.loaded_model import DtypeChoice, LoadedModel, Wanted, load_model
 from services.worker.memory import free_bytes
 from services.worker.model.config import ModelError
-from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import CacheDtype, OpsName
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rehearsal import rehearse
-from services.worker.runner_parts import RunnerParts
+from services.worker.runner_parts import Runner, RunnerParts
 from services.worker.speculation.choice import drafting_of, open_drafter
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.proposer import NO_DRAFTING
@@ -58,7 +57,7 @@ def create_backend(
     gpu_memory_utilization: float = 0.9,
     enforce_eager: bool = False,
     kv_cache_dtype: CacheDtype = "auto",
-) -> ModelRunner:
+) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
     `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
@@ -142,7 +141,7 @@ def _parts(loaded: LoadedModel, name: ModelName, max_num_seqs: int, speculation:
 
 def _ready(
     parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: DecodeGraphs | None, rows: int
-) -> ModelRunner:
+) -> Runner:
     """Everything captured, and every first-time cost paid. Raises ModelError."""
     replaying = None if graphs is None else replace(graphs, max_model_len=max_model_len).replaying()
     try:
