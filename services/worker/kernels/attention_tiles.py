@@ -6,7 +6,7 @@ where decode needs them) and by counting; not yet by measuring.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,8 +15,23 @@ HOPPER = 9
 """Major compute capability from which products run on whole warp groups (wgmma), and shared memory has 227 KiB."""
 
 _DECODE_BYTES = 16 * 1024
-"""Keys (and as many values) of a decode's tile: two programs with two tiles on the way each are 128 KiB for an SM,
-when 4.8 TB/s at 800 ns need 29 KiB."""
+"""Keys (and as many values) of a decode's tile. With two tiles on the way, three programs fit on an SM of Hopper: at
+least 96 KiB on their way to it, when 4.8 TB/s over 132 SMs at 800 ns need 29 KiB."""
+
+_DECODES_PER_SM = 3
+"""Programs of decode attention that an SM holds at once, by the shared memory above."""
+
+_FULL_ENOUGH = 0.85
+"""A cut of the context that keeps this share of the GPU busy is fine enough; finer ones cost merging."""
+
+_MOST_WAVES = 4
+"""With more waves of programs than these, an almost empty last one costs little: no finer cut is looked for."""
+
+_LONG_SHARE = 16384
+"""Tokens from which a share is cut again, a few times, however many programs there are: the longest context of a
+batch ends last, and alone."""
+
+_CUTS_OF_LONG = 4
 
 
 class Tile(NamedTuple):
@@ -42,7 +57,67 @@ def packed_rows(group: int) -> int:
 def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
     """Of decode attention, for any GPU from sm_80 on."""
     tokens = max(16, min(128, _DECODE_BYTES // (padded(head_dim) * cache_itemsize)))
-    return Tile(packed_rows(group), tokens, num_warps=4, num_stages=3)
+    return Tile(packed_rows(group), tokens, num_warps=4, num_stages=5)
+
+
+def decode_splits(sequences: int, heads: int, kv_heads: int, most_tokens: int, tile: Tile, sms: int) -> int:
+    """Into how many shares decodes cut their contexts, of which the longest has `most_tokens` (or its window has).
+
+    The fewest that fill the GPU: with two programs on each SM, or, where there are more programs than it holds at once,
+    with a last wave that is not mostly empty.
+    """
+    programs = sequences * kv_heads * -(-heads // kv_heads // tile.rows)
+    least = min(_CUTS_OF_LONG, -(-most_tokens // _LONG_SHARE))
+    return _splits(programs, max(1, least), max(1, -(-most_tokens // tile.tokens)), sms)
+
+
+@lru_cache(maxsize=4096)
+def _splits(programs: int, least: int, finest: int, sms: int) -> int:
+    most = max(least, min(finest, -(-_MOST_WAVES * sms * _DECODES_PER_SM // programs)))
+    fullness = {splits: _fullness(programs * splits, sms) for splits in range(least, most + 1)}
+    enough = _FULL_ENOUGH * max(fullness.values())
+    return next(splits for splits, full in fullness.items() if full >= enough)
+
+
+def _fullness(programs: int, sms: int) -> float:
+    """The share of the GPU that they keep busy, 1 at the most."""
+    held = sms * _DECODES_PER_SM
+    if programs <= held:
+        return min(1.0, programs / (2 * sms))
+    return programs / (-(-programs // held) * held)
+
+
+@cache
+def prefill_tile(head_dim: int, rows: int, itemsize: int, windowed: bool, generation: int) -> Tile:
+    """Of prefill attention, where sequences have up to `rows` (tokens × heads of a group) of them.
+
+    Rows of 128 on two warp groups read keys and values half as often as rows of 64, and chunks of fewer rows than that
+    fill tiles of 64. Float32 takes three products for each, and so many registers that its tiles are small. A window
+    adds a loop with masks and registers with it.
+    """
+    width = padded(head_dim)
+    if itemsize == 4:
+        return _FLOAT32_PREFILLS[max(width, 64)]
+    if rows <= 64 or (generation < HOPPER and width == 128 and windowed):
+        return Tile(64, 32, num_warps=8, num_stages=3) if width > 128 else Tile(64, 32, num_warps=4, num_stages=3)
+    if width > 128:
+        return Tile(128, 32, num_warps=8, num_stages=3) if generation >= HOPPER else Tile(64, 32, 8, num_stages=3)
+    whole = width == 128 and generation >= HOPPER and not windowed
+    return Tile(128, 128 if whole else 64, num_warps=8, num_stages=3 if whole else 5)
+
+
+_FLOAT32_PREFILLS = {
+    64: Tile(16, 64, num_warps=4, num_stages=3),
+    128: Tile(16, 32, num_warps=4, num_stages=3),
+    256: Tile(16, 16, num_warps=8, num_stages=3),
+}
+"""By padded head size."""
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """The GPU's major compute capability; off a GPU, as if it were Hopper."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
 
 
 @cache

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.kernels.attention_tiles import decode_tile, padded
-from services.worker.kernels.paged_tiles import BLOCK, cached_rows, scaled_scores
+from services.worker.kernels.paged_tiles import BLOCK, cached_rows, cached_tile, scaled_scores
 from services.worker.kernels.products import dot
 
 _MERGED_AT_ONCE = 32
@@ -99,9 +99,8 @@ def decode_kernel(
             there = there & (tokens >= first)
         at = cached_rows(table, tokens, there, kv_head, KV_HEADS)[:, None] * DIM + dims[None, :]
         # What is not there may hold anything, NaN too: it is neither read nor multiplied.
-        loaded = there[:, None] & (dims < DIM)[None, :]
-        keys = tl.load(k_cache + at, mask=loaded, other=0.0).to(query.dtype)
-        values = tl.load(v_cache + at, mask=loaded, other=0.0).to(query.dtype)
+        keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
+        values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
         products = dot(query, tl.trans(keys), tl.zeros([ROWS, TILE], tl.float32))
         scores = tl.where(there[None, :], scaled_scores(products, scale, SOFTCAP), float("-inf"))
         # A tile has a token that is there, so `newest` is finite from the first one on.

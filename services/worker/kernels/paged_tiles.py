@@ -17,9 +17,30 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def cached_rows(table, tokens, there, kv_head, KV_HEADS: tl.constexpr):
-    """Which rows of a cache, as [rows, D], hold `tokens` of the sequence whose block table this is (int64)."""
-    blocks = tl.load(table + tokens // BLOCK, mask=there, other=0).to(tl.int64)
-    return (blocks * KV_HEADS + kv_head) * BLOCK + tokens % BLOCK
+    """Which rows of a cache, as [rows, D], hold `tokens` of the sequence whose block table this is (int64).
+
+    `there`: for which of them the table may be read; None is all.
+    """
+    if there is None:
+        blocks = tl.load(table + tokens // BLOCK)
+    else:
+        blocks = tl.load(table + tokens // BLOCK, mask=there, other=0)
+    return (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + tokens % BLOCK
+
+
+@triton.jit
+def cached_tile(cache, at, there, dims, DIM: tl.constexpr):
+    """The elements `at` [tokens, dims] of a cache; zeros for tokens that are not `there`, and beyond DIM."""
+    if there is None:
+        if dims.shape[0] == DIM:
+            tile = tl.load(cache + at)
+        else:
+            tile = tl.load(cache + at, mask=(dims < DIM)[None, :], other=0.0)
+    elif dims.shape[0] == DIM:
+        tile = tl.load(cache + at, mask=there[:, None], other=0.0)
+    else:
+        tile = tl.load(cache + at, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit

@@ -1,0 +1,66 @@
+"""What each kernel must move and multiply at the least: the other side of a roofline. Integers, no torch.
+
+Bytes count what has to come from or go to the device's memory once; FLOPs count multiplication and addition each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def visible(context: int, window: int | None) -> int:
+    """Tokens of a context that its newest one sees."""
+    return context if window is None else min(context, window)
+
+
+def decode_bytes(
+    contexts: Iterable[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    cache_itemsize: int,
+    window: int | None = None,
+) -> int:
+    """Keys and values of all contexts, queries and results; without the partials of a context cut in shares."""
+    contexts = list(contexts)
+    tokens = sum(visible(context, window) for context in contexts)
+    return 2 * tokens * kv_heads * head_dim * cache_itemsize + 2 * len(contexts) * heads * head_dim * itemsize
+
+
+def decode_flops(contexts: Iterable[int], *, heads: int, head_dim: int, window: int | None = None) -> int:
+    """Two products, of queries with keys and of chances with values."""
+    return 4 * heads * head_dim * sum(visible(context, window) for context in contexts)
+
+
+def prefill_flops(prefills: Iterable[tuple[int, int]], *, heads: int, head_dim: int, window: int | None = None) -> int:
+    """Of sequences of (rows, context), the rows being the context's last; what the causal mask hides is not counted."""
+    return 4 * heads * head_dim * sum(_seen(rows, context, window) for rows, context in prefills)
+
+
+def prefill_bytes(
+    prefills: Iterable[tuple[int, int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    cache_itemsize: int,
+    window: int | None = None,
+) -> int:
+    """Queries, results, and once the keys and values that some row sees."""
+    moved = 0
+    for rows, context in prefills:
+        tokens = context if window is None else min(context, window + rows - 1)
+        moved += 2 * rows * heads * head_dim * itemsize + 2 * tokens * kv_heads * head_dim * cache_itemsize
+    return moved
+
+
+def _seen(rows: int, context: int, window: int | None) -> int:
+    """Pairs of a row and a token that it sees."""
+    most = context if window is None else min(context, window)
+    before = context - rows
+    # Rows at positions below `most` - 1 see one token more than the row before, the others `most`.
+    growing = max(0, min(rows, most - before))
+    return growing * before + growing * (growing + 1) // 2 + (rows - growing) * most

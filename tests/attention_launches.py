@@ -1,0 +1,113 @@
+"""Launches of paged attention, for models that are served; see tests/kernel_launches.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from services.worker.kernels.attention_tiles import decode_tile, padded, prefill_tile
+from services.worker.kernels.decode_attention import decode_kernel, merge_kernel
+from services.worker.kernels.prefill_attention import prefill_kernel
+from tests.kernel_launches import Launch
+
+
+def attention() -> Iterator[Launch]:
+    for shape in (
+        # Llama-3.1-8B and -70B, Qwen3.
+        AttentionShape(128, "bf16", group=4),
+        AttentionShape(128, "bf16", group=8, cache="fp8e4nv", rare=True),
+        AttentionShape(128, "fp16", group=7, window=4096, rare=True),
+        AttentionShape(128, "bf16", group=16, rare=True),
+        # Phi, GPT-NeoX, gpt-oss, Gemma 2.
+        AttentionShape(80, "bf16", group=1, rare=True),
+        AttentionShape(96, "bf16", group=1, window=2047, rare=True),
+        AttentionShape(64, "bf16", group=8, window=128, rare=True),
+        AttentionShape(64, "fp16", group=1, rare=True),
+        AttentionShape(256, "bf16", group=2, rare=True),
+        AttentionShape(256, "bf16", group=2, window=4096, softcap=50.0, rare=True),
+        AttentionShape(256, "bf16", group=2, window=4096, softcap=50.0, cache="fp8e4nv", rare=True),
+        AttentionShape(16, "fp32", group=2, rare=True),
+        AttentionShape(64, "fp32", group=4, window=100, rare=True),
+        AttentionShape(128, "fp32", group=4, softcap=30.0, rare=True),
+        AttentionShape(256, "fp32", group=4, window=100, softcap=30.0, rare=True),
+    ):
+        yield from (shape.decode(split) for split in (False, True))
+        yield from (shape.prefill(rows, target) for rows in (64, 8192) for target in shape.targets)
+    yield _merge(128, rare=False)
+    yield from (_merge(dim, rare=True) for dim in (64, 80, 256))
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    dim: int
+    kind: str
+    group: int
+    window: int | None = None
+    softcap: float | None = None
+    cache: str | None = None
+    rare: bool = False
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        # Before 8.9 no GPU converts them.
+        return (90,) if self.cache == "fp8e4nv" else (80, 90)
+
+    def decode(self, split: bool) -> Launch:
+
+        tile = decode_tile(self.dim, self.group, _bytes(self.cache or self.kind))
+        return Launch(
+            f"decode attention, split {split}, {self}",
+            decode_kernel,
+            self._pointers("q", "out")
+            | {"shares": "*fp32", "weights": "*fp32", "width": "i32", "splits": "i32", "scale": "fp32"},
+            self._constants() | {"ROWS": tile.rows, "TILE": tile.tokens, "SPLIT": split},
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            targets=self.targets,
+            must=frozenset({"mma", "cp.async16", "store16"}),
+            rare=self.rare,
+        )
+
+    def prefill(self, rows: int, target: int) -> Launch:
+
+        tile = prefill_tile(self.dim, rows, _bytes(self.kind), self.window is not None, target // 10)
+        return Launch(
+            f"prefill attention, {rows} rows, {self}",
+            prefill_kernel,
+            self._pointers("q", "out") | {"starts": "*i32", "width": "i32", "scale": "fp32"},
+            self._constants() | {"PACK": min(self.group, tile.rows), "ROWS": tile.rows, "TILE": tile.tokens},
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            targets=(target,),
+            must=frozenset({"cp.async16", "store16"} | {"wgmma" if target >= 90 and tile.rows >= 64 else "mma"}),
+            rare=self.rare,
+        )
+
+    def _pointers(self, *kind: str) -> dict[str, str]:
+        cache = f"*{self.cache or self.kind}"
+        pointers = {"k_cache": cache, "v_cache": cache, "tables": "*i32", "lengths": "*i32"}
+        scales = {} if self.cache is None else {"k_scale": "*fp32", "v_scale": "*fp32"}
+        return dict.fromkeys(kind, f"*{self.kind}") | pointers | scales
+
+    def _constants(self) -> dict[str, Any]:
+
+        shape = {"HEADS": 8 * self.group, "KV_HEADS": 8, "DIM": self.dim, "PAD": padded(self.dim)}
+        scales = {"k_scale": None, "v_scale": None} if self.cache is None else {}
+        return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales
+
+
+def _merge(dim: int, rare: bool) -> Launch:
+
+    return Launch(
+        f"merge of decode attention {dim}",
+        merge_kernel,
+        {"shares": "*fp32", "weights": "*fp32", "lengths": "*i32", "out": "*bf16", "splits": "i32"},
+        {"DIM": dim, "PAD": padded(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": 32},
+        must=frozenset({"load16"}),
+        rare=rare,
+    )
+
+
+def _bytes(kind: str) -> int:
+    return {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}[kind]

@@ -1,0 +1,109 @@
+"""Sequences whose keys and values lie in a paged cache, and what attention over them gives in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.worker.kernels.attention import paged_attention
+from services.worker.ops import BatchMeta
+from shared.blocks import BLOCK_SIZE
+from tests.native_batches import Rows, attention_reference, meta_of, scattered_blocks
+
+FP8 = torch.float8_e4m3fn
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative to values of about 1."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None
+    """Of the cache, where it is not `dtype`."""
+    window: int | None = None
+    softcap: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+class Cached:
+    """Sequences of (rows of this step, context); those of one row come first. What no token wrote is NaN."""
+
+    def __init__(
+        self, shape: Shape, sequences: Sequence[tuple[int, int]], device: str = "cpu", dirty: bool = True, seed: int = 0
+    ) -> None:
+        self.shape, self.device = shape, torch.device(device)
+        self._chance = torch.Generator(self.device).manual_seed(seed)
+        blocks = scattered_blocks([context for _, context in sequences], seed)
+        self.rows = [Rows(*lengths, ids) for lengths, ids in zip(sequences, blocks, strict=True)]
+        cache = (1 + sum(map(len, blocks)), shape.kv_heads, BLOCK_SIZE, shape.dim)
+        nothing = float("nan") if dirty else 0.0
+        self.k_cache, self.v_cache = (
+            torch.full(cache, nothing, device=self.device).to(shape.cache or shape.dtype) for _ in range(2)
+        )
+        self.keys, self.values = [], []
+        for rows in self.rows:
+            self.keys.append(self._written(self.k_cache, rows, shape.k_scale))
+            self.values.append(self._written(self.v_cache, rows, shape.v_scale))
+        self.q = self._random(sum(rows.count for rows in self.rows), shape.heads, shape.dim)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._chance, device=self.device).to(self.shape.dtype)
+
+    def _written(self, cache: Tensor, rows: Rows, scale: float | None) -> Tensor:
+        """Random tokens into the sequence's blocks → what the cache then holds, [context, KV, D] float64."""
+        stored = self._random(rows.context, self.shape.kv_heads, self.shape.dim).to(cache.dtype)
+        # Bytes, as a float8 cannot be assigned by index.
+        at = torch.arange(rows.context, device=self.device)
+        blocks = torch.tensor(rows.blocks, device=self.device)[at // BLOCK_SIZE]
+        cache.view(torch.uint8)[blocks, :, at % BLOCK_SIZE] = stored.view(torch.uint8)
+        return stored.double() * (1.0 if scale is None else scale)
+
+    def meta(self) -> BatchMeta:
+        meta = meta_of(self.rows)
+        moved = {
+            name: getattr(meta, name).to(self.device)
+            for name in ("query_starts", "context_lens", "block_tables", "slots", "positions", "logits_rows")
+        }
+        return replace(meta, **moved)
+
+    def attended(self) -> Tensor:
+        shape = self.shape
+        out = paged_attention(
+            *(self.q, self.k_cache, self.v_cache, self.meta()),
+            **self.how(),
+        )
+        assert out.shape == (len(self.q), shape.heads * shape.dim)
+        return out
+
+    def how(self) -> dict[str, object]:
+        """Every attention's arguments by name."""
+        shape = self.shape
+        scales = {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
+        return {"scale": shape.scale, "window": shape.window, "softcap": shape.softcap} | {
+            name: None if scale is None else torch.tensor([scale], device=self.device) for name, scale in scales.items()
+        }
+
+    def expected(self) -> Tensor:
+        shape = self.shape
+        queries = self.q.split([rows.count for rows in self.rows])
+        parts = [
+            attention_reference(*rows, scale=shape.scale, window=shape.window, softcap=shape.softcap)
+            for rows in zip(queries, self.keys, self.values, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def check(self, out: Tensor | None = None) -> None:
+        out = self.attended() if out is None else out
+        tolerance = TOLERANCE[self.shape.dtype]
+        torch.testing.assert_close(out.double(), self.expected(), rtol=tolerance, atol=tolerance)
