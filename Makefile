@@ -16,7 +16,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-slow test-compose lint fmt proto bench clean
+.PHONY: help setup up down test test-slow test-gpu test-compose lint fmt proto bench clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test: $(DEV) $(KERNELS) ## all tests but the slow ones
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: $(DEV) ## on a GPU: the tests that need one, and those of kernels, which run in an interpreter elsewhere
+	$(BIN)/python -m pytest tests/gpu $$(grep -rl --include='test_*.py' tests.kernel_device tests) $(ARGS)
 
 test-compose: $(DEV) ## builds the images and chats through docker-compose
 	$(BIN)/python -m pytest -m slow tests/integration/test_compose.py $(ARGS)
