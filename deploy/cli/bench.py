@@ -32,6 +32,16 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
 
         run_speculation(argv[1:])
         return
+    if argv and argv[0] == "roofline":
+        from deploy.bench.roofline import run_roofline
+
+        run_roofline(argv[1:])
+        return
+    if argv and argv[0] == "kernels":
+        from deploy.bench.kernels import run_kernels
+
+        run_kernels(argv[1:])
+        return
     if not argv or argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:

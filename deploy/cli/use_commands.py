@@ -35,7 +35,7 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle.
+    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels.
 
     All other arguments are passed on (baton bench serve --help).
     """

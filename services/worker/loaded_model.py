@@ -90,7 +90,7 @@ def load_model(wanted: Wanted) -> LoadedModel:
     be had."""
     config = read_model_config(wanted.folder)
     stage = stage_of(config, wanted.pipeline.stage, wanted.pipeline.stages, wanted.layers)
-    dtype = _dtype(wanted.dtype, config, wanted.device)
+    dtype = dtype_of(wanted.dtype, config, wanted.device)
     length = _model_len(config, wanted.max_model_len)
     _check_weights_fit(config, stage, dtype, wanted.communicator.world_size, free_bytes(wanted.device))
     made_up = wanted.load_format == "dummy"
@@ -121,7 +121,8 @@ def _tensors(wanted: Wanted, config: ModelConfig, dtype: torch.dtype) -> Abstrac
     return open_checkpoint(wanted.folder, dtype, device=wanted.device)
 
 
-def _dtype(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dtype:
+def dtype_of(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dtype:
+    """What the model runs in."""
     if choice != "auto":
         return choice
     return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype

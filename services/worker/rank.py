@@ -82,6 +82,11 @@ class Rank:
         self.guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
         self.draft_by(proposer)
 
+    @property
+    def caches(self) -> KvCaches:
+        """To be read and written by nobody but steps, copies, and who measures without sequences."""
+        return self._caches
+
     @torch.inference_mode()
     def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
         return self.decoder.forward if replaying is None else replaying(self.decoder.forward, self._caches)

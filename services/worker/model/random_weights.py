@@ -16,7 +16,7 @@ from torch import Tensor
 SEED = 0
 
 _BIAS_SPREAD = 0.01
-_ELEMENTS_ON_CPU, _ELEMENTS_ON_CUDA = 1 << 18, 1 << 26
+_ELEMENTS_ON_CPU, _ELEMENTS_ON_CUDA = 1 << 20, 1 << 26
 """Mixed at a time: on a CPU as many as stay in its caches from one operation to the next."""
 
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))

@@ -1,0 +1,142 @@
+"""How `baton bench roofline` and `baton bench kernels` are typed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from deploy.cli.errors import CommandError
+from deploy.cli.stack_spec import DEMO_MODEL, model_directory
+from services.bench.api import ApiError
+from services.bench.plotting import check_plot
+from services.worker.roofline.findings import KernelsAsked, StepsAsked
+from services.worker.roofline.shapes import shape_names
+
+DEMO = "demo"
+FAMILIES = ("linears", "norms", "activation", "rotary", "decode-attention", "prefill-attention", "moe")
+_MOST = 1 << 20
+"""Of sequences and tokens: beyond every device."""
+
+
+class Shown(NamedTuple):
+    """What becomes of the findings."""
+
+    as_json: bool
+    plot: Path | None
+
+
+def parsed_roofline(argv: Sequence[str]) -> tuple[StepsAsked, Shown]:
+    """Raises CommandError, or SystemExit for flags that are none."""
+    parser = _parser("roofline", "A model's steps beside the limits of the device, measured in the same run.")
+    parser.add_argument("--ops", choices=["auto", "torch", "native", "triton"], default="auto")
+    parser.add_argument(
+        "--batch", type=_numbers, metavar="N,N", help="Sequences that decode at a time; none: no decodes."
+    )
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Tokens cached of each of them.")
+    parser.add_argument("--prefill", type=_numbers, metavar="N,N", help="Lengths of prompts; none: no prompts.")
+    parser.add_argument("--tp", type=_count, default=1, help="Ranks that share each layer: a GPU or a process each.")
+    parser.add_argument("--enforce-eager", action="store_true", help="No graphs of decodes.")
+    parser.add_argument("--seconds", type=_seconds, default=120.0, help="For all measurements together.")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the roofline; also .svg and .pdf.")
+    options = parser.parse_args(argv)
+    try:
+        check_plot(options.plot)
+    except ApiError as error:
+        raise CommandError(str(error)) from None
+    name, shape, model = _model(options) or (DEMO, None, str(DEMO_MODEL))
+    asked = StepsAsked(
+        name=name,
+        shape=shape,
+        model=model,
+        device=options.device,
+        dtype=options.dtype,
+        ops=options.ops,
+        threads=options.threads,
+        cpu_time=options.cpu_time,
+        batches=options.batch,
+        contexts=options.context,
+        prefills=options.prefill,
+        tp=options.tp,
+        enforce_eager=options.enforce_eager,
+        seconds=options.seconds,
+    )
+    return asked, Shown(options.json, options.plot)
+
+
+def parsed_kernels(argv: Sequence[str]) -> tuple[KernelsAsked, Shown]:
+    """Raises CommandError, or SystemExit for flags that are none."""
+    parser = _parser("kernels", "Single kernels beside torch's own operations and the limits of the device.")
+    parser.add_argument("--only", type=_families, default=(), metavar="NAME,NAME", help=", ".join(FAMILIES))
+    parser.add_argument("--rows", type=_numbers, metavar="N,N", help="Tokens that a kernel takes at a time.")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Tokens cached of each sequence.")
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="For all measurements together.")
+    options = parser.parse_args(argv)
+    name, shape, model = _model(options) or (None, None, None)
+    asked = KernelsAsked(
+        name=name,
+        shape=shape,
+        model=model,
+        device=options.device,
+        dtype=options.dtype,
+        threads=options.threads,
+        cpu_time=options.cpu_time,
+        only=options.only,
+        rows=options.rows,
+        contexts=options.context,
+        seconds=options.seconds,
+    )
+    return asked, Shown(options.json, None)
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"baton bench {command}", description=description)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="DIR", help="Weights are made up where the folder has none.")
+    which.add_argument("--shape", choices=[DEMO, *shape_names()], help="Its weights are made up.")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--threads", type=_count, help="Of a CPU; by default all.")
+    parser.add_argument("--cpu-time", action="store_true", help="Own processor time, on a busy CPU; use --threads 1.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    return parser
+
+
+def _model(options: argparse.Namespace) -> tuple[str, str | None, str | None] | None:
+    """Its name, and either the shape or the folder; None where neither was given."""
+    if options.model is not None:
+        return options.model, None, str(model_directory(options.model, weights=False))
+    if options.shape == DEMO:
+        return DEMO, None, str(DEMO_MODEL)
+    return None if options.shape is None else (options.shape, options.shape, None)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    return tuple(_count(each) for each in text.split(","))
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to {_MOST} is expected")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < 86_400.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds above 0 and below a day is expected")
+    return seconds
+
+
+def _families(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = next((name for name in names if name not in FAMILIES), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(FAMILIES)}")
+    return names

@@ -1,0 +1,48 @@
+"""Mixtures of experts: routing, and each row's products with its experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.model.config import Mixture
+from services.worker.ops import Ops
+from services.worker.roofline.findings import Work
+from services.worker.roofline.kernel_case import Call, Cases, KernelCase, Situation
+from services.worker.roofline.traffic import experts_met
+
+
+def mixture(situation: Situation) -> Cases:
+    """Bytes: the experts that rows go to (each row's any, one as likely as another), rows in and out."""
+    shape = situation.config.mixture
+    if shape is None:
+        return
+    gate_up, down = _experts(situation, shape)
+    packed = [(ops, ops.pack_experts(gate_up, down)) for ops in situation.implementations]
+    for rows in situation.rows:
+        x, logits = situation.noise(rows, situation.config.hidden_size), situation.noise(rows, shape.experts)
+
+        def made(ops: Ops, experts: object, x: Tensor = x, logits: Tensor = logits) -> Call:
+            return lambda: ops.mixture(
+                *(x, logits, experts),  # type: ignore[arg-type]
+                chosen=shape.chosen,
+                renormalised=shape.renormalised,
+                kind=situation.config.activation,
+            )
+
+        # The experts together are more than a cache holds, and each call's rows go to others only where they are few.
+        calls = [[made(ops, experts)] for ops, experts in packed]
+        yield KernelCase(f"{rows} rows", _work(situation, shape, rows), calls[0], calls[1] if calls[1:] else [])
+
+
+def _experts(situation: Situation, shape: Mixture) -> tuple[Tensor, Tensor]:
+    hidden, size = situation.config.hidden_size, shape.intermediate_size
+    gate_up, down = torch.Size((shape.experts, 2 * size, hidden)), torch.Size((shape.experts, hidden, size))
+    return situation.noise(*gate_up), situation.noise(*down)
+
+
+def _work(situation: Situation, shape: Mixture, rows: int) -> Work:
+    hidden, item = situation.config.hidden_size, situation.dtype.itemsize
+    expert = 3 * hidden * shape.intermediate_size
+    moved = item * (experts_met(shape, rows) * expert + rows * (2 * hidden + shape.experts))
+    return Work(moved, 2.0 * rows * shape.chosen * expert)

@@ -1,0 +1,56 @@
+"""Times work on a device: by events where it queues work, by the clock where it does not."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from services.worker.roofline.findings import Timed
+
+_MOST_RUNS = 50
+
+Agree = Callable[[int], int]
+"""Ranks that compute together must do so equally often: one's wish → the least of all."""
+
+
+class Stopwatch:
+    """Runs work as often as a budget allows, once more before it counts."""
+
+    def __init__(self, device: torch.device, agree: Agree = lambda wish: wish, *, cpu_time: bool = False) -> None:
+        """`cpu_time`: of this process on all cores, for CPUs that others keep busy; means something for one thread."""
+        self._device = device
+        self._clock = time.process_time if cpu_time else time.perf_counter
+        self._agree = agree
+
+    def timed(self, work: Callable[[], object], budget: float) -> Timed:
+        """At least one run counts, however small `budget` (in seconds)."""
+        warm = min(self._seconds(work, 1))
+        runs = self._agree(max(1, min(_MOST_RUNS, int(budget / max(warm, 1e-9)))))
+        taken = self._seconds(work, runs)
+        return Timed(statistics.median(taken), min(taken), runs)
+
+    def _seconds(self, work: Callable[[], object], runs: int) -> list[float]:
+        return self._by_events(work, runs) if self._device.type == "cuda" else self._by_clock(work, runs)
+
+    def _by_clock(self, work: Callable[[], object], runs: int) -> list[float]:
+        taken = []
+        for _ in range(runs):
+            begun = self._clock()
+            work()
+            taken.append(self._clock() - begun)
+        return taken
+
+    def _by_events(self, work: Callable[[], object], runs: int) -> list[float]:
+        """Runs are queued one behind the other: the host's part shows as far as the device has to wait for it."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        torch.cuda.synchronize(self._device)
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
