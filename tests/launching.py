@@ -52,6 +52,11 @@ class DriverAhead(Driver):
         while len(self._begun) > self._ahead:
             self._take_oldest()
 
+    def begin_next(self) -> StepUnderWay:
+        """The step that the next plan begins."""
+        self.step()
+        return self._begun[-1].step
+
     def settle(self) -> None:
         """Takes what all steps drew."""
         while self._begun:
@@ -66,13 +71,6 @@ class DriverAhead(Driver):
         super().run()
         self.settle()
 
-    def drop(self, sequence: Sequence) -> None:
-        """Its client is gone: it leaves with steps in flight that draw for it, and its blocks are the next one's."""
-        del self.sequences[sequence.id]
-        if sequence.held:
-            self._released.append(sequence.id)
-        self._free += sequence.own_blocks
-
     def _take_oldest(self) -> None:
         begun = self._begun.popleft()
         output = begun.step.output()
@@ -81,3 +79,4 @@ class DriverAhead(Driver):
             sequence, place = begun.places[sampled.sequence]
             (sequence.tokens[place],) = sampled.tokens
             sequence.logprobs += sampled.logprobs or ()
+        self.scored += output.scored

@@ -13,6 +13,7 @@ from services.worker.backend import Backend
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import Grammar, SamplingParams, TokenLogprobs
+from shared.messages.scheduler import PromptScored
 from shared.messages.worker import NewSequence, StepPlan, Work
 from shared.tokens import pack
 
@@ -56,6 +57,7 @@ class Driver:
         self.budget = budget
         self.speculate = speculate
         self.drafted = self.accepted = 0
+        self.scored: list[PromptScored] = []
         self.sequences: dict[SequenceId, Sequence] = {}
         self._free = list(range(backend.num_blocks))
         Random(0).shuffle(self._free)
@@ -115,6 +117,13 @@ class Driver:
         self._free = sequence.own_blocks + self._free
         sequence.own_blocks, sequence.blocks = [], []
         sequence.computed, sequence.held = 0, False
+
+    def drop(self, sequence: Sequence) -> None:
+        """Its client is gone: it leaves and its blocks are the next one's."""
+        del self.sequences[sequence.id]
+        if sequence.held:
+            self._released.append(sequence.id)
+        self._free += sequence.own_blocks
 
     def step(self) -> None:
         """One step of every sequence that is not done, as far as the budget goes."""
@@ -184,5 +193,6 @@ class Driver:
             sequence.tokens += kept
             sequence.logprobs += (sampled.logprobs or ())[: len(kept)]
             sequence.computed = len(sequence.tokens) - 1
+        self.scored += output.scored
         self.drafted += output.drafted
         self.accepted += sum(output.accepted)
