@@ -29,6 +29,11 @@ from shared.messages.lifecycle import ModelCard
 from shared.messages.worker import StepPlan
 
 
+FORGETS_AFTER = 32
+"""Steps without drafts after which whoever drafts is told nothing more of what the model computes: it costs a drafter
+that does not pay nothing then, and when it is asked again it finds its way as well as it can."""
+
+
 class Apart(NamedTuple):
     """A step's logits: the rows to draw from, and what the others say of prompts."""
 
@@ -79,6 +84,8 @@ class Rank:
             num_blocks=num_blocks,
             vocab_size=card.vocab_size,
         )
+        self._unasked = 0
+        """Steps since drafts were asked for; the same on all ranks."""
         self.guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
         self.draft_by(proposer)
 
@@ -139,7 +146,9 @@ class Rank:
         """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate."""
         speculating = shares.speculating
         if not len(speculating):
+            self._unasked += 1
             return None
+        self._unasked = 0
         asked = Asked(shares.slots[speculating], shares.speculates[speculating], self.sequences)
         if self.communicator.rank == 0 and self._drafter is not None:
             drafts = self._drafter.propose(asked)
@@ -151,7 +160,8 @@ class Rank:
 
     def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:
         """(logits, the last hidden state of every row where whoever drafts wants it)."""
-        features = self.decoder.empty_features(len(ids)) if self.drafting.features else None
+        wanted = self.drafting.features and self._unasked <= FORGETS_AFTER
+        features = self.decoder.empty_features(len(ids)) if wanted else None
         return self._forward(ids, meta, self._caches, features), features
 
     def masked(self, batch: Batch) -> Choices | None:

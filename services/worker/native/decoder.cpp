@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 Decoder::Decoder(Pool& pool, const DecoderConfig& config, const DecoderLayer* layers)
@@ -34,9 +35,7 @@ bool Decoder::run(const Forward& forward) {
     int rows = forward.batch.rows;
     fit(rows);
     windows_[0] = windows_[1] = -1;
-    if (!embed(pool_, forward.ids, rows, config_.number, config_.embedding, config_.vocab, config_.hidden, config_.embedding_scale,
-               (float*)residual_.data(), residual_.stride))
-        return false;
+    if (!begin(forward)) return false;
     norm_residual(layers_[0].input_norm, rows);
     for (int i = 0; i < config_.layers; ++i) {
         const auto& layer = layers_[i];
@@ -53,7 +52,25 @@ bool Decoder::run(const Forward& forward) {
     return true;
 }
 
+// The residual as the first layer finds it; false where an id is out of the vocabulary.
+bool Decoder::begin(const Forward& forward) {
+    int rows = forward.batch.rows;
+    Buffer& to = config_.joined.groups ? pairs_ : residual_;
+    if (config_.joined.groups) pairs_.fit(rows, 2 * config_.hidden, 4);
+    if (!embed(pool_, forward.ids, rows, config_.number, config_.embedding, config_.vocab, config_.hidden, config_.embedding_scale,
+               (float*)to.data(), to.stride))
+        return false;
+    if (!config_.joined.groups) return true;
+    for (int i = 0; i < rows; ++i)
+        memcpy((float*)pairs_.data() + i * pairs_.stride + config_.hidden, forward.given + int64_t(i) * config_.hidden,
+               size_t(config_.hidden) * 4);
+    Rows pairs{pairs_.data(), Number::kSingle, pairs_.stride, rows};
+    multiply(pool_, pairs, config_.joined, {Out::kFloat, config_.activation, residual_.data(), residual_.stride});
+    return true;
+}
+
 void Decoder::norm_residual(const float* weight, int rows) {
+    if (!weight) return;
     Rows x{residual_.data(), Number::kSingle, residual_.stride, rows};
     norm(pool_, x, nullptr, 0, {weight, config_.eps, config_.hidden}, config_.number, normed_.data(), normed_.stride);
 }
@@ -61,7 +78,7 @@ void Decoder::norm_residual(const float* weight, int rows) {
 // From the normed rows to the mixed values; keys and values are in the cache then.
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index) {
     int rows = forward.batch.rows;
-    multiply(pool_, rows_of(normed_, rows), layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
+    multiply(pool_, layer.input_norm ? rows_of(normed_, rows) : residual(rows), layer.qkv, {Out::kFloat, config_.activation, qkv_.data(), qkv_.stride});
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim};
     rope_and_store(pool_,
                    {(const float*)qkv_.data(), qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
@@ -88,6 +105,17 @@ void Decoder::pick(const Forward& forward) {
 
 // What every row ends with; the head reads on only where logits are wanted.
 void Decoder::give_features(const Forward& forward) {
+    if (!config_.final_norm) {
+        for (int i = 0; i < forward.batch.rows; ++i)
+            memcpy(forward.features + int64_t(i) * config_.hidden, (float*)residual_.data() + i * residual_.stride,
+                   size_t(config_.hidden) * 4);
+        size_t bytes = size_t(residual_.stride) * 4;
+        output_.fit(forward.logits, config_.hidden, 4);
+        for (int i = 0; i < forward.logits; ++i)
+            memcpy((char*)output_.data() + i * bytes, (const char*)residual_.data() + forward.logits_rows[i] * bytes, bytes);
+        std::swap(residual_, output_);
+        return;
+    }
     pool_.run(forward.batch.rows, [&](int row, int) {
         float* to = forward.features + int64_t(row) * config_.hidden;
         const char* from = (const char*)normed_.data() + row * normed_.stride * size_;
@@ -129,7 +157,7 @@ void Decoder::mlp(const DecoderLayer& layer, int rows, const float* following_no
 }
 
 void Decoder::logits(const Forward& forward) {
-    multiply(pool_, rows_of(normed_, forward.logits), config_.head, {Out::kFloat, config_.activation, forward.to, config_.vocab});
+    multiply(pool_, config_.final_norm ? rows_of(normed_, forward.logits) : residual(forward.logits), config_.head, {Out::kFloat, config_.activation, forward.to, config_.vocab});
     float cap = config_.logits_softcap;
     if (cap == 0) return;
     pool_.run(forward.logits, [&](int row, int) {

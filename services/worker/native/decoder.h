@@ -8,7 +8,7 @@
 #include "threads.h"
 
 struct DecoderLayer {
-    const float* input_norm;
+    const float* input_norm;  // null where nothing is normed: of the only layer of a decoder that foresees
     const float* q_norm;  // null where heads are not normed
     const float* k_norm;
     const float* attention_post_norm;  // null where outputs are not normed
@@ -38,8 +38,11 @@ struct DecoderConfig {
     float logits_softcap;     // 0: none
     float embedding_scale;
     const void* embedding;  // [vocab, hidden]
-    const float* final_norm;
+    const float* final_norm;  // null where nothing is normed
     Linear head;
+    // [hidden, 2 * hidden]: a row begins as this of its embedding and of the feature given with it. A decoder that foresees
+    // the features of another (EAGLE) has one; `groups` is null in others.
+    Linear joined;
 };
 
 struct Forward {
@@ -51,6 +54,7 @@ struct Forward {
     void* const* values;
     float* to;  // [logits, vocab]
     float* features;  // [rows, hidden]: the last hidden state of every row, normed; null where nobody wants them
+    const float* given;  // [rows, hidden]: what `joined` joins; may be `features`
 };
 
 // Used from one thread. Keeps its workspace, which grows to the largest batch seen.
@@ -71,6 +75,7 @@ class Decoder {
     };
 
     void fit(int rows);
+    bool begin(const Forward& forward);
     void attention(const DecoderLayer& layer, const Forward& forward, int index);
     void pick(const Forward& forward);
     void give_features(const Forward& forward);
@@ -80,12 +85,13 @@ class Decoder {
     void logits(const Forward& forward);
     const AttentionPlan& plan(const Batch& batch, int window);
     Rows rows_of(Buffer& buffer, int count) { return {buffer.data(), config_.number, buffer.stride, count}; }
+    Rows residual(int count) { return {residual_.data(), Number::kSingle, residual_.stride, count}; }
 
     Pool& pool_;
     DecoderConfig config_;
     std::vector<DecoderLayer> layers_;
     int size_;  // bytes of an item
-    Buffer residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_;
+    Buffer pairs_, residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_;
     AttentionPlan plans_[2];
     int windows_[2] = {-1, -1};  // of the plans made for the batch in hand
 };

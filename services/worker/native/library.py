@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 4
+VERSION = 5
 """Of the interface; api.cpp's `baton_version` must say the same."""
 
 SINGLE, HALF = 0, 1
@@ -106,6 +106,7 @@ class DecoderConfig(Structure):
         ("embedding", c_void_p),
         ("final_norm", c_void_p),
         ("head", Linear),
+        ("joined", Linear),
     )
 
 
@@ -119,6 +120,7 @@ class Forward(Structure):
         ("values", POINTER(c_void_p)),
         ("to", c_void_p),
         ("features", c_void_p),
+        ("given", c_void_p),
     )
 
 

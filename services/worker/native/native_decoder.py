@@ -7,6 +7,7 @@ their overhead: about seventy calls and as many allocations and wake-ups for eac
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +21,44 @@ from services.worker.native.memory import zeroed
 from services.worker.ops import BatchMeta, PackedLinear
 
 
+class Foreseeing(NamedTuple):
+    """What EAGLE's layer has beside a decoder's."""
+
+    joined: PackedLinear
+    """[hidden, 2 * hidden]: a row begins as this of its token's embedding and of the feature given with it."""
+    has_input_norm: bool
+
+
 class NativeDecoder:
     """Holds the weights, and the library's workspace, which grows to the largest batch. Used from one thread."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, number: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kernels: Kernels,
+        number: int,
+        dtype: torch.dtype,
+        foreseeing: Foreseeing | None = None,
     ) -> None:
-        """`weights` must be whole, and packed as `number` (library.SINGLE or HALF), which holds a `dtype`."""
+        """`weights` must be whole, and packed as `number` (library.SINGLE or HALF), which holds a `dtype`.
+        `foreseeing`: it is EAGLE's, and runs by `foresee`."""
         self._kernels = kernels
         self._weights = weights
         self._vocab_size = config.vocab_size
         assert weights.embedding is not None, "the model is whole"
-        assert weights.final_norm is not None
         assert weights.head is not None
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
         self._embedding = weights.embedding.to(dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
         described = self._described(config, weights.embedding, number)
-        described.final_norm = weights.final_norm.data_ptr()
+        described.final_norm = address_of(weights.final_norm)
         described.head = _linear(weights.head)
+        if foreseeing is not None:
+            described.joined = _linear(foreseeing.joined)
+            if not foreseeing.has_input_norm:
+                layers[0].input_norm = None
+        self._foreseeing = foreseeing
         self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
         self._caches: tuple[KvCaches, object, object] | None = None
         self._logits = torch.empty(0)
@@ -49,12 +69,30 @@ class NativeDecoder:
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """As the decoder's; the logits are overwritten by the next call."""
-        rows = len(meta.logits_rows)
+        return self._run(ids, meta, caches, features, None, len(meta.logits_rows))
+
+    def foresee(
+        self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :class:`services.worker.speculation.eagle_layer.EaglePass`."""
+        features = torch.empty(given.shape)
+        rows = len(meta.logits_rows) if wants_logits else 0
+        return features, self._run(ids, meta, caches, features, given.float().contiguous(), rows)
+
+    def _run(
+        self,
+        ids: Tensor,
+        meta: BatchMeta,
+        caches: KvCaches,
+        features: Tensor | None,
+        given: Tensor | None,
+        rows: int,
+    ) -> Tensor | None:
         logits = self._room(rows)
         keys, values = self._pointers(caches)
         asked = library.Forward(
             *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows),
-            *(keys, values, logits.data_ptr(), address_of(features)),
+            *(keys, values, logits.data_ptr(), address_of(features), address_of(given)),
         )
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(asked)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")

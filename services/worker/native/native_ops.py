@@ -13,6 +13,7 @@ would have. (It does depend on the machine's instructions: AVX512-BF16 rounds ot
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from services.worker.native import library
 from services.worker.native.build import Level, best_level
 from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import Arena, zeroed
-from services.worker.native.native_decoder import NativeDecoder
+from services.worker.native.native_decoder import Foreseeing, NativeDecoder
 from services.worker.native.native_kv import NativeKvCopier
 from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts, PackedLinear
 from shared.blocks import BLOCK_SIZE
@@ -38,14 +39,21 @@ class NativeOps:
     """See the module and :class:`services.worker.ops.Ops`."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, threads: int | None = None, level: Level | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        threads: int | None = None,
+        level: Level | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has."""
+        """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has. `kernels`: another's,
+        whose threads are shared then."""
         if device.type != "cpu":
             raise OpsUnavailable(f"the native operations run on CPUs, not on {device}")
         if dtype not in (torch.bfloat16, torch.float32, torch.float16):
             raise OpsUnavailable(f"the native operations know no {dtype}")
-        self.kernels = Kernels(threads or torch.get_num_threads(), level or best_level())
+        self.kernels = kernels or Kernels(threads or torch.get_num_threads(), level or best_level())
         self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self._library = self.kernels.library
@@ -62,6 +70,19 @@ class NativeOps:
         if config.mixture is not None:
             return None
         return NativeDecoder(config, weights, self.kernels, self.number, self.dtype).forward
+
+    def fuse_eagle(
+        self, config: ModelConfig, weights: Weights, joined: PackedLinear, *, has_input_norm: bool
+    ) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """See :class:`services.worker.speculation.eagle_layer.FusesEagle`."""
+        foreseeing = Foreseeing(joined, has_input_norm)
+        return NativeDecoder(config, weights, self.kernels, self.number, self.dtype, foreseeing).foresee
+
+    def for_drafts(self) -> NativeOps:
+        """See :class:`services.worker.speculation.drafter.DraftsInHalf`."""
+        if self.number == library.HALF or not self.kernels.instructions.endswith("bf16"):
+            return self
+        return NativeOps(torch.device("cpu"), torch.bfloat16, kernels=self.kernels)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         out, inputs = weight.shape

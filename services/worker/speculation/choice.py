@@ -31,6 +31,7 @@ def drafting_of(settings: Speculation, pipeline: Pipeline) -> Drafting:
 def open_drafter(settings: Speculation, target: Target) -> Drafter:
     """Reads the method's weights. Raises ModelError."""
     most = settings.num_speculative_tokens or DEFAULT_TOKENS
+    target = target.for_drafts()
     match settings.method:
         case "ngram":
             return NgramDrafter(settings.prompt_lookup_max, settings.prompt_lookup_min, most)

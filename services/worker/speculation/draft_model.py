@@ -19,11 +19,11 @@ from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.parallel import SingleRank, share_of
 from services.worker.rows import Units, rows_of
-from services.worker.staging import staging_for
-from services.worker.sampling.sampler import draw_plainly
+from services.worker.speculation.chain import Draws, chain
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Slots
 from services.worker.speculation.settings import Speculation
+from services.worker.staging import staging_for
 from shared.blocks import BLOCK_SIZE
 
 MOST_READ = 2048
@@ -116,19 +116,18 @@ class DraftModelProposer:
 
     def _drafted(self, logits: Tensor, slots: Slots, most: Int32s, histories: Histories) -> Int32s:
         """[T, the greatest of most] drafts behind `logits`."""
-        tokens = torch.zeros(len(slots), int(most.max()), dtype=torch.int32, device=self._device)
-        tokens[:, 0] = draw_plainly(logits, histories.choose(slots, 0))
-        for ahead in range(1, tokens.shape[1]):
-            going_on = np.flatnonzero(most > ahead)
-            own = slots[going_on]
-            at = histories.lengths[own] + np.int32(ahead - 1)
-            rows = rows_of(Units(own, own, at, np.ones_like(at)), histories.block_tables, histories.tokens)
-            _, meta = self._staging.place(rows, rows.last_rows)
-            places = torch.from_numpy(going_on).to(self._device)
-            following = self._decoder.forward(tokens[places, ahead - 1], meta, self._caches)
-            assert following is not None, "every row is asked for"
-            tokens[places, ahead] = draw_plainly(following, histories.choose(own, ahead)).to(torch.int32)
-        drafts: Int32s = tokens.cpu().numpy()
+        draws = Draws(slots, histories)
+        tokens = [draws.token(logits, 0)]
+        steps = int(most.max()) - 1
+        if steps:
+            # Those that may draft no further go on writing behind their last draft: nothing is read from there.
+            ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
+            metas = chain(slots, histories.lengths[slots] + ahead, histories.block_tables, self._device)
+            for number, meta in enumerate(metas, 1):
+                following = self._decoder.forward(tokens[-1], meta, self._caches)
+                assert following is not None, "every row is asked for"
+                tokens.append(draws.token(following, number))
+        drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()
         return drafts
 
     def observe(self, computed: Computed) -> None:

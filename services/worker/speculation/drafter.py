@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ class Drafter(Protocol):
         """With memory of its own, for a runner of so many blocks and sequences."""
 
 
+@runtime_checkable
+class DraftsInHalf(Protocol):
+    """An `Ops` that knows faster ones for drafters."""
+
+    def for_drafts(self) -> Ops:
+        """They compute in bfloat16; itself where that is not faster."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The model that is drafted for."""
@@ -47,14 +55,23 @@ class Target:
             if size != own:
                 raise ModelError(f"{folder}: {name} is {size}, the model's is {own}")
 
+    def for_drafts(self) -> Target:
+        """With the operations that drafters run by: in half the memory, where that is faster. They may be wrong."""
+        if not isinstance(self.ops, DraftsInHalf) or (faster := self.ops.for_drafts()) is self.ops:
+            return self
+        return replace(self, ops=faster, dtype=torch.bfloat16)
+
     def words(self) -> tuple[Tensor, PackedLinear]:
         """The whole embedding, and the whole head; ranks of several hold shares, so they are read anew."""
-        weights = self.decoder.weights
+        weights, tied = self.decoder.weights, self.config.tied_embeddings
         if self.ranks == 1 and weights.embedding is not None and weights.head is not None:
-            return weights.embedding, weights.head
+            if self.ops is self.decoder.ops:
+                return weights.embedding, weights.head
+            if tied:
+                embedding = weights.embedding.to(self.dtype)
+                return embedding, self.ops.pack_linear(embedding, None)
         shape = (self.config.vocab_size, self.config.hidden_size)
         with open_checkpoint(self.folder, self.dtype) as checkpoint:
             embedding = checkpoint.read("model.embed_tokens.weight", shape).to(self.device)
-            tied = self.config.tied_embeddings
             head = embedding if tied else checkpoint.read("lm_head.weight", shape).to(self.device)
         return embedding, self.ops.pack_linear(head, None)

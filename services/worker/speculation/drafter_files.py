@@ -29,6 +29,10 @@ class DrafterCheckpoint:
         self._folder = folder
         self._tensors = tensors
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 

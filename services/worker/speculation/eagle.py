@@ -8,25 +8,23 @@ came from the KV store have none, which costs acceptance only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.crossing import sent
 from services.worker.model.config import LayerConfig, ModelConfig
-from services.worker.model.decoder import Layer
+from services.worker.model.decoder import Weights
 from services.worker.model.loading import load_layer
-from services.worker.model.mlp import apply_mlp
-from services.worker.ops import BatchMeta, PackedLinear
-from services.worker.rows import Units, rows_of
-from services.worker.staging import staging_for
-from services.worker.sampling.sampler import draw_plainly
+from services.worker.rows import Int32s, Slots
+from services.worker.speculation.chain import Draws, chain
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.drafter_files import read_drafter, read_settings
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
+from services.worker.speculation.eagle_layer import EagleWeights, eagle_pass, head_logits
+from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories
 from services.worker.speculation.settings import Speculation
 
 _LAYER = "model.layers.0"
@@ -43,17 +41,6 @@ class _RawEagle(Struct):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class EagleWeights:
-    layer: Layer
-    has_input_norm: bool
-    """The first EAGLE has none."""
-    joined: PackedLinear
-    """[token's embedding, feature] → what the layer begins with."""
-    embedding: Tensor
-    head: PackedLinear
 
 
 class EagleDrafter(Struct, frozen=True):
@@ -84,14 +71,13 @@ def open_eagle(settings: Speculation, target: Target, most: int) -> EagleDrafter
     joined = checkpoint.read("fc.weight", (hidden, 2 * hidden)).to(target.device)
     bias = checkpoint.read("fc.bias", (hidden,)).to(target.device) if "fc.bias" in checkpoint else None
     embedding, head = target.words()
+    layer = load_layer(
+        checkpoint.with_default(norm, torch.ones(hidden)), config, target.ops, target.device, target.max_model_len
+    )
     weights = EagleWeights(
-        layer=load_layer(
-            checkpoint.with_default(norm, torch.ones(hidden)), config, target.ops, target.device, target.max_model_len
-        ),
+        weights=Weights(embedding, (layer,), None, head),
         has_input_norm=norm in checkpoint,
         joined=target.ops.pack_linear(joined, bias),
-        embedding=embedding,
-        head=head,
     )
     return EagleDrafter(weights, config, target, most)
 
@@ -125,71 +111,54 @@ class EagleProposer:
     def __init__(self, drafter: EagleDrafter, num_blocks: int, max_sequences: int) -> None:
         self._weights = drafter.weights
         self._config = drafter.config
-        self._target = drafter.target
         self._ops = drafter.target.ops
         self._device = drafter.target.device
-        self._staging = staging_for(drafter.target.device)
         self._most = drafter.most
-        self._cache = self._ops.allocate_kv(num_blocks, self._config.num_kv_heads, self._config.head_dim)
+        self._run = eagle_pass(drafter.config, drafter.weights, self._ops)
+        self._caches = [self._ops.allocate_kv(num_blocks, self._config.num_kv_heads, self._config.head_dim)]
         self._foreseen: Tensor = self._ops.empty_rows(max_sequences, self._config.hidden_size).zero_()
+        self._ready: NDArray[np.bool_] = np.zeros(max_sequences, dtype=np.bool_)
+        """Whether `_foreseen` is of the last token: not of who decoded while nobody drafted."""
 
     def propose(self, asked: Asked) -> Drafts:
-        wanted = min(self._most, int(asked.most.max()))
-        slots = torch.from_numpy(asked.slots).to(self._device)
-        features = self._foreseen.index_select(0, slots)
-        tokens = [self._drawn(features, asked, 0)]
-        for ahead in range(1, wanted):
-            # Those that may draft no further go on writing where they wrote last: nobody reads it.
-            at = asked.histories.lengths[asked.slots] - 2 + np.minimum(ahead, np.maximum(asked.most, 1))
-            meta = self._one_row_each(asked, at.astype(np.int32))
-            features = self._forward(features, tokens[-1].to(torch.int32), meta)
-            tokens.append(self._drawn(features, asked, ahead))
-        drafts = torch.stack(tokens, dim=1).to(torch.int32).cpu().numpy()
-        return Drafts(drafts, np.minimum(asked.most, wanted).astype(np.int32))
+        most = np.where(self._ready[asked.slots], np.minimum(asked.most, self._most), 0).astype(np.int32)
+        ready = np.flatnonzero(most)
+        if not len(ready):
+            return Drafts.none(asked)
+        drafted = self._drafted(asked.slots[ready], most[ready], asked.histories)
+        if len(ready) == len(most):
+            return Drafts(drafted, most)
+        drafts = np.zeros((len(most), drafted.shape[1]), dtype=np.int32)
+        drafts[ready] = drafted
+        return Drafts(drafts, most)
 
-    def _drawn(self, features: Tensor, asked: Asked, ahead: int) -> Tensor:
-        logits = self._ops.linear(features, self._weights.head)[:, : self._config.vocab_size]
-        cap = self._config.logits_softcap
-        if cap is not None:
-            logits = cap * (logits / cap).tanh()
-        return draw_plainly(logits, asked.histories.choose(asked.slots, ahead))
-
-    def _one_row_each(self, asked: Asked, positions: Int32s) -> BatchMeta:
-        units = Units(asked.slots, asked.slots, positions, np.ones(len(asked.slots), dtype=np.int32))
-        rows = rows_of(units, asked.histories.block_tables, asked.histories.tokens)
-        return self._staging.place(rows, rows.last_rows)[1]
+    def _drafted(self, slots: Slots, most: Int32s, histories: Histories) -> Int32s:
+        """[P, the greatest of most]"""
+        draws = Draws(slots, histories)
+        features = self._foreseen.index_select(0, sent(slots, self._device))
+        tokens = [draws.token(head_logits(features, self._weights.weights, self._config, self._ops), 0)]
+        steps = int(most.max()) - 1
+        if steps:
+            # Those that may draft no further go on writing behind their last draft: nothing is read from there.
+            ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
+            for meta in chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device):
+                features, logits = self._run(tokens[-1], features, meta, self._caches, wants_logits=True)
+                assert logits is not None, "wanted"
+                tokens.append(draws.token(logits, len(tokens)))
+        drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()
+        return drafts
 
     def observe(self, computed: Computed) -> None:
         """The layer goes over every row of the step, each with the token behind it."""
-        assert computed.features is not None, "asked for"
-        foreseen = self._forward(computed.features, computed.following(), computed.meta)
-        rows = torch.from_numpy(computed.last_rows).to(self._device)
-        slots = torch.from_numpy(computed.sampled_slots).to(self._device)
+        if computed.features is None:
+            self._ready[computed.sampled_slots] = False
+            return
+        foreseen, _ = self._run(
+            computed.following(), computed.features, computed.meta, self._caches, wants_logits=False
+        )
+        rows, slots = sent(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
         self._foreseen.index_copy_(0, slots, foreseen.index_select(0, rows))
-
-    def _forward(self, features: Tensor, ids: Tensor, meta: BatchMeta) -> Tensor:
-        """features [n, hidden] and the tokens behind them [n] → the features foreseen for those [n, hidden]."""
-        ops, layer, eps = self._ops, self._weights.layer, self._config.norm_eps
-        embedded = ops.embed(ids, self._weights.embedding)
-        if self._config.embedding_scale is not None:
-            embedded = embedded * self._config.embedding_scale
-        residual = ops.linear(torch.cat((embedded, features.to(embedded.dtype)), dim=1), self._weights.joined)
-        x = ops.rms_norm(residual, layer.input_norm, eps) if self._weights.has_input_norm else residual
-        queries = ops.rope_and_store(
-            ops.linear(x, layer.qkv),
-            meta,
-            layer.cos_sin,
-            *self._cache,
-            heads=self._config.num_heads,
-            q_norm=None,
-            k_norm=None,
-            eps=eps,
-        )
-        mixed = ops.paged_attention(
-            queries, *self._cache, meta, scale=self._config.attention_scale, window=None, softcap=None
-        )
-        x, residual = ops.add_rms_norm(ops.linear(mixed, layer.output), residual.clone(), layer.mlp_norm, eps)
-        return residual + apply_mlp(ops, layer.mlp, x, self._config.activation)
+        self._ready[computed.sampled_slots] = True
 
     def took(self, slot: int, computed: int, histories: Histories) -> None:
         """Its first decode follows a step that computes its last row."""

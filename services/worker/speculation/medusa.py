@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.worker.model.config import ModelError
 from services.worker.ops import Ops, PackedLinear
-from services.worker.sampling.sampler import draw_plainly
+from services.worker.speculation.chain import Draws
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.drafter_files import DrafterCheckpoint, read_drafter
 from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
@@ -30,14 +30,20 @@ _HEAD = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.")
 
 class _Head(NamedTuple):
     blocks: tuple[PackedLinear, ...]
-    """Each added to what goes in: x + silu(linear(x))."""
+    """Those behind the first; each is added to what goes in: x + silu(linear(x))."""
     words: PackedLinear
+
+
+class _Heads(NamedTuple):
+    first: PackedLinear | None
+    """The first blocks of all heads side by side: they have the same input. None where heads have none."""
+    each: tuple[_Head, ...]
 
 
 class MedusaDrafter(Struct, frozen=True):
     """See `drafter.Drafter`. Keeps no keys and values."""
 
-    heads: tuple[_Head, ...]
+    heads: _Heads
     target: Target
     most: int
     kv_block_bytes: int = 0
@@ -53,7 +59,7 @@ def open_medusa(settings: Speculation, target: Target, most: int) -> MedusaDraft
     count = 1 + max((int(found[1]) for name in checkpoint.names if (found := _HEAD.match(name))), default=-1)
     if count < most:
         raise ModelError(f"{folder} has {count} Medusa heads, num_speculative_tokens asks for {most}")
-    return MedusaDrafter(tuple(_head(checkpoint, target, number) for number in range(most)), target, most)
+    return MedusaDrafter(_heads(checkpoint, target, most), target, most)
 
 
 def _by_official_names(checkpoint: DrafterCheckpoint) -> DrafterCheckpoint:
@@ -76,21 +82,41 @@ def _is_block(name: str, head: str) -> bool:
     return name.startswith(f"{head}.") and name.endswith("linear.weight")
 
 
-def _head(checkpoint: DrafterCheckpoint, target: Target, number: int) -> _Head:
-    hidden, pack = target.config.hidden_size, target.ops.pack_linear
-    blocks: list[PackedLinear] = []
+def _heads(checkpoint: DrafterCheckpoint, target: Target, count: int) -> _Heads:
+    pack = target.ops.pack_linear
+    read = [_blocks(checkpoint, target, number) for number in range(count)]
+    if len({len(blocks) for blocks in read}) > 1:
+        raise ModelError(f"{checkpoint.folder}: Medusa heads of different depths are not supported")
+    shape = (target.config.vocab_size, target.config.hidden_size)
+    words = [checkpoint.read(f"{number}.{len(read[0])}.weight", shape).to(target.device) for number in range(count)]
+    each = tuple(
+        _Head(tuple(pack(*block) for block in blocks[1:]), pack(last, None))
+        for blocks, last in zip(read, words, strict=True)
+    )
+    return _Heads(_side_by_side(target, [blocks[0] for blocks in read]) if read[0] else None, each)
+
+
+def _blocks(checkpoint: DrafterCheckpoint, target: Target, number: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Weights and biases of one head's blocks."""
+    hidden = target.config.hidden_size
+    blocks: list[tuple[Tensor, Tensor | None]] = []
     while (name := f"{number}.{len(blocks)}.linear") + ".weight" in checkpoint:
         weight = checkpoint.read(f"{name}.weight", (hidden, hidden)).to(target.device)
         bias = checkpoint.read(f"{name}.bias", (hidden,)).to(target.device) if f"{name}.bias" in checkpoint else None
-        blocks.append(pack(weight, bias))
-    words = checkpoint.read(f"{number}.{len(blocks)}.weight", (target.config.vocab_size, hidden))
-    return _Head(tuple(blocks), pack(words.to(target.device), None))
+        blocks.append((weight, bias))
+    return blocks
+
+
+def _side_by_side(target: Target, blocks: list[tuple[Tensor, Tensor | None]]) -> PackedLinear:
+    weights = torch.cat([weight for weight, _ in blocks])
+    biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in blocks]
+    return target.ops.pack_linear(weights, torch.cat(biases))
 
 
 class MedusaProposer:
     """Owns the hidden state behind which each sequence's last token was drawn."""
 
-    def __init__(self, heads: tuple[_Head, ...], target: Target, most: int, max_sequences: int) -> None:
+    def __init__(self, heads: _Heads, target: Target, most: int, max_sequences: int) -> None:
         self._heads = heads
         self._ops: Ops = target.ops
         self._device = target.device
@@ -103,20 +129,25 @@ class MedusaProposer:
             return Drafts.none(asked)
         features = self._features.index_select(0, torch.from_numpy(asked.slots).to(self._device))
         wanted = min(self._most, int(asked.most.max()))
-        drafts = [
-            draw_plainly(self._logits(head, features), asked.histories.choose(asked.slots, ahead))
-            for ahead, head in enumerate(self._heads[:wanted])
-        ]
-        tokens = torch.stack(drafts, dim=1).to(torch.int32).cpu().numpy()
+        tokens = Draws(asked.slots, asked.histories).tokens(self._logits(features, wanted)).cpu().numpy()
         return Drafts(tokens, np.minimum(asked.most, wanted).astype(np.int32))
 
-    def _logits(self, head: _Head, x: Tensor) -> Tensor:
+    def _logits(self, features: Tensor, wanted: int) -> list[Tensor]:
+        """Of the first `wanted` heads."""
+        rows, hidden = features.shape
+        states: Tensor = features.unsqueeze(1).expand(rows, len(self._heads.each), hidden)
+        if self._heads.first is not None:
+            states = states + F.silu(self._ops.linear(features, self._heads.first)).view(rows, -1, hidden)
+        return [self._words(head, states[:, number]) for number, head in enumerate(self._heads.each[:wanted])]
+
+    def _words(self, head: _Head, x: Tensor) -> Tensor:
         for block in head.blocks:
             x = x + F.silu(self._ops.linear(x, block)).to(x.dtype)
-        return self._ops.linear(x, head.words)
+        return self._ops.linear(x.contiguous(), head.words)
 
     def observe(self, computed: Computed) -> None:
-        assert computed.features is not None, "asked for"
+        if computed.features is None:
+            return  # nobody has drafted for a while
         if self._features is None:
             self._features = computed.features.new_zeros(self._max_sequences, computed.features.shape[1])
         rows = torch.from_numpy(computed.last_rows).to(self._device)
