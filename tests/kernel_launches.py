@@ -180,7 +180,13 @@ def _attention() -> Iterator[Launch]:
         )
 
 
-FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention,)
+def _mixtures() -> Iterator[Launch]:
+    from tests.mixture_launches import mixtures
+
+    return mixtures()
+
+
+FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention, _mixtures)
 """A function for each family of kernels that gives its launches."""
 
 

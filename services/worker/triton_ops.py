@@ -6,21 +6,29 @@ negative stores nothing, one whose context is 0 reads nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton import knobs
 
 from services.worker.kernels.activations import gated_act
 from services.worker.kernels.attention import paged_attention
+from services.worker.kernels.moe import mixture
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
 from services.worker.kv.copier import KvCopier
-from services.worker.ops import Activation, BatchMeta, OpsUnavailable
+from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts
 from services.worker.torch_ops import TorchOps
 from shared.blocks import BLOCK_SIZE
 
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies."""
+
+
+class _Experts(NamedTuple):
+    gate_up: Tensor
+    down: Tensor
 
 
 class TritonOps(TorchOps):
@@ -48,6 +56,22 @@ class TritonOps(TorchOps):
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         return gated_act(gate_up, kind)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        return PackedExperts(_Experts(gate_up, down))
+
+    def mixture(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: PackedExperts,
+        *,
+        chosen: int,
+        renormalised: bool,
+        kind: Activation,
+    ) -> Tensor:
+        assert isinstance(experts, _Experts)
+        return mixture(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         return 2 * kv_heads * BLOCK_SIZE * head_dim * self._cache_dtype.itemsize

@@ -57,6 +57,16 @@ def prefill_bytes(
     return moved
 
 
+def mixture_bytes(rows: int, met: int, *, experts: int, hidden: int, size: int, itemsize: int) -> int:
+    """The weights of the `met` of `experts` experts that some row goes through, rows in and out, and logits."""
+    return (3 * met * size * hidden + rows * (2 * hidden + experts)) * itemsize
+
+
+def mixture_flops(rows: int, *, chosen: int, hidden: int, size: int) -> int:
+    """Gates, ups and outputs of the `chosen` experts of each row; routing is not counted."""
+    return 6 * rows * chosen * size * hidden
+
+
 def _seen(rows: int, context: int, window: int | None) -> int:
     """Pairs of a row and a token that it sees."""
     most = context if window is None else min(context, window)

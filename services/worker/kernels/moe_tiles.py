@@ -1,0 +1,67 @@
+"""Shapes of the tiles of a mixture's products, by rows per expert, element size and generation of the GPU. Host only.
+
+Chosen from what the compiler makes of them for sm_80 and sm_90 and by counting; not yet by measuring.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from services.worker.kernels.attention_tiles import HOPPER
+
+
+class ExpertTile(NamedTuple):
+    """Of a product of some rows with some columns of one expert."""
+
+    rows: int
+    columns: int
+    depth: int
+    """Elements that are summed at a time."""
+    swapped: bool
+    """The weights are the product's first factor: a tensor core wants 64 rows of that, and few of the second."""
+    num_warps: int
+    num_stages: int
+
+
+class RowTile(NamedTuple):
+    """Of a row times some columns of its own expert, without tensor cores."""
+
+    columns: int
+    depth: int
+    num_warps: int
+
+
+def one_by_one(rows: int, chosen: int, experts: int) -> bool:
+    """Whether so few rows meet that next to no two share an expert: then each reads its own, unsorted."""
+    return rows == 1 or rows * chosen * 4 <= experts
+
+
+def up_row_tile(itemsize: int) -> RowTile:
+    """Of the gates, and as many ups: with four turns' loads on their way, 64 KiB a program."""
+    return RowTile(columns=8, depth=1024 // itemsize, num_warps=4)
+
+
+def down_row_tile(chosen: int, itemsize: int) -> RowTile:
+    """For all chosen experts of a row together."""
+    return RowTile(columns=8, depth=max(16, 2048 // (chosen * itemsize)), num_warps=4)
+
+
+def expert_tile(picks: int, experts: int, itemsize: int, capability: int, *, gated: bool) -> ExpertTile:
+    """`gated`: two matrices, gates and ups. `capability`: the major one."""
+    rows = picks / experts
+    tile = 16 if rows <= 8 else 32 if rows <= 16 else 64 if rows <= 32 else 128
+    return _expert_tile(tile, itemsize, capability >= HOPPER, gated)
+
+
+@cache
+def _expert_tile(rows: int, itemsize: int, hopper: bool, gated: bool) -> ExpertTile:
+    if itemsize == 4:
+        # Products of float32 are three of TF32 each, out of twice the shared memory: for correctness, not for speed.
+        return ExpertTile(min(rows, 32), 64, 32, rows <= 32, num_warps=4, num_stages=3)
+    if rows <= 32:
+        return ExpertTile(rows, 64 if gated else 128, 128, True, num_warps=4, num_stages=3)
+    if rows == 64:
+        return ExpertTile(rows, 128, 64, False, num_warps=4 if hopper else 8, num_stages=3)
+    columns = (256 if hopper else 128) // (2 if gated else 1)
+    return ExpertTile(rows, columns, 64, False, num_warps=8, num_stages=4 if hopper else 3)

@@ -1,0 +1,161 @@
+"""Routing and grouped products in Triton against float64: here in its interpreter, on a GPU in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from services.worker.kernels.moe import mix_rows, mix_tiles, mixture
+from services.worker.kernels.moe_tiles import expert_tile, one_by_one
+from services.worker.kernels.routing import Sorted, most_tiles, route, sort_picks
+from services.worker.kernels.traffic import mixture_bytes, mixture_flops
+from tests.mixed_experts import MixedExperts, Shape
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def by_rows(mixed: MixedExperts) -> Tensor:
+    picks = route(mixed.logits, chosen=mixed.shape.chosen, renormalised=mixed.shape.renormalised)
+    return mix_rows(mixed.x, picks, mixed.gate_up, mixed.down, kind=mixed.shape.kind)
+
+
+def by_tiles(mixed: MixedExperts) -> Tensor:
+    picks = route(mixed.logits, chosen=mixed.shape.chosen, renormalised=mixed.shape.renormalised)
+    return mix_tiles(mixed.x, picks, mixed.gate_up, mixed.down, kind=mixed.shape.kind)
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (60, 4), (3, 3), (1, 1)])
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_a_row_goes_to_the_experts_of_greatest_chance(experts: int, chosen: int, renormalised: bool) -> None:
+    mixed = MixedExperts(Shape(experts=experts, chosen=chosen, renormalised=renormalised), rows=2)
+    chances, numbers = mixed.routed()
+    found = route(mixed.logits, chosen=chosen, renormalised=renormalised)
+    assert torch.equal(found.experts, numbers.int())
+    assert torch.allclose(found.chances.double(), chances, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_equal_chances_the_lower_number_is_taken(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]]).to(dtype)
+    assert route(logits, chosen=3, renormalised=False).experts.tolist() == [[1, 2, 3], [0, 1, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_logits_that_are_not_numbers_still_name_experts_that_there_are() -> None:
+    logits = torch.full((1, 3), float("nan"))
+    assert set(route(logits, chosen=2, renormalised=True).experts.flatten().tolist()) <= {0, 1, 2}
+
+
+def laid_out(order: Sorted, picks: int, tile: int) -> list[tuple[int, list[int]]]:
+    """(expert, picks) of each tile that is used."""
+    tiles = int(order.tiles)
+    rows = order.picks[: tiles * tile].view(tiles, tile).tolist()
+    return [
+        (expert, [pick for pick in row if pick < picks])
+        for expert, row in zip(order.tile_experts[:tiles].tolist(), rows, strict=True)
+    ]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    experts=st.integers(1, 6),
+    tile=st.sampled_from([16, 32]),
+    picks=st.lists(st.integers(0, 5), min_size=1, max_size=150),
+)
+def test_every_pick_is_in_one_tile_of_its_expert_and_experts_have_no_more_tiles_than_they_need(
+    experts: int, tile: int, picks: list[int]
+) -> None:
+    picks = [pick % experts for pick in picks]
+    found = laid_out(sort_picks(torch.tensor(picks, dtype=torch.int32).unsqueeze(1), experts, tile), len(picks), tile)
+    wanted = []
+    for expert in range(experts):
+        own = [number for number, pick in enumerate(picks) if pick == expert]
+        wanted += [(expert, own[start : start + tile]) for start in range(0, len(own), tile)]
+    assert found == wanted
+    assert len(found) <= most_tiles(len(picks), experts, tile)
+
+
+def test_picks_may_be_more_than_a_program_looks_at_in_one_go() -> None:
+    picks = torch.randint(0, 3, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    found = laid_out(sort_picks(picks.view(-1, 2), 3, 64), len(picks), 64)
+    for expert in range(3):
+        own = [number for tile, numbers in found if tile == expert for number in numbers]
+        assert own == (picks == expert).nonzero().flatten().tolist()
+
+
+def test_no_fewer_tiles_than_the_worst_case_are_launched() -> None:
+    assert [most_tiles(picks, 8, 16) for picks in (1, 8, 9, 16, 17, 128)] == [1, 8, 8, 8, 8, 15]
+    # Seven experts with one pick each and one with the rest.
+    assert most_tiles(128, 8, 16) >= 7 + -(-121 // 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", [by_rows, by_tiles])
+def test_a_mixture_is_what_it_is_in_float64(way: object, dtype: torch.dtype) -> None:
+    assert callable(way)
+    mixed = MixedExperts(Shape(dtype=dtype), rows=3)
+    mixed.check(way(mixed))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(kind="gelu_tanh"),
+        Shape(experts=4, chosen=4, hidden=32, renormalised=False),
+        Shape(experts=3, chosen=1, hidden=40, size=72),
+        Shape(experts=4, chosen=3, size=40),
+    ],
+    ids=lambda shape: f"{shape.chosen} of {shape.experts}, {shape.hidden} to {shape.size}, {shape.kind}",
+)
+def test_any_number_of_experts_and_any_size_will_do(shape: Shape) -> None:
+    mixed = MixedExperts(shape, rows=2)
+    mixed.check(by_rows(mixed))
+    mixed.check(by_tiles(mixed))
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(10, 16), (30, 32), (50, 64), (80, 128)])
+def test_each_size_of_tiles_gives_the_same(rows: int, tile: int) -> None:
+    shape = Shape(experts=2, chosen=1, hidden=80, dtype=torch.bfloat16)
+    assert expert_tile(rows, shape.experts, 2, 9, gated=True).rows == tile
+    mixed = MixedExperts(shape, rows)
+    mixed.check(by_tiles(mixed))
+
+
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
+    found = [expert_tile(rows * 8, 128, 2, 9, gated=True).rows for rows in (8, 128, 256, 512, 1024, 8192)]
+    assert found == [16, 16, 32, 64, 128, 128]
+
+
+def test_an_expert_that_nobody_chose_is_not_read() -> None:
+    """Its weights are NaNs."""
+    mixed = MixedExperts(Shape(experts=4, chosen=1), rows=3)
+    mixed.logits[:, 2] = -100.0
+    expected = mixed.expected()
+    mixed.gate_up[2] = float("nan")
+    mixed.down[2] = float("nan")
+    for found in (by_rows(mixed), by_tiles(mixed)):
+        assert found.double().sub(expected).abs().max() < 1e-4
+
+
+def test_few_rows_go_one_by_one_and_both_ways_agree() -> None:
+    assert one_by_one(1, 2, 8)
+    assert not one_by_one(2, 2, 8)
+    assert [rows for rows in range(1, 9) if one_by_one(rows, 8, 128)] == [1, 2, 3, 4]
+    for rows, way in ((1, by_rows), (2, by_tiles)):
+        mixed = MixedExperts(Shape(), rows)
+        weights = (mixed.gate_up, mixed.down)
+        found = mixture(mixed.x, mixed.logits, *weights, chosen=2, renormalised=True, kind="silu")
+        assert torch.equal(found, way(mixed))
+        mixed.check(found)
+
+
+def test_what_a_token_of_qwen_3_30b_must_move_and_multiply_in_a_layer() -> None:
+    """Eight experts of three matrices of 768 × 2048."""
+    weights = 8 * 3 * 768 * 2048
+    assert mixture_bytes(1, 8, experts=128, hidden=2048, size=768, itemsize=2) == 2 * (weights + 2 * 2048 + 128)
+    assert mixture_flops(1, chosen=8, hidden=2048, size=768) == 2 * weights
