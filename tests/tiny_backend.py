@@ -1,4 +1,4 @@
-"""A backend for a tiny model: one rank on the CPU, one thread."""
+"""A backend for a tiny model: one rank on the CPU, one thread, step by step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from typing import Any
 
 from services.worker.model_runner import ModelRunner
 from services.worker.parallel import SingleRank
+from services.worker.preparing_runner import PreparingRunner
 from services.worker.torch_backend import create_backend
 from shared.ids import ModelName
 
 
 def tiny_backend(path: Path, **different: Any) -> ModelRunner:
     """As `create_backend`, of which `different` are arguments. Raises what it raises."""
+    backend = create_backend(path, **tiny_settings(**different))
+    if isinstance(backend, PreparingRunner):
+        return ModelRunner(backend.rank)
+    assert isinstance(backend, ModelRunner)
+    return backend
+
+
+def tiny_settings(**different: Any) -> dict[str, Any]:
+    """Arguments of `create_backend` for a model that is tiny."""
     chosen: dict[str, Any] = {
         "model_name": ModelName("tiny"),
         "device": "cpu",
@@ -27,6 +37,4 @@ def tiny_backend(path: Path, **different: Any) -> ModelRunner:
         "ops": "torch",
         "threads": 1,
     }
-    backend = create_backend(path, **(chosen | different))
-    assert isinstance(backend, ModelRunner)
-    return backend
+    return chosen | different

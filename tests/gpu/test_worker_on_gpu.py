@@ -16,8 +16,9 @@ from torch import Tensor
 from deploy.cli.stack_spec import DEMO_MODEL
 from services.worker.graphs.decode_inputs import DecodeInputs
 from services.worker.model.config import ModelError
+from services.worker.torch_backend import create_backend
 from tests.recorded_logits import record_logits
-from tests.tiny_backend import tiny_backend
+from tests.tiny_backend import tiny_settings
 from tests.tiny_models import FAMILIES, make_model
 from tests.worker_driver import Driver
 
@@ -42,7 +43,7 @@ def prompts() -> list[list[int]]:
 
 def demo(device: str, dtype: str, **different: Any) -> Any:
     settings: dict[str, Any] = {"kv_memory_bytes": 256 << 20, "max_batch_tokens": 512, "ops": "auto"}
-    return tiny_backend(DEMO_MODEL, device=device, dtype=dtype, **(settings | different))
+    return create_backend(DEMO_MODEL, **tiny_settings(device=device, dtype=dtype, **(settings | different)))
 
 
 def generated(backend: Any, count: int = OUTPUT) -> list[list[int]]:
@@ -115,7 +116,8 @@ def test_captured_decodes_give_what_launched_ones_do(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_generates_what_the_reference_does(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
-    driver = Driver(tiny_backend(tmp_path, device="cuda:0", dtype="float32", ops="triton"), budget=23)
+    backend = create_backend(tmp_path, **tiny_settings(device="cuda:0", dtype="float32", ops="triton"))
+    driver = Driver(backend, budget=23)
     asked = [[7, 3, 99, 12, 150, 31, 8], [44, 5], [(11 * place) % 150 + 3 for place in range(70)]]
     sequences = [driver.add(tokens, 8) for tokens in asked]
     driver.run()

@@ -85,6 +85,7 @@ class Decoder:
         self._ops = ops
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
+        self._embedding_scale = _rounded(config.embedding_scale, weights.embedding)
         self._fused: ForwardPass | None = None
         if communicator.world_size == self._pipeline.stages == 1 and isinstance(ops, FusesDecoders):
             self._fused = ops.fuse(config, weights)
@@ -180,10 +181,7 @@ class Decoder:
         if embedding is None:
             return self._pipeline.receive(self._ops.empty_rows(len(ids), self._config.hidden_size))
         x = self._embedded(ids, embedding)
-        if self._config.embedding_scale is not None:
-            # Gemma was trained with the factor rounded to the weights' dtype.
-            x = x * embedding.new_tensor(self._config.embedding_scale).to(x.dtype)
-        return x
+        return x if self._embedding_scale is None else x * self._embedding_scale
 
     def _embedded(self, ids: Tensor, embedding: Tensor) -> Tensor:
         """Each rank has some of the words; the sum of one word's row and zeros is that row, to the last bit."""
@@ -253,6 +251,12 @@ class Decoder:
         logits = parts[0] if len(parts) == 1 else _joined(parts, self._config.vocab_size)
         cap = self._config.logits_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def _rounded(scale: float | None, embedding: Tensor | None) -> float | None:
+    """Gemma was trained with the factor rounded to the weights' dtype. A number, as a tensor would have to be sent to
+    the device in every step."""
+    return None if scale is None or embedding is None else float(torch.tensor(scale, dtype=embedding.dtype))
 
 
 def _joined(parts: list[Tensor], vocab_size: int) -> Tensor:
