@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.kernels.attention import paged_attention
 from services.worker.ops import BatchMeta
 from shared.blocks import BLOCK_SIZE
+from tests.kernel_device import DEVICE
 from tests.native_batches import Rows, attention_reference, meta_of, scattered_blocks
 
 FP8 = torch.float8_e4m3fn
@@ -40,9 +41,14 @@ class Cached:
     """Sequences of (rows of this step, context); those of one row come first. What no token wrote is NaN."""
 
     def __init__(
-        self, shape: Shape, sequences: Sequence[tuple[int, int]], device: str = "cpu", dirty: bool = True, seed: int = 0
+        self,
+        shape: Shape,
+        sequences: Sequence[tuple[int, int]],
+        device: torch.device = DEVICE,
+        dirty: bool = True,
+        seed: int = 0,
     ) -> None:
-        self.shape, self.device = shape, torch.device(device)
+        self.shape, self.device = shape, device
         self._chance = torch.Generator(self.device).manual_seed(seed)
         blocks = scattered_blocks([context for _, context in sequences], seed)
         self.rows = [Rows(*lengths, ids) for lengths, ids in zip(sequences, blocks, strict=True)]
@@ -67,7 +73,7 @@ class Cached:
         at = torch.arange(rows.context, device=self.device)
         blocks = torch.tensor(rows.blocks, device=self.device)[at // BLOCK_SIZE]
         cache.view(torch.uint8)[blocks, :, at % BLOCK_SIZE] = stored.view(torch.uint8)
-        return stored.double() * (1.0 if scale is None else scale)
+        return stored.double().cpu() * (1.0 if scale is None else scale)
 
     def meta(self) -> BatchMeta:
         meta = meta_of(self.rows)
@@ -78,25 +84,25 @@ class Cached:
         return replace(meta, **moved)
 
     def attended(self) -> Tensor:
-        shape = self.shape
-        out = paged_attention(
-            *(self.q, self.k_cache, self.v_cache, self.meta()),
-            **self.how(),
-        )
-        assert out.shape == (len(self.q), shape.heads * shape.dim)
+        out = paged_attention(self.q, self.k_cache, self.v_cache, self.meta(), **self.asked(), **self.scales())
+        assert out.shape == (len(self.q), self.shape.heads * self.shape.dim)
         return out
 
-    def how(self) -> dict[str, object]:
-        """Every attention's arguments by name."""
-        shape = self.shape
-        scales = {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
-        return {"scale": shape.scale, "window": shape.window, "softcap": shape.softcap} | {
+    def asked(self) -> dict[str, object]:
+        """What every attention is told by name."""
+        return {"scale": self.shape.scale, "window": self.shape.window, "softcap": self.shape.softcap}
+
+    def scales(self) -> dict[str, Tensor | None]:
+        """And ours besides."""
+        scales = {"k_scale": self.shape.k_scale, "v_scale": self.shape.v_scale}
+        return {
             name: None if scale is None else torch.tensor([scale], device=self.device) for name, scale in scales.items()
         }
 
     def expected(self) -> Tensor:
+        """On the CPU."""
         shape = self.shape
-        queries = self.q.split([rows.count for rows in self.rows])
+        queries = self.q.cpu().split([rows.count for rows in self.rows])
         parts = [
             attention_reference(*rows, scale=shape.scale, window=shape.window, softcap=shape.softcap)
             for rows in zip(queries, self.keys, self.values, strict=True)
@@ -106,4 +112,4 @@ class Cached:
     def check(self, out: Tensor | None = None) -> None:
         out = self.attended() if out is None else out
         tolerance = TOLERANCE[self.shape.dtype]
-        torch.testing.assert_close(out.double(), self.expected(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(out.double().cpu(), self.expected(), rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton against float64: here in its interpreter, on a GPU in tests/gpu."""
+"""Paged attention in Triton against float64: here in its interpreter, on a GPU by `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from services.worker.kernels.attention_tiles import Tile, decode_splits, decode_
 from services.worker.kernels.decode_attention import decode_attention
 from services.worker.kernels.prefill_attention import prefill_attention
 from tests.cached_attention import FP8, Cached, Shape
+from tests.kernel_device import DEVICE
 
 DIMS = (8, 16, 32, 48, 64, 80, 96, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,7 +25,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _decoded(cached: Cached, splits: int) -> torch.Tensor:
     meta = cached.meta()
     tables, lengths = meta.block_tables, meta.context_lens
-    return decode_attention(cached.q, cached.k_cache, cached.v_cache, tables, lengths, splits=splits, **cached.how())
+    return decode_attention(cached.q, cached.k_cache, cached.v_cache, tables, lengths, splits=splits, **cached.asked())
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -54,7 +55,7 @@ def test_caches_may_be_float8_with_scales(dtype: torch.dtype) -> None:
     Cached(replace(shape, k_scale=0.5, v_scale=3.0), [(1, 40), (9, 21)]).check()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("splits", [1, 2, 3, 9])
 @pytest.mark.parametrize("window", [None, 50])
 def test_contexts_cut_into_any_number_of_shares_give_the_same(splits: int, window: int | None) -> None:
     cached = Cached(Shape(dim=64, window=window), [(1, 300), (1, 1), (1, 16), (1, 129)])
@@ -70,10 +71,11 @@ def test_a_row_of_no_context_is_padding_and_gives_zeros(splits: int, window: int
     out = decode_attention(
         *(cached.q, cached.k_cache, cached.v_cache, meta.block_tables, meta.context_lens),
         splits=splits,
-        **cached.how(),
+        **cached.asked(),
+        **cached.scales(),
     )
     assert torch.equal(out[1], torch.zeros_like(out[1]))
-    torch.testing.assert_close(out[0].double(), cached.expected()[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[0].double().cpu(), cached.expected()[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_prefills_of_any_lengths_windows_and_caps_equal_float64(data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
@@ -99,12 +101,13 @@ def test_prefills_of_any_lengths_windows_and_caps_equal_float64(data: st.DataObj
     out = prefill_attention(
         *(cached.q, cached.k_cache, cached.v_cache, meta.block_tables, meta.query_starts, meta.context_lens),
         max_query=meta.max_query,
-        **cached.how(),
+        **cached.asked(),
+        **cached.scales(),
     )
     cached.check(out)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_decodes_of_any_lengths_windows_caps_and_shares_equal_float64(data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
@@ -133,7 +136,7 @@ def test_what_lies_before_the_window_is_not_read() -> None:
     """Its blocks may be another's by then."""
     for rows in (1, 4):
         cached = Cached(Shape(window=20), [(rows, 75)])
-        before = torch.tensor(cached.rows[0].blocks[: (75 - rows - 20 + 1) // 16])
+        before = torch.tensor(cached.rows[0].blocks[: (75 - rows - 20 + 1) // 16], device=DEVICE)
         cached.k_cache[before], cached.v_cache[before] = float("nan"), float("nan")
         cached.check()
 

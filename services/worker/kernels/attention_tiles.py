@@ -55,8 +55,8 @@ def packed_rows(group: int) -> int:
 
 @cache
 def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
-    """Of decode attention, for any GPU from sm_80 on."""
-    tokens = max(16, min(128, _DECODE_BYTES // (padded(head_dim) * cache_itemsize)))
+    """Of decode attention, for any GPU from sm_80 on. Float8 is widened in registers, so it has no larger tiles."""
+    tokens = max(16, min(128, _DECODE_BYTES // (padded(head_dim) * max(2, cache_itemsize))))
     return Tile(packed_rows(group), tokens, num_warps=4, num_stages=5)
 
 
@@ -99,7 +99,7 @@ def prefill_tile(head_dim: int, rows: int, itemsize: int, windowed: bool, genera
     if itemsize == 4:
         return _FLOAT32_PREFILLS[max(width, 64)]
     if rows <= 64 or (generation < HOPPER and width == 128 and windowed):
-        return Tile(64, 32, num_warps=8, num_stages=3) if width > 128 else Tile(64, 32, num_warps=4, num_stages=3)
+        return Tile(64, 64 if width <= 64 else 32, num_warps=8 if width > 128 else 4, num_stages=3)
     if width > 128:
         return Tile(128, 32, num_warps=8, num_stages=3) if generation >= HOPPER else Tile(64, 32, 8, num_stages=3)
     whole = width == 128 and generation >= HOPPER and not windowed
