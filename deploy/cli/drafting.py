@@ -7,15 +7,17 @@ from pathlib import Path
 import msgspec
 
 from deploy.cli.errors import CommandError
-from services.worker.speculation.settings import SpeculationError, read_speculation
+from services.worker.speculation.settings import SpeculationError, check_place, read_speculation
 
 
-def drafting(text: str | None) -> str | None:
-    """For the workers, which run elsewhere: its `model` as an absolute path. Raises CommandError."""
+def drafting(text: str | None, *, device: str | None, stages: int) -> str | None:
+    """For the workers, which run elsewhere: its `model` as an absolute path. `stages`: the most that an engine of this
+    stack has. Raises CommandError."""
     if text is None:
         return None
     try:
         settings = read_speculation(text)
+        check_place(settings, device=device or "", stages=stages)
     except SpeculationError as error:
         raise CommandError(f"--{error}", status=2) from None
     if settings.model is not None:

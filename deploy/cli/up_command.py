@@ -275,7 +275,9 @@ def up(
                         max_batch_tokens=max_batch_tokens,
                         threads=cpu_share(counts),
                         bind=bind,
-                        speculative=drafting(speculative),
+                        speculative=drafting(
+                            speculative, device=device, stages=max(pp, pp_prefill or pp, pp_decode or pp)
+                        ),
                     ),
                 },
                 own,

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from services.worker.actor import Place
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
-from services.worker.speculation.settings import Speculation, read_speculation
+from services.worker.speculation.settings import Speculation, check_place, read_speculation
 from shared.config import ByteSize, ServiceConfig
 from shared.ids import EngineId, ModelName
 
@@ -64,6 +64,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     ops: Annotated[Literal["auto", "torch", "native", "triton"], Meta(description="Operations the model runs on.")] = (
         "auto"
     )
+    attention: Annotated[
+        Literal["auto", "triton", "flash-attn"], Meta(description="Whose kernels attend on a GPU; auto: ours.")
+    ] = "auto"
     threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
     bind: Annotated[
         str,
@@ -102,9 +105,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         if self.speculative is not None:
-            read_speculation(self.speculative)
-            if self.device == "sim":
-                raise ValueError("speculative: the simulated device drafts nothing; see sim_speculate")
+            check_place(read_speculation(self.speculative), device=self.device, stages=self.pp)
         if self.sim_bandwidth == 0:
             raise ValueError("sim_bandwidth: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":

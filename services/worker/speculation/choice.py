@@ -14,16 +14,17 @@ from services.worker.speculation.eagle import open_eagle
 from services.worker.speculation.medusa import open_medusa
 from services.worker.speculation.ngram import NgramDrafter
 from services.worker.speculation.proposer import Drafting
-from services.worker.speculation.settings import Speculation
+from services.worker.speculation.settings import Speculation, SpeculationError, check_place
 
 DEFAULT_TOKENS = 3
 
 
 def drafting_of(settings: Speculation, pipeline: Pipeline) -> Drafting:
     """What every rank must know of it. Raises ModelError where the method cannot be had."""
-    if pipeline.stages > 1 and settings.method != "ngram":
-        # The stages before the last need the drafts when they begin, and only the last one could make them.
-        raise ModelError(f"speculative: method {settings.method} does not go with pipeline stages; ngram does")
+    try:
+        check_place(settings, device="", stages=pipeline.stages)
+    except SpeculationError as error:
+        raise ModelError(str(error)) from None
     return Drafting(settings.num_speculative_tokens or DEFAULT_TOKENS, settings.method in ("medusa", "eagle"))
 
 

@@ -36,6 +36,15 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return Path(self.model).expanduser()
 
 
+def check_place(settings: Speculation, *, device: str, stages: int) -> None:
+    """Raises SpeculationError where `device` drafts nothing, or the method does not go with so many pipeline stages."""
+    if device == "sim":
+        raise SpeculationError("speculative: the simulated device drafts nothing; see sim_speculate")
+    if stages > 1 and settings.method != "ngram":
+        # The stages before the last need the drafts when they begin, and only the last one could make them.
+        raise SpeculationError(f"speculative: method {settings.method} does not go with pipeline stages; ngram does")
+
+
 def read_speculation(text: str) -> Speculation:
     """Raises SpeculationError."""
     try:
