@@ -50,12 +50,25 @@ class DecodeInputs:
     def fill(self, ids: Tensor, meta: BatchMeta, size: int) -> None:
         """The first rows are those of a batch of decodes, the others of `size` are padding: their ids, positions and
         tables stay somebody's, which are valid and read by nobody."""
-        rows, width = meta.block_tables.shape
-        self._ids[:rows].copy_(ids)
-        self._positions[:rows].copy_(meta.positions)
-        self._slots[:rows].copy_(meta.slots)
-        self._contexts[:rows].copy_(meta.context_lens)
-        self._tables[:rows, :width].copy_(meta.block_tables)
-        if rows < size:
-            self._slots[rows:size].fill_(PADDING_SLOT)
-            self._contexts[rows:size].fill_(PADDING_CONTEXT)
+        fill = _by_kernel if ids.is_cuda else _by_copies
+        own = (self._ids, self._positions, self._slots, self._contexts, self._tables)
+        fill((ids, meta.positions, meta.slots, meta.context_lens, meta.block_tables), own, size)
+
+
+_Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Token ids, positions, slots, context lengths, block tables."""
+
+
+def _by_kernel(rows: _Rows, into: _Rows, size: int) -> None:
+    from services.worker.kernels.decode_rows import DecodeRows, pad_decodes
+
+    pad_decodes(DecodeRows(*rows), DecodeRows(*into), size, slot=PADDING_SLOT, context=PADDING_CONTEXT)
+
+
+def _by_copies(rows: _Rows, into: _Rows, size: int) -> None:
+    count, width = rows[-1].shape
+    for own, given in zip(into[:-1], rows[:-1], strict=True):
+        own[:count].copy_(given)
+    into[-1][:count, :width].copy_(rows[-1])
+    into[2][count:size].fill_(PADDING_SLOT)
+    into[3][count:size].fill_(PADDING_CONTEXT)

@@ -1,0 +1,21 @@
+"""The launch that fills what captured decodes read; see tests/kernel_launches.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.worker.graphs.decode_inputs import PADDING_CONTEXT, PADDING_SLOT
+from services.worker.kernels.decode_rows import AT_ONCE, pad_decodes_kernel
+from tests.kernel_launches import Launch
+
+
+def graphs() -> Iterator[Launch]:
+    numbers = [name for name in pad_decodes_kernel.arg_names if name not in ("SLOT", "CONTEXT", "AT_ONCE")]
+    yield Launch(
+        "decodes to be replayed",
+        pad_decodes_kernel,
+        {name: "i32" if name in ("count", "width", "into_width") else "*i32" for name in numbers},
+        {"SLOT": PADDING_SLOT, "CONTEXT": PADDING_CONTEXT, "AT_ONCE": AT_ONCE},
+        num_warps=2,
+        rare=True,
+    )
