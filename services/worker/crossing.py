@@ -44,4 +44,4 @@ def sent_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
 
 def fetched(tensor: Tensor) -> Tensor:
     """`tensor` on its way to main memory."""
-    return tensor.to("cpu", non_blocking=True)  # which is page-locked then, where it comes from a GPU
+    return tensor.contiguous().to("cpu", non_blocking=True)  # which is page-locked then, where it comes from a GPU

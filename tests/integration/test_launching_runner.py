@@ -13,12 +13,14 @@ from services.worker import launching_runner
 from services.worker.launched_step import LaunchedStep
 from services.worker.launching_runner import LaunchingRunner
 from services.worker.model_runner import ModelRunner
-from services.worker.step_clock import HostClock, HostMark, Mark
+from services.worker.sampling import logprobs, sampler
+from services.worker.step_clock import Mark
 from shared.ids import SequenceId
 from shared.messages.generation import Grammar, SamplingParams, TokenLogprobs
 from tests.guided_engine import guided_backend, tiny_model
 from tests.integration.test_sampling_on_a_backend import EVERYTHING
 from tests.integration.test_speculation import Oracle
+from tests.late_device import LateClock, WithoutWaiting
 from tests.launching import DriverAhead, launching
 from tests.tiny_backend import tiny_backend
 from tests.tiny_models import VOCABULARY, TinyModel, make_model
@@ -162,40 +164,50 @@ def test_a_new_epoch_begins_over_steps_that_nobody_awaited(tiny: TinyModel, runn
     assert sequence.output == tiny.greedy(prompt(33, 2), OUTPUT)
 
 
-class CountingMark(HostMark):
-    """Notes that somebody waited."""
-
-    def __init__(self, waits: list[Mark]) -> None:
-        super().__init__()
-        self._waits = waits
-
-    def wait(self) -> None:
-        self._waits.append(self)
+@pytest.fixture
+def late(backend: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchingRunner, LateClock]:
+    """A runner of a device that is late."""
+    return late_runner(backend, monkeypatch)
 
 
-class CountingClock(HostClock):
-    def __init__(self) -> None:
-        self.waits: list[Mark] = []
-
-    def mark(self) -> CountingMark:
-        return CountingMark(self.waits)
-
-
-def test_plain_steps_are_begun_without_waiting_for_those_under_way(
-    backend: ModelRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = CountingClock()
+def late_runner(backend: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchingRunner, LateClock]:
+    clock = LateClock()
     monkeypatch.setattr(launching_runner, "clock_of", lambda device: clock)
-    runner = launching(backend)
-    runner.reset()
+    for module in (sampler, logprobs):
+        monkeypatch.setattr(module, "fetched", clock.fetched)
+    backend.reset()
+    return launching(backend), clock
+
+
+def test_nothing_is_read_before_it_is_there(backend: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend.reset()
+    one = Driver(backend, budget=40)
+    expected = everything(one)
+    one.run()
+    runner, _ = late_runner(backend, monkeypatch)
+    driver = DriverAhead(runner, budget=40)
+    sequences = everything(driver)
+    driver.run()
+    assert [told(sequence) for sequence in sequences] == [told(sequence) for sequence in expected]
+
+
+def test_plain_steps_are_begun_without_waiting_for_those_under_way(late: tuple[LaunchingRunner, LateClock]) -> None:
+    """Neither by an event nor by asking a tensor for a number."""
+    runner, clock = late
     driver = DriverAhead(runner, ahead=99)
-    asked: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8}, {"repetition_penalty": 1.3, "logprobs": 2}]
+    asked: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "min_p": 0.1},
+        {"repetition_penalty": 1.3, "logprobs": 2, "bad_words": ((4,), (5, 6))},
+        {"allowed_token_ids": (5, 6, 7), "logit_bias": ((5, 1.0),), "thinking_budget": 2, "thinking_end": (6, 7)},
+    ]
     for number, params in enumerate(asked):
         driver.add(prompt(9, number), 30, sampling=SamplingParams(**{"seed": 1, "temperature": 0.0, **params}))
     under_way: list[Mark] = []
     for _ in range(20):
         clock.waits.clear()
-        step = driver.begin_next()
+        with WithoutWaiting():
+            step = driver.begin_next()
         assert isinstance(step, LaunchedStep)
         assert not set(map(id, clock.waits)) & set(map(id, under_way)), "those two are under way"
         under_way = [*under_way[-1:], step.marks.over]
@@ -239,11 +251,12 @@ def write(driver: Driver, backend: ModelRunner) -> list[list[int]]:
 
 
 @pytest.mark.features("guided", "preemption")
-def test_grammars_bind_what_is_drawn_ahead(guided: ModelRunner) -> None:
+def test_grammars_bind_what_is_drawn_ahead(guided: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By masks that follow from tokens which are awaited in time."""
     guided.reset()
     expected = write(Driver(guided), guided)
-    guided.reset()
-    assert write(DriverAhead(launching(guided)), guided) == expected
+    runner, _ = late_runner(guided, monkeypatch)
+    assert write(DriverAhead(runner), guided) == expected
 
 
 def test_drafts_now_and_then_between_steps_that_run_ahead(tiny: TinyModel, backend: ModelRunner) -> None:

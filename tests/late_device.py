@@ -1,0 +1,54 @@
+"""A device that is late: what it gives is there when somebody waits for it, and not before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.worker.step_clock import HostMark
+
+POISON = 7_777_777
+"""What is read too early."""
+
+
+class LateMark(HostMark):
+    def __init__(self, clock: LateClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._copies = len(clock.copies)
+        """Those that are asked for before it."""
+
+    def wait(self) -> None:
+        self._clock.waits.append(self)
+        with torch.inference_mode():
+            for to, of in self._clock.copies[: self._copies]:
+                to.copy_(of)
+
+
+class LateClock:
+    """Owns the copies that are on their way."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.waits: list[LateMark] = []
+
+    def mark(self) -> LateMark:
+        return LateMark(self)
+
+    def fetched(self, tensor: Tensor) -> Tensor:
+        """In place of `crossing.fetched`."""
+        coming = torch.full_like(tensor, POISON)
+        self.copies.append((coming, tensor.clone()))
+        return coming
+
+
+class WithoutWaiting(TorchDispatchMode):
+    """Refuses what a host would wait for: numbers out of tensors, and shapes that depend on what tensors hold."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.__name__.split(".")[0]
+        assert not name.startswith(self.REFUSED), f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
