@@ -46,9 +46,11 @@ class LateClock:
 class WithoutWaiting(TorchDispatchMode):
     """Refuses what a host would wait for: numbers out of tensors, and shapes that depend on what tensors hold."""
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+    REFUSED = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.__name__.split(".")[0]
-        assert not name.startswith(self.REFUSED), f"{name} waits for the device"
+        assert name not in self.REFUSED, f"{name} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), "how many are true?"
         return func(*args, **(kwargs or {}))
