@@ -94,6 +94,7 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             kv_cache_dtype=config.kv_cache_dtype,
+            attention=config.attention,
         )
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None

@@ -20,7 +20,7 @@ from services.worker.model.digest import made_up_digest, model_digest
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.model.random_weights import RandomTensors
-from services.worker.ops_choice import CacheDtype, OpsName, create_ops
+from services.worker.ops_choice import AttentionName, CacheDtype, OpsName, create_ops
 from services.worker.parallel import Communicator, Stage, share_of, stage_of
 from services.worker.pipeline import Pipeline
 from shared.ids import ModelName
@@ -44,6 +44,7 @@ class Wanted:
     load_format: LoadFormat
     ops: OpsName
     cache: CacheDtype
+    attention: AttentionName = "auto"
     communicator: Communicator
     pipeline: Pipeline
     layers: Sequence[int] | None
@@ -108,7 +109,7 @@ def load_model(wanted: Wanted) -> LoadedModel:
 def _decoder(wanted: Wanted, config: ModelConfig, stage: Stage, dtype: torch.dtype, max_model_len: int) -> Decoder:
     communicator = wanted.communicator
     share = share_of(config, communicator.rank, communicator.world_size)
-    ops = create_ops(wanted.ops, wanted.device, dtype, wanted.cache)
+    ops = create_ops(wanted.ops, wanted.device, dtype, wanted.cache, wanted.attention)
     with torch.inference_mode(), _tensors(wanted, config, dtype) as tensors:
         weights = load_weights(tensors, config, share, ops, wanted.device, max_model_len, stage)
     return Decoder(config, weights, share, ops, communicator, wanted.pipeline)

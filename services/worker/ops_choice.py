@@ -13,40 +13,50 @@ from services.worker.torch_ops import TorchOps
 OpsName = Literal["auto", "torch", "native", "triton"]
 CacheDtype = Literal["auto", "fp8"]
 """auto: the model's own; fp8: float8_e4m3fn, half the memory and a little less exact."""
+AttentionName = Literal["auto", "triton", "flash-attn"]
+"""Whose kernels attend on a GPU; auto: ours."""
 
 _log = logging.getLogger(__name__)
 
 
-def create_ops(name: OpsName, device: torch.device, dtype: torch.dtype, cache: CacheDtype = "auto") -> Ops:
+def create_ops(
+    name: OpsName,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: CacheDtype = "auto",
+    attention: AttentionName = "auto",
+) -> Ops:
     """The operations called `name`; `auto` is Triton's on a GPU and the native ones on a CPU where this machine can run
-    them, else PyTorch's. `cache`: how keys and values are kept.
+    them, else PyTorch's. `cache`: how keys and values are kept. `attention`: whose attention Triton's use.
 
     Raises OpsUnavailable where those asked for by name cannot be had, or keep no such keys and values.
     """
-    ops = _named(name, device, dtype, cache)
+    ops = _named(name, device, dtype, cache, attention)
     if cache == "fp8" and ops.name != "triton":
         raise OpsUnavailable(f"kv_cache_dtype = fp8: only Triton's kernels read such keys and values, not {ops.name}")
+    if attention != "auto" and ops.name != "triton":
+        raise OpsUnavailable(f"attention = {attention}: {ops.name} operations have an attention of their own")
     return ops
 
 
-def _named(name: OpsName, device: torch.device, dtype: torch.dtype, cache: CacheDtype) -> Ops:
+def _named(name: OpsName, device: torch.device, dtype: torch.dtype, cache: CacheDtype, attention: AttentionName) -> Ops:
     match name:
         case "torch":
             return TorchOps(device, dtype)
         case "native":
             return _native(device, dtype)
         case "triton":
-            return _triton(device, dtype, cache)
+            return _triton(device, dtype, cache, attention)
         case "auto":
-            return _best(device, dtype, cache)
+            return _best(device, dtype, cache, attention)
         case _:
             assert_never(name)
 
 
-def _best(device: torch.device, dtype: torch.dtype, cache: CacheDtype) -> Ops:
+def _best(device: torch.device, dtype: torch.dtype, cache: CacheDtype, attention: AttentionName) -> Ops:
     """Those that `device` is fastest with."""
     try:
-        return _native(device, dtype) if device.type == "cpu" else _triton(device, dtype, cache)
+        return _native(device, dtype) if device.type == "cpu" else _triton(device, dtype, cache, attention)
     except OpsUnavailable as reason:
         _log.info("only PyTorch's own operations are available: %s", reason)
         return TorchOps(device, dtype)
@@ -60,9 +70,9 @@ def _native(device: torch.device, dtype: torch.dtype) -> Ops:
     return NativeOps(device, dtype)
 
 
-def _triton(device: torch.device, dtype: torch.dtype, cache: CacheDtype) -> Ops:
+def _triton(device: torch.device, dtype: torch.dtype, cache: CacheDtype, attention: AttentionName) -> Ops:
     try:
         from services.worker.triton_ops import TritonOps
     except ImportError as error:
         raise OpsUnavailable(f"Triton is not installed ({error})") from None
-    return TritonOps(device, dtype, None if cache == "auto" else torch.float8_e4m3fn)
+    return TritonOps(device, dtype, None if cache == "auto" else torch.float8_e4m3fn, attention)

@@ -19,7 +19,7 @@ from services.worker.kv_profile import profile
 from services.worker.loaded_model import DtypeChoice, LoadedModel, Wanted, load_model
 from services.worker.memory import free_bytes
 from services.worker.model.config import ModelError
-from services.worker.ops_choice import CacheDtype, OpsName
+from services.worker.ops_choice import AttentionName, CacheDtype, OpsName
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
 from services.worker.rehearsal import rehearse
@@ -57,6 +57,7 @@ def create_backend(
     gpu_memory_utilization: float = 0.9,
     enforce_eager: bool = False,
     kv_cache_dtype: CacheDtype = "auto",
+    attention: AttentionName = "auto",
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
@@ -81,6 +82,7 @@ def create_backend(
             load_format=load_format,
             ops=ops,
             cache=kv_cache_dtype,
+            attention=attention,
             communicator=communicator,
             pipeline=pipeline,
             layers=layers,
@@ -139,9 +141,7 @@ def _parts(loaded: LoadedModel, name: ModelName, max_num_seqs: int, speculation:
     )
 
 
-def _ready(
-    parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: DecodeGraphs | None, rows: int
-) -> Runner:
+def _ready(parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: DecodeGraphs | None, rows: int) -> Runner:
     """Everything captured, and every first-time cost paid. Raises ModelError."""
     replaying = None if graphs is None else replace(graphs, max_model_len=max_model_len).replaying()
     try:

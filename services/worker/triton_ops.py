@@ -13,12 +13,13 @@ from torch import Tensor
 from triton import knobs
 
 from services.worker.kernels.activations import gated_act
-from services.worker.kernels.attention import paged_attention
+from services.worker.kernels.attention_choice import create_attention
 from services.worker.kernels.moe import mixture
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
 from services.worker.kv.copier import KvCopier
 from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts
+from services.worker.ops_choice import AttentionName
 from services.worker.torch_ops import TorchOps
 from shared.blocks import BLOCK_SIZE
 
@@ -36,13 +37,20 @@ class TritonOps(TorchOps):
 
     capturable = True
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
+        attention: AttentionName = "auto",
+    ) -> None:
         """`cache_dtype`: of keys and values; None: `dtype`. On a CPU the kernels run in Triton's interpreter, for
         tests. Raises OpsUnavailable.
         """
         super().__init__(device, dtype)
         _check_device(device)
         self._cache_dtype = cache_dtype or dtype
+        self._attend = create_attention(attention, device, dtype, self._cache_dtype)
 
     @property
     def name(self) -> str:
@@ -119,7 +127,7 @@ class TritonOps(TorchOps):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        return paged_attention(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
+        return self._attend(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
 
 
 def _check_device(device: torch.device) -> None:

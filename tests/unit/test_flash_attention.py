@@ -61,7 +61,7 @@ def _documented(
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("flash_attn_interface")
-    module.flash_attn_with_kvcache = _documented
+    vars(module)["flash_attn_with_kvcache"] = _documented
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, assert_never
+from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from services.worker.kernels.attention import paged_attention
 from services.worker.ops import BatchMeta
-
-AttentionName = Literal["auto", "triton", "flash-attn"]
+from services.worker.ops_choice import AttentionName
 
 
 class PagedAttention(Protocol):
