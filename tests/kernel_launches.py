@@ -130,54 +130,9 @@ def _number(pattern: str, text: str) -> str:
 
 
 def _attention() -> Iterator[Launch]:
-    from services.worker.kernels.attention_tiles import decode_tile, padded
-    from services.worker.kernels.decode_attention import decode_kernel, merge_kernel
+    from tests.attention_launches import attention
 
-    pointers = ("q", "k_cache", "v_cache", "tables", "lengths", "out", "shares", "weights")
-    for dim, kind, cache, group, window, softcap in (
-        (128, "bf16", "bf16", 4, None, None),
-        (64, "fp16", "fp16", 8, None, None),
-        (80, "bf16", "bf16", 1, None, None),
-        (256, "bf16", "bf16", 2, 4096, 50.0),
-        (128, "bf16", "fp8e4nv", 8, None, None),
-        (128, "fp32", "fp32", 4, None, None),
-    ):
-        bits = {"fp32": 4, "fp8e4nv": 1}.get(cache, 2)
-        tile = decode_tile(dim, group, bits)
-        kinds = {
-            "k_cache": cache,
-            "v_cache": cache,
-            "tables": "i32",
-            "lengths": "i32",
-            "shares": "fp32",
-            "weights": "fp32",
-        }
-        scales = {"k_scale": "*fp32", "v_scale": "*fp32"} if cache == "fp8e4nv" else {}
-        for split in (False, True):
-            yield Launch(
-                f"decode attention {dim} {kind} {cache} group {group} window {window} softcap {softcap} split {split}",
-                decode_kernel,
-                {name: "*" + kinds.get(name, kind) for name in pointers}
-                | {"width": "i32", "splits": "i32", "scale": "fp32"}
-                | scales,
-                ({} if scales else {"k_scale": None, "v_scale": None})
-                | {"HEADS": 8 * group, "KV_HEADS": 8, "DIM": dim, "PAD": padded(dim), "ROWS": tile.rows}
-                | {"TILE": tile.tokens, "WINDOW": window, "SOFTCAP": softcap, "SPLIT": split},
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                targets=(90,) if cache == "fp8e4nv" else (80, 90),
-                must=frozenset({"mma", "cp.async16"}),
-                rare=dim != 128 or kind == "fp32",
-            )
-    for dim in (64, 128, 256):
-        yield Launch(
-            f"merge of decode attention {dim}",
-            merge_kernel,
-            {"shares": "*fp32", "weights": "*fp32", "lengths": "*i32", "out": "*bf16", "splits": "i32"},
-            {"DIM": dim, "PAD": padded(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": 32},
-            must=frozenset({"load16"}),
-            rare=dim != 128,
-        )
+    return attention()
 
 
 def _mixtures() -> Iterator[Launch]:
