@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.ops import Activation
+from tests.kernel_device import DEVICE
 
 _EXACT = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
 """Of the largest result: gates, ups and each expert's output are rounded to the dtype, and their sum."""
@@ -21,7 +22,6 @@ class Shape:
     hidden: int = 24
     size: int = 16
     dtype: torch.dtype = torch.float32
-    device: str = "cpu"
     renormalised: bool = True
     kind: Activation = "silu"
 
@@ -31,10 +31,10 @@ class MixedExperts:
 
     def __init__(self, shape: Shape, rows: int, seed: int = 0) -> None:
         self.shape = shape
-        generator = torch.Generator(shape.device).manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
 
         def random(*sizes: int) -> Tensor:
-            made = torch.randn(*sizes, generator=generator, device=shape.device)
+            made = torch.randn(*sizes, generator=generator, device=DEVICE)
             return (made / sizes[-1] ** 0.5 if len(sizes) == 3 else made).to(shape.dtype)
 
         self.x = random(rows, shape.hidden)

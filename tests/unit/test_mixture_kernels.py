@@ -1,4 +1,4 @@
-"""Routing and grouped products in Triton against float64: here in its interpreter, on a GPU in tests/gpu."""
+"""Routing and grouped products in Triton against float64."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from services.worker.kernels.moe import mix_rows, mix_tiles, mixture
 from services.worker.kernels.moe_tiles import expert_tile, one_by_one
 from services.worker.kernels.routing import Sorted, most_tiles, route, sort_picks
 from services.worker.kernels.traffic import mixture_bytes, mixture_flops
+from tests.kernel_device import DEVICE
 from tests.mixed_experts import MixedExperts, Shape
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,13 +42,13 @@ def test_a_row_goes_to_the_experts_of_greatest_chance(experts: int, chosen: int,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_equal_chances_the_lower_number_is_taken(dtype: torch.dtype) -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]]).to(dtype)
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]]).to(DEVICE, dtype)
     assert route(logits, chosen=3, renormalised=False).experts.tolist() == [[1, 2, 3], [0, 1, 2]]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_logits_that_are_not_numbers_still_name_experts_that_there_are() -> None:
-    logits = torch.full((1, 3), float("nan"))
+    logits = torch.full((1, 3), float("nan"), device=DEVICE)
     assert set(route(logits, chosen=2, renormalised=True).experts.flatten().tolist()) <= {0, 1, 2}
 
 
@@ -71,7 +72,9 @@ def test_every_pick_is_in_one_tile_of_its_expert_and_experts_have_no_more_tiles_
     experts: int, tile: int, picks: list[int]
 ) -> None:
     picks = [pick % experts for pick in picks]
-    found = laid_out(sort_picks(torch.tensor(picks, dtype=torch.int32).unsqueeze(1), experts, tile), len(picks), tile)
+    found = laid_out(
+        sort_picks(torch.tensor(picks, dtype=torch.int32, device=DEVICE).unsqueeze(1), experts, tile), len(picks), tile
+    )
     wanted = []
     for expert in range(experts):
         own = [number for number, pick in enumerate(picks) if pick == expert]
@@ -82,7 +85,7 @@ def test_every_pick_is_in_one_tile_of_its_expert_and_experts_have_no_more_tiles_
 
 def test_picks_may_be_more_than_a_program_looks_at_in_one_go() -> None:
     picks = torch.randint(0, 3, (5000,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    found = laid_out(sort_picks(picks.view(-1, 2), 3, 64), len(picks), 64)
+    found = laid_out(sort_picks(picks.view(-1, 2).to(DEVICE), 3, 64), len(picks), 64)
     for expert in range(3):
         own = [number for tile, numbers in found if tile == expert for number in numbers]
         assert own == (picks == expert).nonzero().flatten().tolist()
