@@ -147,7 +147,12 @@ def cells(step: StepMeasured, ceilings: Ceilings) -> list[str]:
 
 
 def named(case: StepCase) -> str:
-    return f"{case.kind} {case.batch} × {short(case.context)}"
+    return f"{case.kind} {case.batch} × {tokens(case.context)}"
+
+
+def tokens(count: int) -> str:
+    """4096 is 4k, as one speaks of contexts."""
+    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
 def roof_of(ceilings: Ceilings) -> Roof:

@@ -132,8 +132,8 @@ def traffic_of(config: ModelConfig, share: Share, ops: Ops, dtype: torch.dtype) 
 def fill_with_noise(tensor: torch.Tensor) -> None:
     """The same numbers over and over: what they are does not matter, that they are there does. Memory of a CPU that was
     never written to is one page of zeros, read again and again."""
-    noise = torch.randn(_NOISE_ELEMENTS, device=tensor.device).to(tensor.dtype)
     flat = tensor.view(-1)
+    noise = torch.randn(min(len(flat), _NOISE_ELEMENTS), device=tensor.device).to(tensor.dtype)
     for at in range(0, len(flat), len(noise)):
         part = flat[at : at + len(noise)]
         part.copy_(noise[: len(part)])

@@ -30,12 +30,12 @@ class StepWork(Struct, frozen=True):
 class ModelTraffic:
     """One rank's share of a model."""
 
-    def __init__(self, config: ModelConfig, share: Share, item_bytes: int, kv_block_bytes: float) -> None:
-        """`kv_block_bytes`: of a token (key and value) in one layer of this rank."""
+    def __init__(self, config: ModelConfig, share: Share, item_bytes: int, kv_token_bytes: float) -> None:
+        """`kv_token_bytes`: of a key and a value of one token in one layer of this rank."""
         self._config = config
         self._share = share
         self._item = item_bytes
-        self._kv_token = kv_block_bytes
+        self._kv_token = kv_token_bytes
 
     @property
     def weight_bytes(self) -> float:
@@ -79,28 +79,29 @@ class ModelTraffic:
         if mixture is None or not layer.mixes:
             return self._mlp_of_a_row(layer)
         experts = mixture.experts if rows is None else experts_met(mixture, rows)
-        return self._router(mixture) + self._shared_expert(mixture) + experts * self._expert(mixture)
+        return self._router(mixture) + self._shared_expert() + experts * self._expert()
 
-    def _mlp_of_a_row(self, layer: LayerConfig) -> float:
+    def _mlp_of_a_row(self, layer: LayerConfig) -> int:
         """Elements that each row is multiplied with."""
         mixture = self._config.mixture
         if mixture is None or not layer.mixes:
-            return 3 * self._config.hidden_size * (self._share.mlp[1] - self._share.mlp[0])
-        return self._router(mixture) + self._shared_expert(mixture) + mixture.chosen * self._expert(mixture)
+            return 3 * self._config.hidden_size * _length(self._share.mlp)
+        return self._router(mixture) + self._shared_expert() + mixture.chosen * self._expert()
 
     def _router(self, mixture: Mixture) -> int:
         return self._config.hidden_size * mixture.experts
 
-    def _expert(self, mixture: Mixture) -> float:
-        return 3 * self._config.hidden_size * mixture.intermediate_size * self._split
+    def _expert(self) -> int:
+        return 3 * self._config.hidden_size * _length(self._share.experts)
 
-    def _shared_expert(self, mixture: Mixture) -> float:
-        return 3 * self._config.hidden_size * (mixture.shared_size or 0) * self._split
+    def _shared_expert(self) -> int:
+        """With the gate that says how much of it is taken."""
+        size = _length(self._share.shared_expert)
+        return self._config.hidden_size * (3 * size + 1) if size else 0
 
-    @property
-    def _split(self) -> float:
-        """This rank's part of what is divided evenly."""
-        return self._share.num_heads / self._config.num_heads
+
+def _length(part: tuple[int, int]) -> int:
+    return part[1] - part[0]
 
 
 def experts_met(mixture: Mixture, rows: int) -> float:

@@ -1,0 +1,170 @@
+"""The measurements themselves, on models small enough to be quick: everything real but the size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.bench.measuring import findings
+from deploy.bench.roofline import run_roofline
+from deploy.cli.errors import CommandError
+from services.worker.ops import BatchMeta
+from services.worker.roofline import ceilings, kernel_case
+from services.worker.roofline.__main__ import main
+from services.worker.roofline.batches import batch_of
+from services.worker.roofline.chosen import CannotMeasure
+from services.worker.roofline.findings import (
+    Ceilings,
+    Finding,
+    KernelMeasured,
+    KernelsAsked,
+    KernelSkipped,
+    ModelReady,
+    Started,
+    StepCase,
+    StepMeasured,
+    StepsAsked,
+    StepSkipped,
+)
+from services.worker.roofline.kernels import FAMILIES, measure_kernels
+from services.worker.roofline.steps import measure_steps
+from shared.blocks import BLOCK_SIZE
+from tests.tiny_models import make_config
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they are is no concern here."""
+    monkeypatch.setattr(ceilings, "_COPIED_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(ceilings, "_SQUARES", {"cpu": (64,)})
+    monkeypatch.setattr(ceilings, "_PROBED_STEPS", 800)
+    monkeypatch.setattr(kernel_case, "_COLD_BYTES", {"cpu": 4096})
+
+
+def folder(path: Path, family: str = "qwen3", **changes: object) -> str:
+    config = make_config(family, **changes)
+    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    (path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [architecture]}))
+    return str(path)
+
+
+def steps(model: str, **different: object) -> list[Finding]:
+    asked = {
+        "name": "tiny",
+        "model": model,
+        "device": "cpu",
+        "threads": 1,
+        "seconds": 3.0,
+        "batches": (1, 5),
+        "contexts": (1, 100),
+        "prefills": (40,),
+    }
+    return list(measure_steps(StepsAsked(**(asked | different))))
+
+
+def test_steps_are_measured_one_after_the_other_behind_the_ceilings(tmp_path: Path) -> None:
+    started, limits, ready, *found = steps(folder(tmp_path))
+    assert isinstance(started, Started)
+    assert isinstance(limits, Ceilings)
+    assert isinstance(ready, ModelReady)
+    assert ready.eager is not None
+    assert [each.case for each in found if isinstance(each, StepMeasured)] == [
+        StepCase("decode", 1, 1),
+        StepCase("decode", 5, 1),
+        StepCase("decode", 1, 100),
+        StepCase("decode", 5, 100),
+        StepCase("prefill", 1, 40),
+    ]
+    for step in found:
+        assert isinstance(step, StepMeasured)
+        assert step.forward.best <= step.forward.median
+        assert step.whole is not None
+        assert step.whole.best > 0
+        assert step.work.bytes > step.weight_bytes > 0
+
+
+def test_what_the_model_the_memory_or_the_time_has_no_room_for_is_left_out_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder(tmp_path)
+    *_, long = steps(model, batches=(), prefills=(100_000,))
+    assert long == StepSkipped(StepCase("prefill", 1, 100_000), "the model has 256 positions")
+    *_, late = steps(model, batches=(), prefills=(40,), seconds=1e-6)
+    assert isinstance(late, StepSkipped)
+    assert "time is up" in late.reason
+    monkeypatch.setattr("services.worker.roofline.measured_rank.free_bytes", lambda device: 100_000)
+    *_, small, large = steps(model, batches=(1, 100), contexts=(32,), prefills=())
+    assert isinstance(small, StepMeasured)
+    assert isinstance(large, StepSkipped)
+    assert "GiB of KV memory" in large.reason
+
+
+def test_a_batch_is_what_a_scheduler_would_give_out() -> None:
+    ids, meta = batch_of(StepCase("decode", 3, 33), 20, 50, torch.device("cpu"))
+    assert ids.max() < 50
+    assert meta.context_lens.tolist() == [33] * 3
+    assert len(set(meta.block_tables.flatten().tolist())) == 9, "no block is shared"
+    assert meta.slots.tolist() == [(int(row[2])) * BLOCK_SIZE for row in meta.block_tables]
+    ids, meta = batch_of(StepCase("prefill", 2, 20), 20, 50, torch.device("cpu"))
+    assert len(ids) == 40
+    assert meta.positions.tolist() == [*range(20), *range(20)]
+    assert meta.query_starts.tolist() == [0, 20, 40]
+    assert meta.logits_rows.tolist() == [19, 39]
+    assert meta.slots.tolist() == [_slot(meta, row, at) for row in range(2) for at in range(20)]
+
+
+def _slot(meta: BatchMeta, row: int, position: int) -> int:
+    return int(meta.block_tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -> None:
+    asked = KernelsAsked(
+        model=folder(tmp_path), device="cpu", dtype="bfloat16", threads=1, rows=(1, 3), contexts=(20,), seconds=1.0
+    )
+    started, limits, *found = measure_kernels(asked)
+    assert isinstance(started, Started)
+    assert started.model == tmp_path.name
+    assert isinstance(limits, Ceilings)
+    measured = [each for each in found if isinstance(each, KernelMeasured)]
+    assert {each.family for each in measured} == set(FAMILIES) - {"moe"}
+    assert all(each.ours.best > 0 and each.work.bytes > 0 for each in measured)
+    assert [each for each in found if isinstance(each, KernelSkipped)] == [
+        KernelSkipped("moe", "all", "Qwen3ForCausalLM has none")
+    ]
+
+
+def test_a_mixture_is_measured_where_the_model_has_one(tmp_path: Path) -> None:
+    model = folder(
+        tmp_path, "qwen3-moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=2
+    )
+    *_, found = measure_kernels(
+        KernelsAsked(model=model, device="cpu", threads=1, rows=(3,), only=("moe",), seconds=0.5)
+    )
+    assert isinstance(found, KernelMeasured)
+    assert isinstance(steps(model, batches=(2,), contexts=(9,), prefills=())[-1], StepMeasured)
+
+
+def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CannotMeasure, match="num_attention_heads"):
+        steps(folder(tmp_path, num_attention_heads=3))
+    assert main(['{"type":"steps","name":"x","shape":"nothing"}']) == 1
+    assert "none of llama-3.1-8b" in capfd.readouterr().out
+    assert main(["{"]) == 2
+    assert main([]) == 2
+
+
+def test_the_command_runs_the_measuring_process_and_prints_what_it_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, picture = folder(tmp_path), tmp_path / "plot.png"
+    flags = ["--model", model, "--device", "cpu", "--threads", "1", "--seconds", "1", "--plot", str(picture)]
+    run_roofline([*flags, "--batch", "2", "--context", "20", "--prefill", "none", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["kind"], each["batch"], each["context"]) for each in found["steps"]] == [("decode", 2, 20)]
+    assert found["steps"][0]["share"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(CommandError, match=r"none of llama-3\.1-8b"):
+        list(findings(StepsAsked(name="x", shape="nothing", device="cpu")))
