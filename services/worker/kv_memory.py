@@ -45,7 +45,7 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
     total: int
     free: int
     held: int
-    """By this worker: weights, and what libraries took for themselves."""
+    """By this worker: weights, and what libraries keep to work in."""
     activations: int
     """What a step of the largest batch takes besides, and has given back."""
     graphs: int = 0
@@ -58,7 +58,7 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
 
     @property
     def others(self) -> int:
-        """Taken, and not by this worker; on a GPU also by the driver, for every process."""
+        """Taken, and not known to be this worker's; on a GPU also what the driver takes for each process."""
         return self.total - self.free - self.held
 
     def told(self) -> str:

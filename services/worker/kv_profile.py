@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from services.worker.graphs.capture import CudaCapture
 from services.worker.graphs.choice import DecodeGraphs
-from services.worker.graphs.measured_capture import MeasuredCapture
+from services.worker.graphs.measured_capture import MeasuredCapture, Seen
 from services.worker.kv_memory import DeviceMemory
-from services.worker.memory import free_bytes, peak_bytes, total_bytes
+from services.worker.memory import free_bytes, own_bytes, peak_bytes, total_bytes
 from services.worker.model.config import ModelError
 from services.worker.rehearsal import rehearse
 from services.worker.runner_parts import RunnerParts
@@ -23,10 +23,8 @@ _BLOCKS_WHILE_CAPTURING = 2
 """Graphs of padding touch none."""
 
 
-def profile(
-    parts: RunnerParts, *, max_batch_tokens: int, graphs: DecodeGraphs | None, free_before: int
-) -> DeviceMemory:
-    """`free_before`: bytes, when nothing was loaded. Raises ModelError where the largest batch does not fit."""
+def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: DecodeGraphs | None) -> DeviceMemory:
+    """Once weights are loaded. Raises ModelError where the largest batch does not fit."""
     device, cuda = parts.device, parts.device.type == "cuda"
     rows = max_batch_tokens if cuda else min(max_batch_tokens, _ROWS_ON_CPU)
     try:
@@ -42,7 +40,7 @@ def profile(
         kind="gpu" if cuda else "cpu",
         total=total_bytes(device),
         free=free,
-        held=max(0, free_before - free) if cuda else 0,
+        held=own_bytes(device),
         activations=step * -(-max_batch_tokens // rows) + parts.token_bytes,
         graphs=captured,
     )
@@ -57,8 +55,9 @@ def _of_step(parts: RunnerParts, rows: int) -> int:
 
 def _of_graphs(graphs: DecodeGraphs) -> int:
     """Bytes."""
+    device = graphs.device
     caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING)
-    capture = MeasuredCapture(CudaCapture(graphs.device), lambda: _settled(graphs.device))
+    capture = MeasuredCapture(CudaCapture(device), lambda: Seen(_settled(device), own_bytes(device)))
     with torch.inference_mode():
         replace(graphs, sizes=graphs.sizes[-2:]).replaying(capture)(graphs.decoder.forward, caches)
     return capture.of_all(len(graphs.sizes))

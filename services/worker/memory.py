@@ -30,6 +30,11 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def own_bytes(device: torch.device) -> int:
+    """What this process's PyTorch holds of a GPU, whatever others take and give back meanwhile; 0 elsewhere."""
+    return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0
+
+
 def total_bytes(device: torch.device) -> int:
     """Memory of `device`, whoever holds it."""
     if device.type == "cuda":

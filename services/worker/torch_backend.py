@@ -17,7 +17,6 @@ from services.worker.guided.library import GrammarLibrary
 from services.worker.kv_memory import KvDemand, size_kv
 from services.worker.kv_profile import profile
 from services.worker.loaded_model import DtypeChoice, LoadedModel, Wanted, load_model
-from services.worker.memory import free_bytes
 from services.worker.model.config import ModelError
 from services.worker.ops_choice import AttentionName, CacheDtype, OpsName
 from services.worker.parallel import Communicator
@@ -70,7 +69,6 @@ def create_backend(
     if (rank, world_size) != (communicator.rank, communicator.world_size):
         raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
     place = _chosen_device(device)
-    free = free_bytes(place)
     pipeline = pipeline or SingleStage()
     torch.set_num_threads(threads or max(1, _cores() // (world_size * pipeline.stages)))
     loaded = load_model(
@@ -93,7 +91,7 @@ def create_backend(
     check_agreement(communicator, f"{loaded.told}, {limits}")
     parts = _parts(loaded, model_name, max_num_seqs, speculation)
     graphs = DecodeGraphs.of(parts) if eager is None else None
-    memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs, free_before=free)
+    memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
     demand = KvDemand(
         block_bytes=parts.kv_block_bytes,
         max_num_seqs=max_num_seqs,

@@ -1,0 +1,122 @@
+"""Whether decodes are captured, for which sizes, and what they are said to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from services.worker.graphs.choice import DecodeGraphs, why_eager
+from services.worker.graphs.measured_capture import DRIVER_MOST, MeasuredCapture, Seen
+from services.worker.parallel import SingleRank
+from services.worker.pipeline import SingleStage
+from services.worker.speculation.proposer import Drafting
+from tests.captured_again import RunAgain
+
+MIB = 1 << 20
+CUDA = torch.device("cuda")
+
+
+class Part:
+    """Of an engine: operations, or the way to other ranks. `capturable` None: it says nothing of graphs."""
+
+    rank = stage = 0
+
+    def __init__(self, capturable: bool | None = None, name: str = "", world_size: int = 1, stages: int = 1) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.stages = stages
+        if capturable is not None:
+            self.capturable = capturable
+
+
+@dataclass(frozen=True)
+class Model:
+    """As much of a decoder as is looked at."""
+
+    ops: Part
+
+    @property
+    def ops_name(self) -> str:
+        return self.ops.name
+
+
+KERNELS = Model(Part(True))
+
+
+def why(
+    model: Model = KERNELS,
+    device: torch.device = CUDA,
+    ranks: object = None,
+    stages: object = None,
+    enforced: bool = False,
+) -> str | None:
+    return why_eager(model, device, ranks or SingleRank(), stages or SingleStage(), enforced=enforced)
+
+
+def test_one_gpu_with_kernels_that_can_be_captured_captures() -> None:
+    assert why() is None
+    assert why(ranks=Part(True, world_size=2)) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"enforced": True}, "asked for"),
+        ({"device": torch.device("cpu")}, "no graphs on cpu"),
+        ({"stages": Part(stages=2)}, "another stage"),
+        ({"model": Model(Part(None, "torch"))}, "torch operations cannot"),
+        ({"model": Model(Part(False, "odd"))}, "odd operations cannot"),
+        ({"ranks": Part(False, world_size=2)}, "these collectives cannot"),
+        ({"ranks": Part(None, world_size=2)}, "these collectives cannot"),
+    ],
+)
+def test_everything_else_says_why_it_does_not(asked: dict[str, object], reason: str) -> None:
+    assert reason in (why(**asked) or "")
+
+
+@dataclass
+class Parts:
+    """As much of what runners are made of as is looked at."""
+
+    max_num_seqs: int
+    drafting: Drafting
+    decoder: Model = KERNELS
+    device: torch.device = CUDA
+
+    @property
+    def card(self) -> Parts:
+        return self
+
+    max_model_len: int = 4096
+
+
+def test_drafts_are_rows_of_a_step_of_decodes() -> None:
+    assert DecodeGraphs.of(Parts(8, Drafting(0, False))).sizes == (1, 2, 4, 8)
+    drafting = DecodeGraphs.of(Parts(8, Drafting(3, True)))
+    assert drafting.sizes == (1, 2, 4, 8, 16, 24, 32)
+    assert drafting.features
+
+
+def measured(seen: list[Seen], sizes: int) -> int:
+    """What `sizes` graphs are said to take when the memory looked so around the first ones."""
+    moments = iter(seen)
+    capture = MeasuredCapture(RunAgain(), lambda: next(moments))
+    for _ in seen[1:]:
+        capture.capture(lambda: None)
+    return capture.of_all(sizes)
+
+
+def test_two_graphs_say_what_all_take() -> None:
+    start, first, second = Seen(1000 * MIB, 10 * MIB), Seen(780 * MIB, 210 * MIB), Seen(770 * MIB, 215 * MIB)
+    assert measured([start, first, second], 2) == (220 + 10) * MIB
+    assert measured([start, first, second], 35) == (220 + 34 * 10) * MIB
+    assert measured([start, first], 1) == 220 * MIB
+
+
+def test_what_others_take_or_give_back_meanwhile_is_not_counted() -> None:
+    start = Seen(9000 * MIB, 10 * MIB)
+    assert measured([start, Seen(1000 * MIB, 210 * MIB)], 1) == 200 * MIB + DRIVER_MOST
+    assert measured([start, Seen(12_000 * MIB, 210 * MIB)], 1) == 200 * MIB
+    assert measured([start, Seen(9000 * MIB, 4 * MIB)], 1) == 0
