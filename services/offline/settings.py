@@ -56,6 +56,9 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     device: str = "auto"
     max_model_len: int | None = None
     kv_memory: str | int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    enforce_eager: bool = False
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     more: Mapping[str, object] = {}
@@ -82,6 +85,9 @@ def configs(settings: EngineSettings) -> Configs:
         "device": settings.device,
         "max_model_len": settings.max_model_len,
         "kv_memory": settings.kv_memory,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
+        "enforce_eager": settings.enforce_eager,
         "max_num_seqs": settings.max_num_seqs,
         "max_batch_tokens": settings.max_batch_tokens,
     }
