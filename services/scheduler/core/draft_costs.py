@@ -38,12 +38,14 @@ class Gain(NamedTuple):
 class Line:
     """Owns a straight line fitted to points that fade."""
 
-    __slots__ = ("_x", "_xx", "_xy", "_y", "slope", "weight")
+    __slots__ = ("_x", "_xx", "_xy", "_y", "alike", "slope", "weight")
 
     def __init__(self) -> None:
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
         self.slope: float | None = None
         """Not negative. Kept while all points have the same x; None: there never were others."""
+        self.alike = 0
+        """Points since the slope was learnt."""
 
     def note(self, x: float, y: float) -> None:
         self.weight = self.weight * FADE + 1.0
@@ -52,7 +54,9 @@ class Line:
         self._xx = self._xx * FADE + x * x
         self._xy = self._xy * FADE + x * y
         spread = self._xx * self.weight - self._x * self._x
+        self.alike += 1
         if spread > LEAST_SPREAD * self._x * self._x:
+            self.alike = 0
             self.slope = max(0.0, (self._xy * self.weight - self._x * self._y) / spread)
 
     def grow_old(self) -> None:

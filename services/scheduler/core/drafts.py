@@ -46,7 +46,7 @@ class Drafts:
                 raise WrongYield(f"step {result.step}: {len(sampled.tokens)} tokens of {sampled.sequence}, not 1")
 
     def _correct(self, sampled: Sampled, extra: int) -> int:
-        """One sequence's part; how many tokens it has got."""
+        """One sequence's part; how many tokens it has got. What was drafted for one that has ended brought nothing."""
         got, drafted = len(sampled.tokens), sampled.drafted
         sequence = self._places.by_id.get(sampled.sequence)
         if sequence is not None:
@@ -59,7 +59,7 @@ class Drafts:
         if drafted:
             self._tally.speculated += 1
             self._tally.speculated_tokens += got
-        return got
+        return got if sequence is not None else 1
 
     def _count(self, result: StepFinished) -> None:
         tally = self._tally

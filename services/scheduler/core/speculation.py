@@ -31,6 +31,8 @@ DRAFT_SHARE = 4
 
 MOSTLY = 0.75
 """Share of the drafts that were asked for, from which on a step had most of them."""
+ALIKE = 32
+"""Steps with as many drafts each, after which one has few."""
 CATCHING_UP = 16
 """Steps that drafters may take to come up to date, after some in which they were not asked."""
 
@@ -70,10 +72,16 @@ class Speculation:
         self._assumed = self._overall.rate(OPTIMISM)
         threshold = costs.threshold(decodes, self._assumed, self._most or self._jump_ahead)
         self._threshold = threshold or 0.0
-        # Steps of many and of few drafts in turn, until it is seen what each one takes.
-        self._tries = None if threshold is not None else "many" if trials.left % 2 else "few"
+        self._tries = self._set_lengths(known=threshold is not None)
         self._least = 0 if trials.drafting else 1
         return True
+
+    def _set_lengths(self, *, known: bool) -> Literal["many", "few"] | None:
+        """Steps of many and of few drafts in turn, until it is seen what each one takes; then few now and again, where
+        all steps are alike, so that it is seen when that changes."""
+        if not known:
+            return "many" if self._trials.left % 2 else "few"
+        return "few" if self._costs.extra.alike > ALIKE else None
 
     def wanted(self, sequence: Sequence) -> int:
         """Drafts for its next step, if there is room for them."""
