@@ -15,7 +15,7 @@ from tests.kernel_device import DEVICE
 from tests.native_batches import Rows, attention_reference, meta_of, scattered_blocks
 
 FP8 = torch.float8_e4m3fn
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Relative to values of about 1."""
 
 

@@ -56,7 +56,8 @@ def packed_rows(group: int) -> int:
 @cache
 def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
     """Of decode attention, for any GPU from sm_80 on. Float8 is widened in registers, so it has no larger tiles."""
-    tokens = max(16, min(128, _DECODE_BYTES // (padded(head_dim) * max(2, cache_itemsize))))
+    width = max(64, padded(head_dim))
+    tokens = max(16, min(128, _DECODE_BYTES // (width * max(2, cache_itemsize))))
     return Tile(packed_rows(group), tokens, num_warps=4, num_stages=5)
 
 
