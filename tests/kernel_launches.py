@@ -141,7 +141,25 @@ def _mixtures() -> Iterator[Launch]:
     return mixtures()
 
 
-FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention, _mixtures)
+def _rows() -> Iterator[Launch]:
+    from tests.row_launches import rows
+
+    return rows()
+
+
+def _draws() -> Iterator[Launch]:
+    from tests.draw_launches import draws
+
+    return draws()
+
+
+def _graphs() -> Iterator[Launch]:
+    from tests.graph_launches import graphs
+
+    return graphs()
+
+
+FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention, _mixtures, _rows, _draws, _graphs)
 """A function for each family of kernels that gives its launches."""
 
 

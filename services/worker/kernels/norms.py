@@ -40,23 +40,22 @@ def norm_shape(hidden: int) -> tuple[int, int]:
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
     hidden = x.shape[-1]
     block, warps = norm_shape(hidden)
-    rms_norm_kernel[(x.numel() // hidden,)](
-        x, residual, weight, out, hidden, eps, ADD=add, BLOCK=block, num_warps=warps
-    )
+    grid = (x.numel() // hidden,)
+    rms_norm_kernel[grid](x, residual, weight, out, eps, HIDDEN=hidden, ADD=add, BLOCK=block, num_warps=warps)
 
 
 @triton.jit
-def rms_norm_kernel(x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program. `out` may be `x`."""
-    start = tl.program_id(0).to(tl.int64) * hidden
+    start = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
-    inside = column < hidden
+    inside = column < HIDDEN
     row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         row += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
         rounded = row.to(residual.dtype.element_ty)
         tl.store(residual + start + column, rounded, mask=inside)
         row = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(row * row, axis=0) / hidden + eps)
+    scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
     factors = tl.load(weight + column, mask=inside, other=0.0)
     tl.store(out + start + column, (row * scale * factors).to(out.dtype.element_ty), mask=inside)

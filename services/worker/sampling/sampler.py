@@ -20,6 +20,7 @@ from torch import Tensor
 from services.worker.crossing import fetched, sent, sent_together
 from services.worker.sampling.filters import CHUNK, kept, min_p_threshold, top_threshold
 from services.worker.sampling.held import History
+from services.worker.sampling.kernel_draws import drawn_by_kernel, draws_by_kernel
 from services.worker.sampling.logprobs import Told, most_likely, of_tokens
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.philox import uniforms
@@ -51,6 +52,8 @@ def sample(logits: Tensor, choices: Choices, history: History) -> Drawn:
     """Draws one token for each row of `logits` [R, vocab]."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
         return Drawn(_likeliest(logits))
+    if draws_by_kernel(logits.device) and not choices.features & (CHANGES | Feature.LOGPROBS):
+        return Drawn(_drawn(logits, choices))
     tokens: list[Tensor] = []
     told: list[Told] = []
     for first, last in _row_blocks(logits):
@@ -62,7 +65,7 @@ def sample(logits: Tensor, choices: Choices, history: History) -> Drawn:
 
 def draw_plainly(logits: Tensor, choices: Choices) -> Tensor:
     """[R] int64 tokens, drawn as `sample` draws them, by the same random numbers, without what changes logits first."""
-    return _drawn(logits.float().clone(), choices)
+    return _drawn(logits if draws_by_kernel(logits.device) else logits.float().clone(), choices)
 
 
 def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
@@ -84,9 +87,11 @@ def _sample_rows(logits: Tensor, choices: Choices, history: History) -> Drawn:
 
 
 def _drawn(logits: Tensor, choices: Choices) -> Tensor:
-    """[R] tokens: the likeliest of greedy rows, a random one of the others. Overwrites `logits`."""
+    """[R] tokens: the likeliest of greedy rows, a random one of the others. Overwrites `logits`, but by kernels."""
     if not choices.features & Feature.RANDOM:
         return _likeliest(logits)
+    if draws_by_kernel(logits.device):
+        return drawn_by_kernel(logits, choices)
     numbers = choices.rows_with(Feature.RANDOM)
     if len(numbers) == len(logits):
         return _random(logits, choices, numbers)

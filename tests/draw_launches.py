@@ -1,0 +1,44 @@
+"""Launches of the kernels that draw tokens, for vocabularies that models have; see tests/kernel_launches.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+
+from services.worker.kernels.sampling import AT_ONCE, CHUNK, WARPS, chunk_kernel, draw_kernel
+from tests.kernel_launches import Instruction, Launch
+
+_WIDE = frozenset[Instruction]({"load16"})
+
+
+def draws() -> Iterator[Launch]:
+    """Of logits as they come from the model, and of those that were changed first."""
+    for vocab in (128256, 2048, 32000, 262144):
+        for kind in ("bf16", "fp32"):
+            yield from _draws(vocab, kind, rare=(vocab, kind) != (128256, "bf16"))
+
+
+def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
+    chunks = -(-vocab // CHUNK)
+    sizes = {"VOCAB": vocab, "CHUNKS": chunks, "CHUNK": CHUNK}
+    own = {"logits": f"*{kind}"} | dict.fromkeys(("temperature", "peaks", "sums"), "*fp32")
+    yield Launch(
+        f"chunks of {vocab} logits {kind}",
+        chunk_kernel,
+        own,
+        sizes | {"AT_ONCE": AT_ONCE},
+        must=_WIDE,
+        rare=rare,
+    )
+    yield Launch(
+        f"draw of {vocab} {kind}",
+        draw_kernel,
+        own
+        | {"top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "chance": "*fp64"}
+        | {"listed": "*i32", "tokens": "*i64"},
+        sizes | {"ALL": triton.next_power_of_2(chunks), "AT_ONCE": AT_ONCE},
+        num_warps=WARPS,
+        must=_WIDE,
+        rare=rare,
+    )
