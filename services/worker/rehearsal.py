@@ -27,14 +27,18 @@ _EVERYTHING = SamplingParams(
     thinking_end=(0, 1),
 )
 _SCORED = replace(_EVERYTHING, prompt_logprobs=5)
+_RANDOM = SamplingParams(seed=0, top_p=0.9)
+"""What most ask for. Where nothing changes the logits they are drawn from as they are, by kernels of their own."""
 
 
 def rehearse(backend: Backend, *, rows: int, sequences: int) -> None:
     """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
-    everything that can be asked of the sampler. Leaves no sequence behind."""
+    everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
     lengths = _lengths(rows, sequences, min(backend.card.max_model_len - 1, backend.num_blocks * BLOCK_SIZE - 1))
     backend.step(_prefills(lengths))
     backend.step(_decodes(len(lengths), backend.max_speculate))
+    backend.reset()
+    backend.step(_prefills([1], _RANDOM))
     backend.reset()
 
 
@@ -45,9 +49,9 @@ def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
     return [max(1, min(longest, rows - even * (count - 1))), *[even] * (count - 1)]
 
 
-def _prefills(lengths: list[int]) -> StepPlan:
+def _prefills(lengths: list[int], sampling: SamplingParams = _EVERYTHING) -> StepPlan:
     """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business."""
-    scored = _scored(lengths)
+    scored = _scored(lengths) if sampling is _EVERYTHING else set()
     new = [
         NewSequence(
             sequence=SequenceId(number),
@@ -55,7 +59,7 @@ def _prefills(lengths: list[int]) -> StepPlan:
             prompt_length=length,
             computed=0,
             blocks=pack(range(length // BLOCK_SIZE + 1)),
-            sampling=_SCORED if number in scored else _EVERYTHING,
+            sampling=_SCORED if number in scored else sampling,
         )
         for number, length in enumerate(lengths)
     ]

@@ -62,7 +62,9 @@ def _ban(logits: Tensor, choices: Choices, history: History) -> None:
     if choices.features & Feature.MIN_TOKENS:
         early = choices.rows_with(Feature.MIN_TOKENS)
         stops = sent(choices.table.stops.rows(choices.slots[early]), logits.device)
-        logits[sent(early, logits.device).unsqueeze(1), stops] = -torch.inf
+        # A number of Python's would be copied to a GPU first, and waited for.
+        nothing = logits.new_full((), -torch.inf)
+        logits.index_put_((sent(early, logits.device).unsqueeze(1), stops), nothing)
     if choices.features & Feature.BAD_WORDS:
         _ban_words(logits, choices, history)
     after = logits.index_select(0, numbers)

@@ -1,0 +1,125 @@
+"""Steps launched ahead on a real GPU: what the device feeds itself, and that nobody waits for it to begin the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.launched_step import LaunchedStep
+from services.worker.launching_runner import LaunchingRunner
+from services.worker.model_runner import ModelRunner
+from services.worker.torch_backend import create_backend
+from shared.messages.generation import SamplingParams
+from tests.integration.test_sampling_on_a_backend import EVERYTHING
+from tests.launching import DriverAhead
+from tests.tiny_backend import tiny_settings
+from tests.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.worker_driver import Driver, Sequence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+OUTPUT = 24
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("llama", tmp_path_factory.mktemp("launched"))
+
+
+@pytest.fixture(scope="module", params=["graphs", "eager"])
+def backend(request: pytest.FixtureRequest, tiny: TinyModel) -> LaunchingRunner:
+    settings = tiny_settings(device="cuda:0", dtype="float32", ops="auto", enforce_eager=request.param == "eager")
+    made = create_backend(Path(tiny.path), **settings)
+    assert isinstance(made, LaunchingRunner)
+    return made
+
+
+@pytest.fixture
+def runner(backend: LaunchingRunner) -> Iterator[LaunchingRunner]:
+    backend.reset()
+    yield backend
+    torch.cuda.set_sync_debug_mode("default")
+    backend.reset()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def everything(driver: Driver) -> list[Sequence]:
+    return [
+        driver.add(
+            prompt(9 + 5 * number, number),
+            OUTPUT,
+            sampling=SamplingParams(**{"seed": 100 + number, "temperature": 0.0, **params}),
+            min_tokens=3,
+            stop_token_ids=(2, 60),
+        )
+        for number, params in enumerate(EVERYTHING)
+    ]
+
+
+def test_greedy_tokens_are_the_reference_s(tiny: TinyModel, runner: LaunchingRunner) -> None:
+    prompts = [prompt(length, length) for length in (1, 15, 16, 17, 40, 90)]
+    driver = DriverAhead(runner, budget=50)
+    sequences = [driver.add(tokens, OUTPUT) for tokens in prompts]
+    driver.run()
+    assert [sequence.output for sequence in sequences] == [tiny.greedy(tokens, OUTPUT) for tokens in prompts]
+
+
+@pytest.mark.parametrize("budget", [512, 40])
+def test_whatever_is_asked_for_is_drawn_as_step_by_step(runner: LaunchingRunner, budget: int) -> None:
+    one = Driver(ModelRunner(runner.rank), budget=budget)
+    expected = everything(one)
+    one.run()
+    runner.reset()
+    driver = DriverAhead(runner, budget=budget)
+    sequences = everything(driver)
+    driver.run()
+    assert [sequence.output for sequence in sequences] == [sequence.output for sequence in expected]
+
+
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}, {}, {}],
+    "random": [
+        {"temperature": 0.8},
+        {"temperature": 1.1, "top_p": 0.9, "top_k": 20},
+        {"temperature": 1.0, "min_p": 0.1},
+    ],
+    "mixed": EVERYTHING,
+}
+
+
+@pytest.mark.parametrize("asked", list(ASKED))
+def test_a_step_is_begun_without_waiting_for_the_device(runner: LaunchingRunner, asked: str) -> None:
+    """PyTorch raises where anything in it would wait."""
+    driver = DriverAhead(runner, ahead=1)
+    for number, params in enumerate(ASKED[asked]):
+        sampling = SamplingParams(**{"seed": number, "temperature": 0.0, **params})
+        driver.add(prompt(9, number), OUTPUT + 8, sampling=sampling)
+    for _ in range(3):
+        driver.step()
+    driver.settle()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(OUTPUT):
+        driver.step()
+    torch.cuda.set_sync_debug_mode("default")
+    driver.run()
+
+
+def test_steps_say_when_they_were_over_and_where_their_time_went(runner: LaunchingRunner) -> None:
+    driver = DriverAhead(runner, ahead=99)
+    driver.add(prompt(40, 1), OUTPUT)
+    steps = [driver.begin_next() for _ in range(OUTPUT - 1)]
+    outputs = [step.output() for step in steps]
+    assert all(isinstance(step, LaunchedStep) for step in steps)
+    ended = [output.ended for output in outputs if output.ended is not None]
+    assert len(ended) == len(outputs)
+    assert ended == sorted(ended)
+    assert all(output.timing.forward > 0 and output.timing.sample > 0 for output in outputs)
