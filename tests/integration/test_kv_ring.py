@@ -211,7 +211,7 @@ async def test_pipelines_continue_others_work_and_begin_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "tp_prefill", "tp_decode"), [("qwen3", 1, 2), ("gemma3", 2, 1)])
+@pytest.mark.parametrize(("family", "tp_prefill", "tp_decode"), [("qwen3-moe", 1, 2), ("gemma3", 2, 1)])
 async def test_other_models_are_handed_over_as_well(
     tmp_path: Path, family: str, tp_prefill: int, tp_decode: int
 ) -> None:
