@@ -7,6 +7,7 @@ from typing import Any
 
 from services.worker.model_runner import ModelRunner
 from services.worker.parallel import SingleRank
+from services.worker.preparing_runner import PreparingRunner
 from services.worker.torch_backend import create_backend
 from shared.ids import ModelName
 
@@ -14,6 +15,8 @@ from shared.ids import ModelName
 def tiny_backend(path: Path, **different: Any) -> ModelRunner:
     """As `create_backend`, of which `different` are arguments. Raises what it raises."""
     backend = create_backend(path, **tiny_settings(**different))
+    if isinstance(backend, PreparingRunner):
+        return ModelRunner(backend.rank)
     assert isinstance(backend, ModelRunner)
     return backend
 

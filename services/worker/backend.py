@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import Struct
@@ -91,6 +92,28 @@ class DeferringBackend(Backend, Protocol):
 
     def compute(self, plan: StepPlan) -> StepUnderWay:
         """As `step`. All is computed when it returns, and `output` blocks for nothing."""
+
+
+class PreparedStep(StepUnderWay, Protocol):
+    """A step of which all is known but what those before it draw."""
+
+    def compute(self) -> None:
+        """Blocks until the step is computed; `output` blocks for nothing then. Called once, in the steps' order."""
+
+
+@runtime_checkable
+class PreparingBackend(Backend, Protocol):
+    """A backend on the processor itself, of which one thread computes while another prepares the next step."""
+
+    def prepare(self, plan: StepPlan) -> PreparedStep:
+        """Applies `plan` as `step` does. The steps before it are being computed by another thread, or are about to be;
+        where their tokens must be known, it waits for them."""
+
+    def settle(self) -> None:
+        """Returns when all that was prepared is computed. Raises what that raised."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """What the thread that computes does so within: entered once, as it costs more than some steps have to give."""
 
 
 @runtime_checkable

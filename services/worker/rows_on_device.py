@@ -76,5 +76,23 @@ def on_device(rows: Rows, logits_rows: Int32s, device: torch.device) -> tuple[Te
     return together.tensors(torch.from_numpy(buffer).to(device))
 
 
+def where_they_are(rows: Rows, logits_rows: Int32s) -> tuple[Tensor, BatchMeta]:
+    """The rows' token ids and the rest as tensors in main memory, which are the arrays themselves."""
+    meta = BatchMeta(
+        query_starts=torch.from_numpy(rows.query_starts),
+        context_lens=torch.from_numpy(rows.context_lens),
+        block_tables=torch.from_numpy(rows.block_tables),
+        slots=torch.from_numpy(rows.kv_slots),
+        positions=torch.from_numpy(rows.positions),
+        logits_rows=torch.from_numpy(logits_rows),
+        num_decodes=rows.num_decodes,
+        prefills=rows.prefills,
+        max_query=rows.max_query,
+        max_context=rows.max_context,
+        every_row=_counts_up(logits_rows, len(rows.ids)),
+    )
+    return torch.from_numpy(rows.ids), meta
+
+
 def _counts_up(rows: Int32s, count: int) -> bool:
     return len(rows) == count and bool((rows == np.arange(count, dtype=np.int32)).all())

@@ -14,13 +14,14 @@ from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.model_runner import ModelRunner
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline
+from services.worker.preparing_runner import PreparingRunner
 from services.worker.rank import Rank
 from services.worker.speculation.drafter import Drafter
-from services.worker.speculation.proposer import Drafting
+from services.worker.speculation.proposer import NO_DRAFTING, Drafting
 from services.worker.token_table import table_bytes
 from shared.messages.lifecycle import ModelCard
 
-Runner = ModelRunner | LaunchingRunner
+Runner = ModelRunner | LaunchingRunner | PreparingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ class RunnerParts:
             drafting=self.drafting,
             replaying=replaying,
         )
-        return LaunchingRunner(rank) if self.launches else ModelRunner(rank)
+        if self.launches:
+            return LaunchingRunner(rank)
+        return PreparingRunner(rank) if self.prepares_beside else ModelRunner(rank)
 
     @property
     def token_bytes(self) -> int:
@@ -74,3 +77,9 @@ class RunnerParts:
     def launches(self) -> bool:
         """Whether the device works by itself, and nobody needs what is drawn in main memory."""
         return self.device.type == "cuda" and self.pipeline.stages == 1
+
+    @property
+    def prepares_beside(self) -> bool:
+        """Whether a processor computes that has a thread to spare, and nobody waits for what is drawn to draft."""
+        alone = self.pipeline.stages == 1 and self.communicator.world_size == 1
+        return self.device.type == "cpu" and alone and self.drafting == NO_DRAFTING

@@ -172,7 +172,7 @@ async def test_a_step_that_was_prepared_beside_another_has_held_nothing_up(monke
     clock: Any = iter(range(100))
     device = Device()
     thread = await started(device)
-    monkeypatch.setattr("services.worker.compute_thread.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("services.worker.step_flow.time.perf_counter", lambda: float(next(clock)))
     thread.submit(plan(0), first=True)  # arrives at 0, launched at 1
     await device.says("await 1.0")
     thread.submit(plan(1), first=False)  # arrives at 2, launched at 3

@@ -1,0 +1,168 @@
+"""The backend that computes on processors: one thread computes, and the next step is prepared beside it.
+
+A step is prepared while the tokens are being drawn that it goes on with: it needs their number, and reads them when its
+turn comes. Where it needs more than that it waits until all before it is computed:
+
+- whoever drafts, and a grammar that forces tokens, reads what sequences hold; and how many drafts stand decides how
+  long they are;
+- a sequence that leaves gives its slot up only when nobody draws for it any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.backend import PreparedStep, StepOutput
+from services.worker.batch import Batch
+from services.worker.drawn_step import DrawnBatch, DrawnStep
+from services.worker.ops import BatchMeta
+from services.worker.rank import Rank, RankBackend, apart
+from services.worker.rows import Int32s
+from services.worker.rows_on_device import where_they_are
+from services.worker.sampling.sampler import sample
+from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
+from shared.messages.scheduler import StepTiming
+from shared.messages.worker import StepPlan
+
+_NO_TIME = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
+
+
+class PreparingRunner(RankBackend):
+    """See :class:`services.worker.backend.PreparingBackend`. For a rank that computes alone and without a drafter."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        if rank.device.type != "cpu" or rank.pipeline.stages > 1 or rank.communicator.world_size > 1:
+            raise ValueError("several ranks go step by step, and a device of its own is launched")
+        if rank.proposer is not None:
+            raise ValueError("whoever drafts wants to know what was drawn before a step is prepared")
+        self._latest: StepBeside | None = None
+        """None: nothing is under way."""
+
+    def reset(self) -> None:
+        self.settle()
+        self.rank.clear()
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        return self.compute(plan).output()
+
+    def compute(self, plan: StepPlan) -> PreparedStep:
+        """See :class:`services.worker.backend.DeferringBackend`."""
+        step = self.prepare(plan)
+        with self.computing():
+            step.compute()
+        return step
+
+    # ---- on the thread that prepares
+
+    def prepare(self, plan: StepPlan) -> StepBeside:
+        if not self._goes_on(plan):
+            self.settle()
+        rank = self.rank
+        rank.take_over(plan)
+        shares = rank.sequences.shares(plan.work) if plan.work else None
+        if shares is None or not shares.work:
+            return self._under_way(StepBeside(lambda: DrawnStep(plan, _NO_TIME)))
+        batch = rank.sequences.batch(shares, rank.drafts(shares))
+        ids, meta = where_they_are(batch.rows, batch.logits_rows)
+        places = None if batch.drafted.any() else rank.sequences.advance(batch.sampled_slots)
+        return self._under_way(
+            StepBeside(lambda: self._computed(plan, batch, ids, meta, places), lengths_known=places is not None)
+        )
+
+    def _under_way(self, step: StepBeside) -> StepBeside:
+        self._latest = step
+        return step
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether the plan needs no more of the steps under way than how many tokens they draw."""
+        latest = self._latest
+        if latest is None or latest.over:
+            return True
+        return latest.lengths_known and not plan.released and not any(work.speculate for work in plan.work)
+
+    def settle(self) -> None:
+        if self._latest is not None:
+            self._latest.wait()
+            self._latest = None
+
+    # ---- on the thread that computes
+
+    def computing(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def _computed(self, plan: StepPlan, batch: Batch, ids: Tensor, meta: BatchMeta, places: Int32s | None) -> DrawnStep:
+        begun = time.perf_counter()
+        rows = batch.rows
+        np.copyto(rows.ids, self.rank.sequences.tokens[rows.row_slots, rows.positions])
+        logits, _ = self.rank.forward(ids, meta)
+        forwarded = time.perf_counter()
+        logits, scored = apart(batch, logits)
+        verdict = self._drawn(batch, logits, places)
+        over = time.perf_counter()
+        timing = StepTiming(wait=0.0, prepare=0.0, forward=forwarded - begun, sample=over - forwarded)
+        return DrawnStep(plan, timing, DrawnBatch(batch, verdict, scored))
+
+    def _drawn(self, batch: Batch, logits: Tensor | None, places: Int32s | None) -> Verdict:
+        """The next tokens of each sequence that asked for some, which holds them from here on; `places` where they
+        belong, None where only what stands of the drafts says that."""
+        rank, slots = self.rank, batch.sampled_slots
+        choices = rank.masked(batch)
+        if choices is None or logits is None:
+            return NOTHING_DRAWN
+        drawn = sample(logits, choices, rank.sequences.history)
+        own: Int32s = drawn.tokens.numpy().astype(np.int32)
+        tokens = by_sequence(own, batch.drafted)
+        if places is None:
+            counts = rank.sequences.append(slots, batch.drafted, tokens)
+        else:
+            rank.sequences.fill(slots, places, tokens[:, 0])
+            counts = np.ones_like(batch.drafted)
+        if rank.guided is not None:
+            rank.guided.take(slots, counts, tokens)
+        return Verdict(tokens, counts, drawn.told)
+
+
+class StepBeside:
+    """See :class:`services.worker.backend.PreparedStep`."""
+
+    def __init__(self, compute: Callable[[], DrawnStep], *, lengths_known: bool = True) -> None:
+        """`lengths_known`: how long its sequences are behind it does not depend on what it draws."""
+        self.lengths_known = lengths_known
+        self._compute = compute
+        self._outcome: DrawnStep | BaseException | None = None
+        self._under_way = threading.Lock()
+        """Held until it is computed."""
+        self._under_way.acquire()
+
+    @property
+    def over(self) -> bool:
+        return self._outcome is not None
+
+    def compute(self) -> None:
+        try:
+            self._outcome = self._compute()
+        except BaseException as error:
+            self._outcome = error
+            raise
+        finally:
+            self._under_way.release()
+
+    def wait(self) -> DrawnStep:
+        """Raises what computing raised."""
+        with self._under_way:
+            outcome = self._outcome
+        assert outcome is not None, "it is computed"
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def output(self) -> StepOutput:
+        return self.wait().output()

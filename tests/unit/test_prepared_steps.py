@@ -1,0 +1,178 @@
+"""A processor with two threads: prepared ahead, computed in order, at rest before a new epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from contextlib import AbstractContextManager
+
+import pytest
+
+from services.worker.backend import LaunchingBackend, PreparingBackend, StepOutput
+from services.worker.doorbell import Doorbell
+from shared.messages.scheduler import StepTiming
+from shared.messages.worker import StepPlan
+from tests.unit.test_overlapping_steps import SECONDS, Scripted, plan, started
+
+
+class Processor(Scripted):
+    """Computes a step once it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpreparable: str | None = None
+        self.waited = threading.Event()
+        self.waited.set()
+
+    def prepare(self, plan: StepPlan) -> Step:
+        name = f"{plan.epoch}.{plan.step}"
+        self.note(f"prepare {name}")
+        if name == self.unpreparable:
+            raise LookupError("no such sequence")
+        return Step(self, name)
+
+    def settle(self) -> None:
+        self.note(f"settle {sum(each.startswith('settle') for each in self.said) + 1}")
+        assert self.waited.wait(SECONDS)
+
+    def computing(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class Step:
+    def __init__(self, processor: Processor, name: str) -> None:
+        self._processor, self._name = processor, name
+
+    def compute(self) -> None:
+        self._processor.note(f"compute {self._name}")
+        assert self._processor.gate(self._name).wait(SECONDS)
+        if self._name == self._processor.burns:
+            raise ArithmeticError("the processor burns")
+        self._processor.note(f"done {self._name}")
+
+    def output(self) -> StepOutput:
+        return StepOutput((), StepTiming(wait=0, prepare=0, forward=1, sample=0))
+
+
+def test_it_is_told_from_a_device_that_works_by_itself() -> None:
+    assert isinstance(Processor(), PreparingBackend)
+    assert not isinstance(Processor(), LaunchingBackend)
+
+
+async def test_steps_are_prepared_while_one_is_computed_and_computed_in_order() -> None:
+    processor = Processor()
+    thread = await started(processor)
+    for number in range(3):
+        thread.submit(plan(number), first=number == 0)
+    await processor.says("prepare 1.2")
+    assert "compute 1.1" not in processor.said
+    for number in range(3):
+        processor.gate(f"1.{number}").set()
+    results = [await thread.result() for _ in range(3)]
+    assert [result.plan.step for result in results] == [0, 1, 2]
+    outputs = [result.output for result in results if result.output is not None]
+    assert [(output.timing.wait, output.timing.prepare) for output in outputs[1:]] == [(0, 0)] * 2, "nothing held up"
+    await thread.stop()
+
+
+async def test_what_is_prepared_late_has_held_the_processor_up() -> None:
+    processor = Processor()
+    thread = await started(processor)
+    processor.gate("1.0").set()
+    thread.submit(plan(0), first=True)
+    await thread.result()
+    await asyncio.sleep(0.01)
+    processor.gate("1.1").set()
+    thread.submit(plan(1), first=False)
+    second = await thread.result()
+    assert second.output is not None
+    assert second.output.timing.wait >= 0.01
+    assert second.output.timing.prepare > 0
+    await thread.stop()
+
+
+async def test_a_new_epoch_begins_when_all_that_was_prepared_is_computed() -> None:
+    processor = Processor()
+    thread = await started(processor)
+    thread.submit(plan(0), first=True)
+    await processor.says("compute 1.0")
+    processor.waited.clear()
+    thread.submit(plan(0, epoch=2), first=True)
+    await processor.says("settle 2")
+    assert processor.said.count("reset") == 1, "that of the first"
+    processor.gate("1.0").set()
+    await processor.says("done 1.0")
+    processor.gate("2.0").set()
+    processor.waited.set()
+    await processor.says("done 2.0")
+    said = processor.said
+    assert said.index("settle 2") < said.index("done 1.0") < said.index("reset", 3) < said.index("prepare 2.0")
+    await thread.stop()
+
+
+async def test_a_step_of_an_epoch_that_is_over_is_left_out_in_its_place() -> None:
+    processor = Processor()
+    thread = await started(processor)
+    thread.submit(plan(0), first=True)
+    await processor.says("compute 1.0")
+    processor.waited.clear()
+    thread.submit(plan(0, epoch=2), first=True)
+    await processor.says("settle 2")
+    thread.submit(plan(1, epoch=2), first=False)
+    thread.submit(plan(0, epoch=3), first=True)
+    for name in ("1.0", "2.0", "2.1", "3.0"):
+        processor.gate(name).set()
+    processor.waited.set()
+    results = [await thread.result() for _ in range(4)]
+    assert [(r.plan.epoch, r.plan.step) for r in results] == [(1, 0), (2, 0), (2, 1), (3, 0)]
+    assert results[2].output is None
+    assert "prepare 2.1" not in processor.said
+    await thread.stop()
+
+
+@pytest.mark.parametrize(("where", "error"), [("burns", ArithmeticError), ("unpreparable", LookupError)])
+async def test_what_either_thread_raises_is_raised_where_results_are_awaited(
+    where: str, error: type[Exception]
+) -> None:
+    processor = Processor()
+    setattr(processor, where, "1.1")
+    thread = await started(processor)
+    for number in range(2):
+        processor.gate(f"1.{number}").set()
+        thread.submit(plan(number), first=number == 0)
+    assert (await thread.result()).plan.step == 0
+    with pytest.raises(error):
+        await thread.result()
+
+
+async def test_a_bell_that_is_rung_from_another_thread_is_answered_on_the_loop() -> None:
+    answered = asyncio.Event()
+    answers: list[str] = []
+
+    def answer() -> None:
+        answers.append(threading.current_thread().name)
+        answered.set()
+
+    bell = Doorbell(answer)
+
+    def ring() -> None:
+        for _ in range(100_000):
+            bell.ring()
+
+    ringing = threading.Thread(target=ring)
+    ringing.start()
+    ringing.join()  # while nobody answers: a full pipe has rung often enough
+    assert answers == []
+    async with asyncio.timeout(SECONDS):
+        await answered.wait()
+        answered.clear()
+        while True:
+            before = len(answers)
+            await asyncio.sleep(0.01)
+            if len(answers) == before:
+                break
+        bell.ring()
+        await answered.wait()
+    assert set(answers) == {threading.current_thread().name}
+    bell.close()
