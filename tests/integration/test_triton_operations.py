@@ -79,6 +79,15 @@ def test_captured_decodes_generate_what_launched_ones_do(llama: TinyModel) -> No
     assert (capture.captured, capture.replayed) == (1, 2)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "qwen2-moe"])
+def test_nothing_in_a_model_waits_for_the_device(family: str, tmp_path: Path) -> None:
+    """Or it could not be captured: scaled embeddings, soft caps; routers, experts of all and of some tokens."""
+    model = make_model(family, tmp_path, num_hidden_layers=1)
+    capture = RunAgain()
+    tiny_runner(model.path, "triton", device=str(DEVICE), dtype="float32", max_num_seqs=1, capture=capture)
+    assert capture.captured == 1
+
+
 def test_keys_and_values_in_fp8_are_near_those_in_full(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = record_logits(monkeypatch)
     runner = tiny_runner(llama.path, "triton", device=str(DEVICE), dtype="float32", cache="fp8")
