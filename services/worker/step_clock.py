@@ -6,7 +6,8 @@ A device that computes when it is told to is where the host is, so the host's cl
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -51,41 +52,55 @@ class HostClock:
         return HostMark()
 
 
+class Event(Protocol):
+    """What of `torch.cuda.Event` is used here."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds."""
+
+
 class CudaMark:
-    def __init__(self, clock: CudaClock) -> None:
+    def __init__(self, clock: CudaClock, event: Event) -> None:
         self._clock = clock
-        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.event.record()
+        self.event = event
+        event.record()
 
     def wait(self) -> None:
         self._clock.wait(self)
 
     def seconds_since(self, other: Mark) -> float:
         assert isinstance(other, CudaMark), "marks of one clock"
-        milliseconds: float = other.event.elapsed_time(self.event)
-        return milliseconds / 1000
+        return other.event.elapsed_time(self.event) / 1000
 
     def when(self) -> float:
         return self._clock.when(self)
 
 
 class CudaClock:
-    """Marks on the current stream. Knows when the device passed some mark on the host's clock: one that was awaited."""
+    """Marks on the current stream. One that was awaited tells when on the host's clock the device passed it; others are
+    that far from it. Threads may wait and ask beside the one that sets marks."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, make_event: Callable[[], Event] | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._make_event = make_event or _timing_event
+        self._now = now
         self._awaited: tuple[CudaMark, float] | None = None
 
     def mark(self) -> CudaMark:
-        return CudaMark(self)
+        return CudaMark(self, self._make_event())
 
     def wait(self, mark: CudaMark) -> None:
-        late = mark.event.query()  # type: ignore[no-untyped-call]
+        late = mark.event.query()
         mark.event.synchronize()
         if not late or self._awaited is None:
-            self._awaited = mark, time.perf_counter()
+            self._awaited = mark, self._now()
 
     def when(self, mark: CudaMark) -> float:
-        now = time.perf_counter()
+        now = self._now()
         if self._awaited is None:
             return now
         awaited, at = self._awaited
@@ -93,6 +108,11 @@ class CudaClock:
         if now - at > _FRESH_SECONDS:
             self._awaited = mark, then
         return then
+
+
+def _timing_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
 
 
 def clock_of(device: torch.device) -> StepClock:
