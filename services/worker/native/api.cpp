@@ -10,7 +10,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 5; }
+int baton_version() { return 6; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -65,4 +65,7 @@ int baton_kv_load(const KvMemory* memory, const KvArena* arena, const KvBlocks* 
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
 int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
+int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {
+    return decoder->draft_on(*forward, steps, stride, ids);
+}
 }

@@ -52,6 +52,23 @@ bool Decoder::run(const Forward& forward) {
     return true;
 }
 
+bool Decoder::draft_on(Forward forward, int steps, int64_t stride, int* ids) {
+    int rows = forward.batch.rows;
+    for (int step = 0; step < steps; ++step) {
+        forward.ids = ids + int64_t(step) * rows;
+        if (!run(forward)) return false;
+        for (int row = 0; row < rows; ++row) {
+            const float* logits = forward.to + int64_t(row) * config_.vocab;
+            ids[int64_t(step + 1) * rows + row] = int(std::max_element(logits, logits + config_.vocab) - logits);
+        }
+        forward.batch.slots += stride;
+        forward.batch.positions += stride;
+        forward.batch.context_lens += stride;
+        forward.given = forward.features;
+    }
+    return true;
+}
+
 // The residual as the first layer finds it; false where an id is out of the vocabulary.
 bool Decoder::begin(const Forward& forward) {
     int rows = forward.batch.rows;

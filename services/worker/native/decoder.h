@@ -64,6 +64,11 @@ class Decoder {
 
     // False where an id is out of the vocabulary; nothing is computed then.
     bool run(const Forward& forward);
+    // As many steps of one row for each sequence, each step's ids the likeliest tokens behind the step before. `forward` is
+    // the first step, whose logits are wanted of every row; the next one's slots, positions and context lengths lie `stride`
+    // items further. Ids [steps + 1, rows] are `ids`, of which the first row is given. Where features are given, they are
+    // the step before's. False where an id is out of the vocabulary.
+    bool draft_on(Forward forward, int steps, int64_t stride, int* ids);
 
   private:
     struct Buffer {

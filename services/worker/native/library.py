@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 5
+VERSION = 6
 """Of the interface; api.cpp's `baton_version` must say the same."""
 
 SINGLE, HALF = 0, 1
@@ -177,6 +177,7 @@ _SIGNATURES = {
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
     "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
+    "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
 }
 
 

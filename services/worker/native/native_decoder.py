@@ -7,7 +7,7 @@ their overhead: about seventy calls and as many allocations and wake-ups for eac
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,18 @@ from services.worker.native import library
 from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import zeroed
 from services.worker.ops import BatchMeta, PackedLinear
+
+
+class ChainRows(Protocol):
+    """See :class:`services.worker.speculation.chain.Chain`."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    def meta(self, step: int) -> BatchMeta: ...
 
 
 class Foreseeing(NamedTuple):
@@ -79,6 +91,18 @@ class NativeDecoder:
         rows = len(meta.logits_rows) if wants_logits else 0
         return features, self._run(ids, meta, caches, features, given.float().contiguous(), rows)
 
+    def draft_on(self, first: Tensor, rows: ChainRows, caches: KvCaches, given: Tensor | None = None) -> Tensor:
+        """See :class:`services.worker.speculation.chain.DraftsOn`."""
+        ids = torch.empty(rows.steps + 1, rows.sequences, dtype=torch.int32)
+        ids[0] = first
+        features = None if given is None else given.float().clone()
+        asked = self._asked(first, rows.meta(0), caches, features, features, rows.sequences)
+        if not self._kernels.library.baton_decoder_draft_on(
+            self._decoder, ctypes.byref(asked), rows.steps, rows.stride, ids.data_ptr()
+        ):
+            raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+        return ids
+
     def _run(
         self,
         ids: Tensor,
@@ -88,15 +112,25 @@ class NativeDecoder:
         given: Tensor | None,
         rows: int,
     ) -> Tensor | None:
-        logits = self._room(rows)
-        keys, values = self._pointers(caches)
-        asked = library.Forward(
-            *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows),
-            *(keys, values, logits.data_ptr(), address_of(features), address_of(given)),
-        )
+        asked = self._asked(ids, meta, caches, features, given, rows)
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(asked)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
-        return logits if rows else None
+        return self._logits[:rows] if rows else None
+
+    def _asked(
+        self,
+        ids: Tensor,
+        meta: BatchMeta,
+        caches: KvCaches,
+        features: Tensor | None,
+        given: Tensor | None,
+        rows: int,
+    ) -> library.Forward:
+        keys, values = self._pointers(caches)
+        return library.Forward(
+            *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows),
+            *(keys, values, self._room(rows).data_ptr(), address_of(features), address_of(given)),
+        )
 
     def _room(self, rows: int) -> Tensor:
         """[rows, vocab]; kept, for fresh memory costs a page fault for each 4 kB."""

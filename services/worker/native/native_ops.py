@@ -13,7 +13,6 @@ would have. (It does depend on the machine's instructions: AVX512-BF16 rounds ot
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -73,10 +72,16 @@ class NativeOps:
 
     def fuse_eagle(
         self, config: ModelConfig, weights: Weights, joined: PackedLinear, *, has_input_norm: bool
-    ) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    ) -> NativeDecoder:
         """See :class:`services.worker.speculation.eagle_layer.FusesEagle`."""
         foreseeing = Foreseeing(joined, has_input_norm)
-        return NativeDecoder(config, weights, self.kernels, self.number, self.dtype, foreseeing).foresee
+        return NativeDecoder(config, weights, self.kernels, self.number, self.dtype, foreseeing)
+
+    def fuse_drafts(self, config: ModelConfig, weights: Weights) -> NativeDecoder | None:
+        """See :class:`services.worker.speculation.chain.FusesDrafts`."""
+        if config.mixture is not None:
+            return None
+        return NativeDecoder(config, weights, self.kernels, self.number, self.dtype)
 
     def for_drafts(self) -> NativeOps:
         """See :class:`services.worker.speculation.drafter.DraftsInHalf`."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol, runtime_checkable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.worker.crossing import sent
+from services.worker.model.config import ModelConfig
+from services.worker.model.decoder import KvCaches, Weights
 from services.worker.ops import BatchMeta
 from services.worker.rows import Int32s, Slots
 from services.worker.sampling.parameters import Feature
@@ -18,44 +22,70 @@ _ALIGNED = 16
 """Numbers that each array's start is a multiple of, as in `rows_on_device`."""
 
 
-def chain(slots: Slots, positions: Int32s, block_tables: Int32s, device: torch.device) -> list[BatchMeta]:
-    """positions [K, P]: of each of P sequences the one that each of K steps computes. All in one copy."""
-    steps, count = positions.shape
-    longest = positions.max(axis=1) + 1
-    width = blocks_for(int(longest.max()))
-    row, table = _aligned(count + 1), _aligned(count * width)
-    numbers = np.empty(3 * steps * row + row + table, dtype=np.int32)
-    by_step = numbers[: 3 * steps * row].reshape(3, steps, row)
-    block, offset = np.divmod(positions, BLOCK_SIZE)
-    by_step[0, :, :count] = positions
-    by_step[1, :, :count] = block_tables[slots, block] * BLOCK_SIZE + offset
-    by_step[2, :, :count] = positions + 1
-    numbers[3 * steps * row : -table] = np.arange(row)
-    numbers[len(numbers) - table :][: count * width] = block_tables[slots, :width].ravel()
-    return _metas(sent(numbers, device), steps, count, longest.tolist())
+class Chain(NamedTuple):
+    """Rows of `steps` steps, one for each of `sequences`, on the device in one copy."""
 
+    steps: int
+    sequences: int
+    stride: int
+    """Numbers from one step's positions, slots and context lengths to the next one's."""
+    numbers: Tensor
+    """[3, steps, stride] positions, slots and context lengths; ordinals; block tables."""
+    longest: list[int]
+    """[steps]"""
 
-def _metas(numbers: Tensor, steps: int, count: int, longest: list[int]) -> list[BatchMeta]:
-    row = _aligned(count + 1)
-    places, slots, lengths = numbers[: 3 * steps * row].view(3, steps, row)[:, :, :count].unbind()
-    ordinals = numbers[3 * steps * row :]
-    tables = numbers[(3 * steps + 1) * row :][: count * blocks_for(max(longest))].view(count, -1)
-    return [
-        BatchMeta(
+    def meta(self, step: int) -> BatchMeta:
+        steps, count, stride = self.steps, self.sequences, self.stride
+        places, slots, lengths = (self.numbers[(kind * steps + step) * stride :][:count] for kind in range(3))
+        ordinals = self.numbers[3 * steps * stride :]
+        width = blocks_for(max(self.longest))
+        return BatchMeta(
             query_starts=ordinals[: count + 1],
-            context_lens=lengths[step],
-            block_tables=tables,
-            slots=slots[step],
-            positions=places[step],
+            context_lens=lengths,
+            block_tables=ordinals[stride:][: count * width].view(count, width),
+            slots=slots,
+            positions=places,
             logits_rows=ordinals[:count],
             num_decodes=count,
             prefills=(),
             max_query=1,
-            max_context=longest[step],
+            max_context=self.longest[step],
             every_row=True,
         )
-        for step in range(steps)
-    ]
+
+
+def chain(slots: Slots, positions: Int32s, block_tables: Int32s, device: torch.device) -> Chain:
+    """positions [K, P]: of each of P sequences the one that each of K steps computes."""
+    steps, count = positions.shape
+    longest = positions.max(axis=1) + 1
+    width = blocks_for(int(longest.max()))
+    stride = _aligned(count + 1)
+    numbers = np.empty((3 * steps + 1) * stride + count * width, dtype=np.int32)
+    by_step = numbers[: 3 * steps * stride].reshape(3, steps, stride)[:, :, :count]
+    block, offset = np.divmod(positions, BLOCK_SIZE)
+    by_step[0] = positions
+    by_step[1] = block_tables[slots, block] * BLOCK_SIZE + offset
+    by_step[2] = positions + 1
+    numbers[3 * steps * stride :][:stride] = np.arange(stride)
+    numbers[(3 * steps + 1) * stride :] = block_tables[slots, :width].ravel()
+    return Chain(steps, count, stride, sent(numbers, device), longest.tolist())
+
+
+@runtime_checkable
+class DraftsOn(Protocol):
+    """A forward pass that can make a whole chain of greedy drafts by itself."""
+
+    def draft_on(self, first: Tensor, rows: Chain, caches: KvCaches, given: Tensor | None = None) -> Tensor:
+        """first [P] int32, the drafts that the chain begins with → [steps + 1, P] those and what follows them. `given`:
+        the features that EAGLE begins with [P, hidden]."""
+
+
+@runtime_checkable
+class FusesDrafts(Protocol):
+    """An `Ops` that has such a pass for models."""
+
+    def fuse_drafts(self, config: ModelConfig, weights: Weights) -> DraftsOn | None:
+        """None where the model's operations must do."""
 
 
 def _aligned(numbers: int) -> int:
@@ -69,17 +99,17 @@ class Draws:
         self._slots = slots
         self._histories = histories
         self._first = histories.choose(slots, 0)
-        self._greedy = not self._first.features & Feature.RANDOM
+        self.greedy = not self._first.features & Feature.RANDOM
         """Then every position is drawn in the same way."""
 
     def token(self, logits: Tensor, ahead: int) -> Tensor:
         """logits [P, vocab] of the draft with `ahead` before it → [P] int32."""
-        choices = self._first if self._greedy else self._histories.choose(self._slots, ahead)
+        choices = self._first if self.greedy else self._histories.choose(self._slots, ahead)
         return draw_plainly(logits, choices).to(torch.int32)
 
     def tokens(self, logits: list[Tensor]) -> Tensor:
         """Of all drafts at once, the first's logits first → [P, K] int32."""
-        if self._greedy:
+        if self.greedy:
             choices = self._first
         else:
             ahead = np.repeat(np.arange(len(logits), dtype=np.int32), len(self._slots))

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.model.checkpoint import open_checkpoint
-from services.worker.model.config import ModelError
+from services.worker.model.config import ModelConfig, ModelError
 from services.worker.model.decoder import Decoder
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.parallel import SingleRank, share_of
 from services.worker.rows import Units, rows_of
-from services.worker.speculation.chain import Draws, chain
+from services.worker.speculation.chain import DraftsOn, Draws, FusesDrafts, chain
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Slots
 from services.worker.speculation.settings import Speculation
@@ -34,6 +34,7 @@ class DraftModelDrafter(Struct, frozen=True):
     """See `drafter.Drafter`."""
 
     decoder: Decoder
+    config: ModelConfig
     target: Target
     most: int
 
@@ -42,7 +43,9 @@ class DraftModelDrafter(Struct, frozen=True):
         return self.decoder.kv_block_bytes
 
     def proposer(self, num_blocks: int, max_sequences: int) -> DraftModelProposer:
-        return DraftModelProposer(self.decoder, self.target.device, self.most, num_blocks, max_sequences)
+        ops = self.decoder.ops
+        fused = ops.fuse_drafts(self.config, self.decoder.weights) if isinstance(ops, FusesDrafts) else None
+        return DraftModelProposer(self.decoder, fused, self.target.device, self.most, num_blocks, max_sequences)
 
 
 def open_draft_model(settings: Speculation, target: Target, most: int) -> DraftModelDrafter:
@@ -57,17 +60,26 @@ def open_draft_model(settings: Speculation, target: Target, most: int) -> DraftM
     share = share_of(config, 0, 1)
     with open_checkpoint(folder, target.dtype) as checkpoint:
         weights = load_weights(checkpoint, config, share, target.ops, target.device, target.max_model_len)
-    return DraftModelDrafter(Decoder(config, weights, share, target.ops, SingleRank()), target, most)
+    return DraftModelDrafter(Decoder(config, weights, share, target.ops, SingleRank()), config, target, most)
 
 
 class DraftModelProposer:
     """Owns the draft model's keys and values, and how far each sequence and each block is read."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, most: int, num_blocks: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        fused: DraftsOn | None,
+        device: torch.device,
+        most: int,
+        num_blocks: int,
+        max_sequences: int,
+    ) -> None:
         self._decoder = decoder
         self._device = device
         self._staging = staging_for(device)
         self._most = most
+        self._fused = fused
         self._caches = decoder.allocate_kv(num_blocks)
         self._read = np.zeros(max_sequences, dtype=np.int32)
         """Leading tokens of each sequence that it has keys and values of; drafts that were rejected counted in."""
@@ -122,11 +134,14 @@ class DraftModelProposer:
         if steps:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
-            metas = chain(slots, histories.lengths[slots] + ahead, histories.block_tables, self._device)
-            for number, meta in enumerate(metas, 1):
-                following = self._decoder.forward(tokens[-1], meta, self._caches)
+            rows = chain(slots, histories.lengths[slots] + ahead, histories.block_tables, self._device)
+            if draws.greedy and self._fused is not None:
+                greedy: Int32s = self._fused.draft_on(tokens[0], rows, self._caches).t().numpy()
+                return greedy
+            for step in range(steps):
+                following = self._decoder.forward(tokens[-1], rows.meta(step), self._caches)
                 assert following is not None, "every row is asked for"
-                tokens.append(draws.token(following, number))
+                tokens.append(draws.token(following, step + 1))
         drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()
         return drafts
 

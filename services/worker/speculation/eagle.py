@@ -20,7 +20,7 @@ from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Weights
 from services.worker.model.loading import load_layer
 from services.worker.rows import Int32s, Slots
-from services.worker.speculation.chain import Draws, chain
+from services.worker.speculation.chain import DraftsOn, Draws, chain
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.drafter_files import read_drafter, read_settings
 from services.worker.speculation.eagle_layer import EagleWeights, eagle_pass, head_logits
@@ -141,10 +141,16 @@ class EagleProposer:
         if steps:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
-            for meta in chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device):
-                features, logits = self._run(tokens[-1], features, meta, self._caches, wants_logits=True)
+            rows = chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device)
+            if draws.greedy and isinstance(self._run, DraftsOn):
+                greedy: Int32s = self._run.draft_on(tokens[0], rows, self._caches, features).t().numpy()
+                return greedy
+            for step in range(steps):
+                features, logits = self._run.foresee(
+                    tokens[-1], features, rows.meta(step), self._caches, wants_logits=True
+                )
                 assert logits is not None, "wanted"
-                tokens.append(draws.token(logits, len(tokens)))
+                tokens.append(draws.token(logits, step + 1))
         drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()
         return drafts
 
@@ -153,7 +159,7 @@ class EagleProposer:
         if computed.features is None:
             self._ready[computed.sampled_slots] = False
             return
-        foreseen, _ = self._run(
+        foreseen, _ = self._run.foresee(
             computed.following(), computed.features, computed.meta, self._caches, wants_logits=False
         )
         rows, slots = sent(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)

@@ -29,7 +29,7 @@ class EagleWeights:
 class EaglePass(Protocol):
     """The layer as a whole."""
 
-    def __call__(
+    def foresee(
         self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
     ) -> tuple[Tensor, Tensor | None]:
         """ids [n] int32, each behind one of the features `given` [n, hidden] → (the features foreseen for them
@@ -62,7 +62,7 @@ class _Portable:
         self._weights = weights
         self._ops = ops
 
-    def __call__(
+    def foresee(
         self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
     ) -> tuple[Tensor, Tensor | None]:
         foreseen = self._foreseen(ids, given, meta, caches[0])

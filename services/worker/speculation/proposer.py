@@ -171,7 +171,8 @@ class FirstThatDrafts:
             left = np.where(drafts.counts > 0, 0, asked.most).astype(np.int32)
             if not left.any():
                 break
-            drafts = _beside(drafts, proposer.propose(Asked(asked.slots, left, asked.histories)))
+            more = proposer.propose(Asked(asked.slots, left, asked.histories))
+            drafts = _beside(drafts, more) if drafts.tokens.shape[1] else more
         return drafts
 
     def observe(self, computed: Computed) -> None:
