@@ -1,0 +1,49 @@
+"""What is said of a GPU reaches the worker, and what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.cli.stack_spec import chosen
+from deploy.supervisor.launch import flags
+from services.offline.settings import EngineSettings, configs
+from services.worker.config import WorkerConfig
+from shared.config import ConfigError, load_config
+
+
+def told(*argv: str) -> WorkerConfig:
+    return load_config("worker", WorkerConfig, ["--model=m", "--engine=e", *argv], environment={})
+
+
+def test_what_baton_up_is_told_reaches_the_worker() -> None:
+    argv = flags(chosen(enforce_eager=True, gpu_memory_utilization=0.5, kv_cache_dtype=None))
+    assert argv == ["--enforce-eager", "--gpu-memory-utilization=0.5"]
+    config = told(*argv)
+    assert (config.enforce_eager, config.gpu_memory_utilization, config.kv_cache_dtype) == (True, 0.5, "auto")
+
+
+def test_decodes_are_captured_and_nine_tenths_of_a_gpu_taken_unless_told_otherwise() -> None:
+    config = told()
+    assert (config.enforce_eager, config.gpu_memory_utilization, config.kv_cache_dtype) == (False, 0.9, "auto")
+
+
+def test_an_offline_engine_is_told_the_same() -> None:
+    settings = EngineSettings(
+        model="m", served_model_name="m", gpu_memory_utilization=0.4, kv_cache_dtype="fp8", enforce_eager=True
+    )
+    worker = configs(settings).worker
+    assert (worker.gpu_memory_utilization, worker.kv_cache_dtype, worker.enforce_eager) == (0.4, "fp8", True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--gpu-memory-utilization=0", "gpu_memory_utilization = '0'"),
+        ("--gpu-memory-utilization=1.1", "gpu_memory_utilization = '1.1'"),
+        ("--kv-cache-dtype=int4", "kv_cache_dtype = 'int4'"),
+        ("--ops=cuda", "ops = 'cuda'"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_by_name(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        told(argv)
