@@ -15,7 +15,7 @@ from services.worker.roofline.findings import KernelsAsked, StepsAsked
 from services.worker.roofline.shapes import shape_names
 
 DEMO = "demo"
-FAMILIES = ("linears", "norms", "activation", "rotary", "decode-attention", "prefill-attention", "moe")
+FAMILIES = ("linears", "norms", "activation", "rotary", "decode-attention", "prefill-attention", "moe", "sampling")
 _MOST = 1 << 20
 """Of sequences and tokens: beyond every device."""
 
@@ -55,6 +55,8 @@ def parsed_roofline(argv: Sequence[str]) -> tuple[StepsAsked, Shown]:
         ops=options.ops,
         threads=options.threads,
         cpu_time=options.cpu_time,
+        kv_cache_dtype=options.kv_cache_dtype,
+        attention=options.attention,
         batches=options.batch,
         contexts=options.context,
         prefills=options.prefill,
@@ -82,6 +84,8 @@ def parsed_kernels(argv: Sequence[str]) -> tuple[KernelsAsked, Shown]:
         dtype=options.dtype,
         threads=options.threads,
         cpu_time=options.cpu_time,
+        kv_cache_dtype=options.kv_cache_dtype,
+        attention=options.attention,
         only=options.only,
         rows=options.rows,
         contexts=options.context,
@@ -97,6 +101,8 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     which.add_argument("--shape", choices=[DEMO, *shape_names()], help="Its weights are made up.")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "triton", "flash-attn"], default="auto", help="On a GPU.")
     parser.add_argument("--threads", type=_count, help="Of a CPU; by default all.")
     parser.add_argument("--cpu-time", action="store_true", help="Own processor time, on a busy CPU; use --threads 1.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")

@@ -26,7 +26,10 @@ def up(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.", rich_help_panel=MODEL)] = None,
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"] | None,
-        typer.Option(help="dummy: random weights; a config.json and a tokenizer are enough.", rich_help_panel=MODEL),
+        typer.Option(
+            help="dummy: random weights, of a folder without any or a shape: llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     sim_step_ms: Annotated[
         float | None, typer.Option(help="Milliseconds per step of --device sim.", rich_help_panel=MODEL)
@@ -188,6 +191,7 @@ def up(
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
     from deploy.cli.drafting import drafting
     from deploy.cli.hosts_choice import hosts_choice
+    from deploy.cli.made_up_model import model_folder
     from deploy.cli.stack_lookup import run_dir_of
     from deploy.cli.stack_spec import (
         chosen,
@@ -195,7 +199,6 @@ def up(
         engines_asked,
         layer_split,
         merged,
-        model_directory,
         parsed_settings,
         served_name,
     )
@@ -248,7 +251,7 @@ def up(
         StackSpec(
             name=name,
             run_dir=where,
-            model=model_directory(model, weights=load_format != "dummy"),
+            model=model_folder(model, load_format, where),
             served_model_name=served_name(model, served_model_name),
             host=host,
             port=port if counts.leads else 0,

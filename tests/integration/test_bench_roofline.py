@@ -129,10 +129,11 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
     assert started.model == tmp_path.name
     assert isinstance(limits, Ceilings)
     measured = [each for each in found if isinstance(each, KernelMeasured)]
-    assert {each.family for each in measured} == set(FAMILIES) - {"moe"}
+    assert {each.family for each in measured} == set(FAMILIES) - {"moe", "sampling"}
     assert all(each.ours.best > 0 and each.work.bytes > 0 for each in measured)
     assert [each for each in found if isinstance(each, KernelSkipped)] == [
-        KernelSkipped("moe", "all", "Qwen3ForCausalLM has none")
+        KernelSkipped("moe", "all", "Qwen3ForCausalLM has none"),
+        KernelSkipped("sampling", "all", "on a CPU tokens are drawn by torch's operations"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.errors import CommandError
+from deploy.cli.made_up_model import model_folder
 from deploy.cli.ps import duration
 from deploy.cli.stack_spec import (
     cpu_share,
@@ -169,3 +171,14 @@ def test_layers_are_split_over_as_many_stages_as_there_are() -> None:
     for asked, counts in (("4,2", Counts(stages=3)), ("4,", Counts(stages=2)), ("0,6", Counts(stages=2))):
         with pytest.raises(CommandError, match="--pp-layers"):
             layer_split(asked, counts)
+
+
+def test_without_weights_a_shape_will_do_for_a_model(tmp_path: Path) -> None:
+    folder = model_folder("qwen3-0.6b", "dummy", tmp_path)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 28
+    assert (folder / "tokenizer.json").is_file()
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(str(tmp_path), "dummy", tmp_path) == tmp_path
+    assert model_folder(None, None, tmp_path) == model_directory(None)
+    with pytest.raises(CommandError, match=r"config\.json"):
+        model_folder(str(tmp_path / "shapes"), "dummy", tmp_path)

@@ -13,6 +13,9 @@ from msgspec import Struct
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 OpsName = Literal["auto", "torch", "native", "triton"]
+CacheDtype = Literal["auto", "fp8"]
+AttentionName = Literal["auto", "triton", "flash-attn"]
+"""As `ops_choice` has them, which imports torch."""
 Bound = Literal["memory", "compute"]
 
 
@@ -29,8 +32,10 @@ class StepsAsked(Struct, frozen=True, kw_only=True, tag="steps", forbid_unknown_
     dtype: DtypeName = "auto"
     ops: OpsName = "auto"
     threads: int | None = None
+    kv_cache_dtype: CacheDtype = "auto"
+    attention: AttentionName = "auto"
     cpu_time: bool = False
-    """Count this process's own time on the CPU; not for whole steps, which wait for things."""
+    """Count this process's own time on the CPU, instead of the clock's."""
     batches: tuple[int, ...] | None = None
     contexts: tuple[int, ...] | None = None
     prefills: tuple[int, ...] | None = None
@@ -53,6 +58,8 @@ class KernelsAsked(Struct, frozen=True, kw_only=True, tag="kernels", forbid_unkn
     device: DeviceChoice = "auto"
     dtype: DtypeName = "auto"
     threads: int | None = None
+    kv_cache_dtype: CacheDtype = "auto"
+    attention: AttentionName = "auto"
     cpu_time: bool = False
     only: tuple[str, ...] = ()
     """Families; empty: all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from services.worker.roofline.findings import Work
 from services.worker.torch_ops import TorchOps
 
 Call = Callable[[], object]
-T = TypeVar("T")
 
 _COLD_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
 """Memory that calls go through before they come back to the first: more than caches hold."""
 _MOST_COPIES = 256
+
+
+class NothingHere(Exception):
+    """There is no kernel of a family to measure; the text says why."""
 
 
 class KernelCase(NamedTuple):
@@ -70,7 +73,3 @@ class Situation(NamedTuple):
         """Of ours and of torch's: `made` gives one on memory of its own."""
         first, *others = [[made(ops) for _ in range(self.copies(size))] for ops in self.implementations]
         return first, others[0] if others else []
-
-
-def size_of(*tensors: Tensor) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

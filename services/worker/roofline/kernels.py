@@ -14,8 +14,9 @@ from services.worker.ops_choice import create_ops
 from services.worker.roofline.attention_cases import decode_attention, prefill_attention
 from services.worker.roofline.ceilings import measure_ceilings
 from services.worker.roofline.chosen import CannotMeasure, Chosen, chosen, give_back, started
+from services.worker.roofline.drawing_cases import sampling
 from services.worker.roofline.findings import Finding, KernelMeasured, KernelsAsked, KernelSkipped, Timed
-from services.worker.roofline.kernel_case import Call, Cases, KernelCase, Situation
+from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
 from services.worker.roofline.mixture_cases import mixture
 from services.worker.roofline.row_cases import activation, linears, norms, rotary
 from services.worker.roofline.stopwatch import Stopwatch
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Callable[[Situation], Cases]] = {
     "decode-attention": decode_attention,
     "prefill-attention": prefill_attention,
     "moe": mixture,
+    "sampling": sampling,
 }
 _ROWS = {"cpu": (1, 16, 64), "cuda": (1, 16, 64, 256, 2048)}
 _CONTEXTS = {"cpu": (128, 1024), "cuda": (1024, 4096, 8192)}
@@ -56,7 +58,7 @@ def measure_kernels(asked: KernelsAsked) -> Iterator[Finding]:
 def _situation(asked: KernelsAsked, made: Chosen) -> Situation:
     kind = made.device.type
     try:
-        ours = create_ops("auto", made.device, made.dtype)
+        ours = create_ops("auto", made.device, made.dtype, asked.kv_cache_dtype, asked.attention)
     except OpsUnavailable as error:
         raise CannotMeasure(str(error)) from None
     return Situation(
@@ -80,17 +82,16 @@ class _Kernels:
         self._end = end
 
     def measure(self, family: str, situation: Situation, families_left: int) -> Iterator[Finding]:
-        """Each case of the family; a sign of life where it has none."""
-        found = 0
+        """Each case of the family."""
         share = max(0.0, self._end - time.perf_counter()) / families_left
         # Half of it is spent on making cases.
         budget = max(_LEAST_BUDGET, share / 4 / max(1, len(situation.rows) * len(situation.contexts)))
-        for case in FAMILIES[family](situation):
-            found += 1
-            yield self._case(family, case, budget)
-            give_back(self._device)
-        if not found:
-            yield KernelSkipped(family, "all", f"{situation.config.architecture} has none")
+        try:
+            for case in FAMILIES[family](situation):
+                yield self._case(family, case, budget)
+                give_back(self._device)
+        except NothingHere as reason:
+            yield KernelSkipped(family, "all", str(reason))
 
     def _case(self, family: str, case: KernelCase, budget: float) -> Finding:
         if not case.ours:

@@ -8,7 +8,7 @@ from torch import Tensor
 from services.worker.model.config import Mixture
 from services.worker.ops import Ops
 from services.worker.roofline.findings import Work
-from services.worker.roofline.kernel_case import Call, Cases, KernelCase, Situation
+from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
 from services.worker.roofline.traffic import experts_met
 
 
@@ -16,7 +16,7 @@ def mixture(situation: Situation) -> Cases:
     """Bytes: the experts that rows go to (each row's any, one as likely as another), rows in and out."""
     shape = situation.config.mixture
     if shape is None:
-        return
+        raise NothingHere(f"{situation.config.architecture} has none")
     gate_up, down = _experts(situation, shape)
     packed = [(ops, ops.pack_experts(gate_up, down)) for ops in situation.implementations]
     for rows in situation.rows:

@@ -80,7 +80,7 @@ class _Steps:
         self._left = len(cases)
         self._watch = watch
         self._runner = loaded.runner(blocks, {case.batch for case in cases})
-        self._whole = WholeSteps(self._runner)
+        self._whole = WholeSteps(self._runner, watch.clock)
         self._end = time.perf_counter() + seconds
 
     def measure(self, case: StepCase, room: int) -> StepMeasured | StepSkipped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 
@@ -24,8 +24,9 @@ _EPOCH = Incarnation(1)
 class WholeSteps:
     """Plays scheduler to `runner`, whose sequences and blocks are its own."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
         self._runner = runner
+        self._clock = clock
         self._random = Random(1)
         self._tokens = np.random.default_rng(1)
         self._step = 0
@@ -69,7 +70,7 @@ class WholeSteps:
         for plan in plans[1:]:
             following = self._begun(plan)
             pending.output()
-            marks.append(time.perf_counter())
+            marks.append(self._clock())
             pending = following
         pending.output()
         return [after - before for before, after in pairwise(marks)]
