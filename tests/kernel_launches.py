@@ -159,7 +159,13 @@ def _graphs() -> Iterator[Launch]:
     return graphs()
 
 
-FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention, _mixtures, _rows, _draws, _graphs)
+def _copies() -> Iterator[Launch]:
+    from tests.copy_launches import copies
+
+    return copies()
+
+
+FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (_attention, _mixtures, _rows, _draws, _copies, _graphs)
 """A function for each family of kernels that gives its launches."""
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shared.blocks import BLOCK_SIZE
+
 
 def visible(context: int, window: int | None) -> int:
     """Tokens of a context that its newest one sees."""
@@ -87,6 +89,16 @@ def draw_bytes(rows: int, vocab: int, itemsize: int, *, chunk: int, looked_into:
     """Logits; of each chunk of them a peak and a sum, written and read, and the notes of which weigh what; and the
     chunks `looked_into`, of all rows together."""
     return rows * (vocab * itemsize + 28 * -(-vocab // chunk)) + looked_into * chunk * itemsize
+
+
+def kv_block_bytes(blocks: int, *, layers: int, kv_heads: int, head_dim: int, cache_itemsize: int) -> int:
+    """Keys and values of whole blocks, out of the caches and into one run of memory, or back."""
+    return 2 * blocks * layers * 2 * kv_heads * BLOCK_SIZE * head_dim * cache_itemsize
+
+
+def mask_bytes(rows: int, vocab: int, itemsize: int) -> int:
+    """Bits in; logits written where they are forbidden, all of them at the most, and not read."""
+    return rows * (4 * -(-vocab // 32) + vocab * itemsize)
 
 
 def _seen(rows: int, context: int, window: int | None) -> int:

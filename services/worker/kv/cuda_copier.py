@@ -1,21 +1,24 @@
 """Copies blocks between a GPU's caches and an arena: on a stream of its own, so that steps go on beside it.
 
-Blocks are gathered on the device, a few at a time, in the arena's layout; each slot is then one copy. Where the
-arena could be page-locked that copy goes straight to it, else by way of page-locked memory of our own. Two such
-stages take turns: while one is on its way, the host sums up the other.
+Blocks are gathered on the device, a few at a time, in the arena's layout, by one launch for all layers; each slot is
+then one copy. Where the arena could be page-locked that copy goes straight to it, else by way of page-locked memory of
+our own. Two such stages take turns: while one is on its way, the host sums up the other.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
+
+if TYPE_CHECKING:
+    from services.worker.kernels.kv_blocks import BlockCaches
 
 _STAGED_BYTES = 4 << 20
 
@@ -33,7 +36,9 @@ class CudaKvCopier:
         return ()
 
     def bind(self, heads: RankHeads) -> BoundCudaKvCopier:
-        return BoundCudaKvCopier(self._caches, heads)
+        from services.worker.kernels.kv_blocks import BlockCaches  # Triton is needed only where a GPU is
+
+        return BoundCudaKvCopier(self._caches, BlockCaches(self._caches), heads)
 
 
 class _Stage:
@@ -51,9 +56,10 @@ class _Stage:
 class BoundCudaKvCopier:
     """See :class:`services.worker.kv.copier.BoundCopier`."""
 
-    def __init__(self, caches: list[tuple[Tensor, Tensor]], heads: RankHeads) -> None:
+    def __init__(self, caches: list[tuple[Tensor, Tensor]], blocks: BlockCaches, heads: RankHeads) -> None:
         device = caches[0][0].device
         self._caches = caches
+        self._blocks = blocks
         self._heads = heads
         self._slots = _slots_as_tensor(heads, caches[0][0].dtype)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -107,7 +113,7 @@ class BoundCudaKvCopier:
     def _send(self, stage: _Stage, blocks: Tensor) -> None:
         """Device → host, without waiting."""
         on_device = stage.device[: len(blocks)]
-        _gather(self._caches, self._on_device(blocks), on_device)
+        self._blocks.gather(self._on_device(blocks), on_device)
         if stage.host is not None:
             stage.host[: len(blocks)].copy_(on_device, non_blocking=True)
         else:
@@ -137,7 +143,7 @@ class BoundCudaKvCopier:
                 if not self._heads.verified(slot):
                     return "other checksum"
                 self._fetch(stage, row, slot)
-            _scatter(self._caches, self._on_device(blocks), stage.device[: len(blocks)])
+            self._blocks.scatter(self._on_device(blocks), stage.device[: len(blocks)])
             self._stream.record_event(stage.arrived)
         self._stream.synchronize()
         return "all" if self._heads.unchanged(slots, generations) else "other generation"
@@ -184,21 +190,6 @@ def _parts_of(piece: Piece, count: int) -> list[tuple[int, Tensor]]:
     """The piece's blocks in parts of at most `count`, each with the place of its first."""
     blocks = torch.from_numpy(piece.blocks)
     return [(first, blocks[first : first + count]) for first in range(0, len(blocks), count)]
-
-
-def _gather(caches: list[tuple[Tensor, Tensor]], blocks: Tensor, staged: Tensor) -> None:
-    """staged [n, heads, layers, 2, elements] = the caches' `blocks`."""
-    for layer, halves in enumerate(caches):
-        for half, cache in enumerate(halves):
-            staged[:, :, layer, half].copy_(cache.flatten(2).index_select(0, blocks))
-
-
-def _scatter(caches: list[tuple[Tensor, Tensor]], blocks: Tensor, staged: Tensor) -> None:
-    """The caches' `blocks` = staged."""
-    index = blocks.long()
-    for layer, halves in enumerate(caches):
-        for half, cache in enumerate(halves):
-            cache.flatten(2).index_copy_(0, index, staged[:, :, layer, half])
 
 
 def _clear(caches: list[tuple[Tensor, Tensor]], blocks: Tensor) -> None:

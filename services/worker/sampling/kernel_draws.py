@@ -1,4 +1,4 @@
-"""Draws by kernels where the logits are on a GPU: the tokens that `sampler` draws elsewhere, in two launches."""
+"""Masks and draws by kernels where the logits are on a GPU: what `masks` and `sampler` do elsewhere."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.crossing import sent_together
+from services.worker.crossing import sent, sent_together
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.philox import uniforms
 
 
 def draws_by_kernel(device: torch.device) -> bool:
-    """Whether rows on `device` are drawn here."""
+    """Whether rows on `device` are masked and drawn here."""
     return device.type == "cuda" and _has_triton()
 
 
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def mask_by_kernel(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
+    """See `masks.only_allowed`: of `logits`, contiguous, the `rows` [P], each once."""
+    from services.worker.kernels.bitmask import apply_bitmask
+
+    apply_bitmask(logits, sent(bits, logits.device), sent(rows.astype(np.int64), logits.device))
 
 
 def drawn_by_kernel(logits: Tensor, choices: Choices) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.worker.crossing import sent
 from services.worker.sampling.held import Held, History, held
+from services.worker.sampling.kernel_draws import draws_by_kernel, mask_by_kernel
 from services.worker.sampling.masks import only_allowed
 from services.worker.sampling.padded import Padded
 from services.worker.sampling.parameters import Choices, Feature
@@ -41,7 +42,10 @@ def processed(logits: Tensor, choices: Choices, history: History) -> Tensor:
 
 
 def _mask(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
-    _change(logits, rows, lambda part: only_allowed(part, sent(bits, logits.device)))
+    if draws_by_kernel(logits.device):
+        mask_by_kernel(logits, rows, bits)
+    else:
+        _change(logits, rows, lambda part: only_allowed(part, sent(bits, logits.device)))
 
 
 def _bias(logits: Tensor, choices: Choices) -> None:
