@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
+from services.worker.crossing import sent
 from services.worker.model.config import ModelError
 from services.worker.ops import Ops, PackedLinear
 from services.worker.speculation.chain import Draws
@@ -127,7 +128,7 @@ class MedusaProposer:
     def propose(self, asked: Asked) -> Drafts:
         if self._features is None:
             return Drafts.none(asked)
-        features = self._features.index_select(0, torch.from_numpy(asked.slots).to(self._device))
+        features = self._features.index_select(0, sent(asked.slots, self._device))
         wanted = min(self._most, int(asked.most.max()))
         tokens = Draws(asked.slots, asked.histories).tokens(self._logits(features, wanted)).cpu().numpy()
         return Drafts(tokens, np.minimum(asked.most, wanted).astype(np.int32))
@@ -150,8 +151,7 @@ class MedusaProposer:
             return  # nobody has drafted for a while
         if self._features is None:
             self._features = computed.features.new_zeros(self._max_sequences, computed.features.shape[1])
-        rows = torch.from_numpy(computed.last_rows).to(self._device)
-        slots = torch.from_numpy(computed.sampled_slots).to(self._device)
+        rows, slots = sent(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
         self._features.index_copy_(0, slots, computed.features.index_select(0, rows))
 
     def took(self, slot: int, computed: int, histories: Histories) -> None:
