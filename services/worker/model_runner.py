@@ -61,7 +61,7 @@ class ModelRunner(RankBackend):
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
         verdict = self._drawn(batch, logits, choices)
-        if rank.proposer is not None and rank.draws:
+        if rank.proposer is not None and rank.tells:
             rank.proposer.observe(self._computed(batch, meta, features, verdict))
         timing = _timing(begun, prepared, forwarded, time.perf_counter(), rank.pipeline.take_waited())
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict if rank.draws else None, scored))

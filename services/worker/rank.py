@@ -23,7 +23,15 @@ from services.worker.rows import Int32s
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sequences import SequenceTable
-from services.worker.speculation.proposer import NO_DRAFTING, Asked, Drafting, Drafts, FirstThatDrafts, Proposer
+from services.worker.speculation.proposer import (
+    NO_DRAFTING,
+    Asked,
+    Drafting,
+    Drafts,
+    FirstThatDrafts,
+    Proposer,
+    WithoutMemory,
+)
 from services.worker.staging import staging_for
 from shared.messages.lifecycle import ModelCard
 from shared.messages.worker import StepPlan
@@ -103,6 +111,11 @@ class Rank:
         if self.guided is not None and self.pipeline.stages == 1:
             forced = ForcedTokens(self.guided)
             self._drafter = forced if proposer is None else FirstThatDrafts((forced, proposer))
+
+    @property
+    def tells(self) -> bool:
+        """Whether whoever drafts is told what steps computed."""
+        return self.draws and self.proposer is not None and not isinstance(self.proposer, WithoutMemory)
 
     @property
     def draws(self) -> bool:

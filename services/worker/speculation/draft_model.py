@@ -6,6 +6,8 @@ blocks that another engine computed, or that lie there from a time without specu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from msgspec import Struct
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from services.worker.model.checkpoint import open_checkpoint
 from services.worker.model.config import ModelConfig, ModelError
-from services.worker.model.decoder import Decoder
+from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.parallel import SingleRank, share_of
@@ -26,8 +28,11 @@ from services.worker.speculation.settings import Speculation
 from services.worker.staging import staging_for
 from shared.blocks import BLOCK_SIZE
 
-MOST_READ = 2048
-"""Tokens of prompts that it reads in one step; whose prompt is not through drafts later."""
+MOST_READ = 512
+"""Tokens that it reads in one step, those first who have least to read: whoever is not through drafts later."""
+
+_FEW = 2
+"""Tokens of a sequence."""
 
 
 class DraftModelDrafter(Struct, frozen=True):
@@ -81,10 +86,18 @@ class DraftModelProposer:
         self._most = most
         self._fused = fused
         self._caches = decoder.allocate_kv(num_blocks)
+        self._forward: ForwardPass = decoder.forward
+        self._replays = False
         self._read = np.zeros(max_sequences, dtype=np.int32)
         """Leading tokens of each sequence that it has keys and values of; drafts that were rejected counted in."""
         self._whole: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
         """Blocks that it has all keys and values of."""
+
+    @torch.inference_mode()
+    def replay_by(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass]) -> None:
+        """See `drafter.ReplaysDecodes`."""
+        self._forward = replaying(self._decoder.forward, self._caches)
+        self._replays = True
 
     def propose(self, asked: Asked) -> Drafts:
         counts = self._shares(asked)
@@ -105,26 +118,41 @@ class DraftModelProposer:
         # Of what was drafted last time, what was rejected is to be read anew.
         self._read[asked.slots] = np.minimum(self._read[asked.slots], lengths - 1)
         wanted = np.where(asked.most > 0, lengths - self._read[asked.slots], 0)
-        before = np.cumsum(wanted) - wanted
-        shares: Int32s = np.clip(MOST_READ - before, 0, wanted).astype(np.int32)
+        if wanted.sum() <= MOST_READ:
+            return wanted.astype(np.int32)
+        order = np.argsort(wanted, kind="stable")
+        shares = np.zeros(len(wanted), dtype=np.int32)
+        shares[order] = np.clip(MOST_READ - (np.cumsum(wanted[order]) - wanted[order]), 0, wanted[order])
         return shares
 
     def _catch_up(self, asked: Asked, counts: Int32s) -> tuple[Tensor | None, Slots]:
         """Reads; the logits behind the sequences that are through, and which of those asked about they are."""
         reading = np.flatnonzero(counts)
         slots = asked.slots[reading]
-        units = Units(reading, slots, self._read[slots], counts[reading])
-        ends = units.starts + units.counts
+        units, last_units = self._units(slots, counts[reading])
+        ends = self._read[slots] + counts[reading]
         through = ends == asked.histories.lengths[slots]
         if not len(reading):
             return None, reading
         rows = rows_of(units, asked.histories.block_tables, asked.histories.tokens)
-        ids, meta = self._staging.place(rows, rows.last_rows[through])
-        logits = self._decoder.forward(ids, meta, self._caches)
+        ids, meta = self._staging.place(rows, rows.last_rows[last_units][through])
+        logits = self._forward(ids, meta, self._caches)
         self._read[slots] = ends
         last = rows.kv_slots[rows.positions % BLOCK_SIZE == BLOCK_SIZE - 1] // BLOCK_SIZE
         self._whole[last] = True
         return logits, reading[through]
+
+    def _units(self, slots: Slots, counts: Int32s) -> tuple[Units, Slots]:
+        """What is read of each sequence, and which unit is its last. Few tokens are decodes of their own where decodes
+        are replayed: between two steps with drafts there are no more than two."""
+        starts = self._read[slots]
+        if not self._replays or counts.max(initial=0) > _FEW:
+            return Units(slots, slots, starts, counts), np.arange(len(slots))
+        owner = np.repeat(np.arange(len(slots)), counts)
+        ends = np.cumsum(counts)
+        ahead = (np.arange(len(owner)) - (ends - counts)[owner]).astype(np.int32)
+        own = slots[owner]
+        return Units(own, own, starts[owner] + ahead, np.ones_like(ahead)), ends - 1
 
     def _drafted(self, logits: Tensor, slots: Slots, most: Int32s, histories: Histories) -> Int32s:
         """[T, the greatest of most] drafts behind `logits`."""
@@ -139,7 +167,7 @@ class DraftModelProposer:
                 greedy: Int32s = self._fused.draft_on(tokens[0], rows, self._caches).t().numpy()
                 return greedy
             for step in range(steps):
-                following = self._decoder.forward(tokens[-1], rows.meta(step), self._caches)
+                following = self._forward(tokens[-1], rows.meta(step), self._caches)
                 assert following is not None, "every row is asked for"
                 tokens.append(draws.token(following, step + 1))
         drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from services.worker.model.checkpoint import open_checkpoint
 from services.worker.model.config import ModelConfig, ModelError
-from services.worker.model.decoder import Decoder
+from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.ops import Ops, PackedLinear
 from services.worker.speculation.proposer import Proposer
 
@@ -25,6 +26,22 @@ class Drafter(Protocol):
 
     def proposer(self, num_blocks: int, max_sequences: int) -> Proposer:
         """With memory of its own, for a runner of so many blocks and sequences."""
+
+
+@runtime_checkable
+class HasDecoder(Protocol):
+    """A drafter that is a model itself."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+
+
+@runtime_checkable
+class ReplaysDecodes(Protocol):
+    """A proposer that runs a decoder."""
+
+    def replay_by(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass]) -> None:
+        """From here on what `replaying` makes of its decoder's forward pass on its caches."""
 
 
 @runtime_checkable

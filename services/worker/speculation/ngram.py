@@ -55,25 +55,26 @@ def last_match(
     [P], whether at least `shortest` tokens match).
     """
     rows, window = tokens.shape
-    most = min(longest, window - 1)
     ends = np.full(rows, window, dtype=np.intp)
-    found = np.zeros(rows, dtype=np.bool_)
-    if most < shortest:
-        return ends, found
-    # Column e: whether the last n tokens equal those that end before e. It grows by one token a round.
-    ending = np.arange(window)
-    matches = ending >= 1
-    reached = np.zeros((rows, window), dtype=np.int8)
-    for n in range(1, most + 1):
-        same = np.zeros((rows, window), dtype=np.bool_)
-        same[:, n:] = tokens[:, : window - n] == tokens[:, window - n, None]
-        matches = matches & same & (ending >= window - lengths[:, None] + n)
-        if not matches.any():
+    if min(longest, window - 1) < shortest:
+        return ends, np.zeros(rows, dtype=np.bool_)
+    # Where the last token occurred before: few places, of which each round keeps those that match one token more.
+    row, last = np.nonzero(tokens[:, :-1] == tokens[:, -1:])
+    first = (window - lengths)[row]
+    reached = (last >= first).astype(np.intp)
+    left = np.flatnonzero(reached)
+    for n in range(2, min(longest, window - 1) + 1):
+        begin = last[left] - n + 1
+        left = left[(begin >= first[left]) & (tokens[row[left], begin] == tokens[row[left], window - n])]
+        if not len(left):
             break
-        reached[matches] = n
-    best = reached.max(axis=1)
-    found = best >= shortest
-    ends[found] = window - 1 - (reached[found] == best[found, None])[:, ::-1].argmax(axis=1)
+        reached[left] = n
+    enough = reached >= shortest
+    best = np.zeros(rows, dtype=np.intp)
+    # The longest match, of equals the most recent one.
+    np.maximum.at(best, row[enough], (reached * window + last)[enough])
+    found = best > 0
+    ends[found] = best[found] % window + 1
     return ends, found
 
 
