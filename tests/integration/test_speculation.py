@@ -11,6 +11,10 @@ import pytest
 
 from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import OpsName
+from services.worker.rank import FORGETS_AFTER
+from services.worker.speculation.draft_model import DraftModelProposer
+from services.worker.speculation.eagle import EagleProposer
+from services.worker.speculation.eagle_layer import EaglePass
 from services.worker.speculation.ngram import NgramProposer
 from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s, Proposer
 from services.worker.speculation.settings import Speculation
@@ -288,3 +292,56 @@ def test_eagle_and_medusa_foresee_something(model: TinyModel, drafters: dict[str
         runner = backend_of(model.path, speculation=drafters[method])
         _, driver = run(runner, speculate=runner.max_speculate)
         assert driver.accepted > 0, method
+
+
+class StepByStep:
+    """An EAGLE layer that makes no chain by itself."""
+
+    def __init__(self, layer: EaglePass) -> None:
+        self.foresee = layer.foresee
+
+
+@pytest.mark.parametrize("method", ["draft", "eagle"])
+def test_a_chain_made_in_one_call_has_the_drafts_of_one_made_step_by_step(
+    model: TinyModel, drafters: dict[str, Speculation], method: str
+) -> None:
+    runner = backend_of(model.path, ops="native", speculation=drafters[method])
+    proposer = runner.rank.proposer
+    tried = []
+    for _ in range(2):
+        runner.reset()
+        driver = Driver(runner, speculate=4)
+        for tokens in PROMPTS:
+            driver.add(tokens, OUTPUT)
+        driver.run()
+        tried.append((driver.drafted, driver.accepted))
+        if isinstance(proposer, EagleProposer):
+            proposer._run = StepByStep(proposer._run)
+        elif isinstance(proposer, DraftModelProposer):
+            proposer._fused = None
+    assert tried[0] == tried[1]
+    assert tried[0][0] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_whoever_was_not_asked_for_long_drafts_again_when_asked(
+    model: TinyModel, drafters: dict[str, Speculation], method: str
+) -> None:
+    """Nothing is kept for drafters meanwhile; they find their way, and the output is what it would have been."""
+    runner = backend_of(model.path, speculation=drafters[method])
+    tokens, outputs = repetitive(30), []
+    for pause in (0, FORGETS_AFTER + 6):
+        runner.reset()
+        driver = Driver(runner, speculate=3 if pause else 0)
+        sequence = driver.add(tokens, 150)
+        other = driver.add(prompt(9, 2), 150)
+        while len(sequence.output) < 20:
+            driver.step()
+        driver.speculate = 0
+        for _ in range(pause):
+            driver.step()
+        before, driver.speculate = driver.drafted, 3 if pause else 0
+        driver.run()
+        outputs.append([sequence.output, other.output])
+    assert outputs[0] == outputs[1]
+    assert driver.drafted > before > 0
