@@ -14,6 +14,7 @@ from services.worker.launched_step import LaunchedStep
 from services.worker.launching_runner import LaunchingRunner
 from services.worker.model_runner import ModelRunner
 from services.worker.sampling import logprobs, sampler
+from services.worker.speculation.settings import Method, Speculation
 from services.worker.step_clock import Mark
 from shared.ids import SequenceId
 from shared.messages.generation import Grammar, SamplingParams, TokenLogprobs
@@ -23,6 +24,7 @@ from tests.integration.test_speculation import Oracle
 from tests.late_device import LateClock, WithoutWaiting
 from tests.launching import DriverAhead, launching
 from tests.tiny_backend import tiny_backend
+from tests.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.worker_driver import GREEDY, Driver, Sequence
 
@@ -127,6 +129,20 @@ def test_what_is_drawn_for_who_has_left_is_nobody_s(tiny: TinyModel, runner: Lau
     assert staying.output == tiny.greedy(prompt(20, 1), 40)
 
 
+def test_all_may_leave_with_steps_in_flight(tiny: TinyModel, runner: LaunchingRunner) -> None:
+    driver = DriverAhead(runner)
+    for number in range(3):
+        driver.add(prompt(20, number), 40)
+    for _ in range(5):
+        driver.step()
+    for sequence in list(driver.sequences.values()):
+        driver.drop(sequence)
+    driver.step()
+    later = driver.add(prompt(33, 9), OUTPUT)
+    driver.run()
+    assert later.output == tiny.greedy(prompt(33, 9), OUTPUT)
+
+
 def test_what_was_drawn_for_who_has_left_is_not_put_into_the_next_one_s_prompt(
     tiny: TinyModel, backend: ModelRunner
 ) -> None:
@@ -211,6 +227,25 @@ def test_plain_steps_are_begun_without_waiting_for_those_under_way(late: tuple[L
         assert isinstance(step, LaunchedStep)
         assert not set(map(id, clock.waits)) & set(map(id, under_way)), "those two are under way"
         under_way = [*under_way[-1:], step.marks.over]
+    driver.settle()
+
+
+@pytest.mark.parametrize("method", ["draft", "medusa", "eagle"])
+def test_whoever_drafts_observes_steps_without_waiting_for_them(
+    tiny: TinyModel, method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"draft": make_draft, "medusa": make_medusa, "eagle": make_eagle}[method](tiny, tmp_path / method)
+    drafting = tiny_backend(tiny.path, speculation=Speculation(method=method, model=str(made)))
+    runner, clock = late_runner(drafting, monkeypatch)
+    driver = DriverAhead(runner, ahead=99)
+    for number in range(3):
+        driver.add(prompt(9, number), OUTPUT)
+    driver.step()
+    clock.waits.clear()
+    with WithoutWaiting():
+        driver.step()
+        driver.step()
+    assert not clock.waits
     driver.settle()
 
 
