@@ -49,25 +49,16 @@ def run_kernels(argv: Sequence[str]) -> None:
     found, console = Kernels(), plain_console()
     for finding in findings(asked):
         found.take(finding)
-        if not shown.as_json:
-            _tell(console, finding)
+        if isinstance(finding, Started) and not shown.as_json:
+            console.print(machine_line(finding))
     if shown.as_json:
         print(msgspec.json.encode(described(found)).decode())
     elif found.ceilings is not None:
         _conclude(console, found, found.ceilings)
 
 
-def _tell(console: Console, finding: Finding) -> None:
-    match finding:
-        case Started():
-            console.print(machine_line(finding))
-        case Ceilings():
-            console.print(ceilings_line(finding), soft_wrap=True)
-        case _:
-            return
-
-
 def _conclude(console: Console, found: Kernels, ceilings: Ceilings) -> None:
+    console.print(ceilings_line(ceilings), soft_wrap=True)
     console.print()
     console.print(table(found.measured, ceilings))
     for each in found.skipped:

@@ -87,8 +87,6 @@ def _tell(console: Console, found: Steps, finding: Finding) -> None:
     match finding:
         case Started():
             console.print(machine_line(finding))
-        case Ceilings():
-            console.print(ceilings_line(finding), soft_wrap=True)
         case ModelReady():
             console.print(_model_line(finding), soft_wrap=True)
         case _:
@@ -101,10 +99,11 @@ def _conclude(console: Console, found: Steps) -> None:
         print("\r", end="", file=sys.stderr)
     if found.ceilings is None:
         return
+    console.print(ceilings_line(found.ceilings), soft_wrap=True)
     console.print()
     console.print(table(found.measured, found.ceilings))
     if any(found.ceilings.share(each.work, each.forward.median) > _CACHED for each in found.measured):
-        console.print("above 100%: what is read stays in the caches of the device")
+        console.print("above 100%: caches kept what was read, or something slowed the measuring of the limits")
     for each in found.skipped:
         console.print(f"left out: {named(each.case)}: {each.reason}", soft_wrap=True)
     console.print()

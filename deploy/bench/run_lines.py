@@ -33,4 +33,4 @@ def machine_line(started: Started) -> str:
 def ceilings_line(ceilings: Ceilings) -> str:
     memory = ", ".join(f"{name} {rate / 1e9:,.1f} GB/s" for name, rate in ceilings.memory_rates.items())
     matrix = ", ".join(f"{name} {rate / 1e12:,.2f} TFLOP/s" for name, rate in ceilings.matrix_rates.items())
-    return f"limits, measured now: {memory}; {matrix}"
+    return f"limits, as measured in this run: {memory}; {matrix}"

@@ -66,9 +66,11 @@ def steps(model: str, **different: object) -> list[Finding]:
 
 
 def test_steps_are_measured_one_after_the_other_behind_the_ceilings(tmp_path: Path) -> None:
-    started, limits, ready, *found = steps(folder(tmp_path))
+    started, limits, ready, *found, again = steps(folder(tmp_path))
     assert isinstance(started, Started)
     assert isinstance(limits, Ceilings)
+    assert isinstance(again, Ceilings)
+    assert again.memory >= limits.memory
     assert isinstance(ready, ModelReady)
     assert ready.eager is not None
     assert [each.case for each in found if isinstance(each, StepMeasured)] == [
@@ -90,13 +92,13 @@ def test_what_the_model_the_memory_or_the_time_has_no_room_for_is_left_out_and_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = folder(tmp_path)
-    *_, long = steps(model, batches=(), prefills=(100_000,))
+    *_, long, _ = steps(model, batches=(), prefills=(100_000,))
     assert long == StepSkipped(StepCase("prefill", 1, 100_000), "the model has 256 positions")
-    *_, late = steps(model, batches=(), prefills=(40,), seconds=1e-6)
+    *_, late, _ = steps(model, batches=(), prefills=(40,), seconds=1e-6)
     assert isinstance(late, StepSkipped)
     assert "time is up" in late.reason
     monkeypatch.setattr("services.worker.roofline.measured_rank.free_bytes", lambda device: 100_000)
-    *_, small, large = steps(model, batches=(1, 100), contexts=(32,), prefills=())
+    *_, small, large, _ = steps(model, batches=(1, 100), contexts=(32,), prefills=())
     assert isinstance(small, StepMeasured)
     assert isinstance(large, StepSkipped)
     assert "GiB of KV memory" in large.reason
@@ -124,10 +126,11 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
     asked = KernelsAsked(
         model=folder(tmp_path), device="cpu", dtype="bfloat16", threads=1, rows=(1, 3), contexts=(20,), seconds=1.0
     )
-    started, limits, *found = measure_kernels(asked)
+    started, limits, *found, again = measure_kernels(asked)
     assert isinstance(started, Started)
     assert started.model == tmp_path.name
     assert isinstance(limits, Ceilings)
+    assert isinstance(again, Ceilings)
     measured = [each for each in found if isinstance(each, KernelMeasured)]
     assert {each.family for each in measured} == set(FAMILIES) - {"moe", "sampling"}
     assert all(each.ours.best > 0 and each.work.bytes > 0 for each in measured)
@@ -141,11 +144,11 @@ def test_a_mixture_is_measured_where_the_model_has_one(tmp_path: Path) -> None:
     model = folder(
         tmp_path, "qwen3-moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=2
     )
-    *_, found = measure_kernels(
+    *_, found, _ = measure_kernels(
         KernelsAsked(model=model, device="cpu", threads=1, rows=(3,), only=("moe",), seconds=0.5)
     )
     assert isinstance(found, KernelMeasured)
-    assert isinstance(steps(model, batches=(2,), contexts=(9,), prefills=())[-1], StepMeasured)
+    assert isinstance(steps(model, batches=(2,), contexts=(9,), prefills=())[-2], StepMeasured)
 
 
 def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

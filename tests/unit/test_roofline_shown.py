@@ -64,6 +64,11 @@ def test_the_best_way_to_a_limit_is_the_limit() -> None:
     assert roof_of(CEILINGS).ridge == 10.0
 
 
+def test_of_two_measurements_of_a_limit_the_better_one_counts() -> None:
+    both = CEILINGS.best_of(Ceilings({"copy": 90.0, "read": 120.0}, {"matmul": 900.0}))
+    assert both == Ceilings({"copy": 100.0, "read": 120.0}, {"matmul": 1000.0})
+
+
 def test_a_step_in_a_table() -> None:
     assert cells(step(), CEILINGS) == [
         "decode 4 × 1k",

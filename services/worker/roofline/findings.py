@@ -84,7 +84,8 @@ class Work(Struct, frozen=True):
 
 
 class Ceilings(Struct, frozen=True, tag="ceilings"):
-    """The device's limits. Each is the best of several ways to reach it, by name."""
+    """The device's limits. Each is the best of several ways to reach it, by name. Told twice: before everything, and
+    behind it what counts, the best of both times."""
 
     memory_rates: dict[str, float]
     """Bytes per second, reads and writes together."""
@@ -99,6 +100,10 @@ class Ceilings(Struct, frozen=True, tag="ceilings"):
     def compute(self) -> float:
         return max(self.matrix_rates.values())
 
+    def best_of(self, other: Ceilings) -> Ceilings:
+        """Of two measurements of one device: whatever else a machine does only ever slows it."""
+        return Ceilings(_best(self.memory_rates, other.memory_rates), _best(self.matrix_rates, other.matrix_rates))
+
     def seconds(self, work: Work) -> float:
         """The least that `work` could take."""
         return max(work.bytes / self.memory, work.flops / self.compute)
@@ -109,6 +114,10 @@ class Ceilings(Struct, frozen=True, tag="ceilings"):
     def share(self, work: Work, seconds: float) -> float:
         """Of the limit that binds."""
         return self.seconds(work) / seconds
+
+
+def _best(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: max(rate, other.get(name, rate)) for name, rate in one.items()}
 
 
 class Timed(Struct, frozen=True):

@@ -11,6 +11,9 @@ from services.worker.roofline.findings import Work
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
 from services.worker.roofline.traffic import experts_met
 
+_CHOICES = 16
+"""Calls whose rows go to other experts each: a cache might hold those of one call."""
+
 
 def mixture(situation: Situation) -> Cases:
     """Bytes: the experts that rows go to (each row's any, one as likely as another), rows in and out."""
@@ -20,9 +23,10 @@ def mixture(situation: Situation) -> Cases:
     gate_up, down = _experts(situation, shape)
     packed = [(ops, ops.pack_experts(gate_up, down)) for ops in situation.implementations]
     for rows in situation.rows:
-        x, logits = situation.noise(rows, situation.config.hidden_size), situation.noise(rows, shape.experts)
+        x = situation.noise(rows, situation.config.hidden_size)
+        choices = [situation.noise(rows, shape.experts) for _ in range(_CHOICES)]
 
-        def made(ops: Ops, experts: object, x: Tensor = x, logits: Tensor = logits) -> Call:
+        def made(ops: Ops, experts: object, logits: Tensor, x: Tensor = x) -> Call:
             return lambda: ops.mixture(
                 *(x, logits, experts),  # type: ignore[arg-type]
                 chosen=shape.chosen,
@@ -30,8 +34,7 @@ def mixture(situation: Situation) -> Cases:
                 kind=situation.config.activation,
             )
 
-        # The experts together are more than a cache holds, and each call's rows go to others only where they are few.
-        calls = [[made(ops, experts)] for ops, experts in packed]
+        calls = [[made(ops, experts, logits) for logits in choices] for ops, experts in packed]
         yield KernelCase(f"{rows} rows", _work(situation, shape, rows), calls[0], calls[1] if calls[1:] else [])
 
 

@@ -10,6 +10,7 @@ from services.worker.ops import Ops
 from services.worker.roofline.batches import batch_of
 from services.worker.roofline.findings import StepCase, Work
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, Situation
+from services.worker.torch_ops import TorchOps
 
 _EPS = 1e-6
 
@@ -28,15 +29,21 @@ def linears(situation: Situation) -> Cases:
     for name, (out, inputs) in shapes.items():
         item = situation.dtype.itemsize
         weight = situation.noise(out, inputs)
+        count = situation.copies(weight.nbytes)
         packed = [
-            (ops, [ops.pack_linear(weight, None) for _ in range(situation.copies(weight.nbytes))])
-            for ops in situation.implementations
+            (ops, [ops.pack_linear(weight.clone(), None) for _ in range(count)])
+            for ops in situation.implementations[: 2 if _multiplies_by_itself(situation.ours) else 1]
         ]
         for rows in situation.rows:
             x = situation.noise(rows, inputs)
             work = Work(item * (out * inputs + rows * (inputs + out)), 2.0 * rows * out * inputs)
             calls = [[_product(ops, x, each) for each in weights] for ops, weights in packed]
             yield KernelCase(f"{name} {out}×{inputs}, {rows} rows", work, calls[0], calls[1] if calls[1:] else [])
+
+
+def _multiplies_by_itself(ops: Ops) -> bool:
+    """Or leaves it to torch."""
+    return getattr(type(ops), "linear", None) is not TorchOps.linear
 
 
 def _product(ops: Ops, x: Tensor, packed: object) -> Call:

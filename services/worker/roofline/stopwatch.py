@@ -18,7 +18,7 @@ Agree = Callable[[int], int]
 
 
 class Stopwatch:
-    """Runs work as often as a budget allows, once more before it counts."""
+    """Runs work as often as a budget allows, and once more, or twice, before it counts."""
 
     def __init__(self, device: torch.device, agree: Agree = lambda wish: wish, *, cpu_time: bool = False) -> None:
         """`cpu_time`: of this process on all cores, for CPUs that others keep busy; means something for one thread."""
@@ -28,6 +28,8 @@ class Stopwatch:
 
     def timed(self, work: Callable[[], object], budget: float) -> Timed:
         """At least one run counts, however small `budget` (in seconds)."""
+        if self._device.type == "cuda":
+            self._seconds(work, 1)  # compiles kernels, which is no estimate of anything
         warm = min(self._seconds(work, 1))
         runs = self._agree(max(1, min(_MOST_RUNS, int(budget / max(warm, 1e-9)))))
         taken = self._seconds(work, runs)
