@@ -9,12 +9,16 @@ import torch
 from services.worker.graphs.capture import Capture
 from services.worker.graphs.choice import DecodeGraphs
 from services.worker.launching_runner import LaunchingRunner
-from services.worker.loaded_model import DtypeChoice, Wanted, load_model
+from services.worker.loaded_model import DtypeChoice, LoadedModel, Wanted, load_model
 from services.worker.model_runner import ModelRunner
 from services.worker.ops_choice import CacheDtype, OpsName
 from services.worker.parallel import SingleRank
 from services.worker.pipeline import SingleStage
 from services.worker.rank import Rank
+from services.worker.speculation.draft_model import DraftModelProposer, open_draft_model
+from services.worker.speculation.drafter import Target
+from services.worker.speculation.proposer import NO_DRAFTING, Drafting
+from services.worker.speculation.settings import Speculation
 from shared.ids import ModelName
 
 
@@ -29,8 +33,10 @@ def tiny_runner(
     num_blocks: int = 16,
     capture: Capture | None = None,
     launching: bool = False,
+    drafted_by: Path | None = None,
 ) -> ModelRunner | LaunchingRunner:
-    """`capture`: decodes are captured with it; None: nothing is. `launching`: as on a GPU."""
+    """`capture`: decodes are captured with it; None: nothing is. `launching`: as on a GPU. `drafted_by`: a
+    model that drafts two tokens, whose decodes are captured, too."""
     loaded = load_model(
         Wanted(
             folder=path,
@@ -54,6 +60,22 @@ def tiny_runner(
         max_num_seqs=max_num_seqs,
         communicator=SingleRank(),
         digest=loaded.digest,
+        proposer=None if drafted_by is None else _drafts(loaded, drafted_by, num_blocks, max_num_seqs, capture),
+        drafting=NO_DRAFTING if drafted_by is None else Drafting(2, False),
         replaying=None if capture is None else graphs.replaying(capture),
     )
     return LaunchingRunner(rank) if launching else ModelRunner(rank)
+
+
+def _drafts(
+    loaded: LoadedModel, folder: Path, num_blocks: int, max_num_seqs: int, capture: Capture | None
+) -> DraftModelProposer:
+    device, length = loaded.wanted.device, loaded.max_model_len
+    decoder = loaded.decoder
+    target = Target(folder, loaded.config, decoder, decoder.ops, device, loaded.torch_dtype, length, 1)
+    with torch.inference_mode():
+        drafter = open_draft_model(Speculation(method="draft", model=str(folder)), target, 2)
+    proposer = drafter.proposer(num_blocks, max_num_seqs)
+    if capture is not None:
+        proposer.replay_by(DecodeGraphs(drafter.decoder, device, (max_num_seqs,), length, False).replaying(capture))
+    return proposer

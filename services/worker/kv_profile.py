@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from services.worker.graphs.capture import CudaCapture
-from services.worker.graphs.choice import DecodeGraphs
+from services.worker.graphs.choice import DecodeGraphs, RankGraphs
 from services.worker.graphs.measured_capture import MeasuredCapture, Seen
 from services.worker.kv_memory import DeviceMemory
 from services.worker.memory import free_bytes, own_bytes, peak_bytes, total_bytes
@@ -23,13 +23,13 @@ _BLOCKS_WHILE_CAPTURING = 2
 """Graphs of padding touch none."""
 
 
-def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: DecodeGraphs | None) -> DeviceMemory:
+def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs) -> DeviceMemory:
     """Once weights are loaded. Raises ModelError where the largest batch does not fit."""
     device, cuda = parts.device, parts.device.type == "cuda"
     rows = max_batch_tokens if cuda else min(max_batch_tokens, _ROWS_ON_CPU)
     try:
         step = _of_step(parts, rows)
-        captured = 0 if graphs is None else _of_graphs(graphs)
+        captured = sum(_of_graphs(each) for each in graphs if each is not None)
     except torch.OutOfMemoryError:
         raise ModelError(
             f"a step of {max_batch_tokens} tokens and {parts.max_num_seqs} sequences does not fit beside the weights: "

@@ -16,11 +16,13 @@ from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline
 from services.worker.preparing_runner import PreparingRunner
 from services.worker.rank import Rank
-from services.worker.speculation.drafter import Drafter
-from services.worker.speculation.proposer import NO_DRAFTING, Drafting
+from services.worker.speculation.drafter import Drafter, ReplaysDecodes
+from services.worker.speculation.proposer import NO_DRAFTING, Drafting, Proposer
 from services.worker.token_table import table_bytes
 from shared.messages.lifecycle import ModelCard
 
+Replaying = Callable[[ForwardPass, KvCaches], ForwardPass]
+"""A forward pass on these caches → one that replays what it can."""
 Runner = ModelRunner | LaunchingRunner | PreparingRunner
 
 
@@ -47,9 +49,11 @@ class RunnerParts:
         self,
         num_blocks: int,
         max_model_len: int,
-        replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
+        replaying: Replaying | None = None,
+        replaying_drafts: Replaying | None = None,
     ) -> Runner:
-        """With memory of its own for so many blocks."""
+        """With memory of its own for so many blocks; what is `replaying` captures the model's decodes, and those of a
+        model that drafts."""
         rank = Rank(
             card=replace(self.card, max_model_len=max_model_len),
             device=self.device,
@@ -60,13 +64,19 @@ class RunnerParts:
             digest=self.digest,
             pipeline=self.pipeline,
             grammars=self.grammars,
-            proposer=None if self.drafter is None else self.drafter.proposer(num_blocks, self.max_num_seqs),
+            proposer=self._proposer(num_blocks, replaying_drafts),
             drafting=self.drafting,
             replaying=replaying,
         )
         if self.launches:
             return LaunchingRunner(rank)
         return PreparingRunner(rank) if self.prepares_beside else ModelRunner(rank)
+
+    def _proposer(self, num_blocks: int, replaying: Replaying | None) -> Proposer | None:
+        proposer = None if self.drafter is None else self.drafter.proposer(num_blocks, self.max_num_seqs)
+        if replaying is not None and isinstance(proposer, ReplaysDecodes):
+            proposer.replay_by(replaying)
+        return proposer
 
     @property
     def token_bytes(self) -> int:

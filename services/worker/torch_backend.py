@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 
 from services.worker.config import LoadFormat
-from services.worker.graphs.choice import DecodeGraphs, why_eager
+from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
 from services.worker.guided.compiler import Compiler
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv_memory import KvDemand, size_kv
@@ -90,7 +89,7 @@ def create_backend(
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     check_agreement(communicator, f"{loaded.told}, {limits}")
     parts = _parts(loaded, model_name, max_num_seqs, speculation)
-    graphs = DecodeGraphs.of(parts) if eager is None else None
+    graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
     demand = KvDemand(
         block_bytes=parts.kv_block_bytes,
@@ -139,11 +138,10 @@ def _parts(loaded: LoadedModel, name: ModelName, max_num_seqs: int, speculation:
     )
 
 
-def _ready(parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: DecodeGraphs | None, rows: int) -> Runner:
+def _ready(parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: RankGraphs, rows: int) -> Runner:
     """Everything captured, and every first-time cost paid. Raises ModelError."""
-    replaying = None if graphs is None else replace(graphs, max_model_len=max_model_len).replaying()
     try:
-        runner = parts.runner(num_blocks, max_model_len, replaying)
+        runner = parts.runner(num_blocks, max_model_len, *graphs.replaying(max_model_len))
         rehearse(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
     except torch.OutOfMemoryError:
         raise ModelError(

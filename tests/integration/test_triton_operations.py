@@ -88,6 +88,29 @@ def test_nothing_in_a_model_waits_for_the_device(family: str, tmp_path: Path) ->
     assert capture.captured == 1
 
 
+def test_a_draft_models_decodes_are_captured_too(llama: TinyModel) -> None:
+    """The model drafts for itself, so that every draft stands."""
+    captures = RunAgain()
+    runner = tiny_runner(
+        llama.path,
+        "triton",
+        device=str(DEVICE),
+        dtype="float32",
+        max_num_seqs=3,
+        capture=captures,
+        launching=True,
+        drafted_by=llama.path,
+    )
+    driver = Driver(runner, speculate=2)
+    sequence = driver.add(PROMPTS[1], 7)
+    driver.run()
+    assert sequence.output == llama.greedy(PROMPTS[1], 7)
+    assert driver.accepted == driver.drafted == 4
+    assert captures.captured == 2
+    # Two steps with drafts, of which the first follows a prompt that is read as such: each reads, drafts on, verifies.
+    assert captures.replayed == 5
+
+
 def test_keys_and_values_in_fp8_are_near_those_in_full(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = record_logits(monkeypatch)
     runner = tiny_runner(llama.path, "triton", device=str(DEVICE), dtype="float32", cache="fp8")

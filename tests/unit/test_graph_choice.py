@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from services.worker.graphs.choice import DecodeGraphs, why_eager
+from services.worker.graphs.choice import DecodeGraphs, RankGraphs, why_eager
 from services.worker.graphs.measured_capture import DRIVER_MOST, MeasuredCapture, Seen
 from services.worker.parallel import SingleRank
 from services.worker.pipeline import SingleStage
@@ -82,6 +82,7 @@ class Parts:
 
     max_num_seqs: int
     drafting: Drafting
+    drafter: object = None
     decoder: Model = KERNELS
     device: torch.device = CUDA
 
@@ -97,6 +98,21 @@ def test_drafts_are_rows_of_a_step_of_decodes() -> None:
     drafting = DecodeGraphs.of(Parts(8, Drafting(3, True)))
     assert drafting.sizes == (1, 2, 4, 8, 16, 24, 32)
     assert drafting.features
+
+
+@dataclass(frozen=True)
+class ModelThatDrafts:
+    decoder: Model = KERNELS
+    decodes: int = 2
+
+
+def test_a_model_that_drafts_is_captured_beside_the_model() -> None:
+    model, drafts = RankGraphs.of(Parts(8, Drafting(3, False), ModelThatDrafts()))
+    assert model is not None
+    assert drafts is not None
+    assert (model.sizes[-1], drafts.sizes[-1]) == (32, 16)
+    assert RankGraphs.of(Parts(8, Drafting(3, False), ModelThatDrafts(Model(Part(None))))).drafts is None
+    assert RankGraphs.of(Parts(8, Drafting(3, False), object())).drafts is None
 
 
 def measured(seen: list[Seen], sizes: int) -> int:

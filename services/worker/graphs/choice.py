@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.worker.graphs.capture import Capture, CudaCapture
 from services.worker.graphs.decode_inputs import DecodeInputs
@@ -15,11 +15,9 @@ from services.worker.graphs.sizes import capture_sizes
 from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline
-from services.worker.runner_parts import RunnerParts
+from services.worker.runner_parts import Replaying, RunnerParts
+from services.worker.speculation.drafter import HasDecoder
 from shared.blocks import blocks_for
-
-Replaying = Callable[[ForwardPass, KvCaches], ForwardPass]
-"""A forward pass on these caches → one that replays what it can."""
 
 
 @runtime_checkable
@@ -49,6 +47,15 @@ class DecodeGraphs(Struct, frozen=True):
         sizes = capture_sizes(parts.max_num_seqs * (1 + parts.drafting.most))
         return cls(parts.decoder, parts.device, sizes, parts.card.max_model_len, parts.drafting.features)
 
+    @classmethod
+    def of_drafts(cls, parts: RunnerParts) -> DecodeGraphs | None:
+        """Of the model that drafts, where one does on this rank."""
+        drafter = parts.drafter
+        if not isinstance(drafter, HasDecoder) or not _capturable(drafter.decoder.ops):
+            return None
+        sizes = capture_sizes(parts.max_num_seqs * drafter.decodes)
+        return cls(drafter.decoder, parts.device, sizes, parts.card.max_model_len, features=False)
+
     def replaying(self, capture: Capture | None = None) -> Replaying:
         """Captures all sizes for the forward pass and the caches that it is called with: seconds to a minute."""
         return lambda forward, caches: self._replayed(forward, caches, capture or CudaCapture(self.device))
@@ -58,6 +65,25 @@ class DecodeGraphs(Struct, frozen=True):
         inputs = DecodeInputs(self.device, most, blocks_for(self.max_model_len), self.max_model_len)
         features = self.decoder.empty_features(most) if self.features else None
         return ReplayedDecodes(forward, caches, capture, self.sizes, inputs, features)
+
+
+class RankGraphs(NamedTuple):
+    """Of the model, and of the model that drafts for it."""
+
+    model: DecodeGraphs | None
+    drafts: DecodeGraphs | None
+
+    @classmethod
+    def of(cls, parts: RunnerParts) -> RankGraphs:
+        return cls(DecodeGraphs.of(parts), DecodeGraphs.of_drafts(parts))
+
+    def replaying(self, max_model_len: int) -> tuple[Replaying | None, Replaying | None]:
+        """For contexts that may be shorter than was asked for."""
+        model, drafts = (None if g is None else replace(g, max_model_len=max_model_len).replaying() for g in self)
+        return model, drafts
+
+
+NO_GRAPHS = RankGraphs(None, None)
 
 
 def why_eager(

@@ -47,6 +47,11 @@ class DraftModelDrafter(Struct, frozen=True):
     def kv_block_bytes(self) -> int:
         return self.decoder.kv_block_bytes
 
+    @property
+    def decodes(self) -> int:
+        """See `drafter.HasDecoder`."""
+        return _FEW
+
     def proposer(self, num_blocks: int, max_sequences: int) -> DraftModelProposer:
         ops = self.decoder.ops
         fused = ops.fuse_drafts(self.config, self.decoder.weights) if isinstance(ops, FusesDrafts) else None
@@ -149,7 +154,7 @@ class DraftModelProposer:
         if not self._replays or counts.max(initial=0) > _FEW:
             return Units(slots, slots, starts, counts), np.arange(len(slots))
         owner = np.repeat(np.arange(len(slots)), counts)
-        ends = np.cumsum(counts)
+        ends = np.cumsum(counts, dtype=np.intp)
         ahead = (np.arange(len(owner)) - (ends - counts)[owner]).astype(np.int32)
         own = slots[owner]
         return Units(own, own, starts[owner] + ahead, np.ones_like(ahead)), ends - 1

@@ -35,6 +35,10 @@ class HasDecoder(Protocol):
     @property
     def decoder(self) -> Decoder: ...
 
+    @property
+    def decodes(self) -> int:
+        """Rows that one sequence has in a step of its decodes, at the most."""
+
 
 @runtime_checkable
 class ReplaysDecodes(Protocol):
