@@ -16,6 +16,7 @@ from torch import Tensor
 from deploy.cli.stack_spec import DEMO_MODEL
 from services.worker.graphs.decode_inputs import DecodeInputs
 from services.worker.model.config import ModelError
+from services.worker.speculation.settings import Speculation
 from services.worker.torch_backend import create_backend
 from tests.recorded_logits import record_logits
 from tests.tiny_backend import tiny_settings
@@ -111,6 +112,18 @@ def test_captured_decodes_give_what_launched_ones_do(monkeypatch: pytest.MonkeyP
     before = replayed
     assert generated(demo("cuda:0", dtype, enforce_eager=True)) == captured
     assert replayed == before
+
+
+def test_drafts_change_nothing_with_graphs_or_without() -> None:
+    expected = generated(demo("cuda:0", "float32"))
+    speculation = Speculation(method="draft", num_speculative_tokens=3, model=str(DEMO_MODEL.with_name("draft")))
+    for eager in (False, True):
+        backend = demo("cuda:0", "float32", speculation=speculation, enforce_eager=eager)
+        driver = Driver(backend, budget=64, speculate=3)
+        sequences = [driver.add(prompt, OUTPUT) for prompt in prompts()]
+        driver.run()
+        assert [sequence.output for sequence in sequences] == expected
+        assert driver.accepted > 0
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
