@@ -96,8 +96,7 @@ def test_logits_in_bfloat16_are_near_those_of_a_cpu_in_float32(recorded: list[Te
         assert error.max() < 0.15 * wanted.std()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_decodes_give_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_captured_decodes_give_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed = 0
     fill = DecodeInputs.fill
 
@@ -107,11 +106,24 @@ def test_captured_decodes_give_what_launched_ones_do(monkeypatch: pytest.MonkeyP
         fill(*args)
 
     monkeypatch.setattr(DecodeInputs, "fill", counting)
-    captured = generated(demo("cuda:0", dtype))
+    captured = generated(demo("cuda:0", "float32"))
     assert replayed > OUTPUT // 2
     before = replayed
-    assert generated(demo("cuda:0", dtype, enforce_eager=True)) == captured
+    assert generated(demo("cuda:0", "float32", enforce_eager=True)) == captured
     assert replayed == before
+
+
+def test_captured_decodes_in_bfloat16_are_near_launched_ones(recorded: list[Tensor]) -> None:
+    """Padded products may round otherwise; so only what follows from equal tokens is compared."""
+    steps: dict[bool, list[Tensor]] = {}
+    for eager in (False, True):
+        backend = demo("cuda:0", "bfloat16", enforce_eager=eager)
+        recorded.clear()
+        generated(backend, 2)
+        steps[eager] = [logits.float().cpu() for logits in recorded]
+    assert len(steps[False]) == len(steps[True]) > len(TEXTS) // 2
+    for captured, launched in zip(steps[False], steps[True], strict=True):
+        assert (captured - launched).abs().mean() < 0.02 * launched.std()
 
 
 def test_drafts_change_nothing_with_graphs_or_without() -> None:
