@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import triton
 
+from services.worker.kernels import verification
 from services.worker.kernels.sampling import AT_ONCE, CHUNK, WARPS, chunk_kernel, draw_kernel
 from tests.kernel_launches import Instruction, Launch
 
@@ -17,6 +18,8 @@ def draws() -> Iterator[Launch]:
     for vocab in (128256, 2048, 32000, 262144):
         for kind in ("bf16", "fp32"):
             yield from _draws(vocab, kind, rare=(vocab, kind) != (128256, "bf16"))
+        for certain in (True, False):
+            yield from _rejections(vocab, 5, certain=certain, rare=vocab != 128256 or certain)
 
 
 def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
@@ -40,5 +43,30 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
         sizes | {"ALL": triton.next_power_of_2(chunks), "AT_ONCE": AT_ONCE},
         num_warps=WARPS,
         must=_WIDE,
+        rare=rare,
+    )
+
+
+def _rejections(vocab: int, places: int, *, certain: bool, rare: bool) -> Iterator[Launch]:
+    chunks = -(-vocab // verification.CHUNK)
+    own = {"target": "*fp32", "drafts": "*i32", "counts": "*i32", "chances": "*fp64"}
+    own |= {"left_sums": "*fp32", "sums": "*fp32"} | ({} if certain else {"drafting": "*fp32"})
+    sizes = {"PLACES": places, "PADDED": triton.next_power_of_2(places), "VOCAB": vocab, "CHUNKS": chunks}
+    sizes |= {"CHUNK": verification.CHUNK} | ({"drafting": None} if certain else {})
+    name = f"of {vocab} {'certain' if certain else 'drawn'} drafts"
+    yield Launch(
+        f"what is left {name}",
+        verification.residual_kernel,
+        own,
+        sizes | {"AT_ONCE": verification.AT_ONCE},
+        must=_WIDE,
+        rare=rare,
+    )
+    yield Launch(
+        f"replacement {name}",
+        verification.replace_kernel,
+        own | {"tokens": "*i32", "stand": "*i32"},
+        sizes | {"ALL": triton.next_power_of_2(chunks)},
+        num_warps=verification.WARPS,
         rare=rare,
     )

@@ -208,7 +208,7 @@ def _note_kept(row, first, threshold, masses, AT_ONCE: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _passed(masses, place, target):
+def cumulated_past(masses, place, target):
     """(place, the mass before it): where the cumulated `masses` (float64, in order) pass `target`; the last that weighs
     anything where rounding leaves the target behind it."""
     cumulated = tl.cumsum(masses, axis=0)
@@ -273,10 +273,12 @@ def draw_kernel(
             tl.debug_barrier()
         mass = tl.load(sums + index, mask=index < count, other=0.0).to(tl.float64)
         target = tl.load(chance + number) * tl.sum(mass, axis=0)
-        found, before = _passed(mass, index, target)
+        found, before = cumulated_past(mass, index, target)
         token = tl.load(listed + found, mask=found < count, other=0) * CHUNK + element
         weights = tl.exp2((_read(logits, token, token < VOCAB) - top) * power)
-        found, before = _passed(tl.where(weights >= threshold, weights, 0.0).to(tl.float64), element, target - before)
+        found, before = cumulated_past(
+            tl.where(weights >= threshold, weights, 0.0).to(tl.float64), element, target - before
+        )
         tl.store(tokens + number, tl.minimum(tl.min(token, axis=0) + found, VOCAB - 1).to(tl.int64))
     else:
         token = tl.argmax(peak, axis=0) * CHUNK + element
