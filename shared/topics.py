@@ -56,6 +56,11 @@ def withdrawals() -> Topic[coordinator.Withdraw]:
     return Topic("withdraw", coordinator.Withdraw)
 
 
+def placements() -> Topic[coordinator.PlacementMade]:
+    """coordinator → every coordinator, itself included: what it has placed where."""
+    return Topic("placements", coordinator.PlacementMade)
+
+
 def engine_requests(engine: EngineId) -> Topic[scheduler.Generate]:
     """coordinator → that engine's scheduler."""
     return Topic(f"engine.{engine}.requests", scheduler.Generate)

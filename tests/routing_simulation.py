@@ -1,6 +1,6 @@
 """Coordinator and engines as pure cores in simulated time: what a policy makes of a load. No bus, no device, no chance.
 
-Run by hand for a comparison of the policies: python -m tests.routing_simulation
+Run by hand for a comparison of the policies, and of one coordinator with two: python -m tests.routing_simulation
 
 The cores are the real ones; a step takes as long as the tokens in it want. Engines report every half second and tell of
 their blocks every 25 ms, as they do.
@@ -25,7 +25,7 @@ from services.scheduler.core.limits import Limits as EngineLimits
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, ModelName, RequestId
 from shared.kv_journal import KvJournal
-from shared.messages.coordinator import Route
+from shared.messages.coordinator import PlacementMade, Route
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.generation import Generation, SamplingParams, StopParams
 from shared.messages.kv_events import KvSource
@@ -40,6 +40,8 @@ CARD = ModelCard(name=MODEL, max_model_len=4096, vocab_size=50_000, eos_token_id
 TIMING = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
 STEP_SECONDS, TOKEN_SECONDS = 0.005, 0.00005
 REPORT_EVERY, TELL_EVERY = 0.5, 0.025
+BUS_SECONDS = 0.002
+"""From one coordinator to the others."""
 
 
 class Load(NamedTuple):
@@ -53,6 +55,8 @@ class Load(NamedTuple):
     suffix: int = 64
     output: int = 16
     popularity: float = 0.0
+    choices: int = 1
+    """Requests that come at one moment, with equal prompts."""
 
 
 @dataclass
@@ -117,8 +121,22 @@ class SimulatedEngine:
 
 
 class Simulation:
-    def __init__(self, routing: Routing, load: Load, *, engines: int = 8, blocks: int = 640, seed: int = 1) -> None:
-        self.core = Coordinator(InstanceId("coordinator-1"), Limits(), routing)
+    def __init__(
+        self,
+        routing: Routing,
+        load: Load,
+        *,
+        engines: int = 8,
+        blocks: int = 640,
+        seed: int = 1,
+        coordinators: int = 1,
+        told: bool = True,
+    ) -> None:
+        """Requests go to the coordinators in turn; not `told`: what one places the others never hear of."""
+        names = [InstanceId(f"coordinator-{number + 1}") for number in range(coordinators)]
+        self.cores = [Coordinator(name, Limits(), routing, turn=turn) for turn, name in enumerate(names)]
+        self._told = told
+        self._messages: dict[str, PlacementMade] = {}
         self.engines = {name: SimulatedEngine(name, blocks) for name in (f"engine-{i}" for i in range(engines))}
         self.outcome = Outcome(Counter(dict.fromkeys(self.engines, 0)))
         self._arrived: dict[str, float] = {}
@@ -132,7 +150,8 @@ class Simulation:
         self._at(0.0, "report")
         self._at(TELL_EVERY, "tell")
         for number, request in enumerate(self._requests):
-            self._at(1.0 + number / self._load.rate, "arrive", request)
+            first = number - number % self._load.choices
+            self._at(1.0 + first / self._load.rate, "arrive", request)
         while self._queue:
             now, _, what, who = heapq.heappop(self._queue)
             self._happen(what, who, now)
@@ -145,8 +164,13 @@ class Simulation:
     def _happen(self, what: str, who: str, now: float) -> None:
         match what:
             case "arrive":
+                core = self.cores[len(self._arrived) % len(self.cores)]
                 self._arrived[who] = now
-                self._place(self.core.route(Route(self._requests[who]), Moment(now, now)), now)
+                self._place(core.route(Route(self._requests[who]), Moment(now, now)), now)
+            case "told":
+                message = self._messages.pop(who)
+                for core in self.cores:
+                    core.placed_elsewhere(message, Moment(now, now))
             case "finish":
                 self._began(who, self.engines[who].finish(now), now)
             case "report":
@@ -155,14 +179,17 @@ class Simulation:
                 self._tell(now)
 
     def _report(self, now: float) -> None:
-        for heard in (detokenizer(), *(engine.life() for engine in self.engines.values())):
-            self._place(self.core.lifecycle(heard, Moment(now, now)), now)
+        peers = [life("coordinator", f"coordinator-{number + 1}") for number in range(len(self.cores))]
+        for heard in (*peers, detokenizer(), *(engine.life() for engine in self.engines.values())):
+            for core in self.cores:
+                self._place(core.lifecycle(heard, Moment(now, now)), now)
         self._again(REPORT_EVERY, "report", now)
 
     def _tell(self, now: float) -> None:
         for engine in self.engines.values():
             for event in engine.journal.flush():
-                self.core.blocks_changed(event, Moment(now, now))
+                for core in self.cores:
+                    core.blocks_changed(event, Moment(now, now))
         self._again(TELL_EVERY, "tell", now)
 
     def _again(self, seconds: float, what: str, now: float) -> None:
@@ -174,6 +201,10 @@ class Simulation:
             if isinstance(action, Place):
                 self.outcome.requests[action.engine] += 1
                 self.outcome.predicted += action.generate.predicted_cached
+                if action.told is not None and self._told:
+                    request = action.generate.generation.request
+                    self._messages[request] = action.told
+                    self._at(now + BUS_SECONDS, "told", request)
                 self._began(action.engine, self.engines[action.engine].handle(action.generate, now), now)
 
     def _began(self, name: str, ends: float | None, now: float) -> None:
@@ -193,9 +224,11 @@ def _requests(load: Load, random: Random) -> dict[str, Generation]:
     prefixes = [[random.randrange(50_000) for _ in range(load.prefix)] for _ in range(load.prefixes)]
     weights = [rank**-load.popularity for rank in range(1, load.prefixes + 1)]
     requests = {}
+    tokens = b""
     for number in range(int(load.rate * load.seconds)):
-        (prefix,) = random.choices(prefixes, weights)
-        tokens = pack([*prefix, *(random.randrange(50_000) for _ in range(load.suffix))])
+        if number % load.choices == 0:
+            (prefix,) = random.choices(prefixes, weights)
+            tokens = pack([*prefix, *(random.randrange(50_000) for _ in range(load.suffix))])
         requests[f"r{number}"] = Generation(
             request=RequestId(f"r{number}"),
             attempt=Attempt(1),
@@ -214,6 +247,7 @@ LOADS = {
     "24 prefixes": Load(rate=100, seconds=20),
     "24 prefixes, some popular": Load(rate=100, seconds=20, popularity=1.0),
     "one prefix": Load(rate=60, seconds=20, prefixes=1),
+    "8 choices each, prefixes of their own": Load(rate=160, seconds=10, prefixes=200, prefix=2048, choices=8),
 }
 
 
@@ -221,13 +255,19 @@ def main() -> None:
     for name, load in LOADS.items():
         print(f"{name}: {load.rate:g} requests a second of {load.prefix} + {load.suffix} tokens")
         for policy in get_args(Policy):
-            out = Simulation(Routing(policy=policy), load).run()
-            print(
-                f"  {policy:12} hit rate {out.hit_rate:.3f} (predicted {out.predicted / out.prompt:.3f}), "
-                f"first token p50 {out.first_token(0.5):.3f} s, p90 {out.first_token(0.9):.3f} s, "
-                f"least engine {out.least_share:.2f} of the mean",
-                flush=True,
-            )
+            _show(policy, Simulation(Routing(policy=policy), load).run())
+        _show("kv, 2 deaf", Simulation(Routing(), load, coordinators=2, told=False).run())
+        for count in (2, 4):
+            _show(f"kv, {count} told", Simulation(Routing(), load, coordinators=count).run())
+
+
+def _show(name: str, out: Outcome) -> None:
+    print(
+        f"  {name:12} hit rate {out.hit_rate:.3f} (predicted {out.predicted / out.prompt:.3f}), "
+        f"first token p50 {out.first_token(0.5):.3f} s, p90 {out.first_token(0.9):.3f} s, "
+        f"p99 {out.first_token(0.99):.3f} s, least engine {out.least_share:.2f} of the mean",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ _TOKENIZE = "tokenize.*"
 _QUESTIONS = "tokenizer.*.ask"
 _ROUTE = topics.route().subject
 _WITHDRAWALS = topics.withdrawals().subject
+_PLACEMENTS = topics.placements().subject
 _REQUESTS = topics.engine_requests(EngineId(_ANY)).subject
 _STEPS = topics.engine_steps(EngineId(_ANY)).subject
 _RESULTS = topics.engine_results(EngineId(_ANY)).subject
@@ -67,8 +68,8 @@ def permissions_of(user: User) -> Permissions:
         case "coordinator":
             return _service(
                 user,
-                publish=(_REQUESTS, _DELTAS, _INSTANCES, _SCALING, _KV_DUMP_REQUESTS),
-                subscribe=(_ROUTE, _WITHDRAWALS, _ADMIN, _KV_EVENTS, _KV_DUMPS),
+                publish=(_REQUESTS, _DELTAS, _INSTANCES, _SCALING, _KV_DUMP_REQUESTS, _PLACEMENTS),
+                subscribe=(_ROUTE, _WITHDRAWALS, _PLACEMENTS, _ADMIN, _KV_EVENTS, _KV_DUMPS),
                 micro=True,
             )
         case "scheduler":

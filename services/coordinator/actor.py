@@ -19,7 +19,7 @@ from shared import topics
 from shared.actor import Actor, Hears, Tick
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import InstanceId
-from shared.messages.coordinator import Route, Withdraw
+from shared.messages.coordinator import PlacementMade, Route, Withdraw
 from shared.messages.gateway import Failed, Placed, Queued, Rejected
 from shared.messages.kv_events import DumpRequest, KvDump, KvEvents
 from shared.messages.lifecycle import Lifecycle
@@ -56,6 +56,7 @@ class CoordinatorActor(Actor):
         return [
             Hears(topics.route(), intake=True),
             Hears(topics.withdrawals()),
+            Hears(topics.placements()),
             Hears(topics.lifecycles()),
             Hears(topics.all_kv_events()),
             Hears(topics.kv_dumps(self.instance)),
@@ -71,6 +72,8 @@ class CoordinatorActor(Actor):
             case Withdraw():
                 if self.core.withdraw(message):
                     log.info("withdrawn", extra={"request": message.request, "attempt": message.attempt})
+            case PlacementMade():
+                self.core.placed_elsewhere(message, self._moment())
             case KvEvents() | KvDump():
                 self.core.blocks_changed(message, self._moment())
                 await self._ask_for_dumps()
@@ -171,6 +174,8 @@ class CoordinatorActor(Actor):
             _note_rejection(rejected)
             await self.bus.publish(gateway, rejected, confirm=True)
             return
+        if action.told is not None:
+            await self.bus.publish(topics.placements(), action.told)
         await self.bus.publish(gateway, placed, confirm=True)
         metrics.PLACEMENTS.labels(action.engine).inc()
         metrics.note_routed(action, self.core.routing.policy)

@@ -19,7 +19,7 @@ from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import Failed, Placed, Queued, Rejected
 from shared.messages.lifecycle import Drain, Lifecycle
 from shared.messages.scheduler import Cancel, Generate
-from tests.coordinator_world import GATEWAY, detokenizer, engine, route
+from tests.coordinator_world import GATEWAY, MODEL, detokenizer, engine, route
 
 ENGINE = EngineId("a")
 
@@ -27,10 +27,10 @@ ENGINE = EngineId("a")
 class World:
     """One coordinator, and a record of all that it sends."""
 
-    def __init__(self, bus: MemoryBus, limits: Limits) -> None:
+    def __init__(self, bus: MemoryBus, limits: Limits, name: str = "coordinator-1") -> None:
         self.bus = bus
         bus.liveness_now = lambda: 0.0  # type: ignore[method-assign]  # nobody falls silent, however slow the machine
-        self.actor = CoordinatorActor(bus, InstanceId("coordinator-1"), limits)
+        self.actor = CoordinatorActor(bus, InstanceId(name), limits)
         self.runtime = ActorRuntime(self.actor, drain_timeout=1.0)
         self.sent: list[Any] = []
         self.news = asyncio.Event()
@@ -165,8 +165,7 @@ async def test_a_drained_coordinator_takes_no_more_and_empties_its_line(world: W
 
 
 async def test_of_two_coordinators_the_drained_one_hands_its_line_over(world: World) -> None:
-    other = World(world.bus, Limits(queue=2, renew_seconds=60))
-    other.actor.instance = InstanceId("coordinator-2")
+    other = World(world.bus, Limits(queue=2, renew_seconds=60), "coordinator-2")
     await world.start()
     await world.hear(engine("a", waiting=8), detokenizer())
     await world.bus.publish(topics.route(), route("r"))
@@ -182,10 +181,31 @@ async def test_of_two_coordinators_the_drained_one_hands_its_line_over(world: Wo
     await other.stop()
 
 
+async def test_of_two_coordinators_each_hears_what_the_other_has_placed(world: World) -> None:
+    other = World(world.bus, Limits(), "coordinator-2")
+    await world.start()
+    other.task = asyncio.create_task(other.runtime.run())
+    worlds = (world, other)
+    for each in worlds:
+        await each.until(each.actor.core.fleet.other_coordinators)
+    await world.hear(engine("a"), detokenizer())
+
+    def in_hand() -> list[int]:
+        seats = [each.actor.core.fleet.decoding(route("x").generation) for each in worlds]
+        return [seat.placed.requests for (seat,) in seats]
+
+    for each in worlds:
+        await each.until(lambda: each.actor.core.fleet.ready(MODEL))  # noqa: B023
+    await world.bus.publish(topics.route(), route("r"))
+    await world.got(Generate, Placed)
+    await world.until(lambda: in_hand() == [1, 1])
+    await other.stop()
+
+
 async def test_garbage_on_every_subject_harms_nobody(world: World) -> None:
     await world.start()
     await world.hear(engine("a"), detokenizer())
-    for subject in ("route", "withdraw", "lifecycle.scheduler.a", "instance.coordinator-1.control"):
+    for subject in ("route", "withdraw", "placements", "lifecycle.scheduler.a", "instance.coordinator-1.control"):
         for garbage in (b"", b"\xc1", b"\x93\x01", b'{"a":1}', bytes(range(256))):
             await world.bus.publish_raw(subject, garbage)
     await world.bus.publish(topics.route(), route("r"))

@@ -86,13 +86,6 @@ def test_among_engines_that_are_idle_again_and_again_everyone_has_its_turn() -> 
     assert sorted(placed) == sorted("abcabc")
 
 
-def test_another_coordinator_is_taken_to_place_as_much() -> None:
-    """Without that, each would give the whole difference to the emptier engine, and it would get it twice."""
-    core = coordinator(engine("a", running=4, max_running=64), engine("b", max_running=64), life("coordinator", "c-2"))
-    assert placed_on(core, 2) == ["b", "b"]
-    assert set(placed_on(core, 2, first=2)) == {"a", "b"}
-
-
 def test_coordinators_share_an_engines_last_room_without_overfilling_it() -> None:
     lives = [engine("a", running=1, max_running=4, max_waiting=0, progress=p) for p in (0, 1)]
     for now in lives:

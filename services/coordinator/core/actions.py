@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from services.coordinator.core.reuse import Reuse
 from shared.ids import EngineId, GatewayId
+from shared.messages.coordinator import PlacementMade
 from shared.messages.gateway import Placed, Queued, Rejected
 from shared.messages.scheduler import Cancel, Generate
 
@@ -31,6 +32,8 @@ class Place(NamedTuple):
     reuse: Reuse
     """What the engine is expected not to have to compute, of `blocks`."""
     blocks: int
+    told: PlacementMade | None = None
+    """What the other coordinators are to be told, right behind `generate`; None where there is none."""
 
     @property
     def placed(self) -> Placed:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from services.coordinator.core.expected_prompts import Prompt
 from services.coordinator.core.reuse import Reuse
 from shared.blocks import BLOCK_SIZE
-from shared.ids import DetokenizerId, EngineId
+from shared.ids import DetokenizerId, EngineId, InstanceId
+from shared.messages.coordinator import PlacementMade
 
 
 class Choice(NamedTuple):
@@ -23,3 +25,18 @@ class Choice(NamedTuple):
     def predicted_cached(self) -> int:
         """Tokens."""
         return self.reuse.blocks * BLOCK_SIZE
+
+    def told(self, by: InstanceId, prompt: Prompt) -> PlacementMade:
+        """To the other coordinators."""
+        return PlacementMade(
+            coordinator=by,
+            engine=self.engine,
+            detokenizer=self.detokenizer,
+            model=prompt.model,
+            prompt=prompt.last_block,
+            prompt_blocks=prompt.blocks,
+            blocks=self.blocks,
+            reused=self.reuse.blocks,
+            on_device=self.reuse.device,
+            decode_on=self.decode_on,
+        )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from msgspec.structs import replace
+
 from services.coordinator.core.actions import Action, CancelAt, Moment, Place, Tell
 from services.coordinator.core.admission import refusal
-from services.coordinator.core.expected_prompts import ExpectedPrompts
+from services.coordinator.core.expected_prompts import ExpectedPrompts, Prompt, prompt_of
 from services.coordinator.core.fence import Fence
 from services.coordinator.core.fleet import Fleet
 from services.coordinator.core.kv_sources import KvSources
@@ -15,7 +17,7 @@ from services.coordinator.core.router import Router
 from services.coordinator.core.routing import Routing
 from services.coordinator.core.waiting_line import Waiting, WaitingLine
 from shared.ids import EngineId, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import Route, Withdraw
+from shared.messages.coordinator import PlacementMade, Route, Withdraw
 from shared.messages.gateway import ErrorKind, Placed, Queued, Rejected
 from shared.messages.generation import Generation
 from shared.messages.kv_events import KvDump, KvEvents
@@ -42,6 +44,7 @@ class Coordinator:
         since: float = 0.0,
     ) -> None:
         """`turn`: see Fleet. `since`: the liveness clock at the start."""
+        self._instance = instance
         self.limits = limits
         self.routing = routing or Routing()
         self.fleet = Fleet(instance, limits, turn, since)
@@ -85,6 +88,18 @@ class Coordinator:
         for waiting in list(self.line):
             actions += self._reject_hopeless(waiting, at) or self._renew(waiting, at)
         return actions
+
+    def placed_elsewhere(self, told: PlacementMade, at: Moment) -> None:
+        """A coordinator, which may be this one, has placed a request."""
+        if told.coordinator == self._instance:
+            return
+        prompt = Prompt(told.model, told.prompt, told.prompt_blocks)
+        expected = self._expected.of(prompt, at.now)
+        if expected is not None and expected.engine == InstanceId(told.engine):  # it is computed once
+            own = expected.blocks
+            told = replace(told, reused=max(told.reused, own), on_device=max(told.on_device, own))
+        self.fleet.placed_elsewhere(told, at)
+        self._expected.place(prompt, told.engine, at.now)
 
     def blocks_changed(self, message: KvEvents | KvDump, at: Moment) -> None:
         """A source of cached blocks says what it holds."""
@@ -165,8 +180,10 @@ class Coordinator:
             return []
         self.line.remove(generation.request)
         self.fleet.place(choice, at)
-        self._expected.place(generation, choice.engine, at.now)
+        prompt = prompt_of(generation)
+        self._expected.place(prompt, choice.engine, at.now)
         self._fence.placed(generation.request, choice.engine)
+        told = choice.told(self._instance, prompt) if self.fleet.other_coordinators() else None
         generate = Generate(
             generation,
             choice.detokenizer,
@@ -174,7 +191,7 @@ class Coordinator:
             kv_source=choice.reuse.remote_node,
             predicted_cached=choice.predicted_cached,
         )
-        return [Place(choice.engine, generate, at.now - waiting.since, choice.reuse, choice.blocks)]
+        return [Place(choice.engine, generate, at.now - waiting.since, choice.reuse, choice.blocks, told)]
 
     def _reject_hopeless(self, waiting: Waiting, at: Moment) -> list[Action]:
         """Rejects who has waited for too long, or for what is not expected any more."""

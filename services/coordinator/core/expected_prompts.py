@@ -27,10 +27,13 @@ class ExpectedPrompt(NamedTuple):
     blocks: int
 
 
-class _Prompt(NamedTuple):
+class Prompt(NamedTuple):
+    """What can be reused of a request."""
+
     model: ModelName
     last_block: bytes
     """The hash of the last one that can be reused: it names all before it, too."""
+    blocks: int
 
 
 class _Placed(NamedTuple):
@@ -42,30 +45,24 @@ class ExpectedPrompts:
     """Owns what was placed in the last seconds, by prompt."""
 
     def __init__(self) -> None:
-        self._placed: OrderedDict[_Prompt, _Placed] = OrderedDict()
+        self._placed: OrderedDict[Prompt, _Placed] = OrderedDict()
 
-    def place(self, generation: Generation, engine: EngineId, now: float) -> None:
-        blocks = _reusable(generation)
-        if blocks:
-            prompt = _named(generation, blocks)
+    def place(self, prompt: Prompt, engine: EngineId, now: float) -> None:
+        if prompt.blocks:
             self._placed.pop(prompt, None)
             self._placed[prompt] = _Placed(engine, now + SECONDS)
             if len(self._placed) > REMEMBERED:
                 self._placed.popitem(last=False)
 
-    def of(self, generation: Generation, now: float) -> ExpectedPrompt | None:
-        blocks = _reusable(generation)
-        placed = self._placed.get(_named(generation, blocks)) if blocks else None
+    def of(self, prompt: Prompt, now: float) -> ExpectedPrompt | None:
+        placed = self._placed.get(prompt) if prompt.blocks else None
         if placed is None or now >= placed.until:
             return None
-        return ExpectedPrompt(InstanceId(placed.engine), blocks)
+        return ExpectedPrompt(InstanceId(placed.engine), prompt.blocks)
 
 
-def _reusable(generation: Generation) -> int:
-    """Full blocks, but none that ends with the last token: that one is always computed."""
-    return (len(generation.tokens) // TOKEN_BYTES - 1) // BLOCK_SIZE
-
-
-def _named(generation: Generation, blocks: int) -> _Prompt:
+def prompt_of(generation: Generation) -> Prompt:
+    """Of full blocks, but none that ends with the last token: that one is always computed."""
+    blocks = (len(generation.tokens) // TOKEN_BYTES - 1) // BLOCK_SIZE
     end = blocks * HASH_BYTES
-    return _Prompt(generation.model, generation.block_hashes[end - HASH_BYTES : end])
+    return Prompt(generation.model, generation.block_hashes[end - HASH_BYTES : end] if blocks else b"", blocks)

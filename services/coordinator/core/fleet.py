@@ -14,6 +14,7 @@ from services.coordinator.core.load import share
 from services.coordinator.core.policies import in_turn
 from services.coordinator.core.reservations import Reservations, Reserved
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName
+from shared.messages.coordinator import PlacementMade
 from shared.messages.generation import Generation
 from shared.messages.lifecycle import Lifecycle, ModelCard, Role
 from shared.registry import Registry
@@ -43,6 +44,8 @@ class Fleet:
         self._turn = turn
         self._since = since
         self._placed = Reservations(limits.settle_seconds)
+        self._told = Reservations(limits.settle_seconds)
+        """What other coordinators have placed."""
         self._unreachable: set[InstanceId] = set()
         self._everyone = [instance]
         self._models_heard: dict[ModelName, float] = {}
@@ -65,10 +68,11 @@ class Fleet:
         gone = self.registry.heard(life, at.alive)
         self._note(life)
         if gone is not None:
-            self._placed.forget(life.instance)
+            self._forget_placed(life.instance)
         if life.service in ("scheduler", "detokenizer"):
             self._unreachable.discard(life.instance)
             self._placed.reported(life.instance, at.now)
+            self._told.reported(life.instance, at.now)
         if life.service == "detokenizer":
             self._detokenizer_heard = at.alive
         if life.service == "coordinator":
@@ -82,7 +86,7 @@ class Fleet:
         """Forgets who was silent for too long, and answers with them."""
         silent = [gone.last.instance for gone in self.registry.expire(at.alive)]
         for instance in silent:
-            self._placed.forget(instance)
+            self._forget_placed(instance)
             self._unreachable.discard(instance)
             self._engines.pop(instance, None)
         self._forget_who_is_ready()
@@ -96,7 +100,7 @@ class Fleet:
         """Nobody listens there: nothing goes to it until it is heard of again."""
         self._unreachable.add(InstanceId(engine))
         self._forget_who_is_ready()
-        self._placed.forget(InstanceId(engine))
+        self._forget_placed(InstanceId(engine))
 
     def card(self, model: ModelName) -> ModelCard | None:
         """The model as its engines describe it; the one with the longest context, where they differ."""
@@ -176,8 +180,29 @@ class Fleet:
         self._placed.add(InstanceId(choice.detokenizer), at.now)
         self._turn += 1
 
+    def placed_elsewhere(self, told: PlacementMade, at: Moment) -> None:
+        """Counts what another coordinator has placed, until reports do: so of those only that report."""
+        left, taken = told.blocks - told.reused, told.blocks - told.on_device
+        self._count_told(InstanceId(told.engine), at, prefill=left, blocks=taken)
+        if told.decode_on is not None:
+            self._count_told(InstanceId(told.decode_on), at, blocks=told.blocks, later=self._limits.hand_over_seconds)
+        self._count_told(InstanceId(told.detokenizer), at)
+
+    def _count_told(
+        self, instance: InstanceId, at: Moment, *, prefill: int = 0, blocks: int = 0, later: float = 0.0
+    ) -> None:
+        if instance in self._engines or any(life.instance == instance for life in self._ready_detokenizers()):
+            self._told.add(instance, at.now, prefill=prefill, blocks=blocks, later=later)
+
     def other_coordinators(self) -> bool:
         return len(self._everyone) > 1
+
+    def _forget_placed(self, instance: InstanceId) -> None:
+        self._placed.forget(instance)
+        self._told.forget(instance)
+
+    def _in_hand(self, instance: InstanceId) -> Reserved:
+        return self._placed.on(instance).plus(self._told.on(instance))
 
     def _note(self, life: Lifecycle) -> None:
         """Keeps what is asked of the registry again and again."""
@@ -207,13 +232,10 @@ class Fleet:
         return [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
 
     def _seats(self, engines: Iterable[Engine]) -> list[Seat]:
-        """Those with room. The other coordinators are taken to place as much as this one: they see the same
-        reports."""
-        place, parts = self._place(), len(self._everyone)
+        """Those with room."""
+        place = self._place()
         return [
-            Seat(engine, self._placed.on(engine.life.instance).times(parts))
-            for engine in engines
-            if self._room(engine, place) > 0
+            Seat(engine, self._in_hand(engine.life.instance)) for engine in engines if self._room(engine, place) > 0
         ]
 
     def _place(self) -> int:
@@ -221,7 +243,8 @@ class Fleet:
         return self._everyone.index(self._instance)
 
     def _room(self, engine: Engine, place: int) -> int:
-        """This coordinator's share of the engine's room, less what it has placed there since the report.
+        """This coordinator's share of the engine's room, less what it has placed there since the report. Shares, as two
+        that hear of each other's placements a moment late would both take the last place.
 
         What does not divide goes round with the engine's own message count, which all coordinators see alike.
         """
@@ -232,7 +255,7 @@ class Fleet:
 
     def _least_loaded_detokenizers(self) -> list[DetokenizerId]:
         ready = self._ready_detokenizers()
-        loads = {life.instance: life.load + self._placed.on(life.instance).requests for life in ready}
+        loads = {life.instance: life.load + self._in_hand(life.instance).requests for life in ready}
         least = min(loads.values(), default=0)
         return sorted(DetokenizerId(instance) for instance, load in loads.items() if load == least)
 

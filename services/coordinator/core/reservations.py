@@ -1,4 +1,4 @@
-"""What this coordinator has placed where, until the receiver's own reports must have counted it."""
+"""What coordinators have placed where, until the receiver's own reports must have counted it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class Reserved(NamedTuple):
     blocks: int = 0
     """Blocks of KV memory that it will take."""
 
-    def times(self, parts: int) -> Reserved:
-        return self if parts == 1 else Reserved(self.requests * parts, self.prefill * parts, self.blocks * parts)
+    def plus(self, other: Reserved) -> Reserved:
+        if not other.requests:
+            return self
+        return Reserved(self.requests + other.requests, self.prefill + other.prefill, self.blocks + other.blocks)
 
 
 NOTHING = Reserved()
@@ -37,13 +39,13 @@ class _Instance:
 
     def add(self, placed: _Placed) -> None:
         self.placed.append(placed)
-        self.total = _sum(self.total, placed.what)
+        self.total = placed.what.plus(self.total)
 
     def reported(self, now: float) -> None:
         self.placed = [placed for placed in self.placed if now < placed.counted]
         self.total = NOTHING
         for placed in self.placed:
-            self.total = _sum(self.total, placed.what)
+            self.total = placed.what.plus(self.total)
 
 
 class Reservations:
@@ -74,7 +76,3 @@ class Reservations:
     def on(self, instance: InstanceId) -> Reserved:
         there = self._instances.get(instance)
         return there.total if there is not None else NOTHING
-
-
-def _sum(a: Reserved, b: Reserved) -> Reserved:
-    return Reserved(a.requests + b.requests, a.prefill + b.prefill, a.blocks + b.blocks)

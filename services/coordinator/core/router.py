@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.coordinator.core.choice import Choice
-from services.coordinator.core.expected_prompts import ExpectedPrompt, ExpectedPrompts
+from services.coordinator.core.expected_prompts import ExpectedPrompt, ExpectedPrompts, Prompt, prompt_of
 from services.coordinator.core.fleet import DECODING, Fleet, Seat
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.load import cost
@@ -30,6 +30,7 @@ class _Asked(NamedTuple):
     """A request as far as it matters where it goes."""
 
     generation: Generation
+    prompt: Prompt
     tokens: int
     blocks: int
     reuses: Reuses
@@ -68,8 +69,9 @@ class Router:
         scored = generation.sampling.prompt_logprobs is not None and tokens == generation.prompt_length
         reusable = 0 if scored else (tokens - 1) // BLOCK_SIZE
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
-        expected = self._expected.of(generation, now) if self._routing.policy == "kv" and not scored else None
-        return _Asked(generation, tokens, blocks_for(tokens), Reuses(hits), expected)
+        prompt = prompt_of(generation)
+        expected = self._expected.of(prompt, now) if self._routing.policy == "kv" and not scored else None
+        return _Asked(generation, prompt, tokens, blocks_for(tokens), Reuses(hits), expected)
 
     # ---- one engine
 
@@ -97,8 +99,15 @@ class Router:
 
     def _pick(self, costs: Sequence[float], asked: _Asked, draw: str) -> int:
         generation = asked.generation
-        lot = Lot(self._fleet.turn, chance(generation.request, generation.attempt, draw))
+        lot = Lot(self._turn(asked.prompt), chance(generation.request, generation.attempt, draw))
         return pick(self._routing.policy, costs, self._routing.temperature, lot)
+
+    def _turn(self, prompt: Prompt) -> int:
+        """Who comes where costs are equal. Several coordinators may be asked for choices of one request at once, before
+        they hear of each other: equal prompts give all of them the same."""
+        if self._routing.policy == "kv" and prompt.blocks and self._fleet.other_coordinators():
+            return int.from_bytes(prompt.last_block[:8])
+        return self._fleet.turn
 
     # ---- two engines
 
