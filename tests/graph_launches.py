@@ -1,4 +1,4 @@
-"""The launch that fills what captured decodes read; see tests/kernel_launches.py."""
+"""The launches around captured decodes: what they read, and where what they drew goes; see tests/kernel_launches.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from services.worker.graphs.decode_inputs import PADDING_CONTEXT, PADDING_SLOT
 from services.worker.kernels.decode_rows import AT_ONCE, pad_decodes_kernel
+from services.worker.kernels.feeding import BLOCK, feed_kernel
 from tests.kernel_launches import Launch
 
 
@@ -19,3 +20,12 @@ def graphs() -> Iterator[Launch]:
         num_warps=2,
         rare=True,
     )
+    for tokens in ("i64", "i32"):
+        yield Launch(
+            f"feeding tokens in {tokens}",
+            feed_kernel,
+            dict.fromkeys(("table", "cells", "rows"), "*i32") | {"tokens": f"*{tokens}", "count": "i32"},
+            {"NAMED": tokens == "i64", "BLOCK": BLOCK},
+            num_warps=4,
+            rare=True,
+        )

@@ -61,7 +61,7 @@ class LaunchedStep:
     def tokens(self) -> Int32s:
         """[Q, K + 1], once the device is done, which this waits for."""
         self.marks.over.wait()
-        drawn: Int32s = self.drawn.tokens.numpy()
+        drawn: Int32s = self.drawn.tokens.numpy().astype(np.int32)
         return by_sequence(drawn, self.batch.drafted)
 
     def output(self) -> StepOutput:

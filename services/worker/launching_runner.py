@@ -91,7 +91,7 @@ class LaunchingRunner(RankBackend):
         cells = self._tokens.cells(rows.row_slots, rows.positions)
         placed, meta = rank.staging.place(rows._replace(ids=cells), batch.logits_rows)
         launched = self._launched(batch, self._tokens.read(placed), meta, self._history)
-        self._tokens.write(_drawing(placed, batch, meta) + 1, launched.drawn.tokens)
+        self._tokens.feed(placed, _drawing(batch, meta), launched.drawn.tokens)
         places = rank.sequences.advance(batch.sampled_slots)
         if rank.proposer is not None:
             rank.proposer.observe(self._computed(batch, launched))
@@ -122,14 +122,14 @@ class LaunchingRunner(RankBackend):
         return self.rank.masked(batch)
 
     def _drawn(self, batch: Batch, logits: Tensor | None, choices: Choices | None, history: History) -> Drawn:
-        """Tokens in int32, the same on all ranks."""
-        own = Drawn(torch.empty(len(batch.drawn_rows), dtype=torch.int32, device=self.rank.device))
-        if choices is None:
-            return own
-        if logits is not None:
+        """The same tokens on all ranks."""
+        if choices is None or logits is None:
+            drawn = Drawn(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
+        else:
             drawn = sample(logits, choices, history)
-            own = Drawn(drawn.tokens.int(), drawn.told)
-        return Drawn(self.rank.communicator.broadcast(own.tokens), own.told)
+        if choices is None or self.rank.communicator.world_size == 1:
+            return drawn
+        return Drawn(self.rank.communicator.broadcast(drawn.tokens), drawn.told)
 
     def _computed(self, batch: Batch, launched: _Launched) -> Computed:
         rows = batch.rows
@@ -172,8 +172,8 @@ class _Launched(NamedTuple):
     forwarded: Mark
 
 
-def _drawing(rows: Tensor, batch: Batch, meta: BatchMeta) -> Tensor:
-    """Those of a batch's rows that are drawn behind."""
+def _drawing(batch: Batch, meta: BatchMeta) -> Tensor | None:
+    """The rows that are drawn behind; None: all."""
     if batch.merged is not None:
-        return rows.index_select(0, sent(batch.drawn_rows, rows.device))
-    return rows if meta.every_row else rows.index_select(0, meta.logits_rows)
+        return sent(batch.drawn_rows, meta.logits_rows.device)
+    return None if meta.every_row else meta.logits_rows

@@ -5,6 +5,8 @@ So neither step waits until the host knows the tokens. A cell is a sequence's sl
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ class TokenTable:
                 f"{slots} sequences of {width} tokens each are too many: lower max_num_seqs or max_model_len"
             )
         self._device = device
+        self._by_kernel = device.type == "cuda" and find_spec("triton") is not None
         self._width = width
         self._cells: Tensor = torch.zeros(slots * width, dtype=torch.int32, device=device)
 
@@ -46,9 +49,16 @@ class TokenTable:
         where, what = sent_together((cells.astype(np.int64), tokens), self._device)
         self._cells.index_copy_(0, where, what)
 
-    def write(self, cells: Tensor, tokens: Tensor) -> None:
-        """Writes what was drawn, `tokens` int32."""
-        self._cells.index_copy_(0, cells.long(), tokens)
+    def feed(self, cells: Tensor, rows: Tensor | None, tokens: Tensor) -> None:
+        """Writes what was drawn, `tokens` [R], each behind the cell of its row. cells [n] are those of a step's rows,
+        of which `rows` [R] names those that were drawn behind; None: all."""
+        if self._by_kernel:
+            from services.worker.kernels.feeding import feed
+
+            feed(self._cells, cells, rows, tokens)
+            return
+        drawing = cells if rows is None else cells.index_select(0, rows)
+        self._cells.index_copy_(0, (drawing + 1).long(), tokens.int())
 
     def read(self, cells: Tensor) -> Tensor:
         return self._cells.index_select(0, cells)
