@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.worker.kernels.attention_tiles import decode_tile, padded, prefill_tile
-from services.worker.kernels.decode_attention import decode_kernel, merge_kernel
+from services.worker.kernels.context_shares import MERGED_AT_ONCE, merge_kernel
+from services.worker.kernels.decode_attention import decode_kernel
 from services.worker.kernels.prefill_attention import prefill_kernel
 from tests.kernel_launches import Launch
 
@@ -33,9 +34,13 @@ def attention() -> Iterator[Launch]:
         AttentionShape(256, "fp32", group=4, window=100, softcap=30.0, rare=True),
     ):
         yield from (shape.decode(split) for split in (False, True))
-        yield from (shape.prefill(rows, target) for rows in (64, 8192) for target in shape.targets)
-    yield _merge(128, rare=False)
-    yield from (_merge(dim, rare=True) for dim in (64, 80, 256))
+        yield from (
+            shape.prefill(rows, split, target)
+            for rows, split in ((64, True), (8192, False))
+            for target in shape.targets
+        )
+    yield _merge(128, decodes=True, rare=False)
+    yield from (_merge(dim, decodes, rare=True) for dim in (64, 80, 128, 256) for decodes in (False, True))
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,24 @@ class AttentionShape:
             rare=self.rare,
         )
 
-    def prefill(self, rows: int, target: int) -> Launch:
+    def prefill(self, rows: int, split: bool, target: int) -> Launch:
 
         tile = prefill_tile(self.dim, rows, _bytes(self.kind), self.window is not None, target // 10)
         return Launch(
-            f"prefill attention, {rows} rows, {self}",
+            f"prefill attention, {rows} rows, split {split}, {self}",
             prefill_kernel,
-            self._pointers("q", "out") | {"starts": "*i32", "width": "i32", "scale": "fp32"},
-            self._constants() | {"PACK": min(self.group, tile.rows), "ROWS": tile.rows, "TILE": tile.tokens},
+            self._pointers("q", "out")
+            | {
+                "starts": "*i32",
+                "shares": "*fp32",
+                "weights": "*fp32",
+                "width": "i32",
+                "splits": "i32",
+                "scale": "fp32",
+            },
+            self._constants()
+            | {"SPLIT": split}
+            | {"PACK": min(self.group, tile.rows), "ROWS": tile.rows, "TILE": tile.tokens},
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             targets=(target,),
@@ -97,13 +112,15 @@ class AttentionShape:
         return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales
 
 
-def _merge(dim: int, rare: bool) -> Launch:
+def _merge(dim: int, decodes: bool, rare: bool) -> Launch:
 
     return Launch(
-        f"merge of decode attention {dim}",
+        f"merge of attention {dim}, decodes {decodes}",
         merge_kernel,
-        {"shares": "*fp32", "weights": "*fp32", "lengths": "*i32", "out": "*bf16", "splits": "i32"},
-        {"DIM": dim, "PAD": padded(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": 32},
+        {"shares": "*fp32", "weights": "*fp32", "out": "*bf16", "splits": "i32"}
+        | ({"lengths": "*i32"} if decodes else {}),
+        ({} if decodes else {"lengths": None})
+        | {"DIM": dim, "PAD": padded(dim), "TILE": 64, "WINDOW": None, "AT_ONCE": MERGED_AT_ONCE},
         must=frozenset({"load16"}),
         rare=rare,
     )

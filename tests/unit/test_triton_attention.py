@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.kernels import prefill_attention as prefill_module
-from services.worker.kernels.attention_tiles import Tile, decode_splits, decode_tile
+from services.worker.kernels.attention_tiles import Tile, decode_splits, decode_tile, prefill_splits, prefill_tile
 from services.worker.kernels.decode_attention import decode_attention
 from services.worker.kernels.prefill_attention import prefill_attention
 from tests.cached_attention import FP8, Cached, Shape
 from tests.kernel_device import DEVICE
 
-DIMS = (8, 16, 32, 48, 64, 80, 96, 128, 256)
+DIMS = (8, 32, 64, 80, 96, 128, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -30,12 +30,12 @@ def _decoded(cached: Cached, splits: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_decodes_equal_float64_for_any_head_size(dim: int) -> None:
-    Cached(Shape(dim=dim), [(1, 17), (1, 1), (1, 70)]).check()
+    Cached(Shape(dim=dim), [(1, 17), (1, 40)]).check()
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_prefills_equal_float64_for_any_head_size(dim: int) -> None:
-    Cached(Shape(dim=dim), [(17, 17), (2, 40), (3, 3)]).check()
+    Cached(Shape(dim=dim), [(9, 9), (2, 40)]).check()
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 71])
@@ -85,7 +85,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_prefills_of_any_lengths_windows_and_caps_equal_float64(data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
@@ -101,13 +101,14 @@ def test_prefills_of_any_lengths_windows_and_caps_equal_float64(data: st.DataObj
     out = prefill_attention(
         *(cached.q, cached.k_cache, cached.v_cache, meta.block_tables, meta.query_starts, meta.context_lens),
         max_query=meta.max_query,
+        splits=data.draw(st.integers(1, 5)),
         **cached.asked(),
         **cached.scales(),
     )
     cached.check(out)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_decodes_of_any_lengths_windows_caps_and_shares_equal_float64(data: st.DataObject) -> None:
     contexts = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=3))
@@ -124,6 +125,14 @@ def test_decodes_of_any_lengths_windows_caps_and_shares_equal_float64(data: st.D
 
 def test_decodes_and_prefills_of_one_step_attend_each_to_their_own() -> None:
     Cached(Shape(window=30, softcap=20.0), [(1, 5), (1, 64), (20, 33), (2, 2), (7, 90)]).check()
+
+
+def test_a_few_tokens_behind_a_long_context_are_cut_beside_decodes() -> None:
+    sequences = [(1, 40), (2, 1100), (3, 700)]
+    cached = Cached(Shape(), sequences)
+    tile = prefill_tile(16, 2 * 3, 4, windowed=False, generation=9)
+    assert prefill_splits(sequences[1:], heads=4, kv_heads=2, tile=tile, sms=132) == 2
+    cached.check()
 
 
 def test_what_an_earlier_owner_left_in_a_block_changes_no_bit() -> None:
@@ -152,3 +161,14 @@ def test_contexts_are_cut_as_finely_as_fills_the_gpu_and_no_finer() -> None:
     assert [splits(sequences, 4096) for sequences in (32, 128, 256, 512)] == [1, 1, 1, 1]
     assert splits(50, 4096) > 1, "400 programs, 396 at once: the last four would run alone"
     assert splits(256, 131072) == 4, "the longest context ends last"
+
+
+def test_prefills_are_cut_only_where_they_leave_the_gpu_empty() -> None:
+    tile = prefill_tile(128, 4 * 8192, 2, windowed=False, generation=9)
+
+    def splits(*prefills: tuple[int, int]) -> int:
+        return prefill_splits(prefills, heads=32, kv_heads=8, tile=tile, sms=132)
+
+    assert splits((8192, 8192)) == splits((2048, 100_000)) == splits(*[(100, 4000)] * 16) == 1
+    assert splits((16, 300)) == 1, "too short"
+    assert splits((16, 30_000)) == 16, "8 programs without"

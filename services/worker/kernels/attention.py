@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from services.worker.kernels.attention_tiles import decode_splits, decode_tile, sm_count
+from services.worker.kernels.attention_tiles import (
+    decode_splits,
+    decode_tile,
+    generation,
+    prefill_splits,
+    prefill_tile,
+    sm_count,
+)
 from services.worker.kernels.decode_attention import decode_attention
 from services.worker.kernels.prefill_attention import prefill_attention
 from services.worker.ops import BatchMeta
@@ -40,7 +47,7 @@ def paged_attention(
             scale=scale,
             window=window,
             softcap=softcap,
-            splits=_splits(q, k_cache, meta, window),
+            splits=_decode_splits(q, k_cache, meta, window),
             out=out,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -57,6 +64,8 @@ def paged_attention(
             scale=scale,
             window=window,
             softcap=softcap,
+            splits=_prefill_splits(q, k_cache, meta, window),
+            first_row=meta.num_decodes,
             out=out,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -64,10 +73,19 @@ def paged_attention(
     return out
 
 
-def _splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | None) -> int:
+def _decode_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | None) -> int:
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     tile = decode_tile(dim, heads // kv_heads, k_cache.element_size())
     # A window begins within a block.
     tokens = meta.max_context if window is None else min(meta.max_context, window + BLOCK_SIZE)
     return decode_splits(meta.num_decodes, heads, kv_heads, tokens, tile, sm_count(q.device))
+
+
+def _prefill_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | None) -> int:
+    _, heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    most = max(count for count, _ in meta.prefills) * (heads // kv_heads)
+    tile = prefill_tile(dim, most, q.element_size(), window is not None, generation(q.device))
+    seen = [(count, context if window is None else min(context, window + count)) for count, context in meta.prefills]
+    return prefill_splits(seen, heads, kv_heads, tile, sm_count(q.device))

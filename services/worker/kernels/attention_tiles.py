@@ -6,6 +6,7 @@ where decode needs them) and by counting; not yet by measuring.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ _DECODES_PER_SM = 3
 
 _FULL_ENOUGH = 0.85
 """A cut of the context that keeps this share of the GPU busy is fine enough; finer ones cost merging."""
+
+_LEAST_PREFILL_SHARE = 512
+"""Tokens of a prefill's share: rows × head size in float32 are written and read again for each."""
 
 _MOST_WAVES = 4
 """With more waves of programs than these, an almost empty last one costs little: no finer cut is looked for."""
@@ -78,6 +82,17 @@ def _splits(programs: int, least: int, finest: int, sms: int) -> int:
     fullness = {splits: _fullness(programs * splits, sms) for splits in range(least, most + 1)}
     enough = _FULL_ENOUGH * max(fullness.values())
     return next(splits for splits, full in fullness.items() if full >= enough)
+
+
+def prefill_splits(prefills: Sequence[tuple[int, int]], heads: int, kv_heads: int, tile: Tile, sms: int) -> int:
+    """Into how many shares prefills of (rows, context) cut their contexts: as many as fit on the GPU at once, none
+    shorter than is worth merging."""
+    group = heads // kv_heads
+    pack = min(group, tile.rows)
+    tiles = sum(-(-rows // (tile.rows // pack)) for rows, _ in prefills)
+    programs = kv_heads * -(-group // pack) * tiles
+    longest = max(context for _, context in prefills)
+    return max(1, min(sms // programs, longest // _LEAST_PREFILL_SHARE))
 
 
 def _fullness(programs: int, sms: int) -> float:

@@ -19,21 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.kernels.attention_tiles import decode_tile, padded
-from services.worker.kernels.paged_tiles import BLOCK, cached_rows, cached_tile, scaled_scores
+from services.worker.kernels.context_shares import merge_shares, share_of
+from services.worker.kernels.paged_tiles import cached_rows, cached_tile, queries_for, scaled_scores
 from services.worker.kernels.products import dot
-
-_MERGED_AT_ONCE = 32
-"""Shares that the merging kernel loads at once: more than most launches have."""
-
-
-@triton.jit
-def _share(length, splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """(first token seen, where the shares begin, tokens of a share: whole tiles)."""
-    first = length * 0
-    if WINDOW is not None:
-        first = tl.maximum(length - WINDOW, 0)
-    low = first // BLOCK * BLOCK
-    return first, low, tl.cdiv(tl.cdiv(length - low, splits), TILE) * TILE
 
 
 @triton.jit(
@@ -73,7 +61,7 @@ def decode_kernel(
     CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     kv_head, split, sequence = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
-    first, low, share = _share(length, splits, TILE, WINDOW)
+    first, low, share = share_of(length, splits, TILE, WINDOW)
     begin = low + split * share
     end = tl.minimum(begin + share, length)
     if SPLIT:
@@ -84,7 +72,7 @@ def decode_kernel(
     of_group = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)
     head = sequence.to(tl.int64) * HEADS + kv_head * GROUP + of_group
     real = (of_group < GROUP)[:, None] & (dims < DIM)[None, :]
-    query = tl.load(q + head[:, None] * DIM + dims[None, :], mask=real, other=0.0)
+    query = queries_for(k_cache, tl.load(q + head[:, None] * DIM + dims[None, :], mask=real, other=0.0))
 
     if k_scale is not None:
         scale = scale * tl.load(k_scale)
@@ -121,44 +109,6 @@ def decode_kernel(
         tl.store(weights + at, most + tl.log2(total), mask=of_group < GROUP)
     else:
         tl.store(out + head[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
-def merge_kernel(
-    shares,
-    weights,
-    lengths,
-    out,
-    splits,
-    DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Grid (H, S): the shares of one head of one sequence, weighted by 2 to their log-sum-exps, to `out` [S, H, D]."""
-    sequence = tl.program_id(1)
-    head = sequence.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    length = tl.load(lengths + sequence)
-    _, low, share = _share(length, splits, TILE, WINDOW)
-    used = tl.cdiv(length - low, tl.maximum(share, 1))
-    dims = tl.arange(0, PAD)
-    mixed = tl.zeros([PAD], tl.float32)
-    most, total = float("-inf"), 0.0
-    for start in tl.range(0, used, AT_ONCE):
-        split = start + tl.arange(0, AT_ONCE)
-        at = head * splits + split
-        weight = tl.load(weights + at, mask=split < used, other=float("-inf"))
-        part = tl.load(
-            shares + at[:, None] * DIM + dims[None, :], mask=(split < used)[:, None] & (dims < DIM)[None, :], other=0.0
-        )
-        newest = tl.maximum(most, tl.max(weight, 0))
-        shrink, factor = tl.exp2(most - newest), tl.exp2(weight - newest)
-        total = total * shrink + tl.sum(factor, 0)
-        mixed = mixed * shrink + tl.sum(part * factor[:, None], 0)
-        most = newest
-    mixed = mixed / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + head * DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 def decode_attention(
@@ -218,17 +168,5 @@ def decode_attention(
         num_stages=tile.num_stages,
     )
     if split:
-        merge_kernel[(heads, sequences)](
-            shares,
-            weights,
-            context_lens,
-            out,
-            splits,
-            DIM=dim,
-            PAD=padded(dim),
-            TILE=tile.tokens,
-            WINDOW=window,
-            AT_ONCE=_MERGED_AT_ONCE,
-            num_warps=4,
-        )
+        merge_shares(shares, weights, out, context_lens, window=window, tile=tile.tokens)
     return out

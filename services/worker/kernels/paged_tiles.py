@@ -44,6 +44,19 @@ def cached_tile(cache, at, there, dims, DIM: tl.constexpr):
 
 
 @triton.jit
+def queries_for(cache, queries):
+    """`queries` in the type in which they meet what is cached.
+
+    Float8 widens to float16 by one instruction for two numbers, to bfloat16 by several slow ones for each. No query
+    that means anything is beyond float16, and none within its range loses a bit that bfloat16 has.
+    """
+    if cache.dtype.element_ty.is_fp8():
+        if queries.dtype == tl.bfloat16:
+            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return queries
+
+
+@triton.jit
 def scaled_scores(products, scale, SOFTCAP: tl.constexpr):
     """Scores as powers of two: q·k times `scale`, capped to ±SOFTCAP where there is one."""
     if SOFTCAP is None:

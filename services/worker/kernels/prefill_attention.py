@@ -4,7 +4,8 @@ One program takes a tile of neighbouring tokens with all query heads of one key 
 fill tiles and few tiles cross the diagonal) over all keys that they see: FlashAttention-2 (arXiv:2307.08691). Tiles
 that every row sees need no masks; tiles that no row sees are not visited. The grid comes from `max_query` alone, a
 number that the host has anyway: a map of tiles would save the programs of shorter sequences, which end at once, and
-cost a copy to the device for every step.
+cost a copy to the device for every step. Where few rows meet a long context, as behind a prefix that was cached, the
+context is cut in shares, as decodes' are.
 
 FLOPs of a sequence of T tokens whose last n are computed, see `traffic.prefill_flops`:
 
@@ -16,12 +17,14 @@ Bytes that must move: n * H * D * itemsize twice and, as often as the second-lev
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from services.worker.kernels.attention_tiles import generation, padded, prefill_tile
-from services.worker.kernels.paged_tiles import LOG2_E, cached_rows, cached_tile, scaled_scores
+from services.worker.kernels.context_shares import merge_shares
+from services.worker.kernels.paged_tiles import LOG2_E, cached_rows, cached_tile, queries_for, scaled_scores
 from services.worker.kernels.products import dot
 
 
@@ -44,10 +47,12 @@ def _over_tiles(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    BLIND: tl.constexpr,
 ):
     """`state` (values mixed, greatest score, sum of chances) after the tiles of tokens from `begin` to `end`.
 
     MASKED: some rows do not see some of them, and no row those before `seen_from`; else every row sees whole tiles.
+    BLIND: a row may have seen nothing after a tile.
     """
     mixed, most, total = state
     k_cache, v_cache = caches
@@ -72,8 +77,7 @@ def _over_tiles(
             scores = tl.where(seen, scores, float("-inf"))
         newest = tl.maximum(most, tl.max(scores, 1) * factor)
         against = newest
-        if MASKED and WINDOW is not None:
-            # A row may have seen nothing yet.
+        if BLIND:
             against = tl.where(newest == float("-inf"), 0.0, newest)
         shrink = tl.exp2(most - against)
         chances = tl.exp2(scores * factor - against[:, None])
@@ -84,7 +88,7 @@ def _over_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["width"],
+    do_not_specialize=["width", "splits"],
     do_not_specialize_on_alignment=["tables", "starts", "lengths"],
 )
 def prefill_kernel(
@@ -95,7 +99,10 @@ def prefill_kernel(
     starts,
     lengths,
     out,
+    shares,
+    weights,
     width,
+    splits,
     scale,
     k_scale,
     v_scale,
@@ -108,10 +115,12 @@ def prefill_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Grid (key heads * chunks of PACK of their query heads, sequences, tiles of ROWS // PACK tokens).
+    """Grid (key heads * chunks of PACK of their query heads, sequences, tiles of ROWS // PACK tokens * splits).
 
-    Later tiles see more, so they come first: those that end last are short.
+    Later tiles see more, so they come first: those that end last are short. Not SPLIT: writes `out` [n, H, D]. SPLIT:
+    writes normalised `shares` [n, H, splits, D] and their log-sum-exps `weights` [n, H, splits], both float32.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     CHUNKS: tl.constexpr = (GROUP + PACK - 1) // PACK
@@ -119,7 +128,11 @@ def prefill_kernel(
     kv_head, sequence = tl.program_id(0) // CHUNKS, tl.program_id(1)
     first_row = tl.load(starts + sequence)
     rows = tl.load(starts + sequence + 1) - first_row
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * QUERIES
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
+    split = tile * 0
+    if SPLIT:
+        split, tile = tile % splits, tile // splits
+    first = tile * QUERIES
     if first >= rows:
         return
 
@@ -128,9 +141,11 @@ def prefill_kernel(
     token = first + packed // PACK
     of_group = tl.program_id(0) % CHUNKS * PACK + packed % PACK
     dims = tl.arange(0, PAD)
-    real = ((packed < QUERIES * PACK) & (token < rows) & (of_group < GROUP))[:, None] & (dims < DIM)[None, :]
-    row = ((first_row + token).to(tl.int64) * HEADS + kv_head * GROUP + of_group)[:, None] * DIM + dims[None, :]
-    query = tl.load(q + row, mask=real, other=0.0)
+    owned = (packed < QUERIES * PACK) & (token < rows) & (of_group < GROUP)
+    real = owned[:, None] & (dims < DIM)[None, :]
+    head = (first_row + token).to(tl.int64) * HEADS + kv_head * GROUP + of_group
+    row = head[:, None] * DIM + dims[None, :]
+    query = queries_for(k_cache, tl.load(q + row, mask=real, other=0.0))
 
     position = length - rows + token
     oldest = length - rows + first
@@ -147,28 +162,42 @@ def prefill_kernel(
     )
     begin = first * 0
     seen_from = first * 0
+    low = first * 0
     if WINDOW is not None:
         begin = tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE
         seen_from = tl.maximum(oldest + 1 - WINDOW, 0)
-        edge = seen_from // TILE * TILE
+        low = seen_from // TILE * TILE
+    high = end
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - low, splits), TILE) * TILE
+        low = low + split * share
+        high = tl.minimum(low + share, end)
+    if WINDOW is not None:
         state = _over_tiles(
-            *(state, query, position, caches, table, kv_head, edge, tl.minimum(begin, end), seen_from, scale),
-            *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, True),
+            *(state, query, position, caches, table, kv_head, low, tl.minimum(begin, high), seen_from, scale),
+            *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, True, True),
         )
+    begin = tl.maximum(begin, low)
     state = _over_tiles(
-        *(state, query, position, caches, table, kv_head, begin, whole_end, 0, scale),
-        *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, False),
+        *(state, query, position, caches, table, kv_head, begin, tl.minimum(whole_end, high), 0, scale),
+        *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, False, False),
     )
     state = _over_tiles(
-        *(state, query, position, caches, table, kv_head, tl.maximum(begin, whole_end), end, seen_from, scale),
-        *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, True),
+        *(state, query, position, caches, table, kv_head, tl.maximum(begin, whole_end), high, seen_from, scale),
+        *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, True, SPLIT or WINDOW is not None),
     )
-    mixed, _, total = state
-    # Only a row of padding may have seen nothing.
-    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    mixed, most, total = state
+    # Rows of padding may have seen nothing, and rows of a share.
+    total = tl.where(total > 0.0, total, 1.0)
+    mixed = mixed / total[:, None]
     if v_scale is not None:
         mixed = mixed * tl.load(v_scale)
-    tl.store(out + row, mixed.to(out.dtype.element_ty), mask=real)
+    if SPLIT:
+        at = head * splits + split
+        tl.store(shares + at[:, None] * DIM + dims[None, :], mixed, mask=real)
+        tl.store(weights + at, most + tl.log2(total), mask=owned)
+    else:
+        tl.store(out + row, mixed.to(out.dtype.element_ty), mask=real)
 
 
 def prefill_attention(
@@ -183,6 +212,8 @@ def prefill_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    splits: int = 1,
+    first_row: int = 0,
     out: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -190,8 +221,9 @@ def prefill_attention(
     """q [n, H, D], caches [num_blocks, KV, BLOCK_SIZE, D] → [n, H * D], written to `out` where it is given.
 
     Sequence s owns the rows query_starts[s] to query_starts[s + 1], `max_query` at most, which are the last ones of its
-    context_lens[s] cached tokens; rows of nobody are left as they are in `out`. Caches of float8_e4m3fn hold keys /
-    `k_scale` and values / `v_scale` (float32 [1], 1 where None). Nothing is read from the device.
+    context_lens[s] cached tokens. Rows before `first_row` are nobody's, and are left as they are in `out`; those from it
+    on are somebody's. `splits`: see `prefill_splits`; any number gives the same within rounding. Caches of float8_e4m3fn
+    hold keys / `k_scale` and values / `v_scale` (float32 [1], 1 where None). Nothing is read from the device.
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -199,7 +231,10 @@ def prefill_attention(
     tile = prefill_tile(dim, group * max_query, q.element_size(), window is not None, generation(q.device))
     pack = min(group, tile.rows)
     out = q.new_empty(rows, heads * dim) if out is None else out
-    grid = (kv_heads * -(-group // pack), len(context_lens), -(-max_query // (tile.rows // pack)))
+    split = splits > 1
+    shares = q.new_empty(rows, heads, splits, dim, dtype=torch.float32) if split else q
+    weights = q.new_empty(rows, heads, splits, dtype=torch.float32) if split else q
+    grid = (kv_heads * -(-group // pack), len(context_lens), -(-max_query // (tile.rows // pack)) * splits)
     prefill_kernel[grid](
         q,
         k_cache,
@@ -208,7 +243,10 @@ def prefill_attention(
         query_starts,
         context_lens,
         out,
+        shares,
+        weights,
         block_tables.shape[1],
+        splits,
         scale,
         k_scale,
         v_scale,
@@ -221,7 +259,11 @@ def prefill_attention(
         TILE=tile.tokens,
         WINDOW=window,
         SOFTCAP=softcap,
+        SPLIT=split,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if split:
+        own = slice(first_row, None)
+        merge_shares(shares[own], weights[own], out[own], None, window=window, tile=tile.tokens)
     return out
