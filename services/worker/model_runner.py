@@ -10,15 +10,12 @@ from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
-from services.worker.crossing import sent
 from services.worker.drawn_step import DrawnBatch, DrawnStep
-from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.rank import Rank, RankBackend, apart
 from services.worker.rows import Int32s
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
-from services.worker.speculation.proposer import Computed
 from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -61,8 +58,7 @@ class ModelRunner(RankBackend):
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
         verdict = self._drawn(batch, logits, choices)
-        if rank.proposer is not None and rank.tells:
-            rank.proposer.observe(self._computed(batch, meta, features, verdict))
+        rank.tell(batch, meta, features, verdict.counts)
         timing = _timing(begun, prepared, forwarded, time.perf_counter(), rank.pipeline.take_waited())
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict if rank.draws else None, scored))
 
@@ -85,20 +81,6 @@ class ModelRunner(RankBackend):
         if rank.guided is not None:
             rank.guided.take(batch.sampled_slots, counts, tokens)
         return Verdict(tokens, counts, drawn.told)
-
-    def _computed(self, batch: Batch, meta: BatchMeta, features: Tensor | None, verdict: Verdict) -> Computed:
-        rows = batch.rows
-        last = batch.drawn_rows[batch.first_drawn + verdict.counts - 1] if len(batch.sampled) else batch.drawn_rows
-        return Computed(
-            row_slots=rows.row_slots,
-            positions=rows.positions,
-            kv_slots=rows.kv_slots,
-            meta=meta,
-            features=features,
-            sampled_slots=batch.sampled_slots,
-            last_rows=last,
-            following=lambda: sent(self.rank.sequences.tokens[rows.row_slots, rows.positions + 1], self.rank.device),
-        )
 
     def _wait_for_device(self) -> None:
         if self.rank.device.type == "cuda":

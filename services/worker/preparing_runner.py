@@ -3,8 +3,8 @@
 A step is prepared while the tokens are being drawn that it goes on with: it needs their number, and reads them when its
 turn comes. Where it needs more than that it waits until all before it is computed:
 
-- whoever drafts, and a grammar that forces tokens, reads what sequences hold; and how many drafts stand decides how
-  long they are;
+- whoever drafts, and a grammar that forces tokens, reads what sequences hold: such a step is prepared where it is
+  computed, in its turn; and how many drafts stand decides how long sequences are behind it;
 - a sequence that leaves gives its slot up only when nobody draws for it any more.
 """
 
@@ -14,7 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,15 +37,23 @@ from shared.messages.worker import StepPlan
 _NO_TIME = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
 
 
+class _Prepared(NamedTuple):
+    """A step that is ready to be computed."""
+
+    batch: Batch
+    ids: Tensor
+    meta: BatchMeta
+    places: Int32s | None
+    """[Q] where what is drawn belongs; None where only what stands of the drafts says that."""
+
+
 class PreparingRunner(RankBackend):
-    """See :class:`services.worker.backend.PreparingBackend`. For a rank that computes alone and without a drafter."""
+    """See :class:`services.worker.backend.PreparingBackend`. For a rank that computes alone."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
         if rank.device.type != "cpu" or rank.pipeline.stages > 1 or rank.communicator.world_size > 1:
             raise ValueError("several ranks go step by step, and a device of its own is launched")
-        if rank.proposer is not None:
-            raise ValueError("whoever drafts wants to know what was drawn before a step is prepared")
         self._latest: StepBeside | None = None
         """None: nothing is under way."""
 
@@ -63,19 +74,24 @@ class PreparingRunner(RankBackend):
     # ---- on the thread that prepares
 
     def prepare(self, plan: StepPlan) -> StepBeside:
+        if any(work.speculate for work in plan.work):
+            return self._under_way(StepBeside(lambda: self._in_turn(plan), lengths_known=False))
         if not self._goes_on(plan):
             self.settle()
+        prepared = self._prepared(plan)
+        return self._under_way(StepBeside(lambda: self._computed(plan, prepared)))
+
+    def _prepared(self, plan: StepPlan) -> _Prepared | None:
+        """None where there is nothing to compute."""
         rank = self.rank
         rank.take_over(plan)
         shares = rank.sequences.shares(plan.work) if plan.work else None
         if shares is None or not shares.work:
-            return self._under_way(StepBeside(lambda: DrawnStep(plan, _NO_TIME)))
+            return None
         batch = rank.sequences.batch(shares, rank.drafts(shares))
         ids, meta = where_they_are(batch.rows, batch.logits_rows)
         places = None if batch.drafted.any() else rank.sequences.advance(batch.sampled_slots)
-        return self._under_way(
-            StepBeside(lambda: self._computed(plan, batch, ids, meta, places), lengths_known=places is not None)
-        )
+        return _Prepared(batch, ids, meta, places)
 
     def _under_way(self, step: StepBeside) -> StepBeside:
         self._latest = step
@@ -86,7 +102,7 @@ class PreparingRunner(RankBackend):
         latest = self._latest
         if latest is None or latest.over:
             return True
-        return latest.lengths_known and not plan.released and not any(work.speculate for work in plan.work)
+        return latest.lengths_known and not plan.released
 
     def settle(self) -> None:
         if self._latest is not None:
@@ -98,14 +114,26 @@ class PreparingRunner(RankBackend):
     def computing(self) -> AbstractContextManager[object]:
         return torch.inference_mode()
 
-    def _computed(self, plan: StepPlan, batch: Batch, ids: Tensor, meta: BatchMeta, places: Int32s | None) -> DrawnStep:
+    def _in_turn(self, plan: StepPlan) -> DrawnStep:
+        """A step that could not be prepared before."""
         begun = time.perf_counter()
+        prepared = self._prepared(plan)
+        prepare = time.perf_counter() - begun
+        step = self._computed(plan, prepared)
+        return replace(step, timing=msgspec.structs.replace(step.timing, prepare=prepare))
+
+    def _computed(self, plan: StepPlan, prepared: _Prepared | None) -> DrawnStep:
+        if prepared is None:
+            return DrawnStep(plan, _NO_TIME)
+        begun = time.perf_counter()
+        batch, ids, meta, places = prepared
         rows = batch.rows
         np.copyto(rows.ids, self.rank.sequences.tokens[rows.row_slots, rows.positions])
-        logits, _ = self.rank.forward(ids, meta)
+        logits, features = self.rank.forward(ids, meta)
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
         verdict = self._drawn(batch, logits, places)
+        self.rank.tell(batch, meta, features, verdict.counts)
         over = time.perf_counter()
         timing = StepTiming(wait=0.0, prepare=0.0, forward=forwarded - begun, sample=over - forwarded)
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict, scored))

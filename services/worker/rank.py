@@ -26,6 +26,7 @@ from services.worker.sequences import SequenceTable
 from services.worker.speculation.proposer import (
     NO_DRAFTING,
     Asked,
+    Computed,
     Drafting,
     Drafts,
     FirstThatDrafts,
@@ -175,6 +176,25 @@ class Rank:
         wanted = self.drafting.features and self._unasked <= FORGETS_AFTER
         features = self.decoder.empty_features(len(ids)) if wanted else None
         return self._forward(ids, meta, self._caches, features), features
+
+    def tell(self, batch: Batch, meta: BatchMeta, features: Tensor | None, counts: Int32s) -> None:
+        """Whoever drafts hears of a step that is computed; `counts` [Q]: the tokens that its sequences have gained."""
+        if not self.tells or self.proposer is None:
+            return
+        rows = batch.rows
+        last = batch.drawn_rows[batch.first_drawn + counts - 1] if len(batch.sampled) else batch.drawn_rows
+        self.proposer.observe(
+            Computed(
+                row_slots=rows.row_slots,
+                positions=rows.positions,
+                kv_slots=rows.kv_slots,
+                meta=meta,
+                features=features,
+                sampled_slots=batch.sampled_slots,
+                last_rows=last,
+                following=lambda: sent(self.sequences.tokens[rows.row_slots, rows.positions + 1], self.device),
+            )
+        )
 
     def masked(self, batch: Batch) -> Choices | None:
         """How to draw, with what grammars allow. Best called while the device computes."""

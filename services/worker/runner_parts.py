@@ -17,7 +17,7 @@ from services.worker.pipeline import Pipeline
 from services.worker.preparing_runner import PreparingRunner
 from services.worker.rank import Rank
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
-from services.worker.speculation.proposer import NO_DRAFTING, Drafting, Proposer
+from services.worker.speculation.proposer import Drafting, Proposer
 from services.worker.token_table import table_bytes
 from shared.messages.lifecycle import ModelCard
 
@@ -90,6 +90,5 @@ class RunnerParts:
 
     @property
     def prepares_beside(self) -> bool:
-        """Whether a processor computes that has a thread to spare, and nobody waits for what is drawn to draft."""
-        alone = self.pipeline.stages == 1 and self.communicator.world_size == 1
-        return self.device.type == "cpu" and alone and self.drafting == NO_DRAFTING
+        """Whether a processor computes that has a thread to spare."""
+        return self.device.type == "cpu" and self.pipeline.stages == 1 and self.communicator.world_size == 1

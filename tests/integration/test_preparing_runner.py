@@ -143,14 +143,15 @@ def test_decodes_are_prepared_before_anything_before_them_is_computed(
     assert tokens == [list(pair) for pair in zip(*(output[1:] for output in expected), strict=True)]
 
 
-@pytest.mark.parametrize("plan", [decodes(2, 1, 2, speculate=3), decodes(2, 1, released=(2,))])
+@pytest.mark.parametrize("drafting", [False, True], ids=["somebody leaves", "behind drafts"])
 def test_what_needs_more_than_lengths_waits_until_all_before_it_is_computed(
-    backend: ModelRunner, beside: Callable[[ModelRunner], OnTwoThreads], plan: StepPlan
+    backend: ModelRunner, beside: Callable[[ModelRunner], OnTwoThreads], drafting: bool
 ) -> None:
     runner = beside(backend)
     runner.gate.clear()
     begun(runner, prompt(9, 1), prompt(5, 2))
-    last = runner.begin(decodes(1, 1, 2))
+    plan = decodes(2, 1, 2) if drafting else decodes(2, 1, released=(2,))
+    last = runner.begin(decodes(1, 1, 2, speculate=3 if drafting else 0))
     over_before: list[bool] = []
 
     def prepare() -> None:
@@ -190,15 +191,29 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for(
         runner.settle()
 
 
-def test_a_drafter_and_a_stage_of_a_pipeline_go_step_by_step(
-    backend: ModelRunner, monkeypatch: pytest.MonkeyPatch
+def test_steps_that_may_draft_are_prepared_in_their_turn(
+    tiny: TinyModel, backend: ModelRunner, beside: Callable[[ModelRunner], OnTwoThreads]
 ) -> None:
-    backend.rank.draft_by(Oracle())
+    """Several are on their way, and how many drafts of each will stand is known to nobody."""
+    prompts = [prompt(9, 1), prompt(5, 2)]
+    expected = [tiny.greedy(tokens, 20) for tokens in prompts]
+    oracle = Oracle()
+    oracle.known = {tuple(tokens): output for tokens, output in zip(prompts, expected, strict=True)}
+    runner = beside(backend)
+    backend.rank.draft_by(oracle)
     try:
-        with pytest.raises(ValueError, match="drafts"):
-            PreparingRunner(backend.rank)
+        begun(runner, *prompts)
+        steps = [runner.begin(decodes(number, 1, 2, speculate=3 * (number != 3))) for number in (1, 2, 3, 4)]
+        outputs = [step.output() for step in steps]
     finally:
         backend.rank.draft_by(None)
+    drawn = [[token for output in outputs for token in output.sampled[place].tokens] for place in (0, 1)]
+    assert drawn == [output[1 : 1 + len(tokens)] for output, tokens in zip(expected, drawn, strict=True)]
+    assert sum(output.drafted for output in outputs) > 0
+    assert all(output.timing.prepare > 0 for output in outputs if output.drafted), "where it is not beside, it counts"
+
+
+def test_a_stage_of_a_pipeline_goes_step_by_step(backend: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend.rank.pipeline, "stages", 2)
     with pytest.raises(ValueError, match="step by step"):
         PreparingRunner(backend.rank)
