@@ -28,6 +28,12 @@ def sent_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
     """Each of `arrays` (of one dimension) on `device`, in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    together, starts = packed_bytes(arrays)
+    return unpacked(sent(together, device), arrays, starts)
+
+
+def packed_bytes(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[np.uint8], list[int]]:
+    """(the bytes of all, one behind the other, where each begins)"""
     starts, end = [], 0
     for array in arrays:
         starts.append(end)
@@ -35,9 +41,13 @@ def sent_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
     together = np.zeros(end, dtype=np.uint8)
     for array, start in zip(arrays, starts, strict=True):
         together[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-    whole = sent(together, device)
+    return together, starts
+
+
+def unpacked(together: Tensor, arrays: Sequence[NDArray[Any]], starts: list[int]) -> list[Tensor]:
+    """What was packed of `arrays`, as views of their dtypes."""
     return [
-        whole[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+        together[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
         for array, start in zip(arrays, starts, strict=True)
     ]
 
