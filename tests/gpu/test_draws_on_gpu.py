@@ -1,0 +1,118 @@
+"""Draws and rejections on a real GPU, from vocabularies of served models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from services.worker.kernels.sampling import Draw, draw
+from services.worker.kernels.verification import Tried, verify
+from services.worker.sampling.filters import kept, min_p_threshold, top_threshold
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+CUDA = torch.device("cuda")
+ALL = 1 << 40
+EDGE = 1e-4
+"""Of the whole weight: as near as this to where a token ends, rounding decides."""
+SETTINGS = [
+    (1.0, ALL, 1.0, 0.0),
+    (0.7, 20, 0.95, 0.0),
+    (1.0, 50, 1.0, 0.0),
+    (1.0, ALL, 0.9, 0.0),
+    (1.3, ALL, 0.98, 0.05),
+]
+
+
+def _draw(rows: int, seed: int) -> Draw:
+    temperature, top_k, top_p, min_p = zip(*(SETTINGS[row % len(SETTINGS)] for row in range(rows)), strict=True)
+
+    def floats(values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=CUDA)
+
+    chance = torch.rand(rows, dtype=torch.float64, device=CUDA, generator=torch.Generator(CUDA).manual_seed(seed))
+    return Draw(floats(temperature), torch.tensor(top_k, device=CUDA), floats(top_p), floats(min_p), chance)
+
+
+def _logits(rows: int, vocab: int, scale: float, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator(CUDA).manual_seed(vocab)
+    return (torch.randn(rows, vocab, generator=generator, device=CUDA) * scale).to(dtype)
+
+
+def _check(logits: Tensor, how: Draw, tokens: Tensor) -> None:
+    """Each token is the one whose share of the kept weight, in double precision, the chance falls into."""
+    weights = torch.softmax(logits.double() / how.temperature.double()[:, None], dim=1).float()
+    weights /= weights.amax(dim=1, keepdim=True)
+    weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % 32))
+    weights = kept(weights, min_p_threshold(weights, how.min_p[:, None]))
+    weights = kept(weights, top_threshold(weights, how.top_k[:, None], how.top_p[:, None])).double()
+    cumulated = weights.cumsum(dim=1) / weights.sum(dim=1, keepdim=True)
+    end = cumulated.gather(1, tokens[:, None]).squeeze(1)
+    begin = end - (weights / weights.sum(dim=1, keepdim=True)).gather(1, tokens[:, None]).squeeze(1)
+    assert bool(((how.chance >= begin - EDGE) & (how.chance <= end + EDGE)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab", "scale"), [(128256, 2.5), (151936, 6.0), (262144, 1.0), (50257, 3.0), (2048, 3.0)])
+def test_tokens_are_drawn_from_large_vocabularies(vocab: int, scale: float, dtype: torch.dtype) -> None:
+    logits, how = _logits(40, vocab, scale, dtype), _draw(40, seed=vocab)
+    _check(logits, how, draw(logits, how))
+
+
+def test_a_flat_distribution_is_cut_in_the_middle() -> None:
+    logits, how = _logits(10, 128256, 0.01, torch.float32), _draw(10, seed=2)
+    _check(logits, how, draw(logits, how))
+
+
+def test_a_row_does_not_depend_on_others_nor_on_when_it_is_drawn() -> None:
+    logits, how = _logits(300, 32000, 3.0, torch.bfloat16), _draw(300, seed=3)
+    tokens = draw(logits, how)
+    assert torch.equal(draw(logits, how), tokens)
+    for row in (0, 7, 299):
+        alone = draw(logits[row : row + 1], Draw(*(part[row : row + 1] for part in how)))
+        assert torch.equal(alone, tokens[row : row + 1])
+
+
+def test_greedy_rows_take_the_first_of_equal_maxima() -> None:
+    logits, how = _logits(4, 128256, 1.0, torch.bfloat16), _draw(4, seed=4)
+    logits[:, [127, 128, 90000]] = 50.0
+    assert draw(logits, how._replace(temperature=torch.zeros(4, device=CUDA))).tolist() == [127] * 4
+
+
+def test_a_draw_can_be_captured() -> None:
+    logits, how = _logits(8, 32000, 3.0, torch.bfloat16), _draw(8, seed=5)
+    draw(logits, how)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = draw(logits, how)
+    logits.copy_(logits.flip(1))
+    graph.replay()
+    assert torch.equal(tokens, draw(logits, how))
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_verified_drafts_have_the_targets_distribution(certain: bool) -> None:
+    sequences, vocab = 100_000, 7
+    target = torch.softmax(_logits(1, 2 * vocab, 1.0, torch.float32).view(1, 2, vocab), dim=2).contiguous()
+    q = torch.softmax(_logits(1, vocab, 1.0, torch.bfloat16).float(), dim=1)
+    drafts = torch.multinomial(q, sequences, replacement=True).view(-1, 1).int()
+    if certain:
+        drafts.fill_(3)
+    tried = Tried(
+        target.expand(sequences, -1, -1).contiguous(),
+        None if certain else q.view(1, 1, vocab).expand(sequences, -1, -1).contiguous(),
+        drafts,
+        torch.ones(sequences, dtype=torch.int32, device=CUDA),
+        torch.rand(sequences, 2, dtype=torch.float64, device=CUDA),
+    )
+    tokens, stand = verify(tried)
+    expected = target[0, 0].double() * sequences
+    seen = torch.bincount(tokens[:, 0], minlength=vocab)
+    assert float(((seen - expected) ** 2 / expected).sum()) < 30, "6 degrees of freedom"
+    behind = torch.bincount(tokens[stand == 1, 1], minlength=vocab)
+    expected = target[0, 1].double() * int(stand.sum())
+    assert float(((behind - expected) ** 2 / expected).sum()) < 30
