@@ -31,12 +31,6 @@ _LEAST_PREFILL_SHARE = 512
 _MOST_WAVES = 4
 """With more waves of programs than these, an almost empty last one costs little: no finer cut is looked for."""
 
-_LONG_SHARE = 16384
-"""Tokens from which a share is cut again, a few times, however many programs there are: the longest context of a
-batch ends last, and alone."""
-
-_CUTS_OF_LONG = 4
-
 
 class Tile(NamedTuple):
     rows: int
@@ -69,17 +63,17 @@ def decode_splits(sequences: int, heads: int, kv_heads: int, most_tokens: int, t
     """Into how many shares decodes cut their contexts, of which the longest has `most_tokens` (or its window has).
 
     The fewest that fill the GPU: with two programs on each SM, or, where there are more programs than it holds at once,
-    with a last wave that is not mostly empty.
+    with a last wave that is not mostly empty. A context much longer than the others of a large batch so ends last, and
+    alone; to cut all for its sake would cost every batch that has none.
     """
     programs = sequences * kv_heads * -(-heads // kv_heads // tile.rows)
-    least = min(_CUTS_OF_LONG, -(-most_tokens // _LONG_SHARE))
-    return _splits(programs, max(1, least), max(1, -(-most_tokens // tile.tokens)), sms)
+    return _splits(programs, max(1, -(-most_tokens // tile.tokens)), sms)
 
 
 @lru_cache(maxsize=4096)
-def _splits(programs: int, least: int, finest: int, sms: int) -> int:
-    most = max(least, min(finest, -(-_MOST_WAVES * sms * _DECODES_PER_SM // programs)))
-    fullness = {splits: _fullness(programs * splits, sms) for splits in range(least, most + 1)}
+def _splits(programs: int, finest: int, sms: int) -> int:
+    most = min(finest, -(-_MOST_WAVES * sms * _DECODES_PER_SM // programs))
+    fullness = {splits: _fullness(programs * splits, sms) for splits in range(1, most + 1)}
     enough = _FULL_ENOUGH * max(fullness.values())
     return next(splits for splits, full in fullness.items() if full >= enough)
 

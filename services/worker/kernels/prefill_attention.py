@@ -221,8 +221,8 @@ def prefill_attention(
     """q [n, H, D], caches [num_blocks, KV, BLOCK_SIZE, D] → [n, H * D], written to `out` where it is given.
 
     Sequence s owns the rows query_starts[s] to query_starts[s + 1], `max_query` at most, which are the last ones of its
-    context_lens[s] cached tokens. Rows before `first_row` are nobody's, and are left as they are in `out`; those from it
-    on are somebody's. `splits`: see `prefill_splits`; any number gives the same within rounding. Caches of float8_e4m3fn
+    context_lens[s] cached tokens. Rows before `first_row` are nobody's, and left as they are in `out`; those from it on
+    are somebody's. `splits`: see `prefill_splits`; any number gives the same within rounding. Caches of float8_e4m3fn
     hold keys / `k_scale` and values / `v_scale` (float32 [1], 1 where None). Nothing is read from the device.
     """
     rows, heads, dim = q.shape
