@@ -62,6 +62,8 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
         return self.total - self.free - self.held
 
     def told(self) -> str:
+        if self.kind == "cpu":
+            return f"a step of the largest batch takes {gib(self.activations)}, {gib(self.free)} are free"
         graphs = f", captured decodes {gib(self.graphs)}" if self.graphs else ""
         return (
             f"weights take {gib(self.held)}, a step of the largest batch {gib(self.activations)}{graphs}, "

@@ -13,7 +13,7 @@ from services.worker.config import LoadFormat
 from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
 from services.worker.guided.compiler import Compiler
 from services.worker.guided.library import GrammarLibrary
-from services.worker.kv_memory import KvDemand, size_kv
+from services.worker.kv_memory import DeviceMemory, KvDemand, KvSize, size_kv
 from services.worker.kv_profile import profile
 from services.worker.loaded_model import DtypeChoice, LoadedModel, Wanted, load_model
 from services.worker.model.config import ModelError
@@ -99,15 +99,9 @@ def create_backend(
         given=kv_memory_bytes,
         gpu_share=gpu_memory_utilization,
     )
-    size = size_kv(demand, memory)
-    blocks, length = communicator.least(size.num_blocks), communicator.least(size.max_model_len)
-    ready = _ready(parts, blocks, length, graphs, max_batch_tokens)
-    _log.info(
-        "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes, %s, %s operations, decodes %s",
-        *(model_name, loaded.config.parameters, loaded.dtype, loaded.stage.first_layer, loaded.stage.end_layer - 1),
-        *(blocks, parts.kv_block_bytes, memory.told(), loaded.decoder.ops_name),
-        "captured" if eager is None else f"run eagerly: {eager}",
-    )
+    size = _agreed(size_kv(demand, memory), communicator)
+    ready = _ready(parts, size, graphs, max_batch_tokens)
+    _tell(loaded, parts, size, memory, eager)
     return ready
 
 
@@ -138,10 +132,15 @@ def _parts(loaded: LoadedModel, name: ModelName, max_num_seqs: int, speculation:
     )
 
 
-def _ready(parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: RankGraphs, rows: int) -> Runner:
+def _agreed(size: KvSize, communicator: Communicator) -> KvSize:
+    """What fits every rank."""
+    return KvSize(communicator.least(size.num_blocks), communicator.least(size.max_model_len))
+
+
+def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> Runner:
     """Everything captured, and every first-time cost paid. Raises ModelError."""
     try:
-        runner = parts.runner(num_blocks, max_model_len, *graphs.replaying(max_model_len))
+        runner = parts.runner(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len))
         rehearse(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
     except torch.OutOfMemoryError:
         raise ModelError(
@@ -149,6 +148,15 @@ def _ready(parts: RunnerParts, num_blocks: int, max_model_len: int, graphs: Rank
             "enforce_eager"
         ) from None
     return runner
+
+
+def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceMemory, eager: str | None) -> None:
+    _log.info(
+        "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes, %s, %s operations, decodes %s",
+        *(parts.card.name, loaded.config.parameters, loaded.dtype),
+        *(loaded.stage.first_layer, loaded.stage.end_layer - 1, size.num_blocks, parts.kv_block_bytes),
+        *(memory.told(), loaded.decoder.ops_name, "captured" if eager is None else f"run eagerly: {eager}"),
+    )
 
 
 def _chosen_device(name: str) -> torch.device:

@@ -99,6 +99,13 @@ def test_more_than_is_free_is_refused() -> None:
         size_kv(demand(given=120 * GIB), gpu(graphs=2 * GIB))
 
 
+def test_what_takes_what_is_told() -> None:
+    assert cpu(3 * GIB, GIB).told() == "a step of the largest batch takes 1.00 GiB, 3.00 GiB are free"
+    assert gpu().told() == (
+        "weights take 16.00 GiB, a step of the largest batch 2.00 GiB, others 1.00 GiB of 140.00 GiB"
+    )
+
+
 def test_a_full_machine_is_refused() -> None:
     with pytest.raises(ModelError, match="give more KV memory"):
         size_kv(demand(), cpu(MIB, 2 * MIB))

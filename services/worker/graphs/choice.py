@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,12 +14,15 @@ from services.worker.graphs.capture import Capture, CudaCapture
 from services.worker.graphs.decode_inputs import DecodeInputs
 from services.worker.graphs.replayed_decodes import ReplayedDecodes
 from services.worker.graphs.sizes import capture_sizes
+from services.worker.memory import free_bytes, gib
 from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline
 from services.worker.runner_parts import Replaying, RunnerParts
 from services.worker.speculation.drafter import HasDecoder
 from shared.blocks import blocks_for
+
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -61,6 +66,13 @@ class DecodeGraphs(Struct, frozen=True):
         return lambda forward, caches: self._replayed(forward, caches, capture or CudaCapture(self.device))
 
     def _replayed(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
+        begun, free = time.perf_counter(), free_bytes(self.device)
+        made = self._captured(forward, caches, capture)
+        taken, seconds = free - free_bytes(self.device), time.perf_counter() - begun
+        _log.info("decodes captured", extra={"sizes": len(self.sizes), "memory": gib(taken), "seconds": seconds})
+        return made
+
+    def _captured(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
         most = self.sizes[-1]
         inputs = DecodeInputs(self.device, most, blocks_for(self.max_model_len), self.max_model_len)
         features = self.decoder.empty_features(most) if self.features else None
