@@ -32,6 +32,8 @@ class StepOutput(Struct, frozen=True):
     scored: tuple[PromptScored, ...] = ()
     ended: float | None = None
     """When the device was done, on `time.perf_counter`'s clock; None: when this came out."""
+    began: float | None = None
+    """When the device began with it; None: when it was launched, or the step before was over."""
 
 
 class Backend(Protocol):

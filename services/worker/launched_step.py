@@ -75,4 +75,4 @@ class LaunchedStep:
         )
         verdict = Verdict(tokens, counts, self.drawn.told)
         output = DrawnStep(self.plan, timing, DrawnBatch(self.batch, verdict, self.scored)).output()
-        return replace(output, ended=marks.over.when())
+        return replace(output, ended=marks.over.when(), began=marks.begun.when())

@@ -72,7 +72,8 @@ class Launching:
         self._flow.copy(job.plan, before)
         output = step.output()
         self._flow.copy(job.plan, after)
-        exposed = max(0.0, launched - max(job.arrived, self._ended))
+        began = launched if output.began is None else output.began
+        exposed = max(0.0, began - max(job.arrived, self._ended))
         wait = max(0.0, job.arrived - self._ended)
         self._ended = time.perf_counter() if output.ended is None else output.ended
         timed = replace(output, timing=replace(output.timing, wait=wait, prepare=exposed))

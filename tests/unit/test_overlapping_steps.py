@@ -21,8 +21,8 @@ SECONDS = 10.0
 
 
 class Step:
-    def __init__(self, device: Device, name: str, ended: float | None) -> None:
-        self._device, self._name, self._ended = device, name, ended
+    def __init__(self, device: Device, name: str, ended: float | None, began: float | None) -> None:
+        self._device, self._name, self._ended, self._began = device, name, ended, began
 
     def output(self) -> StepOutput:
         self._device.note(f"await {self._name}")
@@ -31,7 +31,7 @@ class Step:
             raise ArithmeticError("the device burns")
         self._device.note(f"done {self._name}")
         timing = StepTiming(wait=9, prepare=9, forward=1, sample=0)
-        return StepOutput((), timing, ended=self._ended)
+        return StepOutput((), timing, ended=self._ended, began=self._began)
 
 
 class Scripted:
@@ -46,6 +46,7 @@ class Scripted:
         self._gates: dict[str, threading.Event] = {}
         self._changed = threading.Condition()
         self.ends: dict[str, float] = {}
+        self.begins: dict[str, float] = {}
 
     def note(self, what: str) -> None:
         with self._changed:
@@ -76,7 +77,7 @@ class Device(Scripted):
     def begin(self, plan: StepPlan) -> Step:
         name = f"{plan.epoch}.{plan.step}"
         self.note(f"begin {name}")
-        return Step(self, name, self.ends.get(name))
+        return Step(self, name, self.ends.get(name), self.begins.get(name))
 
 
 def plan(step: int, epoch: int = 1) -> StepPlan:
@@ -192,6 +193,12 @@ async def test_a_step_that_was_prepared_beside_another_has_held_nothing_up(monke
     assert third.output is not None
     assert third.ended == 60.0, "the device knows best"
     assert third.output.timing.wait == 1.0, "nothing lay ready when the second had ended"
+    device.begins["1.3"] = 62.5
+    thread.submit(plan(3), first=False)  # has come long ago, as the device's clock goes
+    device.gate("1.3").set()
+    fourth = await thread.result()
+    assert fourth.output is not None
+    assert fourth.output.timing.prepare == 2.5, "from the end of the third until the device began"
     await thread.stop()
 
 
