@@ -1,4 +1,4 @@
-"""Mixtures of experts by the operations of an MLP, one expert after the other: for CPUs, and as a reference.
+"""Mixtures of experts by the operations of an MLP, one expert after the other: PyTorch's.
 
 Reads the weights of those experts alone that were chosen. They come in ascending order, so that a row's sum is the same
 in every batch where the operations' results are.

@@ -210,12 +210,12 @@ def test_a_checkpoint_without_an_expert_is_told_so(tiny: Callable[[str], TinyMod
 class Mixed:
     """A mixture with random weights, and what it gives in float64."""
 
-    def __init__(self, experts: int = 7, hidden: int = 48, size: int = 64) -> None:
+    def __init__(self, experts: int = 7, hidden: int = 48, size: int = 64, rows: int = 33) -> None:
         generator = torch.Generator().manual_seed(5)
         self.router = torch.randn(experts, hidden, generator=generator) / hidden**0.5
         self.gate_up = torch.randn(experts, 2 * size, hidden, generator=generator) / hidden**0.5
         self.down = torch.randn(experts, hidden, size, generator=generator) / size**0.5
-        self.x = torch.randn(33, hidden, generator=generator)
+        self.x = torch.randn(rows, hidden, generator=generator)
 
     def by(self, ops: Ops, x: Tensor, chosen: int, renormalised: bool) -> Tensor:
         logits = ops.linear(x, ops.pack_linear(self.router, None))
@@ -241,24 +241,25 @@ def kinds_of_ops() -> list[Ops]:
 
 
 @pytest.mark.parametrize(("chosen", "renormalised"), [(1, True), (2, False), (3, True), (7, False)])
-def test_a_mixture_is_what_it_is_in_float64(chosen: int, renormalised: bool) -> None:
-    mixed = Mixed()
+@pytest.mark.parametrize("mixed", [Mixed(), Mixed(size=40), Mixed(rows=1100)], ids=["plain", "ragged", "many rows"])
+def test_a_mixture_is_what_it_is_in_float64(mixed: Mixed, chosen: int, renormalised: bool) -> None:
     expected = mixed.exactly(chosen, renormalised)
     for ops in kinds_of_ops():
         found = mixed.by(ops, mixed.x, chosen, renormalised)
         assert found.sub(expected).abs().max() < 1e-5, ops.name
 
 
+@pytest.mark.parametrize("size", [40, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_native_operations_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+def test_a_row_of_native_operations_does_not_depend_on_the_others(dtype: torch.dtype, size: int) -> None:
     try:
         ops = NativeOps(CPU, dtype, threads=2)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
-    mixed = Mixed()
+    mixed = Mixed(size=size, rows=600)
     x = mixed.x.to(dtype)
     together = mixed.by(ops, x, 3, True)
-    for row in (0, 7, 32):
+    for row in (0, 7, 32, 599):
         assert torch.equal(mixed.by(ops, x[row : row + 1], 3, True)[0], together[row])
 
 

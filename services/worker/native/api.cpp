@@ -10,7 +10,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 6; }
+int baton_version() { return 7; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -35,6 +35,11 @@ void baton_pack(Pool* pool, int number, const void* weight, int out, int in, voi
 void baton_multiply(Pool* pool, const Linear* linear, const void* x, int number, int count, int64_t stride, int kind, int activation,
                     void* to, int64_t to_stride) {
     multiply(*pool, {x, Number(number), stride, count}, *linear, {Out(kind), Activation(activation), to, to_stride});
+}
+void baton_multiply_each(Pool* pool, const Linear* linears, const int64_t* starts, int linear_count, const void* x, int number,
+                         int count, int64_t stride, int kind, int activation, void* to, int64_t to_stride) {
+    multiply_each(*pool, {x, Number(number), stride, count}, linears, starts, linear_count,
+                  {Out(kind), Activation(activation), to, to_stride});
 }
 int baton_embed(Pool* pool, const int* ids, int count, int number, const void* table, int vocab, int hidden, float* to) {
     return embed(*pool, ids, count, Number(number), table, vocab, hidden, 1.0f, to, hidden);

@@ -6,14 +6,14 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 6
+VERSION = 7
 """Of the interface; api.cpp's `baton_version` must say the same."""
 
 SINGLE, HALF = 0, 1
 """`Number` of linear.h."""
 
-OUT_FLOAT = 0
-"""`Out::kFloat` of linear.h."""
+OUT_FLOAT, OUT_GATED = 0, 2
+"""`Out::kFloat` and `Out::kGated` of linear.h."""
 
 
 class Linear(Structure):
@@ -161,6 +161,10 @@ _SIGNATURES = {
     "baton_multiply": (
         None,
         (c_void_p, POINTER(Linear), c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),
+    ),
+    "baton_multiply_each": (
+        None,
+        (c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),
     ),
     "baton_embed": (c_int, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
     "baton_norm": (

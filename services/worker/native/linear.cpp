@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "activation.h"
 #include "tile.h"
@@ -188,19 +189,29 @@ template <class Kind> void run_block(const Product& p, const Block& block) {
     }
 }
 
-template <class Kind> void multiply_kind(Pool& pool, const Product& p) {
-    bool gated = p.target.kind == Out::kGated;
-    int row_blocks = (p.x.count + kBlockRows - 1) / kBlockRows;
-    int groups = groups_of(p.linear.out) / (gated ? 2 : 1);
-    pool.run(row_blocks * groups, [&](int tile, int) {
-        // Group after group for the same rows: those stay in cache, and the weights come in the order they lie in.
-        int part = tile / groups, group = tile % groups;
-        int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
-        if (!gated) return run_block<Kind>(p, {row, end - row, group, nullptr, nullptr});
-        F gates[kBlockRows * kGroupColumns];
-        run_block<Kind>(p, {row, end - row, group, nullptr, gates});
-        run_block<Kind>(p, {row, end - row, groups + group, gates, nullptr});
-    });
+bool gated(const Product& p) { return p.target.kind == Out::kGated; }
+int row_blocks_of(const Product& p) { return (p.x.count + kBlockRows - 1) / kBlockRows; }
+int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (gated(p) ? 2 : 1); }
+int tiles_of(const Product& p) { return row_blocks_of(p) * column_blocks_of(p); }
+
+// One of a product's `tiles_of`.
+template <class Kind> void multiply_tile(const Product& p, int tile) {
+    // Group after group for the same rows: those stay in cache, and the weights come in the order they lie in.
+    int row_blocks = row_blocks_of(p), groups = column_blocks_of(p), part = tile / groups, group = tile % groups;
+    int row = int(int64_t(p.x.count) * part / row_blocks), end = int(int64_t(p.x.count) * (part + 1) / row_blocks);
+    if (!gated(p)) return run_block<Kind>(p, {row, end - row, group, nullptr, nullptr});
+    F gates[kBlockRows * kGroupColumns];
+    run_block<Kind>(p, {row, end - row, group, nullptr, gates});
+    run_block<Kind>(p, {row, end - row, groups + group, gates, nullptr});
+}
+
+void multiply_tile_of(const Product& p, int tile) {
+    if (p.linear.number == Number::kHalf) multiply_tile<Half>(p, tile);
+    else multiply_tile<Single>(p, tile);
+}
+
+const void* row_at(const void* data, int64_t row, int64_t stride, Number number) {
+    return (const char*)data + row * stride * (number == Number::kHalf ? 2 : 4);
 }
 
 template <class Item> void pack_group(const Item* weight, int out, int in, int group, Item* to) {
@@ -228,6 +239,24 @@ void pack(Pool& pool, Number number, const void* weight, int out, int in, void* 
 
 void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target) {
     Product product{x, linear, target, steps_of(linear.number, linear.in)};
-    if (linear.number == Number::kHalf) multiply_kind<Half>(pool, product);
-    else multiply_kind<Single>(pool, product);
+    pool.run(tiles_of(product), [&](int tile, int) { multiply_tile_of(product, tile); });
+}
+
+void multiply_each(Pool& pool, const Rows& x, const Linear* linears, const int64_t* starts, int count, const Target& target) {
+    std::vector<Product> products;
+    std::vector<int> first{0};  // tile of each product, and behind the last
+    Number written = target.kind == Out::kGated ? linears->number : Number::kSingle;
+    for (int i = 0; i < count; ++i) {
+        int rows = int(starts[i + 1] - starts[i]);
+        if (!rows) continue;
+        Rows own{row_at(x.data, starts[i], x.stride, x.number), x.number, x.stride, rows};
+        Target to = target;
+        to.data = (void*)row_at(target.data, starts[i], target.stride, written);
+        products.push_back({own, linears[i], to, steps_of(linears[i].number, linears[i].in)});
+        first.push_back(first.back() + tiles_of(products.back()));
+    }
+    pool.run(first.back(), [&](int tile, int) {
+        auto product = std::upper_bound(first.begin(), first.end(), tile) - first.begin() - 1;
+        multiply_tile_of(products[product], tile - first[product]);
+    });
 }

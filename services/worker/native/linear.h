@@ -51,3 +51,6 @@ struct Target {
 
 // Each element's sum runs over the inputs in ascending order, whatever the number of rows and of threads.
 void multiply(Pool& pool, const Rows& x, const Linear& linear, const Target& target);
+// Rows [starts[i], starts[i + 1]) of x times linears[i], to the same rows of `target`, for each i below `count`: experts
+// and their rows, in one job. All linears are of one shape and number.
+void multiply_each(Pool& pool, const Rows& x, const Linear* linears, const int64_t* starts, int count, const Target& target);

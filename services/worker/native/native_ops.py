@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.expert_by_expert import mix, pack
 from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import ForwardPass, Weights
-from services.worker.native import library
+from services.worker.native import library, native_experts
 from services.worker.native.build import Level, best_level
 from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address_of, batch_of
 from services.worker.native.memory import Arena, zeroed
@@ -90,18 +89,22 @@ class NativeOps:
         return NativeOps(torch.device("cpu"), torch.bfloat16, kernels=self.kernels)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return PackedLinear(self.pack_matrix(weight, bias))
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        """As `pack_linear`."""
         out, inputs = weight.shape
         weight = weight.to(self.dtype).contiguous()
         floats = None if bias is None else bias.float().contiguous()
         groups = self._arena.take(self._library.baton_packed_bytes(self.number, out, inputs))
         self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
         linear = library.Linear(self.number, out, inputs, groups.data_ptr(), address_of(floats))
-        return PackedLinear(Packed(linear, groups, floats, out, inputs))
+        return Packed(linear, groups, floats, out, inputs)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         assert isinstance(packed, Packed)
         to = torch.empty(len(x), packed.out)
-        x, number = self._known(x)
+        x, number = self.known(x)
         self._library.baton_multiply(
             self._pool,
             ctypes.byref(packed.linear),
@@ -133,7 +136,7 @@ class NativeOps:
 
     def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         to = torch.empty(x.shape, dtype=self.dtype)
-        x, number = self._known(x)
+        x, number = self.known(x)
         rows, hidden = x.shape
         self._library.baton_norm(
             *(self._pool, x.data_ptr(), number, rows, hidden, address_of(residual), weight.data_ptr(), eps),
@@ -151,7 +154,7 @@ class NativeOps:
         return to
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
-        return pack(self, gate_up, down)
+        return PackedExperts(native_experts.pack_experts(self, gate_up, down))
 
     def mixture(
         self,
@@ -163,7 +166,8 @@ class NativeOps:
         renormalised: bool,
         kind: Activation,
     ) -> Tensor:
-        return mix(self, x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
+        assert isinstance(experts, native_experts.NativeExperts)
+        return native_experts.mix(self, x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         return 2 * kv_heads * BLOCK_SIZE * _padded(head_dim) * self.dtype.itemsize
@@ -241,7 +245,7 @@ class NativeOps:
             self._batch = (meta, batch_of(meta))
         return self._batch[1]
 
-    def _known(self, x: Tensor) -> tuple[Tensor, int]:
+    def known(self, x: Tensor) -> tuple[Tensor, int]:
         """x in a type that the kernels read, and its number."""
         if x.dtype == torch.bfloat16:
             return x, library.HALF
