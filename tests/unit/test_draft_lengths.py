@@ -224,3 +224,20 @@ def test_a_device_that_gets_slower_by_the_row_is_noticed_though_all_steps_have_o
 def test_the_same_results_lead_to_the_same_plans() -> None:
     engines = [Engine(8, 4, fixed=0.002, row=0.0002, acceptance=0.6, asking=0.001, noise=0.3) for _ in range(2)]
     assert engines[0].run(500) == engines[1].run(500)
+
+
+def test_what_does_not_pay_is_tried_more_and_more_seldom() -> None:
+    engine = Engine(8, 3, fixed=0.001, row=0.0001, acceptance=0.2, asking=0.001, draft=0.0002)
+    drafting = []
+    for _ in range(4):
+        drafting.append(sum(engine.run(1)[1] > 0 for _ in range(1500)))
+    assert drafting[0] > 2 * drafting[-1]
+    assert 0 < drafting[-1] < 30
+
+
+def test_a_new_number_of_sequences_is_measured_without_drafts_first() -> None:
+    engine = Engine(32, 3, fixed=0.001, row=0.00001, acceptance=0.9)
+    engine.run(400)
+    engine.sequences = engine.sequences[:1]
+    assert engine.run(1)[1] == 0.0
+    assert engine.run(300)[1] > 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from services.scheduler.core.draft_costs import Gain
 
-FIRST_WAIT = 16
+FIRST_WAIT = 64
 """Steps from one trial to the next, at first."""
 LONGEST_WAIT = 1024
 """The same at the most: trials take less than a hundredth of the time then, however poor what is tried."""
