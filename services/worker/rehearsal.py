@@ -34,12 +34,45 @@ _RANDOM = SamplingParams(seed=0, top_p=0.9)
 def rehearse(backend: Backend, *, rows: int, sequences: int) -> None:
     """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
     everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
-    lengths = _lengths(rows, sequences, min(backend.card.max_model_len - 1, backend.num_blocks * BLOCK_SIZE - 1))
+    lengths = _lengths(rows, sequences, _longest(backend))
     backend.step(_prefills(lengths))
     backend.step(_decodes(len(lengths), backend.max_speculate))
     backend.reset()
     backend.step(_prefills([1], _RANDOM))
     backend.reset()
+
+
+def rehearse_shapes(backend: Backend, *, rows: int) -> None:
+    """Prefills of 2, 4, 8 … up to `rows` rows, each from the start of a prompt and behind a prefix as long as there may
+    be: kernels are compiled for some sizes of work anew, which users should not wait for."""
+    longest = _longest(backend)
+    for count in _doubling(min(rows, longest)):
+        rehearse(backend, rows=count, sequences=1)
+        backend.step(_behind_prefix(count, longest))
+        backend.reset()
+
+
+def _longest(backend: Backend) -> int:
+    """Tokens of a prompt, behind which another one can be drawn."""
+    return min(backend.card.max_model_len, backend.num_blocks * BLOCK_SIZE) - 1
+
+
+def _doubling(most: int) -> list[int]:
+    return [*(1 << power for power in range(1, most.bit_length()) if 1 << power < most), most]
+
+
+def _behind_prefix(count: int, longest: int) -> StepPlan:
+    """A prompt whose last `count` tokens are left to be computed."""
+    new = NewSequence(
+        sequence=SequenceId(0),
+        tokens=pack([0] * longest),
+        prompt_length=longest,
+        computed=longest - count,
+        blocks=pack(range(longest // BLOCK_SIZE + 1)),
+        sampling=_RANDOM,
+    )
+    work = Work(SequenceId(0), count, b"", True)
+    return StepPlan(epoch=Incarnation(0), step=0, new=(new,), work=(work,))
 
 
 def _lengths(rows: int, sequences: int, longest: int) -> list[int]:

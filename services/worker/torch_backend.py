@@ -20,7 +20,7 @@ from services.worker.model.config import ModelError
 from services.worker.ops_choice import AttentionName, CacheDtype, OpsName
 from services.worker.parallel import Communicator
 from services.worker.pipeline import Pipeline, SingleStage
-from services.worker.rehearsal import rehearse
+from services.worker.rehearsal import rehearse, rehearse_shapes
 from services.worker.runner_parts import Runner, RunnerParts
 from services.worker.speculation.choice import drafting_of, open_drafter
 from services.worker.speculation.drafter import Target
@@ -142,6 +142,8 @@ def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> R
     try:
         runner = parts.runner(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len))
         rehearse(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
+        if parts.device.type == "cuda":
+            rehearse_shapes(runner, rows=rows)
     except torch.OutOfMemoryError:
         raise ModelError(
             "the GPU's memory ran out while decodes were captured: lower gpu_memory_utilization or kv_memory, or give "
