@@ -13,6 +13,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.site import Site
 from services.scheduler.journal import EVENTS, Decision, DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.replay import replay
+from services.worker.sim.speculation import SimSpeculation
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import EngineId, Incarnation
 from shared.journal import Journal, JournalError, framed
@@ -148,3 +149,17 @@ def test_a_new_start_keeps_the_journal_of_the_one_before(tmp_path: Path) -> None
         "engine-1-0000000000000001.journal": 1,
         "engine-1-0000000000000002.journal": 2,
     }
+
+
+async def test_when_and_how_much_is_drafted_is_decided_again(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    """By the seconds that steps have taken, which are in the journal: no clock is asked anew."""
+    path = tmp_path / "engine.journal"
+    model = make_model(tmp_path / "model")
+    async with engine_on_a_bus(memory_bus, Limits(run_ahead=2, plan_late=False), JournalSettings(path)) as engine:
+        engine.add_worker(lambda: sim_backend(model, speculation=SimSpeculation(3, 0.6)))
+        await engine.ready()
+        for i in range(4):
+            await engine.generate(generate(f"r{i}", prompt=PROMPT[: 5 + i], max_tokens=100 + i))
+        await engine.finished(*(f"r{i}" for i in range(4)))
+        assert engine.scheduler.core.tally.drafted > 0
+    assert replay(path).difference is None
