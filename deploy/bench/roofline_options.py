@@ -15,7 +15,19 @@ from services.worker.roofline.findings import KernelsAsked, StepsAsked
 from services.worker.roofline.shapes import shape_names
 
 DEMO = "demo"
-FAMILIES = ("linears", "norms", "activation", "rotary", "decode-attention", "prefill-attention", "moe", "sampling")
+FAMILIES = (
+    "linears",
+    "norms",
+    "activation",
+    "rotary",
+    "decode-attention",
+    "prefill-attention",
+    "moe",
+    "sampling",
+    "masks",
+    "rejection",
+    "kv-blocks",
+)
 _MOST = 1 << 20
 """Of sequences and tokens: beyond every device."""
 

@@ -11,11 +11,13 @@ import torch
 from deploy.bench.measuring import findings
 from deploy.bench.roofline import run_roofline
 from deploy.cli.errors import CommandError
+from services.worker.model.hf_config import read_model_config
 from services.worker.ops import BatchMeta
 from services.worker.roofline import ceilings, kernel_case
 from services.worker.roofline.__main__ import main
 from services.worker.roofline.batches import batch_of
 from services.worker.roofline.chosen import CannotMeasure
+from services.worker.roofline.drawing_cases import sampling_cases
 from services.worker.roofline.findings import (
     Ceilings,
     Finding,
@@ -29,8 +31,10 @@ from services.worker.roofline.findings import (
     StepsAsked,
     StepSkipped,
 )
+from services.worker.roofline.kernel_case import Situation
 from services.worker.roofline.kernels import FAMILIES, measure_kernels
 from services.worker.roofline.steps import measure_steps
+from services.worker.torch_ops import TorchOps
 from shared.blocks import BLOCK_SIZE
 from tests.tiny_models import make_config
 
@@ -132,12 +136,22 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
     assert isinstance(limits, Ceilings)
     assert isinstance(again, Ceilings)
     measured = [each for each in found if isinstance(each, KernelMeasured)]
-    assert {each.family for each in measured} == set(FAMILIES) - {"moe", "sampling"}
+    on_gpus = {"sampling", "masks", "rejection", "kv-blocks"}
+    assert {each.family for each in measured} == set(FAMILIES) - {"moe"} - on_gpus
     assert all(each.ours.best > 0 and each.work.bytes > 0 for each in measured)
-    assert [each for each in found if isinstance(each, KernelSkipped)] == [
-        KernelSkipped("moe", "all", "Qwen3ForCausalLM has none"),
-        KernelSkipped("sampling", "all", "on a CPU tokens are drawn by torch's operations"),
-    ]
+    skipped = {each.family: each.reason for each in found if isinstance(each, KernelSkipped)}
+    assert set(skipped) == {"moe"} | on_gpus
+    assert skipped["moe"] == "Qwen3ForCausalLM has none"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is measured there")
+def test_the_kernel_that_draws_runs_in_the_interpreter_too(tmp_path: Path) -> None:
+    config = read_model_config(Path(folder(tmp_path)))
+    device, dtype = torch.device("cpu"), torch.float32
+    ops = TorchOps(device, dtype)
+    for case in sampling_cases(Situation(config, device, dtype, ops, ops, (2,), (), 1 << 30)):
+        for call in case.ours[:1] + case.rival[:1]:
+            assert call().numel() == 2
 
 
 def test_a_mixture_is_measured_where_the_model_has_one(tmp_path: Path) -> None:

@@ -69,28 +69,6 @@ def mixture_flops(rows: int, *, chosen: int, hidden: int, size: int) -> int:
     return 6 * rows * chosen * size * hidden
 
 
-def norm_bytes(rows: int, hidden: int, itemsize: int, *, add: bool) -> int:
-    """Rows in and out, and with `add` the residual in and out, too; float32 weights."""
-    return (4 if add else 2) * rows * hidden * itemsize + 4 * hidden
-
-
-def gate_bytes(rows: int, width: int, itemsize: int) -> int:
-    """Both halves of each row in, one out."""
-    return 3 * rows * width * itemsize
-
-
-def rotation_bytes(rows: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int, cache_itemsize: int) -> int:
-    """Queries in and out, keys and values in and to the cache; float32 cosines and sines."""
-    moved = 2 * heads * itemsize + 2 * kv_heads * (itemsize + cache_itemsize) + 4
-    return rows * head_dim * moved
-
-
-def draw_bytes(rows: int, vocab: int, itemsize: int, *, chunk: int, looked_into: int = 0) -> int:
-    """Logits; of each chunk of them a peak and a sum, written and read, and the notes of which weigh what; and the
-    chunks `looked_into`, of all rows together."""
-    return rows * (vocab * itemsize + 28 * -(-vocab // chunk)) + looked_into * chunk * itemsize
-
-
 def rejection_bytes(sequences: int, drafts: int, vocab: int, *, chunk: int, drawn: bool) -> int:
     """One row of the target's probabilities for each sequence, and of the drafts' where they are `drawn` from some; of
     each chunk two sums, written and one read; each draft's own probabilities."""

@@ -13,9 +13,13 @@ _SHARPNESS = 4.0
 
 
 def sampling(situation: Situation) -> Cases:
-    """Bytes: the logits, once. Chances are cut by top-k 50 and top-p 0.9, or not at all."""
     if situation.device.type != "cuda":
         raise NothingHere("on a CPU tokens are drawn by torch's operations")
+    return sampling_cases(situation)
+
+
+def sampling_cases(situation: Situation) -> Cases:
+    """Bytes: the logits, once. Chances are cut by top-k 50 and top-p 0.9, or not at all."""
     vocabulary = situation.config.vocab_size
     for rows in situation.rows:
         size = rows * vocabulary * situation.dtype.itemsize
