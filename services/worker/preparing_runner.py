@@ -31,6 +31,7 @@ from services.worker.rows import Int32s
 from services.worker.rows_on_device import where_they_are
 from services.worker.sampling.sampler import sample
 from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
+from services.worker.steady_decodes import SteadyDecodes
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 
@@ -54,11 +55,13 @@ class PreparingRunner(RankBackend):
         super().__init__(rank)
         if rank.device.type != "cpu" or rank.pipeline.stages > 1 or rank.communicator.world_size > 1:
             raise ValueError("several ranks go step by step, and a device of its own is launched")
+        self._steady = SteadyDecodes(rank.sequences)
         self._latest: StepBeside | None = None
         """None: nothing is under way."""
 
     def reset(self) -> None:
         self.settle()
+        self._steady.forget()
         self.rank.clear()
 
     def step(self, plan: StepPlan) -> StepOutput:
@@ -85,13 +88,25 @@ class PreparingRunner(RankBackend):
         """None where there is nothing to compute."""
         rank = self.rank
         rank.take_over(plan)
+        batch = None if plan.released or plan.new else self._steady.next(plan.work)
+        if batch is not None:
+            rank.nobody_drafts()
+        elif (batch := self._batch(plan)) is None:
+            return None
+        ids, meta = where_they_are(batch.rows, batch.logits_rows)
+        places = None if batch.drafted.any() else rank.sequences.advance(batch.sampled_slots)
+        return _Prepared(batch, ids, meta, places)
+
+    def _batch(self, plan: StepPlan) -> Batch | None:
+        """Of any plan; None where there is nothing to compute."""
+        rank = self.rank
+        self._steady.forget()
         shares = rank.sequences.shares(plan.work) if plan.work else None
         if shares is None or not shares.work:
             return None
         batch = rank.sequences.batch(shares, rank.drafts(shares))
-        ids, meta = where_they_are(batch.rows, batch.logits_rows)
-        places = None if batch.drafted.any() else rank.sequences.advance(batch.sampled_slots)
-        return _Prepared(batch, ids, meta, places)
+        self._steady.note(plan.work, batch)
+        return batch
 
     def _under_way(self, step: StepBeside) -> StepBeside:
         self._latest = step

@@ -159,7 +159,7 @@ class Rank:
         """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate."""
         speculating = shares.speculating
         if not len(speculating):
-            self._unasked += 1
+            self.nobody_drafts()
             return None
         self._unasked = 0
         asked = Asked(shares.slots[speculating], shares.speculates[speculating], self.sequences)
@@ -170,6 +170,10 @@ class Rank:
         if self.communicator.world_size == 1:
             return drafts
         return Drafts.told(self.agreed(drafts.message(int(asked.most.max()))))
+
+    def nobody_drafts(self) -> None:
+        """In a step. Whoever drafts is told less and less of such steps."""
+        self._unasked += 1
 
     def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:
         """(logits, the last hidden state of every row where whoever drafts wants it)."""

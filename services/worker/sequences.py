@@ -199,6 +199,18 @@ class SequenceTable:
         self._computed[slots] = lengths + counts - 1
         return counts
 
+    def append_blocks(self, slot: int, work: Work) -> None:
+        """Those that `work` brings. Raises BrokenPlan where they are too many."""
+        self._blocks.append(slot, work.sequence, work.blocks)
+
+    def room(self, slots: Slots) -> Int32s:
+        """Tokens that each one's blocks hold."""
+        return self._blocks.room(slots)
+
+    def count_computed(self, slots: Slots) -> None:
+        """One more token of each, in a batch that was not made here."""
+        self._computed[slots] += 1
+
     def advance(self, slots: Slots) -> Int32s:
         """A token is being drawn for each of a batch's sequences, without drafts: the places [Q] that `fill` is going
         to put them in. Until then they count as known."""

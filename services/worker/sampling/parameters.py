@@ -76,6 +76,10 @@ class Choices:
         by_row[mask.rows] |= int(Feature.GRAMMAR)
         return replace(self, features=self.features | Feature.GRAMMAR, by_row=by_row, mask=mask)
 
+    def later(self, tokens: int) -> Choices:
+        """The same rows so many tokens later, where `ParameterTable.settled` says so."""
+        return Choices(self.features, self.by_row, self.position + np.int32(tokens), self.slots, self.table)
+
     def part(self, first: int, last: int) -> Choices:
         """Those of the rows from `first` up to `last`, which count from 0 then."""
         by_row = self.by_row[first:last]
@@ -181,6 +185,12 @@ class ParameterTable:
 
     def _inside(self, tokens: tuple[int, ...]) -> list[int]:
         return [token for token in tokens if 0 <= token < self._vocab_size]
+
+    def settled(self, choices: Choices) -> bool:
+        """Whether the same is asked for by the same rows, however long their outputs get: nothing that binds only at
+        first, or only later."""
+        asked = Feature(int(np.bitwise_or.reduce(self._features[choices.slots])))
+        return not choices.features & Feature.MIN_TOKENS and not asked & Feature.THINKING
 
     def choose(self, slots: NDArray[np.intp], position: NDArray[np.int32]) -> Choices:
         """The parameters of the sequences in `slots`, about to draw the output tokens at `position`."""
