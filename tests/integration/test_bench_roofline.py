@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from deploy.bench.roofline import run_roofline
 from deploy.cli.errors import CommandError
 from services.worker.model.hf_config import read_model_config
 from services.worker.ops import BatchMeta
-from services.worker.roofline import ceilings, kernel_case
+from services.worker.roofline import ceilings, device_cases, kernel_case
 from services.worker.roofline.__main__ import main
 from services.worker.roofline.batches import batch_of
 from services.worker.roofline.chosen import CannotMeasure
-from services.worker.roofline.drawing_cases import sampling_cases
+from services.worker.roofline.device_cases import kv_blocks, masks, rejection
+from services.worker.roofline.drawing_cases import sampling
 from services.worker.roofline.findings import (
     Ceilings,
     Finding,
@@ -31,7 +33,7 @@ from services.worker.roofline.findings import (
     StepsAsked,
     StepSkipped,
 )
-from services.worker.roofline.kernel_case import Situation
+from services.worker.roofline.kernel_case import Cases, Situation
 from services.worker.roofline.kernels import FAMILIES, measure_kernels
 from services.worker.roofline.steps import measure_steps
 from services.worker.torch_ops import TorchOps
@@ -144,14 +146,20 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
     assert skipped["moe"] == "Qwen3ForCausalLM has none"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is measured there")
-def test_the_kernel_that_draws_runs_in_the_interpreter_too(tmp_path: Path) -> None:
-    config = read_model_config(Path(folder(tmp_path)))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they are measured there")
+@pytest.mark.parametrize("cases", [sampling, masks, rejection, kv_blocks])
+def test_what_is_measured_on_gpus_runs_in_the_interpreter_too(
+    tmp_path: Path, cases: Callable[[Situation], Cases], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_cases, "_HELD", 4)
+    monkeypatch.setattr(device_cases, "_MOVED", (3,))
+    config = read_model_config(Path(folder(tmp_path, num_hidden_layers=2)))
     device, dtype = torch.device("cpu"), torch.float32
     ops = TorchOps(device, dtype)
-    for case in sampling_cases(Situation(config, device, dtype, ops, ops, (2,), (), 1 << 30)):
+    for case in cases(Situation(config, device, dtype, ops, ops, (2,), (), 1 << 30)):
+        assert case.work.bytes > 0
         for call in case.ours[:1] + case.rival[:1]:
-            assert call().numel() == 2
+            call()
 
 
 def test_a_mixture_is_measured_where_the_model_has_one(tmp_path: Path) -> None:

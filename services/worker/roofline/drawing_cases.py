@@ -6,19 +6,13 @@ import torch
 from torch import Tensor
 
 from services.worker.roofline.findings import Work
-from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
+from services.worker.roofline.kernel_case import Call, Cases, KernelCase, Situation
 
 _SHARPNESS = 4.0
 """Standard deviation of logits: a few tens of tokens have nine tenths of the chance."""
 
 
 def sampling(situation: Situation) -> Cases:
-    if situation.device.type != "cuda":
-        raise NothingHere("on a CPU tokens are drawn by torch's operations")
-    return sampling_cases(situation)
-
-
-def sampling_cases(situation: Situation) -> Cases:
     """Bytes: the logits, once. Chances are cut by top-k 50 and top-p 0.9, or not at all."""
     vocabulary = situation.config.vocab_size
     for rows in situation.rows:

@@ -15,6 +15,7 @@ from services.worker.roofline.attention_cases import decode_attention, prefill_a
 from services.worker.roofline.ceilings import measure_ceilings
 from services.worker.roofline.chosen import CannotMeasure, Chosen, chosen, give_back, started
 from services.worker.roofline.copy_cases import kv_blocks, masks
+from services.worker.roofline.device_cases import kv_blocks, masks, on_gpus, rejection
 from services.worker.roofline.drawing_cases import sampling
 from services.worker.roofline.findings import Finding, KernelMeasured, KernelsAsked, KernelSkipped, Timed
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
@@ -32,7 +33,10 @@ FAMILIES: dict[str, Callable[[Situation], Cases]] = {
     "decode-attention": decode_attention,
     "prefill-attention": prefill_attention,
     "moe": mixture,
-    "sampling": sampling,
+    "sampling": on_gpus(sampling),
+    "masks": on_gpus(masks),
+    "rejection": on_gpus(rejection),
+    "kv-blocks": on_gpus(kv_blocks),
     "masks": masks,
     "rejection": rejection,
     "kv-blocks": kv_blocks,
