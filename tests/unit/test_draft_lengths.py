@@ -61,6 +61,20 @@ def test_sequences_with_a_grammar_may_jump_ahead_where_nothing_else_is_drafted()
     assert speculation.wanted(guided) == 6
 
 
+def test_what_grammars_force_is_drafted_where_guessing_does_not_pay() -> None:
+    speculation = policy(3, jump_ahead=6)
+    plain = sequence_of(generate("a", PROMPT))
+    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset())
+    for _ in range(80):  # drafts take as long as ten steps, and none stands
+        asked = 2 * speculation.wanted(plain) if speculation.begin(2, 1000, guided=True) else 0
+        speculation.took(2, asked, asked, 0.001 * (10 if asked else 1), 2)
+        if asked:
+            speculation.tried(plain, asked, 0)
+            speculation.tried(guided, 3, 3)
+    assert speculation.begin(2, 1000, guided=True) > 0
+    assert (speculation.wanted(plain), speculation.wanted(guided)) == (0, 6)
+
+
 def sequence_rank() -> Rank:
     return sequence_of(generate("r", PROMPT)).rank
 

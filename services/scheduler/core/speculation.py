@@ -49,6 +49,8 @@ class Speculation:
         self._overall = Acceptance()
         self._threshold = 0.0
         self._assumed = OPTIMISM
+        self._guesses = False
+        """Whether in the step that is planned others draft than those that a grammar forces."""
         self._least = 0
         """Drafts of each sequence in the step that is planned, however little they promise."""
         self._tries: Literal["many", "few"] | None = None
@@ -61,19 +63,24 @@ class Speculation:
         whether somebody has a grammar, as nobody else may jump ahead."""
         if not decodes or not (self._jump_ahead if guided else self._most) or self._policy == "off":
             return 0
-        room = max(0, min(budget // DRAFT_SHARE, budget - decodes))
-        return room if self._policy == "fixed" or self._pays(decodes) else 0
+        if self._policy == "dynamic" and not self._choose(decodes, guided):
+            return 0
+        return max(0, min(budget // DRAFT_SHARE, budget - decodes))
 
-    def _pays(self, decodes: int) -> bool:
-        """Whether the next step drafts; then it is known how much."""
+    def _choose(self, decodes: int, guided: bool) -> bool:
+        """Whether anybody drafts in the next step; then it is known who, and how much. What a grammar forces is drafted
+        though guessing does not pay."""
         costs, trials = self._costs, self._trials
-        if not costs.plain.covers(decodes) or not trials.next(costs.gain(decodes)):
+        if not costs.plain.covers(decodes):
+            return False
+        self._guesses = trials.next(costs.gain(decodes))
+        if not self._guesses and (trials.drafting or not guided):
             return False
         self._assumed = self._overall.rate(OPTIMISM)
         threshold = costs.threshold(decodes, self._assumed, self._most or self._jump_ahead)
         self._threshold = threshold or 0.0
-        self._tries = self._set_lengths(known=threshold is not None)
-        self._least = 0 if trials.drafting else 1
+        self._tries = self._set_lengths(known=threshold is not None) if self._guesses else None
+        self._least = 1 if self._guesses and not trials.drafting else 0
         return True
 
     def _set_lengths(self, *, known: bool) -> Literal["many", "few"] | None:
@@ -85,10 +92,13 @@ class Speculation:
 
     def wanted(self, sequence: Sequence) -> int:
         """Drafts for its next step, if there is room for them."""
-        most = self._most if sequence.generation.grammar is None else self._jump_ahead
+        guided = sequence.generation.grammar is not None
+        most = self._jump_ahead if guided else self._most
         if not most or self._policy == "fixed":
             return most
-        rate = sequence.acceptance.rate(self._assumed)
+        if not self._guesses and not guided:
+            return 0
+        rate = sequence.acceptance.rate(OPTIMISM if guided else self._assumed)
         accepted, drafts = rate, 0
         while drafts < most and accepted > self._threshold:
             drafts += 1
@@ -102,7 +112,8 @@ class Speculation:
     def tried(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
         sequence.acceptance.note(drafted, accepted)
-        self._overall.note(drafted, accepted)
+        if sequence.generation.grammar is None:
+            self._overall.note(drafted, accepted)
 
     def took(self, sequences: int, asked: int, drafted: int, seconds: float, yielded: int) -> None:
         """A step in which everybody decoded is over: `asked` drafts were wanted, `drafted` were tried."""
@@ -114,7 +125,9 @@ class Speculation:
             self._catching_up = CATCHING_UP
             return
         self._trials.took_drafting()
-        if self._caught_up(full=drafted >= MOSTLY * asked):
+        if not self._trials.drafting and not self._trials.left:  # nothing but what grammars force
+            self._catching_up = CATCHING_UP
+        elif self._caught_up(full=drafted >= MOSTLY * asked):
             self._costs.note_drafting(sequences, drafted, yielded - sequences, seconds)
 
     def _caught_up(self, *, full: bool) -> bool:
