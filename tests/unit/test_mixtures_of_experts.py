@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from services.worker.backend import BackendError
 from services.worker.expert_by_expert import route
-from services.worker.model.checkpoint import open_checkpoint
+from services.worker.model.checkpoint import Part, open_checkpoint
 from services.worker.model.config import Mixture, ModelConfig, ModelError
 from services.worker.model.digest import model_digest
 from services.worker.model.hf_config import read_model_config
 from services.worker.model.loading import load_weights
 from services.worker.model.mixture_loading import Experts, read_experts
+from services.worker.model.random_weights import RandomTensors
 from services.worker.native.native_ops import NativeOps
 from services.worker.ops import Ops, OpsUnavailable
 from services.worker.parallel import share_of
@@ -195,6 +197,27 @@ def test_both_layouts_of_checkpoints_give_the_same_weights(
         assert experts[0].gate_up.shape == (mixture.experts, mixture.intermediate_size, 48)
         assert all(torch.equal(one, other) for one, other in zip(*experts, strict=True))
     assert model_digest(tmp_path, config) != model_digest(model.path, config), "it samples tensors as they are there"
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+def test_tensors_read_together_lie_one_behind_the_other(tmp_path: Path, other: torch.dtype) -> None:
+    a, b = torch.arange(12.0).view(4, 3), torch.arange(100.0, 110.0).view(2, 5)
+    save_file({"a": a, "b": b.to(other)}, tmp_path / "model.safetensors")
+    parts = [Part("b", (2, 5), columns=(1, 3)), Part("a", (4, 3), rows=(1, 3)), Part("a", (4, 3))]
+    with open_checkpoint(tmp_path, torch.float32) as checkpoint:
+        expected = torch.cat((b[:, 1:3].flatten(), a[1:3].flatten(), a.flatten()))
+        assert torch.equal(checkpoint.read_together(parts), expected)
+        with pytest.raises(ModelError, match=r"tensor b has shape \[2, 5\], the config asks for \[2, 4\]"):
+            checkpoint.read_together([parts[1], Part("b", (2, 4))])
+
+
+def test_made_up_experts_are_the_same_for_ranks_of_any_number(tmp_path: Path) -> None:
+    mixture = Mixture(experts=3, chosen=1, intermediate_size=8, renormalised=True)
+    made = RandomTensors(torch.float32, CPU)
+    whole, *halves = (read_experts(made, "l", mixture, 16, part, CPU) for part in ((0, 8), (0, 4), (4, 8)))
+    assert torch.equal(whole.down, torch.cat([half.down for half in halves], dim=2))
+    gates_and_ups = [half.gate_up.view(3, 2, 4, 16) for half in halves]
+    assert torch.equal(whole.gate_up.view(3, 2, 8, 16), torch.cat(gates_and_ups, dim=2))
 
 
 def test_a_checkpoint_without_an_expert_is_told_so(tiny: Callable[[str], TinyModel]) -> None:

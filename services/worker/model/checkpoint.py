@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.worker.memory import gib
 from services.worker.model.config import ModelError
-from services.worker.model.tensor_file import StoredTensor, TensorFileError, TensorFiles
+from services.worker.model.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,23 @@ class Tensors(Protocol):
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
         """See `Checkpoint.read`."""
+
+
+class Part(NamedTuple):
+    """The arguments of `Tensors.read`."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+
+@runtime_checkable
+class ReadsTogether(Protocol):
+    """`Tensors` that read many at once faster than one after the other."""
+
+    def read_together(self, parts: Sequence[Part]) -> Tensor:
+        """The elements of all parts, one behind the other. Raises what `Tensors.read` does."""
 
 
 class Checkpoint:
@@ -84,13 +101,29 @@ class Checkpoint:
 
         `shape` is that of the whole tensor. Raises ModelError where the tensor is missing or has another shape.
         """
-        stored = self._tensors.get(name)
-        check_found(self._model_dir, name, None if stored is None else stored.shape, shape)
-        assert stored is not None, "it was found"
+        part = self._stored(Part(name, shape, rows, columns))
         try:
-            return self._files.read(stored, rows, columns).to(self._dtype)
+            return self._files.read(*part).to(self._dtype)
         except (TensorFileError, OSError) as error:
             raise ModelError(f"tensor {name}: {error}") from None
+
+    def read_together(self, parts: Sequence[Part]) -> Tensor:
+        """See `ReadsTogether`."""
+        stored = [self._stored(part) for part in parts]
+        if len({part.tensor.dtype for part in stored}) > 1:
+            return torch.cat(
+                [self.read(each.name, each.shape, rows=each.rows, columns=each.columns).view(-1) for each in parts]
+            )
+        try:
+            return self._files.read_together(stored).to(self._dtype)
+        except (TensorFileError, OSError) as error:
+            raise ModelError(f"tensor {parts[0].name} and others: {error}") from None
+
+    def _stored(self, part: Part) -> StoredPart:
+        found = self._tensors.get(part.name)
+        check_found(self._model_dir, part.name, None if found is None else found.shape, part.shape)
+        assert found is not None, "it was found"
+        return StoredPart(found, part.rows, part.columns)
 
 
 def check_found(model_dir: Path, name: str, found: Sequence[int] | None, wanted: tuple[int, ...]) -> None:

@@ -7,17 +7,13 @@ Checkpoints on the Hub have tensors for each expert, `mlp.experts.0.gate_proj.we
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.worker.model.checkpoint import Tensors
+from services.worker.model.checkpoint import Part, ReadsTogether, Tensors
 from services.worker.model.config import Mixture
-
-Reader = Callable[[int], Tensor]
-"""An expert's number → its part of a stack."""
 
 
 class Experts(NamedTuple):
@@ -49,14 +45,12 @@ def read_experts(
 ) -> Experts:
     """`columns` of every expert of `layer` ("model.layers.0"), on `device`. Raises ModelError."""
     names = _MIXTRAL if f"{layer}.{_MIXTRAL.block}.gate.weight" in tensors else _QWEN
-    block, count = f"{layer}.{names.block}", mixture.experts
+    block = f"{layer}.{names.block}"
+    router = tensors.read(f"{block}.gate.weight", (mixture.experts, hidden)).to(device)
     reading = _Reading(tensors, f"{block}.experts", names, mixture, hidden, columns)
     together = f"{block}.experts.gate_up_proj" in tensors
-    return Experts(
-        router=tensors.read(f"{block}.gate.weight", (count, hidden)).to(device),
-        gate_up=_stacked(reading.gate_up_of_all if together else reading.gate_up, count, device),
-        down=_stacked(reading.down_of_all if together else reading.down, count, device),
-    )
+    gate_up, down = reading.stacks() if together else reading.each()
+    return Experts(router, gate_up.to(device), down.to(device))
 
 
 class _Reading(NamedTuple):
@@ -67,37 +61,31 @@ class _Reading(NamedTuple):
     hidden: int
     columns: tuple[int, int]
 
-    def gate_up(self, expert: int) -> Tensor:
-        shape = (self.mixture.intermediate_size, self.hidden)
-        return torch.cat(
-            [
-                self.tensors.read(f"{self.experts}.{expert}.{part}.weight", shape, rows=self.columns)
-                for part in (self.names.gate, self.names.up)
-            ]
-        )
+    def stacks(self) -> tuple[Tensor, Tensor]:
+        """Of tensors that have all experts."""
+        count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
+        gates_and_ups = [
+            self.tensors.read(f"{self.experts}.gate_up_proj", (count, 2 * size, self.hidden), columns=part)
+            for part in ((first, end), (size + first, size + end))
+        ]
+        down = self.tensors.read(f"{self.experts}.down_proj", (count, self.hidden, size))
+        return torch.cat(gates_and_ups, dim=1), down[:, :, first:end].contiguous()
 
-    def down(self, expert: int) -> Tensor:
-        shape = (self.hidden, self.mixture.intermediate_size)
-        return self.tensors.read(f"{self.experts}.{expert}.{self.names.down}.weight", shape, columns=self.columns)
+    def each(self) -> tuple[Tensor, Tensor]:
+        """Of tensors of an expert each."""
+        count, size, own = self.mixture.experts, self.mixture.intermediate_size, self.columns[1] - self.columns[0]
+        gates_and_ups, downs = [], []
+        for expert in range(count):
+            name = f"{self.experts}.{expert}"
+            for part in (self.names.gate, self.names.up):
+                gates_and_ups.append(Part(f"{name}.{part}.weight", (size, self.hidden), rows=self.columns))
+            downs.append(Part(f"{name}.{self.names.down}.weight", (self.hidden, size), columns=self.columns))
+        gate_up, down = self._together(gates_and_ups), self._together(downs)
+        return gate_up.view(count, 2 * own, self.hidden), down.view(count, self.hidden, own)
 
-    def gate_up_of_all(self, expert: int) -> Tensor:
-        size = self.mixture.intermediate_size
-        shape = (self.mixture.experts, 2 * size, self.hidden)
-        both = self.tensors.read(f"{self.experts}.gate_up_proj", shape, rows=(expert, expert + 1))[0]
-        first, end = self.columns
-        return torch.cat((both[first:end], both[size + first : size + end]))
-
-    def down_of_all(self, expert: int) -> Tensor:
-        shape = (self.mixture.experts, self.hidden, self.mixture.intermediate_size)
-        first, end = self.columns
-        return self.tensors.read(f"{self.experts}.down_proj", shape, rows=(expert, expert + 1))[0, :, first:end]
-
-
-def _stacked(read: Reader, count: int, device: torch.device) -> Tensor:
-    """One expert at a time, straight to where it stays."""
-    first = read(0)
-    stack = torch.empty(count, *first.shape, dtype=first.dtype, device=device)
-    stack[0].copy_(first)
-    for expert in range(1, count):
-        stack[expert].copy_(read(expert))
-    return stack
+    def _together(self, parts: list[Part]) -> Tensor:
+        """Flat: one behind the other."""
+        if isinstance(self.tensors, ReadsTogether):
+            return self.tensors.read_together(parts)
+        read = self.tensors.read
+        return torch.cat([read(part.name, part.shape, rows=part.rows, columns=part.columns).view(-1) for part in parts])
