@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from services.worker import kv_profile
+from services.worker.graphs.capture import Replay
 from services.worker.graphs.choice import DecodeGraphs
 from services.worker.model.decoder import KvCaches
 from services.worker.ops import BatchMeta
@@ -51,7 +54,7 @@ def test_the_two_largest_sizes_stand_for_all(monkeypatch: pytest.MonkeyPatch) ->
 class AllowingChecks(RunAgain):
     """The decoder here looks at numbers, which a real one may not."""
 
-    def capture(self, work: object) -> object:
+    def capture(self, work: Callable[[], None]) -> Replay:
         work()
         work()
         return work
