@@ -1,4 +1,4 @@
-"""Kernels that there are on GPUs alone: masks upon logits, rejection of drafts, blocks between caches and their stage."""
+"""Kernels that there are on GPUs alone: masks upon logits, rejection of drafts, blocks between caches and a stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.worker.kernels.traffic import kv_block_bytes, mask_bytes
+from services.worker.kernels.traffic import kv_block_bytes, mask_bytes, rejection_bytes
 from services.worker.roofline.findings import Work
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
 from services.worker.roofline.measured_rank import fill_with_noise
@@ -16,6 +16,7 @@ from services.worker.sampling.masks import only_allowed, words
 
 if TYPE_CHECKING:
     from services.worker.kernels.kv_blocks import BlockCaches
+    from services.worker.kernels.verification import Tried
 
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -61,11 +62,12 @@ def masks(situation: Situation) -> Cases:
 
 def rejection(situation: Situation) -> Cases:
     """No draft stands, so that one row of each of both distributions is read."""
-    from services.worker.kernels.verification import Tried, verify
+    from services.worker.kernels.verification import CHUNK, Tried, verify
 
     vocabulary, device = situation.config.vocab_size, situation.device
     for rows in situation.rows:
-        name, work = f"{rows} × {_DRAFTS} drafts of {vocabulary}", Work(8 * rows * vocabulary, 0.0)
+        size = rejection_bytes(rows, _DRAFTS, vocabulary, chunk=CHUNK, drawn=True)
+        name, work = f"{rows} × {_DRAFTS} drafts of {vocabulary}", Work(size, 0.0)
         if 16 * rows * (_DRAFTS + 1) * vocabulary > situation.room:
             yield KernelCase(name, work, [], [])
             continue
@@ -80,7 +82,21 @@ def rejection(situation: Situation) -> Cases:
         def call(tried: Tried = tried) -> object:
             return verify(tried)
 
-        yield KernelCase(name, work, [call], [])
+        yield KernelCase(name, work, [call], [_rejection_by_torch(tried, drafting)])
+
+
+def _rejection_by_torch(tried: Tried, drafting: Tensor) -> Call:
+    drafts, accepts = tried.drafts.long().unsqueeze(2), tried.chances[:, :-1]
+    behind = torch.zeros_like(drafting[:, :1])
+
+    def verified() -> Tensor:
+        p = tried.target[:, :-1].gather(2, drafts).squeeze(2)
+        q = drafting.gather(2, drafts).squeeze(2)
+        place = (accepts * q < p).cumprod(dim=1).sum(dim=1)[:, None, None].expand(-1, 1, tried.target.shape[2])
+        minus = torch.cat((drafting, behind), dim=1).gather(1, place)
+        return torch.multinomial((tried.target.gather(1, place) - minus).clamp_(min=0).squeeze(1), 1)
+
+    return verified
 
 
 def kv_blocks(situation: Situation) -> Cases:

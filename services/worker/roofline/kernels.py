@@ -14,13 +14,11 @@ from services.worker.ops_choice import create_ops
 from services.worker.roofline.attention_cases import decode_attention, prefill_attention
 from services.worker.roofline.ceilings import measure_ceilings
 from services.worker.roofline.chosen import CannotMeasure, Chosen, chosen, give_back, started
-from services.worker.roofline.copy_cases import kv_blocks, masks
 from services.worker.roofline.device_cases import kv_blocks, masks, on_gpus, rejection
 from services.worker.roofline.drawing_cases import sampling
 from services.worker.roofline.findings import Finding, KernelMeasured, KernelsAsked, KernelSkipped, Timed
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
 from services.worker.roofline.mixture_cases import mixture
-from services.worker.roofline.rejection_cases import rejection
 from services.worker.roofline.row_cases import activation, linears, norms, rotary
 from services.worker.roofline.stopwatch import Stopwatch
 from services.worker.torch_ops import TorchOps
@@ -37,9 +35,6 @@ FAMILIES: dict[str, Callable[[Situation], Cases]] = {
     "masks": on_gpus(masks),
     "rejection": on_gpus(rejection),
     "kv-blocks": on_gpus(kv_blocks),
-    "masks": masks,
-    "rejection": rejection,
-    "kv-blocks": kv_blocks,
 }
 _ROWS = {"cpu": (1, 16, 64), "cuda": (1, 16, 64, 256, 2048)}
 _CONTEXTS = {"cpu": (128, 1024), "cuda": (1024, 4096, 8192)}
