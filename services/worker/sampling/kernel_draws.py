@@ -17,12 +17,13 @@ from services.worker.sampling.philox import uniforms
 
 def draws_by_kernel(device: torch.device) -> bool:
     """Whether rows on `device` are masked and drawn here."""
-    return device.type == "cuda" and _has_triton()
+    return device.type == "cuda" and _can(device)
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _can(device: torch.device) -> bool:
+    """Whether Triton is there and its kernels are tried on such a GPU: see `tests/kernel_launches.py`."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def mask_by_kernel(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
