@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.worker.kernels.moe import (
@@ -41,6 +41,12 @@ _MIXTRAL = _Shape("Mixtral-8x7B", 4096, 14336, 8, 2)
 
 
 def mixtures() -> Iterator[Launch]:
+    for launch in _launches():
+        for target in launch.targets:
+            yield replace(launch, targets=(target,), rare=launch.rare or target < 90)
+
+
+def _launches() -> Iterator[Launch]:
     yield from _routing(_QWEN3)
     for shape in (_QWEN3, _MIXTRAL):
         yield from _few_rows(shape)
