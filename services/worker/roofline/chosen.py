@@ -89,7 +89,7 @@ def started(made: Chosen) -> Started:
 
 
 def give_back(device: torch.device) -> None:
-    """What was freed, to the device: else it counts as taken."""
-    gc.collect()
+    """What was freed, to the device: PyTorch keeps a GPU's, and it counts as taken."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
