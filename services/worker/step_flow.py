@@ -61,7 +61,7 @@ class StepFlow:
         self._skip_void = skip_void
         """Leave out plans of an epoch that is over. Ranks that compute together may not: each must execute exactly
         what the others do."""
-        self._jobs: queue.Queue[Job | None] = queue.Queue(PLANS_LIMIT)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._epoch: Incarnation | None = None
         self._handed_over: deque[Computed | Told | BaseException] = deque()
         """No more than the plans that lay ready."""
@@ -71,11 +71,17 @@ class StepFlow:
     def submit(self, plan: StepPlan, *, first: bool) -> None:
         """Raises queue.Full."""
         self._epoch = plan.epoch
-        self._jobs.put_nowait(Job(plan, first, time.perf_counter()))
+        self._put(Job(plan, first, time.perf_counter()))
 
     def end(self) -> None:
         """No job comes behind those that lie ready. Raises queue.Full."""
-        self._jobs.put_nowait(None)
+        self._put(None)
+
+    def _put(self, job: Job | None) -> None:
+        # A queue.Queue counts for itself, at ten times the price; there is nobody else who puts anything in.
+        if self._jobs.qsize() >= PLANS_LIMIT:
+            raise queue.Full
+        self._jobs.put(job)
 
     def close(self) -> None:
         """All that computed has ended."""

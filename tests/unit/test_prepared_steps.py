@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
 from contextlib import AbstractContextManager
 
 import pytest
 
 from services.worker.backend import LaunchingBackend, PreparingBackend, StepOutput
+from services.worker.copy_thread import CopyThread
 from services.worker.doorbell import Doorbell
+from services.worker.step_flow import PLANS_LIMIT, StepFlow
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 from tests.unit.test_overlapping_steps import SECONDS, Scripted, plan, started
@@ -144,6 +147,15 @@ async def test_what_either_thread_raises_is_raised_where_results_are_awaited(
     assert (await thread.result()).plan.step == 0
     with pytest.raises(error):
         await thread.result()
+
+
+async def test_more_plans_than_may_lie_ready_are_a_bug() -> None:
+    flow = StepFlow(CopyThread(None), skip_void=True)
+    for number in range(PLANS_LIMIT):
+        flow.submit(plan(number), first=False)
+    with pytest.raises(queue.Full):
+        flow.submit(plan(PLANS_LIMIT), first=False)
+    flow.close()
 
 
 async def test_a_bell_that_is_rung_from_another_thread_is_answered_on_the_loop() -> None:
