@@ -31,7 +31,8 @@ def attention() -> Iterator[Launch]:
         AttentionShape(16, "fp32", group=2, rare=True),
         AttentionShape(64, "fp32", group=4, window=100, rare=True),
         AttentionShape(128, "fp32", group=4, softcap=30.0, rare=True),
-        AttentionShape(256, "fp32", group=4, window=100, softcap=30.0, rare=True),
+        # No model that is served in float32 on a GPU has such heads.
+        AttentionShape(256, "fp32", group=4, window=100, softcap=30.0, rare=True, may_spill=True),
     ):
         yield from (shape.decode(split) for split in (False, True))
         yield from (
@@ -52,6 +53,7 @@ class AttentionShape:
     softcap: float | None = None
     cache: str | None = None
     rare: bool = False
+    may_spill: bool = False
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -72,11 +74,16 @@ class AttentionShape:
             targets=self.targets,
             must=frozenset({"mma", "cp.async16", "store16"}),
             rare=self.rare,
+            may_spill=self.may_spill,
         )
 
     def prefill(self, rows: int, split: bool, target: int) -> Launch:
 
-        tile = prefill_tile(self.dim, rows, _bytes(self.kind), self.window is not None, target // 10)
+        tile = prefill_tile(
+            *(self.dim, rows, _bytes(self.kind), _bytes(self.cache or self.kind)),
+            windowed=self.window is not None,
+            generation=target // 10,
+        )
         return Launch(
             f"prefill attention, {rows} rows, split {split}, {self}",
             prefill_kernel,
@@ -97,6 +104,7 @@ class AttentionShape:
             targets=(target,),
             must=frozenset({"cp.async16", "store16"} | {"wgmma" if target >= 90 and tile.rows >= 64 else "mma"}),
             rare=self.rare,
+            may_spill=self.may_spill,
         )
 
     def _pointers(self, *kind: str) -> dict[str, str]:

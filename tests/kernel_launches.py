@@ -66,6 +66,8 @@ class Launch:
     """What its code must have."""
     must_on_hopper: frozenset[Instruction] = frozenset()
     """And what else from compute capability 9.0 on."""
+    may_spill: bool = False
+    """Whether some of its registers may go to memory: only where nobody is served by it."""
     rare: bool = False
     """Compiled by the slow test only: each launch takes half a second and more for each target."""
 

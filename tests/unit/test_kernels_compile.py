@@ -29,7 +29,8 @@ def _compiled(*words: str) -> list[tuple[Launch, Compiled]]:
 def _check(*words: str) -> None:
     found = _compiled(*words)
     assert found
-    assert [result for _, result in found if result.stack or result.instructions["local"]] == [], "spilled registers"
+    kept = [result for launch, result in found if not launch.may_spill]
+    assert [result for result in kept if result.stack or result.instructions["local"]] == [], "spilled registers"
     assert [result for _, result in found if result.shared > SHARED_MEMORY[result.target]] == [], "shared memory"
     for launch, result in found:
         must = launch.must | (launch.must_on_hopper if result.target >= 90 else frozenset())

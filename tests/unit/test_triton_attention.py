@@ -130,7 +130,7 @@ def test_decodes_and_prefills_of_one_step_attend_each_to_their_own() -> None:
 def test_a_few_tokens_behind_a_long_context_are_cut_beside_decodes() -> None:
     sequences = [(1, 40), (2, 1100), (3, 700)]
     cached = Cached(Shape(), sequences)
-    tile = prefill_tile(16, 2 * 3, 4, windowed=False, generation=9)
+    tile = prefill_tile(16, 2 * 3, 4, 4, windowed=False, generation=9)
     assert prefill_splits(sequences[1:], heads=4, kv_heads=2, tile=tile, sms=132) == 2
     cached.check()
 
@@ -164,7 +164,7 @@ def test_contexts_are_cut_as_finely_as_fills_the_gpu_and_no_finer() -> None:
 
 
 def test_prefills_are_cut_only_where_they_leave_the_gpu_empty() -> None:
-    tile = prefill_tile(128, 4 * 8192, 2, windowed=False, generation=9)
+    tile = prefill_tile(128, 4 * 8192, 2, 2, windowed=False, generation=9)
 
     def splits(*prefills: tuple[int, int]) -> int:
         return prefill_splits(prefills, heads=32, kv_heads=8, tile=tile, sms=132)

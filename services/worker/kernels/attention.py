@@ -86,6 +86,7 @@ def _prefill_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | N
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     most = max(count for count, _ in meta.prefills) * (heads // kv_heads)
-    tile = prefill_tile(dim, most, q.element_size(), window is not None, generation(q.device))
+    sizes = q.element_size(), k_cache.element_size()
+    tile = prefill_tile(dim, most, *sizes, window is not None, generation(q.device))
     seen = [(count, context if window is None else min(context, window + count)) for count, context in meta.prefills]
     return prefill_splits(seen, heads, kv_heads, tile, sm_count(q.device))

@@ -56,7 +56,8 @@ def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
     """Of decode attention, for any GPU from sm_80 on. Float8 is widened in registers, so it has no larger tiles."""
     width = max(64, padded(head_dim))
     tokens = max(16, min(128, _DECODE_BYTES // (width * max(2, cache_itemsize))))
-    return Tile(packed_rows(group), tokens, num_warps=4, num_stages=5)
+    # Float32 heads of 256 take more registers than four warps have.
+    return Tile(packed_rows(group), tokens, num_warps=8 if width * cache_itemsize > 512 else 4, num_stages=5)
 
 
 def decode_splits(sequences: int, heads: int, kv_heads: int, most_tokens: int, tile: Tile, sms: int) -> int:
@@ -98,7 +99,7 @@ def _fullness(programs: int, sms: int) -> float:
 
 
 @cache
-def prefill_tile(head_dim: int, rows: int, itemsize: int, windowed: bool, generation: int) -> Tile:
+def prefill_tile(head_dim: int, rows: int, itemsize: int, cache_itemsize: int, windowed: bool, generation: int) -> Tile:
     """Of prefill attention, where sequences have up to `rows` (tokens × heads of a group) of them.
 
     Rows of 128 on two warp groups read keys and values half as often as rows of 64, and chunks of fewer rows than that
@@ -111,14 +112,16 @@ def prefill_tile(head_dim: int, rows: int, itemsize: int, windowed: bool, genera
     if rows <= 64 or (generation < HOPPER and width == 128 and windowed):
         return Tile(64, 64 if width <= 64 else 32, num_warps=8 if width > 128 else 4, num_stages=3)
     if width > 128:
-        return Tile(128, 32, num_warps=8, num_stages=3) if generation >= HOPPER else Tile(64, 32, 8, num_stages=3)
+        # Float8 is widened in registers, of which wide heads leave none.
+        wide = generation >= HOPPER and cache_itemsize > 1
+        return Tile(128 if wide else 64, 32, num_warps=8, num_stages=3)
     whole = width == 128 and generation >= HOPPER and not windowed
     return Tile(128, 128 if whole else 64, num_warps=8, num_stages=3 if whole else 5)
 
 
 _FLOAT32_PREFILLS = {
     64: Tile(16, 64, num_warps=4, num_stages=3),
-    128: Tile(16, 32, num_warps=4, num_stages=3),
+    128: Tile(16, 32, num_warps=8, num_stages=3),
     256: Tile(16, 16, num_warps=8, num_stages=3),
 }
 """By padded head size."""

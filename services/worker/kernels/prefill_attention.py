@@ -228,7 +228,14 @@ def prefill_attention(
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group = heads // kv_heads
-    tile = prefill_tile(dim, group * max_query, q.element_size(), window is not None, generation(q.device))
+    tile = prefill_tile(
+        dim,
+        group * max_query,
+        q.element_size(),
+        k_cache.element_size(),
+        window is not None,
+        generation(q.device),
+    )
     pack = min(group, tile.rows)
     out = q.new_empty(rows, heads * dim) if out is None else out
     split = splits > 1
