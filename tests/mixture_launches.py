@@ -6,21 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.worker.kernels.moe import (
-    SUMMED_AT_ONCE,
-    down_row_kernel,
-    down_tile_kernel,
-    sum_kernel,
-    up_row_kernel,
-    up_tile_kernel,
-)
-from services.worker.kernels.moe_tiles import down_row_tile, expert_tile, up_row_tile
+from services.worker.kernels.moe_products import SUMMED_AT_ONCE, down_tile_kernel, sum_kernel, up_tile_kernel
+from services.worker.kernels.moe_rows import down_row_kernel, up_row_kernel
+from services.worker.kernels.moe_tiles import TILE_ROWS, down_row_tile, expert_tile, up_row_tile
 from services.worker.kernels.routing import count_kernel, place_kernel, route_kernel
 from tests.kernel_launches import Launch
 
 _ITEM = {"bf16": 2, "fp32": 4}
-_ROWS = (8, 16, 32, 512)
-"""Of an expert: one for each size of tiles."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +42,9 @@ def _launches() -> Iterator[Launch]:
     yield from _routing(_QWEN3)
     for shape in (_QWEN3, _MIXTRAL):
         yield from _few_rows(shape)
-        for rows in _ROWS:
+        for rows in TILE_ROWS:
             yield from _tiles(shape, rows, "bf16")
-    yield from _tiles(_QWEN3, _ROWS[-1], "fp32")
+    yield from _tiles(_QWEN3, TILE_ROWS[-1], "fp32")
 
 
 def _routing(shape: _Shape) -> Iterator[Launch]:
@@ -110,14 +102,14 @@ def _few_rows(shape: _Shape) -> Iterator[Launch]:
 
 
 def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
-    """With so many rows an expert."""
+    """Of so many rows."""
     pointers = dict.fromkeys(("x", "gate_up", "gated", "down", "parts"), f"*{kind}")
     order = dict.fromkeys(("sorted_picks", "tile_experts", "tiles"), "*i32") | {"picks": "i32", "chances": "*fp32"}
     for gated, kernel in ((True, up_tile_kernel), (False, down_tile_kernel)):
         for target in (80, 90):
-            tile = expert_tile(rows * shape.experts, shape.experts, _ITEM[kind], target // 10, gated=gated)
+            tile = expert_tile(rows, _ITEM[kind], target // 10, gated=gated)
             yield Launch(
-                f"{kernel.__name__} {shape.name} {kind} {rows} rows an expert",
+                f"{kernel.__name__} {shape.name} {kind} tiles of {rows} rows",
                 kernel,
                 {name: word for name, word in (pointers | order).items() if name in kernel.arg_names},
                 shape.constants
@@ -128,5 +120,5 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 targets=(target,),
                 must=frozenset({"cp.async16"}) | (frozenset({"mma"}) if target == 80 else frozenset()),
                 must_on_hopper=frozenset({"wgmma" if kind == "bf16" else "mma"}),
-                rare=shape is not _QWEN3 or kind == "fp32" or rows in _ROWS[1:-1],
+                rare=shape is not _QWEN3 or kind == "fp32" or rows in TILE_ROWS[1:-1],
             )

@@ -14,7 +14,7 @@ from triton import knobs
 
 from services.worker.kernels.activations import gated_act
 from services.worker.kernels.attention_choice import create_attention
-from services.worker.kernels.moe import mixture
+from services.worker.kernels.moe import compile_all, mixture
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
 from services.worker.kv.copier import KvCopier
@@ -50,6 +50,8 @@ class TritonOps(TorchOps):
         super().__init__(device, dtype)
         _check_device(device)
         self._cache_dtype = cache_dtype or dtype
+        self._compiled: set[tuple[object, ...]] = set()
+        """Shapes of mixtures whose kernels are there in all sizes."""
         self._attend = create_attention(attention, device, dtype, self._cache_dtype)
 
     @property
@@ -79,6 +81,10 @@ class TritonOps(TorchOps):
         kind: Activation,
     ) -> Tensor:
         assert isinstance(experts, _Experts)
+        shape = (chosen, kind, *experts.down.shape)
+        if shape not in self._compiled and self._device.type == "cuda":
+            self._compiled.add(shape)
+            compile_all(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
         return mixture(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:

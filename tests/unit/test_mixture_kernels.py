@@ -10,8 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.kernels.moe import mix_rows, mix_tiles, mixture
-from services.worker.kernels.moe_tiles import expert_tile, one_by_one
+from services.worker.kernels import moe
+from services.worker.kernels.moe import mixture
+from services.worker.kernels.moe_products import mix_tiles
+from services.worker.kernels.moe_rows import mix_rows
+from services.worker.kernels.moe_tiles import TILE_ROWS, one_by_one, tile_rows
 from services.worker.kernels.routing import Sorted, most_tiles, route, sort_picks
 from services.worker.kernels.traffic import mixture_bytes, mixture_flops
 from tests.kernel_device import DEVICE
@@ -121,17 +124,24 @@ def test_any_number_of_experts_and_any_size_will_do(shape: Shape) -> None:
     mixed.check(by_tiles(mixed))
 
 
-@pytest.mark.parametrize(("rows", "tile"), [(10, 16), (30, 32), (50, 64), (80, 128)])
-def test_each_size_of_tiles_gives_the_same(rows: int, tile: int) -> None:
-    shape = Shape(experts=2, chosen=1, hidden=80, dtype=torch.bfloat16)
-    assert expert_tile(rows, shape.experts, 2, 9, gated=True).rows == tile
-    mixed = MixedExperts(shape, rows)
-    mixed.check(by_tiles(mixed))
+@pytest.mark.parametrize("most", TILE_ROWS)
+def test_each_size_of_tiles_gives_the_same(most: int) -> None:
+    mixed = MixedExperts(Shape(experts=2, chosen=1, hidden=80, dtype=torch.bfloat16), rows=most // 2 + 9)
+    picks = route(mixed.logits, chosen=1, renormalised=True)
+    mixed.check(mix_tiles(mixed.x, picks, mixed.gate_up, mixed.down, kind="silu", most=most))
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    found = [expert_tile(rows * 8, 128, 2, 9, gated=True).rows for rows in (8, 128, 256, 512, 1024, 8192)]
-    assert found == [16, 16, 32, 64, 128, 128]
+    assert [tile_rows(rows * 8, 128) for rows in (8, 128, 256, 512, 1024, 8192)] == [16, 16, 32, 64, 128, 128]
+
+
+def test_all_sizes_of_tiles_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed, sizes = MixedExperts(Shape(), rows=2), []
+    monkeypatch.setattr(moe, "mix_tiles", lambda *_, most, **__: sizes.append(most))
+    moe.compile_all(
+        mixed.x, mixed.logits, mixed.gate_up, mixed.down, chosen=2, renormalised=True, kind=mixed.shape.kind
+    )
+    assert sizes == [16, 32, 64, 128]
 
 
 def test_an_expert_that_nobody_chose_is_not_read() -> None:

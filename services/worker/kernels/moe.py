@@ -1,10 +1,7 @@
 """A mixture of experts: routing, and products of each row with the experts that were chosen for it.
 
-Two ways. Few rows (`one_by_one`) go through their experts without tensor cores, each reading its own weights: a
-router's picks, then gates and ups, then one kernel that sums all chosen experts' outputs; three launches. Many rows are
-sorted by expert first; each tile of rows gathers them, multiplies them with one expert's matrices, and a last kernel
-sums the picks of each row in their order. Neither asks the device anything, and no sum depends on which program ends
-first.
+Two ways: few rows (`one_by_one`) each read their own experts (`moe_rows.py`), many are sorted by expert first
+(`moe_products.py`). Neither asks the device anything, and no sum depends on which program ends first.
 
 Bytes and FLOPs of n rows that meet m different experts, see `traffic.mixture_bytes` and `traffic.mixture_flops`:
 
@@ -14,23 +11,13 @@ Bytes and FLOPs of n rows that meet m different experts, see `traffic.mixture_by
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from services.worker.kernels.activations import activated
-from services.worker.kernels.attention_tiles import HOPPER
-from services.worker.kernels.moe_tiles import down_row_tile, expert_tile, one_by_one, up_row_tile
-from services.worker.kernels.products import dot
-from services.worker.kernels.routing import Picks, most_tiles, route, sort_picks
+from services.worker.kernels.moe_products import mix_tiles
+from services.worker.kernels.moe_rows import mix_rows
+from services.worker.kernels.moe_tiles import TILE_ROWS, one_by_one
+from services.worker.kernels.routing import route
 from services.worker.ops import Activation
-
-SUMMED_AT_ONCE = 1024
-UNROLLED = tl.constexpr(4)
-"""Turns of a loop over a row's elements whose loads are on their way together."""
 
 
 def mixture(
@@ -43,272 +30,11 @@ def mixture(
     return mix_tiles(x, picks, gate_up, down, kind=kind)
 
 
-def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
-    """Row by row, for few of them: an expert is read once for each row that chose it."""
-    (rows, hidden), chosen, size = x.shape, picks.experts.shape[1], down.shape[2]
-    gated = x.new_empty(rows * chosen, size)
-    tile = up_row_tile(x.element_size())
-    up_row_kernel[(triton.cdiv(size, tile.columns), rows * chosen)](
-        *(x, gate_up, picks.experts, gated),
-        HIDDEN=hidden,
-        SIZE=size,
-        CHOSEN=chosen,
-        KIND=kind,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        num_warps=tile.num_warps,
-    )
-    out = torch.empty_like(x)
-    places = triton.next_power_of_2(chosen)
-    tile = down_row_tile(places, x.element_size())
-    down_row_kernel[(triton.cdiv(hidden, tile.columns), rows)](
-        *(gated, down, *picks, out),
-        HIDDEN=hidden,
-        SIZE=size,
-        CHOSEN=chosen,
-        PLACES=places,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        num_warps=tile.num_warps,
-    )
-    return out
-
-
-def mix_tiles(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
-    """Sorted by expert: an expert is read once for each tile of rows."""
-    (rows, hidden), (experts, _, size) = x.shape, down.shape
-    chosen = picks.experts.shape[1]
-    how = (rows * chosen, experts, x.element_size(), _capability(x.device))
-    up, out = expert_tile(*how, gated=True), expert_tile(*how, gated=False)
-    order = sort_picks(picks.experts, experts, up.rows)
-    tiles = most_tiles(rows * chosen, experts, up.rows)
-    gated = x.new_empty(tiles * up.rows, size)
-    up_tile_kernel[(tiles * triton.cdiv(size, up.columns),)](
-        *(x, gate_up, *order, gated, rows * chosen),
-        HIDDEN=hidden,
-        SIZE=size,
-        CHOSEN=chosen,
-        KIND=kind,
-        ROWS=up.rows,
-        COLUMNS=up.columns,
-        DEPTH=up.depth,
-        SWAPPED=up.swapped,
-        num_warps=up.num_warps,
-        num_stages=up.num_stages,
-    )
-    parts = x.new_empty(rows * chosen, hidden)
-    down_tile_kernel[(tiles * triton.cdiv(hidden, out.columns),)](
-        *(gated, down, *order, picks.chances, parts, rows * chosen),
-        HIDDEN=hidden,
-        SIZE=size,
-        ROWS=out.rows,
-        COLUMNS=out.columns,
-        DEPTH=out.depth,
-        SWAPPED=out.swapped,
-        num_warps=out.num_warps,
-        num_stages=out.num_stages,
-    )
-    summed = torch.empty_like(x)
-    sum_kernel[(triton.cdiv(hidden, SUMMED_AT_ONCE), rows)](
-        parts, summed, HIDDEN=hidden, CHOSEN=chosen, AT_ONCE=SUMMED_AT_ONCE, num_warps=4
-    )
-    return summed
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """The major one; off a GPU, an H200's, so that tests choose as it would."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
-
-
-@triton.jit
-def up_row_kernel(
-    x,
-    gate_up,
-    experts,
-    gated,
-    HIDDEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Grid (columns, picks): act(gate) · up of some columns of one pick."""
-    pick = tl.program_id(1)
-    expert = tl.load(experts + pick).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    row = x + (pick // CHOSEN).to(tl.int64) * HIDDEN + depth
-    # Columns beyond the last are read as the last, and not stored.
-    gates = gate_up + expert * (2 * SIZE * HIDDEN) + tl.minimum(column, SIZE - 1)[:, None] * HIDDEN + depth[None, :]
-    gate = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    up = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for start in tl.range(0, HIDDEN, DEPTH, loop_unroll_factor=UNROLLED):
-        there = depth < HIDDEN - start
-        values = tl.load(row + start, mask=there, other=0.0).to(tl.float32)[None, :]
-        gate += tl.load(gates + start, mask=there[None, :], other=0.0).to(tl.float32) * values
-        up += tl.load(gates + SIZE * HIDDEN + start, mask=there[None, :], other=0.0).to(tl.float32) * values
-    made = activated(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
-    tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
-
-
-@triton.jit
-def down_row_kernel(
-    gated,
-    down,
-    chances,
-    experts,
-    out,
-    HIDDEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Grid (columns, rows): the sum over all experts of a row, side by side so that many bytes are on their way."""
-    row = tl.program_id(1)
-    place, depth = tl.arange(0, PLACES), tl.arange(0, DEPTH)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    pick = row * CHOSEN + place
-    chance = tl.load(chances + pick, mask=place < CHOSEN, other=0.0)
-    expert = tl.load(experts + pick, mask=place < CHOSEN, other=0).to(tl.int64)
-    inputs = gated + pick.to(tl.int64)[:, None] * SIZE + depth[None, :]
-    weights = (
-        down
-        + (expert * (HIDDEN * SIZE))[None, :, None]
-        + (tl.minimum(column, HIDDEN - 1) * SIZE)[:, None, None]
-        + depth[None, None, :]
-    )
-    total = tl.zeros([COLUMNS, PLACES, DEPTH], tl.float32)
-    for start in tl.range(0, SIZE, DEPTH, loop_unroll_factor=UNROLLED):
-        there = (place < CHOSEN)[:, None] & (depth < SIZE - start)[None, :]
-        values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance[:, None]
-        total += tl.load(weights + start, mask=there[None, :, :], other=0.0).to(tl.float32) * values[None, :, :]
-    made = tl.sum(tl.sum(total, 2), 1)
-    tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)
-
-
-@triton.jit(do_not_specialize=["picks"])
-def up_tile_kernel(
-    x,
-    gate_up,
-    sorted_picks,
-    tile_experts,
-    tiles,
-    gated,
-    picks,
-    HIDDEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):
-    """One tile of sorted picks times some columns of its expert a program: `gated` [tiles * ROWS, SIZE]."""
-    WIDE: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0) // WIDE
-    if tile >= tl.load(tiles):
-        return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # Padding computes what the last pick does; nobody reads it.
-    pick = tl.minimum(tl.load(sorted_picks + place), picks - 1)
-    column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    rows = x + (pick // CHOSEN).to(tl.int64)[:, None] * HIDDEN + depth[None, :]
-    gates = gate_up + expert * (2 * SIZE * HIDDEN) + (tl.minimum(column, SIZE - 1)[:, None] * HIDDEN + depth[None, :])
-    ups = gates + SIZE * HIDDEN
-    gate = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, HIDDEN, DEPTH):
-        values = part(rows, depth, start, HIDDEN, DEPTH)
-        gate = times(values, part(gates, depth, start, HIDDEN, DEPTH), gate, SWAPPED)
-        up = times(values, part(ups, depth, start, HIDDEN, DEPTH), up, SWAPPED)
-        rows += DEPTH
-        gates += DEPTH
-        ups += DEPTH
-    made = (activated(gate, KIND) * up).to(gated.dtype.element_ty)
-    if SWAPPED:
-        made = tl.trans(made)
-    tl.store(gated + place[:, None] * SIZE + column[None, :], made, mask=(column < SIZE)[None, :])
-
-
-@triton.jit(do_not_specialize=["picks"])
-def down_tile_kernel(
-    gated,
-    down,
-    sorted_picks,
-    tile_experts,
-    tiles,
-    chances,
-    parts,
-    picks,
-    HIDDEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):
-    """One tile of sorted picks times some columns of its expert a program: `parts` [picks, HIDDEN], times chances."""
-    WIDE: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0) // WIDE
-    if tile >= tl.load(tiles):
-        return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    rows = gated + place[:, None] * SIZE + depth[None, :]
-    weights = down + expert * (HIDDEN * SIZE) + (tl.minimum(column, HIDDEN - 1)[:, None] * SIZE + depth[None, :])
-    total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, SIZE, DEPTH):
-        values = part(rows, depth, start, SIZE, DEPTH)
-        total = times(values, part(weights, depth, start, SIZE, DEPTH), total, SWAPPED)
-        rows += DEPTH
-        weights += DEPTH
-    if SWAPPED:
-        total = tl.trans(total)
-    pick = tl.load(sorted_picks + place)
-    chance = tl.load(chances + pick, mask=pick < picks, other=0.0)
-    tl.store(
-        parts + pick.to(tl.int64)[:, None] * HIDDEN + column[None, :],
-        (total * chance[:, None]).to(parts.dtype.element_ty),
-        mask=(pick < picks)[:, None] & (column < HIDDEN)[None, :],
-    )
-
-
-@triton.jit
-def part(pointers, depth, start, WHOLE: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile [rows, DEPTH] of a matrix with rows of WHOLE elements; zeros beyond them."""
-    if WHOLE % DEPTH == 0:
-        values = tl.load(pointers)
-    else:
-        values = tl.load(pointers, mask=(depth < WHOLE - start)[None, :], other=0.0)
-    return values
-
-
-@triton.jit
-def times(values, weights, total, SWAPPED: tl.constexpr):
-    """total + values @ weightsᵀ, or that transposed."""
-    if SWAPPED:
-        total = dot(weights, tl.trans(values), total)
-    else:
-        total = dot(values, tl.trans(weights), total)
-    return total
-
-
-@triton.jit
-def sum_kernel(parts, out, HIDDEN: tl.constexpr, CHOSEN: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Grid (columns, rows): the sum of a row's picks, in their order."""
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    there = column < HIDDEN
-    total = tl.zeros([AT_ONCE], tl.float32)
-    for place in tl.static_range(CHOSEN):
-        total += tl.load(parts + (row * CHOSEN + place) * HIDDEN + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=there)
+def compile_all(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, chosen: int, renormalised: bool, kind: Activation
+) -> None:
+    """Runs every kernel on x's first row, in all sizes of tiles: what is compiled now holds nobody up later."""
+    picks = route(logits[:1], chosen=chosen, renormalised=renormalised)
+    mix_rows(x[:1], picks, gate_up, down, kind=kind)
+    for most in TILE_ROWS:
+        mix_tiles(x[:1], picks, gate_up, down, kind=kind, most=most)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from services.worker.kernels.attention_tiles import HOPPER
 
+TILE_ROWS = (16, 32, 64, 128)
+
 
 class ExpertTile(NamedTuple):
     """Of a product of some rows with some columns of one expert."""
@@ -47,15 +49,17 @@ def down_row_tile(chosen: int, itemsize: int) -> RowTile:
     return RowTile(columns=8, depth=max(16, 2048 // (chosen * itemsize)), num_warps=4)
 
 
-def expert_tile(picks: int, experts: int, itemsize: int, capability: int, *, gated: bool) -> ExpertTile:
-    """`gated`: two matrices, gates and ups. `capability`: the major one."""
-    rows = picks / experts
-    tile = 16 if rows <= 8 else 32 if rows <= 16 else 64 if rows <= 32 else 128
-    return _expert_tile(tile, itemsize, capability >= HOPPER, gated)
+def tile_rows(picks: int, experts: int) -> int:
+    """Rows of a tile where experts have so many picks together: twice what they have on average, or
+    more, as far as there are such tiles."""
+    average = picks / experts
+    return next((rows for rows in TILE_ROWS if average <= rows / 2), TILE_ROWS[-1])
 
 
 @cache
-def _expert_tile(rows: int, itemsize: int, hopper: bool, gated: bool) -> ExpertTile:
+def expert_tile(rows: int, itemsize: int, capability: int, *, gated: bool) -> ExpertTile:
+    """The tile of at most `rows` rows. `gated`: two matrices, gates and ups. `capability`: the major one."""
+    hopper = capability >= HOPPER
     if itemsize == 4:
         # Products of float32 are three of TF32 each, out of twice the shared memory: for correctness, not for speed.
         return ExpertTile(min(rows, 32), 64, 32, rows <= 32, num_warps=4, num_stages=3)
