@@ -2,7 +2,7 @@
 
 Gates and ups first, a pick (one of a row's experts) at a time; then one kernel sums the outputs of a row's experts.
 
-Bytes of n rows: 3 · n · chosen · I · hidden · itemsize of weights, and n · 2 · (hidden + chosen · I) · itemsize of rows.
+Bytes of n rows: 3 · n · chosen · I · hidden · itemsize of weights, and 2 · n · (hidden + chosen · I) · itemsize beside.
 """
 
 from __future__ import annotations
