@@ -8,14 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
 from services.worker.drawn_step import DrawnBatch, DrawnStep
+from services.worker.ops import BatchMeta
 from services.worker.rows import Int32s
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn
-from services.worker.speculation.proposer import Computed
 from services.worker.speculation.standing import standing
 from services.worker.speculation.verdict import Verdict, by_sequence
 from services.worker.step_clock import Mark
@@ -37,8 +38,9 @@ class WithDrafts(NamedTuple):
 
     tokens: Int32s
     """[Q, K]"""
-    computed: Computed | None
-    """What whoever drafts is told when it is known what stands; None where nobody wants it."""
+    meta: BatchMeta
+    """As the next one, for whoever drafts, when it is known what stands."""
+    features: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

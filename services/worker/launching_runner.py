@@ -30,7 +30,6 @@ from services.worker.sampling.held import History
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn, sample
-from services.worker.speculation.proposer import Computed
 from services.worker.step_clock import Mark, clock_of
 from services.worker.token_table import TokenTable
 from services.worker.unsettled import UnsettledSteps
@@ -93,9 +92,14 @@ class LaunchingRunner(RankBackend):
         launched = self._launched(batch, self._tokens.read(placed), meta, self._history)
         self._tokens.feed(placed, _drawing(batch, meta), launched.drawn.tokens)
         places = rank.sequences.advance(batch.sampled_slots)
-        if rank.proposer is not None:
-            rank.proposer.observe(self._computed(batch, launched))
+        one_each = np.ones(len(batch.sampled), dtype=np.int32)
+        rank.tell(batch, meta, launched.features, one_each, lambda: self._behind(batch))
         return self._step(plan, batch, launched, places)
+
+    def _behind(self, batch: Batch) -> Tensor:
+        """[n] the token behind each row."""
+        cells = self._tokens.cells(batch.rows.row_slots, batch.rows.positions + 1)
+        return self._tokens.read(sent(cells, self.rank.device))
 
     def _with_drafts(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
         """The host knows all that the rows hold. It takes what is drawn when that has come."""
@@ -104,8 +108,7 @@ class LaunchingRunner(RankBackend):
         launched = self._launched(batch, ids, meta, rank.sequences.history)
         places = rank.sequences.lengths[slots]
         drafts = rank.sequences.drafts(slots, int(batch.drafted.max()))
-        computed = None if rank.proposer is None else self._computed(batch, launched)
-        return self._step(plan, batch, launched, places, WithDrafts(drafts, computed))
+        return self._step(plan, batch, launched, places, WithDrafts(drafts, meta, launched.features))
 
     def _launched(self, batch: Batch, ids: Tensor, meta: BatchMeta, history: History) -> _Launched:
         begun = self._clock.mark()
@@ -130,20 +133,6 @@ class LaunchingRunner(RankBackend):
         if choices is None or self.rank.communicator.world_size == 1:
             return drawn
         return Drawn(self.rank.communicator.broadcast(drawn.tokens), drawn.told)
-
-    def _computed(self, batch: Batch, launched: _Launched) -> Computed:
-        rows = batch.rows
-        following = self._tokens.cells(rows.row_slots, rows.positions + 1)
-        return Computed(
-            row_slots=rows.row_slots,
-            positions=rows.positions,
-            kv_slots=rows.kv_slots,
-            meta=launched.meta,
-            features=launched.features,
-            sampled_slots=batch.sampled_slots,
-            last_rows=batch.drawn_rows,
-            following=lambda: self._tokens.read(sent(following, self.rank.device)),
-        )
 
     def _step(
         self, plan: StepPlan, batch: Batch, launched: _Launched, places: Int32s, drafts: WithDrafts | None = None

@@ -181,8 +181,16 @@ class Rank:
         features = self.decoder.empty_features(len(ids)) if wanted else None
         return self._forward(ids, meta, self._caches, features), features
 
-    def tell(self, batch: Batch, meta: BatchMeta, features: Tensor | None, counts: Int32s) -> None:
-        """Whoever drafts hears of a step that is computed; `counts` [Q]: the tokens that its sequences have gained."""
+    def tell(
+        self,
+        batch: Batch,
+        meta: BatchMeta,
+        features: Tensor | None,
+        counts: Int32s,
+        following: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Whoever drafts hears of a step that is computed; `counts` [Q]: the tokens that its sequences have gained.
+        `following`: see `Computed`; None: the host knows the tokens."""
         if not self.tells or self.proposer is None:
             return
         rows = batch.rows
@@ -196,7 +204,8 @@ class Rank:
                 features=features,
                 sampled_slots=batch.sampled_slots,
                 last_rows=last,
-                following=lambda: sent(self.sequences.tokens[rows.row_slots, rows.positions + 1], self.device),
+                following=following
+                or (lambda: sent(self.sequences.tokens[rows.row_slots, rows.positions + 1], self.device)),
             )
         )
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 
 from services.worker.backend import MOST_BEGUN
-from services.worker.launched_step import LaunchedStep
+from services.worker.batch import Batch
+from services.worker.launched_step import LaunchedStep, WithDrafts
 from services.worker.rank import Rank
 from services.worker.rows import Int32s, Slots
-from services.worker.speculation.proposer import Computed
 from services.worker.token_table import TokenTable
 
 _MOST = 2 * MOST_BEGUN
@@ -54,7 +53,7 @@ class UnsettledSteps:
         step = self._steps.popleft()
         tokens = step.tokens()
         if step.drafts is not None:
-            self._settle_with_drafts(step, tokens, step.drafts.computed)
+            self._settle_with_drafts(step.batch, step.places, tokens, step.drafts)
             return
         batch, rank = step.batch, self._rank
         there = np.flatnonzero(rank.sequences.tenancies[batch.sampled_slots] == step.tenancies)
@@ -63,15 +62,13 @@ class UnsettledSteps:
         if rank.guided is not None:
             rank.guided.take(slots, np.ones(len(slots), dtype=np.int32), tokens[there])
 
-    def _settle_with_drafts(self, step: LaunchedStep, tokens: Int32s, computed: Computed | None) -> None:
+    def _settle_with_drafts(self, batch: Batch, places: Int32s, tokens: Int32s, drafts: WithDrafts) -> None:
         """Nothing was begun behind it, so all of its sequences are there."""
-        batch, rank = step.batch, self._rank
+        rank = self._rank
         counts = rank.sequences.append(batch.sampled_slots, batch.drafted, tokens)
         rows, columns = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
-        cells = self._tokens.cells(batch.sampled_slots[rows], step.places[rows] + columns.astype(np.int32))
+        cells = self._tokens.cells(batch.sampled_slots[rows], places[rows] + columns.astype(np.int32))
         self._tokens.put(cells, tokens[rows, columns])
         if rank.guided is not None:
             rank.guided.take(batch.sampled_slots, counts, tokens)
-        if rank.proposer is not None and computed is not None:
-            last = batch.drawn_rows[batch.first_drawn + counts - 1]
-            rank.proposer.observe(replace(computed, last_rows=last))
+        rank.tell(batch, drafts.meta, drafts.features, counts)
