@@ -37,7 +37,7 @@ from services.worker.staging import staging_for
 from shared.messages.lifecycle import ModelCard
 from shared.messages.worker import StepPlan
 
-FORGETS_AFTER = 32
+FORGETS_AFTER = 8
 """Steps without drafts after which whoever drafts is told nothing more of what the model computes: it costs a drafter
 that does not pay nothing then, and when it is asked again it finds its way as well as it can."""
 

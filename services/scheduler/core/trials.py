@@ -12,6 +12,8 @@ FIRST_WAIT = 64
 """Steps from one trial to the next, at first."""
 LONGEST_WAIT = 1024
 """The same at the most: trials take less than a hundredth of the time then, however poor what is tried."""
+RARER, FAR_RARER = 2, 4
+"""After a trial the next one comes so many times later; far later where drafting did poorly beyond doubt."""
 SOONER = 4
 """After a change of course the next trial comes so many times sooner."""
 PLAIN_STEPS = 4
@@ -42,6 +44,7 @@ class Trials:
         self._wait = FIRST_WAIT
         self._until = 0
         """Steps until the next trial."""
+        self._rarer = RARER
         self._age = 0
         """Steps since the latest one."""
         self._plain = 0
@@ -65,9 +68,11 @@ class Trials:
             if self._age > LAG:
                 self._judge(gain)
             if self._until < 0:
+                self._rarer = RARER
                 self.left = PLAIN_STEPS if self.drafting else MOST_STEPS
         elif not self.drafting and _has_seen_enough(gain):
             self.left = 1
+            self._rarer = FAR_RARER if gain.mean + 2 * gain.doubt < 0.0 else RARER
         return self._go_on() if self.left else self.drafting
 
     def _judge(self, gain: Gain) -> None:
@@ -88,8 +93,8 @@ class Trials:
         """A step of the trial."""
         self.left -= 1
         if not self.left:
+            self._wait = min(self._rarer * self._wait, LONGEST_WAIT)
             self._age, self._until = 0, self._wait
-            self._wait = min(2 * self._wait, LONGEST_WAIT)
         return not self.drafting
 
 
