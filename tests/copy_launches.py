@@ -30,5 +30,5 @@ def copies() -> Iterator[Launch]:
                 | {"BLOCK": triton.next_power_of_2(words), "GATHER": gather},
                 num_warps=WARPS,
                 must=frozenset({"load16", "store16"}),
-                rare=head_dim != 128,
+                rare=head_dim != 128 or not gather,
             )

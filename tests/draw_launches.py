@@ -19,7 +19,7 @@ def draws() -> Iterator[Launch]:
         for kind in ("bf16", "fp32"):
             yield from _draws(vocab, kind, rare=(vocab, kind) != (128256, "bf16"))
         for certain in (True, False):
-            yield from _rejections(vocab, 5, certain=certain, rare=vocab != 128256 or certain)
+            yield from _rejections(vocab, 5, certain=certain)
 
 
 def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
@@ -47,7 +47,7 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
     )
 
 
-def _rejections(vocab: int, places: int, *, certain: bool, rare: bool) -> Iterator[Launch]:
+def _rejections(vocab: int, places: int, *, certain: bool) -> Iterator[Launch]:
     chunks = -(-vocab // verification.CHUNK)
     own = {"target": "*fp32", "drafts": "*i32", "counts": "*i32", "chances": "*fp64"}
     own |= {"left_sums": "*fp32", "sums": "*fp32"} | ({} if certain else {"drafting": "*fp32"})
@@ -60,7 +60,7 @@ def _rejections(vocab: int, places: int, *, certain: bool, rare: bool) -> Iterat
         own,
         sizes | {"AT_ONCE": verification.AT_ONCE},
         must=_WIDE,
-        rare=rare,
+        rare=True,
     )
     yield Launch(
         f"replacement {name}",
@@ -68,5 +68,5 @@ def _rejections(vocab: int, places: int, *, certain: bool, rare: bool) -> Iterat
         own | {"tokens": "*i32", "stand": "*i32"},
         sizes | {"ALL": triton.next_power_of_2(chunks)},
         num_warps=verification.WARPS,
-        rare=rare,
+        rare=True,
     )
