@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from deploy.bench.character_plot import Point, Range, Roof, drawn, ranges, short
 from deploy.bench.kernels import Kernels
@@ -31,6 +32,7 @@ from services.worker.roofline.findings import (
     Timed,
     Work,
 )
+from services.worker.roofline.stopwatch import Stopwatch
 
 CEILINGS = Ceilings({"copy": 100.0, "read": 80.0}, {"matmul": 1000.0})
 
@@ -239,3 +241,16 @@ def test_every_rank_is_asked_the_same_and_knows_where_they_meet() -> None:
     assert len({each.rendezvous for each in ranks}) == 1
     assert ranks[0].rendezvous is not None
     assert of_each_rank(parsed_roofline([])[0]) == [parsed_roofline([])[0]]
+
+
+def test_a_stopwatch_runs_work_as_often_as_there_is_time_and_ranks_agree_on() -> None:
+    calls: list[None] = []
+    cpu = torch.device("cpu")
+    once = Stopwatch(cpu).timed(lambda: calls.append(None), 0.0)
+    assert (once.runs, len(calls)) == (1, 2), "one run before it does not count"
+    calls.clear()
+    often = Stopwatch(cpu, cpu_time=True).timed(lambda: calls.append(None), 3600.0)
+    assert (often.runs, len(calls)) == (50, 51)
+    agreed = Stopwatch(cpu, lambda wish: min(wish, 7)).timed(lambda: calls.append(None), 3600.0)
+    assert agreed.runs == 7
+    assert agreed.best <= agreed.median

@@ -97,8 +97,10 @@ class _Steps:
             return StepSkipped(case, reason)
         rank, vocabulary = self._runner.rank, self._runner.card.vocab_size
         ids, meta = batch_of(case, self._runner.num_blocks, vocabulary, rank.device)
+        begun = time.perf_counter()
         forward = self._watch.timed(lambda: rank.forward(ids, meta), share / 2)
-        runs = max(1, min(_WHOLE_RUNS, int(share / 2 / forward.median)))
+        each = (time.perf_counter() - begun) / (forward.runs + 1)
+        runs = max(1, min(_WHOLE_RUNS, int(share / 2 / each)))
         whole = self._whole.timed(case, self._loaded.communicator.least(runs))
         return StepMeasured(
             case=case,

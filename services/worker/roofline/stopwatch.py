@@ -30,8 +30,10 @@ class Stopwatch:
         """At least one run counts, however small `budget` (in seconds)."""
         if self._device.type == "cuda":
             self._seconds(work, 1)  # compiles kernels, which is no estimate of anything
-        warm = min(self._seconds(work, 1))
-        runs = self._agree(max(1, min(_MOST_RUNS, int(budget / max(warm, 1e-9)))))
+        begun = time.perf_counter()
+        self._seconds(work, 1)
+        elapsed = time.perf_counter() - begun  # which is more than the work's own time where others compute, too
+        runs = self._agree(max(1, min(_MOST_RUNS, int(budget / max(elapsed, 1e-9)))))
         taken = self._seconds(work, runs)
         return Timed(statistics.median(taken), min(taken), runs)
 
