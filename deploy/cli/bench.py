@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deploy.cli.detach import start_in_background
@@ -18,37 +18,56 @@ from deploy.supervisor.state_file import StackState, read_state
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
 _MEASURES_NO_SERVER = ("prefixes", "kv")
+_THEIR_USAGE = """
+Of the `baton` command alone:
+
+  idle          the share of its time in which a worker has nothing to do between steps
+  speculation   output tokens per second with each method of drafting, and without
+  roofline      a model's steps beside the device's limits, measured in the same run
+  kernels       single kernels beside torch's own operations and those limits
+"""
 
 
 def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | None) -> None:
     """Ends with the bench's own status. Raises CommandError."""
-    if argv and argv[0] == "idle":
-        from deploy.bench.idle import run_idle
-
-        run_idle(argv[1:])
+    own = _own_command(argv[0]) if argv else None
+    if own is not None:
+        own(argv[1:])
         return
-    if argv and argv[0] == "speculation":
-        from deploy.bench.speculation import run_speculation
-
-        run_speculation(argv[1:])
-        return
-    if argv and argv[0] == "roofline":
-        from deploy.bench.roofline import run_roofline
-
-        run_roofline(argv[1:])
-        return
-    if argv and argv[0] == "kernels":
-        from deploy.bench.kernels import run_kernels
-
-        run_kernels(argv[1:])
-        return
-    if not argv or argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
+    if not argv or argv[0] in ("-h", "--help"):
+        status = _bench(argv)
+        print(_THEIR_USAGE, end="", file=sys.stdout if argv else sys.stderr)
+        raise SystemExit(status)
+    if argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:
         raise SystemExit(_bench(told(argv, _found(name, run_dir))))
     with _stack_for_the_run(shlex.split(up)) as state:
         status = _bench(told(argv, state))
     raise SystemExit(status)
+
+
+def _own_command(name: str) -> Callable[[Sequence[str]], None] | None:
+    """What starts engines or workers of its own; imported only when asked for."""
+    match name:
+        case "idle":
+            from deploy.bench.idle import run_idle
+
+            return run_idle
+        case "speculation":
+            from deploy.bench.speculation import run_speculation
+
+            return run_speculation
+        case "roofline":
+            from deploy.bench.roofline import run_roofline
+
+            return run_roofline
+        case "kernels":
+            from deploy.bench.kernels import run_kernels
+
+            return run_kernels
+        case _:
+            return None
 
 
 def told(argv: Sequence[str], state: StackState) -> list[str]:
