@@ -94,6 +94,8 @@ class Rank:
         )
         self._unasked = 0
         """Steps since drafts were asked for; the same on all ranks."""
+        self._forgotten = False
+        """Whether the proposer knows no sequence, as it was told of no step since."""
         self.guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
         self.draft_by(proposer)
 
@@ -193,6 +195,12 @@ class Rank:
         `following`: see `Computed`; None: the host knows the tokens."""
         if not self.tells or self.proposer is None:
             return
+        if self.drafting.features and features is None:
+            if not self._forgotten:
+                self.proposer.clear()
+            self._forgotten = True
+            return
+        self._forgotten = False
         rows = batch.rows
         last = batch.drawn_rows[batch.first_drawn + counts - 1] if len(batch.sampled) else batch.drawn_rows
         self.proposer.observe(

@@ -173,4 +173,4 @@ class EagleProposer:
         """What the layer made of their former contents stays, finite and wrong."""
 
     def clear(self) -> None:
-        pass
+        self._ready[:] = False
