@@ -3,7 +3,7 @@ as the best number of drafts."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_draft_lengths import Engine
@@ -11,7 +11,7 @@ from tests.unit.test_draft_lengths import Engine
 seconds = st.floats(1e-5, 2e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     sequences=st.sampled_from([1, 2, 8, 24]),
     acceptance=st.floats(0.0, 0.95),
@@ -21,6 +21,8 @@ seconds = st.floats(1e-5, 2e-3)
     draft=seconds,
     noise=st.floats(0.0, 0.3),
 )
+@example(sequences=24, acceptance=0.0, fixed=0.001, row=2e-05, asking=0.002, draft=0.002, noise=0.1)
+@example(sequences=24, acceptance=0.0, fixed=0.001, row=2e-05, asking=0.002, draft=0.002, noise=0.0)
 def test_drafting_is_hardly_ever_slower_than_none(
     sequences: int, acceptance: float, fixed: float, row: float, asking: float, draft: float, noise: float
 ) -> None:

@@ -11,7 +11,10 @@ from services.scheduler.core.draft_costs import Gain
 FIRST_WAIT = 64
 """Steps from one trial to the next, at first."""
 LONGEST_WAIT = 1024
-"""The same at the most: trials take less than a hundredth of the time then, however poor what is tried."""
+"""The same at the most, unless a trial has cost much."""
+PER_LOST = 64
+"""Steps until the next trial for each that the latest one was worth: so trials take hardly more than a sixtieth of the
+time, however poor what is tried."""
 RARER, FAR_RARER = 2, 4
 """After a trial the next one comes so many times later; far later where drafting did poorly beyond doubt."""
 SOONER = 4
@@ -45,6 +48,8 @@ class Trials:
         self._until = 0
         """Steps until the next trial."""
         self._rarer = RARER
+        self._lost = 0.0
+        """What the trial to draft has cost, in steps without drafts."""
         self._age = 0
         """Steps since the latest one."""
         self._plain = 0
@@ -72,6 +77,7 @@ class Trials:
                 self.left = PLAIN_STEPS if self.drafting else MOST_STEPS
         elif not self.drafting and _has_seen_enough(gain):
             self.left = 1
+            self._lost = max(0.0, -gain.mean) * gain.steps
             self._rarer = FAR_RARER if gain.mean + 2 * gain.doubt < 0.0 else RARER
         return self._go_on() if self.left else self.drafting
 
@@ -93,7 +99,8 @@ class Trials:
         """A step of the trial."""
         self.left -= 1
         if not self.left:
-            self._wait = min(self._rarer * self._wait, LONGEST_WAIT)
+            self._wait = max(min(self._rarer * self._wait, LONGEST_WAIT), int(PER_LOST * self._lost))
+            self._lost = 0.0
             self._age, self._until = 0, self._wait
         return not self.drafting
 
