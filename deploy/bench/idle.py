@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import os
 import platform
-import sys
 from collections.abc import Sequence
 
 from deploy.bench.engine_alone import engine_alone
 from deploy.bench.steps import IdleFigures, SteadyLoad
 from deploy.cli.stack_spec import model_directory
+from services.worker.binding import available_cores
 
 HEADER = ("device", "run-ahead", "sequences", "step", "tokens/s", "idle", "waiting", "prepare", "answer")
 
@@ -91,8 +91,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _machine() -> str:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return f"{cores} cores ({_processor()}), load {os.getloadavg()[0]:.1f}"
+    return f"{available_cores()} cores ({_processor()}), load {os.getloadavg()[0]:.1f}"
 
 
 def _processor() -> str:

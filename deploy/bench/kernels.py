@@ -11,7 +11,7 @@ import msgspec
 from deploy.bench.character_plot import short
 from deploy.bench.measuring import findings
 from deploy.bench.roofline_options import parsed_kernels
-from deploy.bench.run_lines import ceilings_line, machine_line, plain_console
+from deploy.bench.run_lines import against_limits, ceilings_line, columned, machine_line, plain_console
 from services.worker.roofline.findings import Ceilings, Finding, KernelMeasured, KernelSkipped, Started
 
 if TYPE_CHECKING:
@@ -69,14 +69,7 @@ def _conclude(console: Console, found: Kernels, ceilings: Ceilings) -> None:
 
 
 def table(measured: Sequence[KernelMeasured], ceilings: Ceilings) -> RenderableType:
-    from rich.table import Table
-
-    made = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for number, column in enumerate(COLUMNS):
-        made.add_column(column, no_wrap=True, justify="left" if number < 2 else "right")
-    for kernel in measured:
-        made.add_row(*cells(kernel, ceilings))
-    return made
+    return columned(COLUMNS, 2, (cells(kernel, ceilings) for kernel in measured))
 
 
 def cells(kernel: KernelMeasured, ceilings: Ceilings) -> list[str]:
@@ -115,10 +108,7 @@ def _described(kernel: KernelMeasured, ceilings: Ceilings) -> dict[str, Any]:
         "runs": kernel.ours.runs,
         "bytes": work.bytes,
         "flops": work.flops,
-        "bytes_per_second": work.bytes / seconds,
-        "flops_per_second": work.flops / seconds,
-        "bound": ceilings.bound(work),
-        "share": ceilings.share(work, seconds),
+        **against_limits(work, seconds, ceilings),
         "torch": kernel.rival_name,
         "torch_seconds": None if kernel.rival is None else kernel.rival.median,
     }

@@ -13,7 +13,7 @@ from deploy.bench.character_plot import Point, Roof, drawn, short
 from deploy.bench.measuring import findings
 from deploy.bench.roofline_options import Shown, parsed_roofline
 from deploy.bench.roofline_plot import plot_roofline
-from deploy.bench.run_lines import ceilings_line, machine_line, plain_console
+from deploy.bench.run_lines import against_limits, ceilings_line, columned, machine_line, plain_console
 from deploy.cli.errors import CommandError
 from services.worker.roofline.findings import (
     Ceilings,
@@ -120,14 +120,7 @@ def _model_line(model: ModelReady) -> str:
 
 
 def table(measured: Sequence[StepMeasured], ceilings: Ceilings) -> RenderableType:
-    from rich.table import Table
-
-    made = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for number, column in enumerate(COLUMNS):
-        made.add_column(column, no_wrap=True, justify="left" if number == 0 else "right")
-    for step in measured:
-        made.add_row(*cells(step, ceilings))
-    return made
+    return columned(COLUMNS, 1, (cells(step, ceilings) for step in measured))
 
 
 def cells(step: StepMeasured, ceilings: Ceilings) -> list[str]:
@@ -199,9 +192,6 @@ def _described(step: StepMeasured, ceilings: Ceilings) -> dict[str, Any]:
         "bytes": work.bytes,
         "flops": work.flops,
         "intensity": work.intensity,
-        "bytes_per_second": work.bytes / seconds,
-        "flops_per_second": work.flops / seconds,
-        "bound": ceilings.bound(work),
-        "share": ceilings.share(work, seconds),
+        **against_limits(work, seconds, ceilings),
         "share_of_copy": work.bytes / seconds / ceilings.memory_rates["copy"],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deploy.cli.errors import CommandError
 from deploy.cli.stack_spec import DEMO_MODEL, model_directory
@@ -59,22 +59,16 @@ def parsed_roofline(argv: Sequence[str]) -> tuple[StepsAsked, Shown]:
         raise CommandError(str(error)) from None
     name, shape, model = _model(options) or (DEMO, None, str(DEMO_MODEL))
     asked = StepsAsked(
+        **_on_what(options),
         name=name,
         shape=shape,
         model=model,
-        device=options.device,
-        dtype=options.dtype,
         ops=options.ops,
-        threads=options.threads,
-        cpu_time=options.cpu_time,
-        kv_cache_dtype=options.kv_cache_dtype,
-        attention=options.attention,
         batches=options.batch,
         contexts=options.context,
         prefills=options.prefill,
         tp=options.tp,
         enforce_eager=options.enforce_eager,
-        seconds=options.seconds,
     )
     return asked, Shown(options.json, options.plot)
 
@@ -89,19 +83,13 @@ def parsed_kernels(argv: Sequence[str]) -> tuple[KernelsAsked, Shown]:
     options = parser.parse_args(argv)
     name, shape, model = _model(options) or (None, None, None)
     asked = KernelsAsked(
+        **_on_what(options),
         name=name,
         shape=shape,
         model=model,
-        device=options.device,
-        dtype=options.dtype,
-        threads=options.threads,
-        cpu_time=options.cpu_time,
-        kv_cache_dtype=options.kv_cache_dtype,
-        attention=options.attention,
         only=options.only,
         rows=options.rows,
         contexts=options.context,
-        seconds=options.seconds,
     )
     return asked, Shown(options.json, None)
 
@@ -119,6 +107,12 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--cpu-time", action="store_true", help="Own processor time, on a busy CPU; use --threads 1.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     return parser
+
+
+def _on_what(options: argparse.Namespace) -> dict[str, Any]:
+    """What both commands ask alike."""
+    alike = ("device", "dtype", "threads", "cpu_time", "kv_cache_dtype", "attention", "seconds")
+    return {name: getattr(options, name) for name in alike}
 
 
 def _model(options: argparse.Namespace) -> tuple[str, str | None, str | None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import deploy
 from deploy.cli.errors import CommandError
 from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.launch import EVERY_SERVICE
+from services.worker.binding import available_cores
 from shared.ids import ModelName
 from shared.messages.lifecycle import Service
 from shared.model_files import ModelNotFound, resolve_model
@@ -94,8 +94,7 @@ def cpu_share(counts: Counts) -> int | None:
     """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine."""
     if counts.all_engines == counts.hosts == 1:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // counts.all_ranks)
+    return max(1, available_cores() // counts.all_ranks)
 
 
 def chosen(**settings: object) -> dict[str, str]:

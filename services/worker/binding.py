@@ -81,6 +81,12 @@ def allowed_cpus() -> Cpus | None:
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
+def available_cores() -> int:
+    """How many this process may use."""
+    allowed = allowed_cpus()
+    return os.cpu_count() or 1 if allowed is None else len(allowed)
+
+
 def _beside(address: str, sysfs: Path) -> Cpus | None:
     """The processors local to a PCI device."""
     path = sysfs / "bus" / "pci" / "devices" / address.lower() / "local_cpulist"

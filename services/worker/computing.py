@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from services.worker.backend import Backend, DeferringBackend, StepOutput, StepUnderWay
-from services.worker.copy_thread import around
-from services.worker.step_flow import Computed, StepFlow, Told
+from services.worker.in_turn import InTurn
+from services.worker.step_flow import StepFlow
 from shared.messages.worker import StepPlan
 
 
@@ -23,23 +23,14 @@ class _Known(NamedTuple):
 
 def compute_all(flow: StepFlow, backend: Backend) -> None:
     """Until the plans end."""
-    compute = _way(backend)
-    ended = time.perf_counter()
+    compute, turns = _way(backend), InTurn(flow)
     while (job := flow.job()) is not None:
         if flow.is_void(job):
-            flow.hand_over(Computed(job.plan, None))
+            flow.leave_out(job)
             continue
         if job.first:
             flow.begin_epoch(backend)
-        before, after = around(job.plan.transfers)
-        flow.copy(job.plan, before)
-        flow.copies.step(computing=True)
-        step = compute(job.plan)
-        flow.copies.step(computing=False)
-        wait = max(0.0, job.arrived - ended)
-        ended = time.perf_counter()
-        flow.copy(job.plan, after)
-        flow.hand_over(Told(job.plan, step, wait, 0.0, ended))
+        turns.compute(job, job.arrived, partial(compute, job.plan))
 
 
 def _way(backend: Backend) -> Callable[[StepPlan], StepUnderWay]:

@@ -66,7 +66,7 @@ class Launching:
         """What the plan wants copied begins when all steps before it are computed, or itself is."""
         job, step, launched = begun
         if step is None:
-            self._flow.hand_over(Computed(job.plan, None))
+            self._flow.leave_out(job)
             return
         before, after = around(job.plan.transfers)
         self._flow.copy(job.plan, before)

@@ -116,7 +116,7 @@ class LaunchingRunner(RankBackend):
         forwarded = self._clock.mark()
         choices = self._masked(batch)
         logits, scored = apart(batch, logits)
-        return _Launched(meta, features, self._drawn(batch, logits, choices, history), scored, begun, forwarded)
+        return _Launched(features, self._drawn(batch, logits, choices, history), scored, begun, forwarded)
 
     def _masked(self, batch: Batch) -> Choices | None:
         guided = self.rank.guided
@@ -153,7 +153,6 @@ class LaunchingRunner(RankBackend):
 class _Launched(NamedTuple):
     """What a step comes to on the device."""
 
-    meta: BatchMeta
     features: Tensor | None
     drawn: Drawn
     scored: ScoredRows

@@ -8,11 +8,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from functools import partial
 from typing import NamedTuple
 
 from services.worker.backend import PreparedStep, PreparingBackend
-from services.worker.copy_thread import around
-from services.worker.step_flow import Computed, Job, StepFlow, Told
+from services.worker.in_turn import InTurn
+from services.worker.step_flow import Job, StepFlow
 
 
 class _Ready(NamedTuple):
@@ -30,32 +31,23 @@ class Preparing:
         self._flow = flow
         self._backend = backend
         self._ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
-        self._ended = time.perf_counter()
-        """When the latest step was computed."""
 
     def compute_all(self) -> None:
         """Until the plans end. Raises what preparing or computing raised."""
+        turns = InTurn(self._flow)
         threading.Thread(target=self._prepare_all, name="prepare", daemon=True).start()
         with self._backend.computing():
             while (ready := self._ready.get()) is not None:
                 if isinstance(ready, BaseException):
                     raise ready
-                self._compute(ready)
+                self._compute(turns, ready)
 
-    def _compute(self, ready: _Ready) -> None:
-        (plan, _, arrived), step, at = ready
+    def _compute(self, turns: InTurn, ready: _Ready) -> None:
+        job, step, at = ready
         if step is None:
-            self._flow.hand_over(Computed(plan, None))
-            return
-        before, after = around(plan.transfers)
-        self._flow.copy(plan, before)
-        self._flow.copies.step(computing=True)
-        step.compute()
-        self._flow.copies.step(computing=False)
-        wait, exposed = max(0.0, arrived - self._ended), max(0.0, at - max(arrived, self._ended))
-        self._ended = time.perf_counter()
-        self._flow.copy(plan, after)
-        self._flow.hand_over(Told(plan, step, wait, exposed, self._ended))
+            self._flow.leave_out(job)
+        else:
+            turns.compute(job, at, partial(_computed, step))
 
     # ---- on the thread that prepares
 
@@ -75,3 +67,8 @@ class Preparing:
             self._flow.begin_epoch(self._backend)
         step = self._backend.prepare(job.plan)
         return _Ready(job, step, time.perf_counter())
+
+
+def _computed(step: PreparedStep) -> PreparedStep:
+    step.compute()
+    return step

@@ -111,6 +111,10 @@ class StepFlow:
         if transfers and plan.epoch == self._epoch:
             self.copies.add(plan.epoch, transfers)
 
+    def leave_out(self, job: Job) -> None:
+        """Its epoch is over."""
+        self.hand_over(Computed(job.plan, None))
+
     def hand_over(self, result: Computed | Told | BaseException) -> None:
         self._handed_over.append(result)
         self._bell.ring()

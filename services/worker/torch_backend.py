@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from services.worker.binding import available_cores
 from services.worker.config import LoadFormat
 from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
 from services.worker.guided.compiler import Compiler
@@ -69,7 +69,7 @@ def create_backend(
         raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
     place = _chosen_device(device)
     pipeline = pipeline or SingleStage()
-    torch.set_num_threads(threads or max(1, _cores() // (world_size * pipeline.stages)))
+    torch.set_num_threads(threads or max(1, available_cores() // (world_size * pipeline.stages)))
     loaded = load_model(
         Wanted(
             folder=model_dir,
@@ -175,8 +175,3 @@ def check_agreement(communicator: Communicator, own: str) -> None:
     other = next((rank for rank, word in enumerate(said) if word != own), None)
     if other is not None:
         raise ModelError(f"the engine's ranks differ: here {own}; rank {other} has {said[other]}")
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

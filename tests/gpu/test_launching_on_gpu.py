@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ from services.worker.launching_runner import LaunchingRunner
 from services.worker.model_runner import ModelRunner
 from services.worker.torch_backend import create_backend
 from shared.messages.generation import SamplingParams
+from tests.integration.test_launching_runner import everything, prompt
 from tests.integration.test_sampling_on_a_backend import EVERYTHING
 from tests.launching import DriverAhead
 from tests.tiny_backend import tiny_settings
-from tests.tiny_models import VOCABULARY, TinyModel, make_model
-from tests.worker_driver import Driver, Sequence
+from tests.tiny_models import TinyModel, make_model
+from tests.worker_driver import Driver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -47,24 +47,6 @@ def runner(backend: LaunchingRunner) -> Iterator[LaunchingRunner]:
     backend.reset()
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(3, VOCABULARY) for _ in range(length)]
-
-
-def everything(driver: Driver) -> list[Sequence]:
-    return [
-        driver.add(
-            prompt(9 + 5 * number, number),
-            OUTPUT,
-            sampling=SamplingParams(**{"seed": 100 + number, "temperature": 0.0, **params}),
-            min_tokens=3,
-            stop_token_ids=(2, 60),
-        )
-        for number, params in enumerate(EVERYTHING)
-    ]
-
-
 def test_greedy_tokens_are_the_reference_s(tiny: TinyModel, runner: LaunchingRunner) -> None:
     prompts = [prompt(length, length) for length in (1, 15, 16, 17, 40, 90)]
     driver = DriverAhead(runner, budget=50)
@@ -76,11 +58,11 @@ def test_greedy_tokens_are_the_reference_s(tiny: TinyModel, runner: LaunchingRun
 @pytest.mark.parametrize("budget", [512, 40])
 def test_whatever_is_asked_for_is_drawn_as_step_by_step(runner: LaunchingRunner, budget: int) -> None:
     one = Driver(ModelRunner(runner.rank), budget=budget)
-    expected = everything(one)
+    expected = everything(one, OUTPUT)
     one.run()
     runner.reset()
     driver = DriverAhead(runner, budget=budget)
-    sequences = everything(driver)
+    sequences = everything(driver, OUTPUT)
     driver.run()
     assert [sequence.output for sequence in sequences] == [sequence.output for sequence in expected]
 

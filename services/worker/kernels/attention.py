@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from services.worker.kernels.attention_tiles import (
+    Tile,
     decode_splits,
     decode_tile,
     generation,
@@ -60,7 +63,7 @@ def paged_attention(
             meta.block_tables[meta.num_decodes :],
             meta.query_starts[meta.num_decodes :],
             meta.context_lens[meta.num_decodes :],
-            max_query=max(count for count, _ in meta.prefills),
+            max_query=meta.max_query,
             scale=scale,
             window=window,
             softcap=softcap,
@@ -85,8 +88,16 @@ def _decode_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | No
 def _prefill_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | None) -> int:
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
-    most = max(count for count, _ in meta.prefills) * (heads // kv_heads)
     sizes = q.element_size(), k_cache.element_size()
+    most = meta.max_query * (heads // kv_heads)
     tile = prefill_tile(dim, most, *sizes, window is not None, generation(q.device))
-    seen = [(count, context if window is None else min(context, window + count)) for count, context in meta.prefills]
-    return prefill_splits(seen, heads, kv_heads, tile, sm_count(q.device))
+    return _splits_of(meta.prefills, heads, kv_heads, tile, window, sm_count(q.device))
+
+
+@lru_cache(maxsize=16)
+def _splits_of(
+    prefills: tuple[tuple[int, int], ...], heads: int, kv_heads: int, tile: Tile, window: int | None, sms: int
+) -> int:
+    """Remembered, as all layers of a step ask the same."""
+    seen = [(count, context if window is None else min(context, window + count)) for count, context in prefills]
+    return prefill_splits(seen, heads, kv_heads, tile, sms)
