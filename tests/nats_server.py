@@ -25,10 +25,11 @@ def free_port() -> int:
 class NatsServer:
     """Owns one nats-server process; it can be killed and started again on the same port."""
 
-    def __init__(self, folder: Path, *, max_payload: int = 8 * 2**20) -> None:
+    def __init__(self, folder: Path, *, max_payload: int = 8 * 2**20, more: str = "") -> None:
+        """`more`: lines of its configuration."""
         self.port = free_port()
         self._config = folder / f"nats-{self.port}.conf"
-        self._config.write_text(f'host: "127.0.0.1"\nport: {self.port}\nmax_payload: {max_payload}\n')
+        self._config.write_text(f'host: "127.0.0.1"\nport: {self.port}\nmax_payload: {max_payload}\n{more}\n')
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,8 +55,8 @@ class NatsServer:
 
 
 @contextlib.contextmanager
-def nats_server(folder: Path, *, max_payload: int = 8 * 2**20) -> Iterator[NatsServer]:
-    server = NatsServer(folder, max_payload=max_payload)
+def nats_server(folder: Path, *, max_payload: int = 8 * 2**20, more: str = "") -> Iterator[NatsServer]:
+    server = NatsServer(folder, max_payload=max_payload, more=more)
     server.start()
     try:
         yield server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import ssl
 import time
@@ -16,13 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import nats
-import nats.errors
-import nats.micro
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription as NatsNativeSubscription
-from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
 
 from shared.bus import (
     Answerer,
@@ -40,8 +34,21 @@ from shared.bus import (
 from shared.bus.codec import Undecodable, decode, decode_heard, encode
 from shared.bus.liveness import LivenessClock
 from shared.bus.unconfirmed import Unconfirmed
+from shared.imports import without
 from shared.telemetry.metrics import BUS_CONNECTED
 from shared.topics import Topic
+
+# Where aiohttp is installed, nats-py imports it for WebSockets, which hardly anybody uses: that was half of the time
+# that a light service took to start, and 10 MB of each.
+with without("aiohttp"):
+    import nats
+    import nats.aio.transport
+    import nats.errors
+    import nats.micro
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription as NatsNativeSubscription
+    from nats.micro.request import ERROR_CODE_HEADER, ERROR_HEADER, Request
 
 M = TypeVar("M")
 log = logging.getLogger(__name__)
@@ -229,8 +236,20 @@ def _micro_handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
     return handle
 
 
+def _allow_websockets() -> None:
+    """Raises BusError where aiohttp is not installed."""
+    transport: Any = nats.aio.transport
+    try:
+        transport.aiohttp = importlib.import_module("aiohttp")
+        transport.multidict = importlib.import_module("multidict")
+    except ImportError:
+        raise BusError("a NATS server's WebSocket needs aiohttp, which is not installed") from None
+
+
 async def connect(options: NatsOptions) -> NatsBus:
     """A bus on the first server that answers. Raises BusError, naming the servers, when none does in time."""
+    if any(server.startswith(("ws://", "wss://")) for server in options.servers):
+        _allow_websockets()
     liveness = LivenessClock(time.monotonic, GRACE_AFTER_RECONNECT)
 
     async def disconnected() -> None:

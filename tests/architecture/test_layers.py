@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OURS = ("shared", "services", "kvstore", "deploy")
 LIGHT = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
-HEAVY_MODULES = {"torch", "transformers", "triton", "numpy", "safetensors"}
+HEAVY_MODULES = {"torch", "transformers", "triton", "numpy", "safetensors", "aiohttp"}
 NAMELESS = {"utils", "helpers", "common", "misc", "manager"}
 
 

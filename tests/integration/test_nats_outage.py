@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from shared.bus import BusError
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.scheduler import Cancel
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer, free_port, nats_server
 
 TOPIC = topics.engine_control(EngineId("engine-1"))
 
@@ -41,3 +42,22 @@ async def test_a_bus_that_is_not_there_is_named() -> None:
     url = f"nats://127.0.0.1:{free_port()}"
     with pytest.raises(BusError, match=url):
         await connect(NatsOptions(servers=(url,), connect_timeout=0.5))
+
+
+async def test_a_bus_is_reached_by_web_socket_too(tmp_path: Path) -> None:
+    port = free_port()
+    websocket = f'websocket {{ host: "127.0.0.1", port: {port}, no_tls: true }}'
+    with nats_server(tmp_path, more=websocket) as server:
+        async with asyncio.timeout(10):
+            bus, other = (
+                await connect(NatsOptions(servers=(f"ws://127.0.0.1:{port}",))),
+                await connect(NatsOptions(servers=(server.url,))),
+            )
+            heard: asyncio.Queue[object] = asyncio.Queue()
+            await bus.subscribe(TOPIC, heard.put)
+            await bus.flush()
+            message = Cancel(RequestId("r"), Attempt(1))
+            await other.publish(TOPIC, message)
+            assert await heard.get() == message
+            await bus.close()
+            await other.close()
