@@ -15,7 +15,7 @@ from services.gateway.answers.choice import ChoiceState
 from services.gateway.answers.exchange import Exchange
 from services.gateway.answers.heading import Heading
 from services.gateway.answers.outlets import Whole
-from services.gateway.api.errors import ApiError, invalid
+from services.gateway.api.errors import ApiError
 from services.gateway.api.job import TEXT_ONLY, Job
 from services.gateway.core.beam import BeamSearch, Hypothesis
 from services.gateway.desk import Desk
@@ -48,10 +48,12 @@ def _opened(job: Job, prompt: list[int]) -> Search:
     context, wanted = job.model.max_model_len, job.stopping.max_tokens
     most = context - len(prompt) if wanted is None else wanted
     if len(prompt) + max(1, most) > context:
-        raise invalid(
-            "prompt" if len(prompt) >= context else "max_tokens",
-            f"this model's maximum context length is {context} tokens; {len(prompt)} in the prompt "
-            f"and {max(1, most)} to generate are not allowed",
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {context} tokens; {len(prompt)} in the prompt "
+            f"and {max(1, most)} to generate are not allowed.",
+            param=("messages" if job.kind == "chat" else "prompt") if len(prompt) >= context else "max_tokens",
+            code="context_length_exceeded",
         )
     ends = () if job.stopping.ignore_eos else job.model.eos_token_ids
     beams = BeamSearch(

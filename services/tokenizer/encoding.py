@@ -60,6 +60,8 @@ class Encoding:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
         try:
             ids = self._tokens(prompt)
+            if not ids:
+                raise PromptRefused("prompt", "prompt: at least one token is needed")
             if message.truncate_prompt_tokens is not None:
                 ids = ids[-message.truncate_prompt_tokens :]
             resumed = self._resumed(message)

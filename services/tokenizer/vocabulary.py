@@ -15,7 +15,7 @@ class Vocabulary:
         self.size = files.vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool, field: str) -> list[int]:
-        """Raises PromptRefused where the text is no Unicode text or makes no token that the model knows."""
+        """None for no text. Raises PromptRefused where it is no Unicode text, or makes a token that the model lacks."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -24,7 +24,7 @@ class Vocabulary:
             ) from None
         # The batch call releases the interpreter's lock and computes no offsets; the plain one does neither.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return self.checked(encoding.ids, field)
+        return self.checked(encoding.ids, field) if encoding.ids else []
 
     def checked(self, ids: list[int], field: str) -> list[int]:
         """`ids`. Raises PromptRefused where there are none, or one is not the model's."""

@@ -45,6 +45,8 @@ class Rejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     field: str | None = None
     retry_after: float | None = None
     """Seconds, for `overloaded` and `unavailable`."""
+    code: Literal["context_length_exceeded"] | None = None
+    """What OpenAI's clients go by: this one tells them to shorten their prompt."""
 
 
 class Failed(Struct, frozen=True, array_like=True, tag=True):

@@ -185,10 +185,12 @@ async def test_while_the_stack_starts_nothing_is_promised(memory_bus: MemoryBus)
 
 async def test_health_follows_the_engine(stack: GatewayStack) -> None:
     assert (await stack.http.get("/health")).json() == {"status": "ok"}
+    assert [(await stack.http.request(how, "/ping")).status_code for how in ("GET", "POST")] == [200, 200]
     stack.ring.absent.add("scheduler")
     await stack.ring.die("scheduler")
     await eventually(lambda: stack.runtime.phase == "starting")
     assert (await stack.http.get("/health")).json()["reason"] == "no scheduler is ready"
+    assert (await stack.http.get("/ping")).status_code == 503
     waiting = await stack.http.get("/v1/models")
     assert [model["id"] for model in waiting.json()["data"]] == [MODEL], "known, though away for the moment"
 
@@ -278,6 +280,9 @@ async def test_request_ids_and_traces_are_passed_on(stack: GatewayStack) -> None
 async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
     missing = await stack.http.get("/v2/nothing")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    embeddings = await stack.http.post("/v1/embeddings", json={"input": "x"})
+    assert embeddings.status_code == 404
+    assert "/v1/chat/completions, /v1/completions, /v1/models" in embeddings.json()["error"]["message"]
     wrong = await stack.http.get("/v1/chat/completions")
     assert wrong.status_code == 405
     assert "allow" in wrong.headers

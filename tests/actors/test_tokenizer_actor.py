@@ -143,6 +143,12 @@ async def test_a_prompt_at_fault_is_rejected_to_the_gateway(ring: Ring, size: in
     )
 
 
+async def test_a_prompt_without_a_token_is_rejected(ring: Ring) -> None:
+    await ring.tokenize(TextPrompt(""))
+    rejected = await heard(ring.at_gateway)
+    assert (rejected.field, rejected.message) == ("prompt", "prompt: at least one token is needed")
+
+
 async def test_without_a_coordinator_the_gateway_hears_that_the_attempt_failed(
     memory_bus: MemoryBus, tmp_path: Path
 ) -> None:
@@ -170,6 +176,7 @@ async def test_questions_are_answered(ring: Ring) -> None:
     assert encoded.strings is not None
     assert encoded.strings[0] == "<|im_start|>"
     assert await ring.ask(Decode(encoded.tokens, skip_special_tokens=True)) == Decoded("user\nHello world\nassistant\n")
+    assert await ring.ask(Encode(TextPrompt(""))) == Encoded(b"")
     long = await ring.ask(Encode(TextPrompt("Hello " * INLINE_BYTES)))
     assert isinstance(long, Encoded)
     assert await ring.ask(Decode(long.tokens)) == Decoded("Hello " * INLINE_BYTES)

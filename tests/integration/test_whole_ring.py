@@ -189,7 +189,13 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(
     with pytest.raises(openai.BadRequestError) as error:
         await client.chat.completions.create(model=stack.model, messages=[{"role": "user", "content": "long " * 5000}])
     assert "2048" in error.value.message
-    assert error.value.param is not None
+    assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
+    for beams in (False, True):
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.completions.create(
+                model=stack.model, prompt="long " * 5000, extra_body={"use_beam_search": beams}
+            )
+        assert (error.value.param, error.value.code) == ("prompt", "context_length_exceeded")
 
 
 @pytest.mark.parametrize(

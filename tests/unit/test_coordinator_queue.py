@@ -34,9 +34,10 @@ def test_a_prompt_over_the_context_is_the_clients_fault() -> None:
     rejected = rejection(coordinator(engine("a"), detokenizer()), prompt=64, max_tokens=None)
     assert (rejected.kind, rejected.field) == ("invalid_request", "messages")
     assert rejected.message == (
-        "This model's maximum context length is 64 tokens. However, your request has 64 input tokens. "
-        "Please reduce the length of the input."
+        "This model's maximum context length is 64 tokens. However, your request has 64 input tokens, and the output "
+        "needs one at least. Please reduce the length of the input."
     )
+    assert rejected.code == "context_length_exceeded"
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:

@@ -13,6 +13,7 @@ from services.gateway.api.errors import ApiError
 from services.gateway.api.job import Job, Limits
 from services.gateway.api.tokens import read_detokenize, read_tokenize
 from shared.ids import ModelName
+from shared.messages.generation import Grammar
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt, Encode, TextPrompt, TokenPrompt
 from shared.tokens import pack, unpack
@@ -135,6 +136,48 @@ def test_messages_reach_the_template_as_they_came() -> None:
     assert prompt.template_kwargs == {"x": 1}
 
 
+def test_documents_and_reasoning_effort_are_the_templates_variables() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    [prompt] = chat(documents=documents, reasoning_effort="low", chat_template_kwargs={"x": 1}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == {"documents": documents, "reasoning_effort": "low", "x": 1}
+    [prompt] = chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == {"reasoning_effort": "high"}
+
+
+def test_allowed_tools_are_what_the_model_is_told_of() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+    allowed = [{"type": "function", "function": {"name": "h"}}, {"type": "function", "name": "f"}]
+    for mode, bound in (("auto", False), ("required", True)):
+        job = chat(
+            tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        )
+        [prompt] = job.prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.tools is not None
+        assert msgspec.json.decode(prompt.tools) == [tools[0], tools[2]]
+        assert (job.guided is not None) == bound
+
+
+def test_structural_tags_come_in_two_shapes() -> None:
+    schema = {"type": "integer"}
+    older = {"structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}], "triggers": ["<f"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    tags = [{"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}]
+    tag = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": tags}}
+    wanted = Grammar("structural_tag", msgspec.json.encode(tag).decode())
+    for asked in (
+        {"response_format": {"type": "structural_tag", **older}},
+        {"response_format": tag},
+        {"structured_outputs": {"structural_tag": older}},
+        {"structured_outputs": {"structural_tag": msgspec.json.encode(tag).decode()}},
+    ):
+        guided = chat(**asked).guided
+        assert guided is not None
+        assert guided.grammar == wanted
+
+
 def test_prompts_come_in_four_shapes() -> None:
     assert completion(prompt="a", add_special_tokens=False).prompts == (TextPrompt("a", False),)
     assert completion(prompt=["a", "b"]).prompts == (TextPrompt("a"), TextPrompt("b"))
@@ -170,6 +213,8 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True}, "continue_final_message"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"echo": True}, "echo"),
+    ({"documents": ["x"]}, "documents[0]"),
+    ({"reasoning_effort": 3}, "reasoning_effort"),
 ]
 COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
@@ -214,6 +259,15 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"structured_outputs": {"structural_tag": {"structures": []}}}, "structured_outputs.structural_tag.structures"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [{"begin": "a"}], "triggers": ["a"]}},
+        "response_format.structures[0]",
+    ),
+    (
+        {"structured_outputs": {"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}]}}},
+        "structured_outputs.structural_tag.triggers",
+    ),
 ]
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -252,6 +306,9 @@ def test_a_completion_is_refused_with_the_fields_name(fields: dict[str, Any], pa
 def test_a_refusal_says_the_value_and_what_is_allowed() -> None:
     assert refusal(chat, top_p=1.5).message == "top_p: 1.5 is not allowed; it must be above 0 and at most 1"
     assert refusal(chat, n="2").message == "n: '2' is not allowed; expected `int | null`, got `str`"
+    assert refusal(chat, top_k=-2).message.endswith("it must be at least -1 and at most 2^63 - 1")
+    picture = [{"role": "user", "content": [{"type": "image_url"}]}]
+    assert refusal(chat, messages=picture).message.endswith("type 'image_url', which is not text, is not supported")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ def refusal(generation: Generation, card: ModelCard) -> Rejected | None:
     context = f"This model's maximum context length is {card.max_model_len} tokens"
     if length >= card.max_model_len or wanted is None:
         field = "messages"
-        message = f"{context}. However, your request has {length} input tokens. Please reduce the length of the input."
+        message = (
+            f"{context}. However, your request has {length} input tokens, and the output needs one at least. "
+            "Please reduce the length of the input."
+        )
     else:
         field = "max_tokens"
         message = (
@@ -32,5 +35,10 @@ def refusal(generation: Generation, card: ModelCard) -> Rejected | None:
             f"{length} input tokens ({wanted} > {card.max_model_len} - {length})."
         )
     return Rejected(
-        request=generation.request, attempt=generation.attempt, kind="invalid_request", message=message, field=field
+        request=generation.request,
+        attempt=generation.attempt,
+        kind="invalid_request",
+        message=message,
+        field=field,
+        code="context_length_exceeded",
     )

@@ -117,7 +117,10 @@ class Exchange:
         param, message = rejected.field, rejected.message
         if param == "grammar" and self._grammar_field is not None:
             param, message = self._grammar_field, f"{self._grammar_field}: {message}"
-        self.fail(ApiError(STATUS[rejected.kind], message, param=param, retry_after=rejected.retry_after))
+        if param in ("messages", "prompt"):  # the ring does not know which of them it came from
+            param = "messages" if self.heading.kind == "chat" else "prompt"
+        status, wait = STATUS[rejected.kind], rejected.retry_after
+        self.fail(ApiError(status, message, param=param, code=rejected.code, retry_after=wait))
 
     def fail(self, error: ApiError) -> None:
         if not self.ended.done():

@@ -23,7 +23,7 @@ from services.gateway.api.logprobs import chat_logprobs_asked
 from services.gateway.api.reading import check_depth, read
 from services.gateway.api.sampling import bad_words, sampling_params, stop_params, truncation
 from services.gateway.api.structured import read_guided
-from services.gateway.tools.offer import read_offer
+from services.gateway.tools.offer import read_offer, told_tools
 from services.gateway.tools.plan import plan_grammar, plan_parsing
 from shared.dialects import Dialect
 from shared.ids import ModelName
@@ -58,6 +58,8 @@ class ChatFields(CommonFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -84,13 +86,12 @@ def read_chat(
     check_count(1, n, limits)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     dialect, offer = dialect_of(card.name), read_offer(fields)
-    if fields.tool_choice == "none":
-        fields.tools = None
+    fields.tools = told_tools(fields)
     asked = chat_logprobs_asked(fields, fields.logprobs, fields.top_logprobs, card, limits)
     return Job(
         kind="chat",
         model=card,
-        prompts=(chat_prompt(fields.messages, fields, limits),),
+        prompts=(chat_prompt(fields.messages, _with_variables(fields), limits),),
         n=n,
         seed=fields.seed,
         sampling=sampling_params(fields, asked, card, limits),
@@ -114,6 +115,16 @@ def read_chat(
     )
 
 
+def _with_variables(fields: ChatFields) -> ChatFields:
+    """`documents` and `reasoning_effort` are variables of the model's template, as vLLM has it; what
+    `chat_template_kwargs` says goes before."""
+    given = {"documents": fields.documents, "reasoning_effort": fields.reasoning_effort}
+    named = {name: value for name, value in given.items() if value is not None}
+    if named:
+        fields.chat_template_kwargs = {**named, **(fields.chat_template_kwargs or {})}
+    return fields
+
+
 def chat_prompt(given: list[dict[str, Any]], fields: Templated, limits: Limits) -> ChatPrompt:
     """The messages for the tokenizer's template. Raises ApiError."""
     if not given:
@@ -121,7 +132,7 @@ def chat_prompt(given: list[dict[str, Any]], fields: Templated, limits: Limits) 
     if fields.continue_final_message and fields.add_generation_prompt:
         raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
     if fields.chat_template is not None and not limits.allow_request_template:
-        raise invalid("chat_template", "this server takes no chat templates from clients")
+        raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
     for name, value in (
         ("messages", given),
         ("tools", fields.tools),
@@ -179,7 +190,7 @@ def _part(part: Any, path: str) -> dict[str, str]:
         case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": str(kind)} if kind not in ("text", "refusal"):
-            raise unsupported(f"{path}.type", f"a part of type {shown(kind)} (only 'text' is)")
+            raise unsupported(f"{path}.type", f"a part of type {shown(kind)}, which is not text,")
         case _:
             raise invalid(path, f'{shown(part)} is not allowed; {{"type": "text", "text": "…"}} is')
 
@@ -191,4 +202,4 @@ def _refuse_unsupported_chat(fields: ChatFields) -> None:
     if fields.echo:
         raise unsupported("echo", "echo for chats")
     if fields.modalities is not None and fields.modalities != ["text"]:
-        raise unsupported("modalities", f"{shown(fields.modalities)} (only ['text'] is)")
+        raise unsupported("modalities", f"anything but ['text'], such as {shown(fields.modalities)},")

@@ -48,7 +48,7 @@ def invalid(param: str, message: str) -> ApiError:
 
 
 def unsupported(param: str, what: str) -> ApiError:
-    return ApiError(400, f"{param}: {what} is not supported yet", param=param, code="unsupported_parameter")
+    return ApiError(400, f"{param}: {what} is not supported", param=param, code="unsupported_parameter")
 
 
 def shown(value: object, limit: int = 80) -> str:

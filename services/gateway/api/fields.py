@@ -29,9 +29,15 @@ class Range(NamedTuple):
         return above and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        low = "" if self.low is None else f"{'at least' if self.low_allowed else 'above'} {self.low:g}"
-        high = "" if self.high is None else f"at most {self.high:g}"
+        low = "" if self.low is None else f"{'at least' if self.low_allowed else 'above'} {_written(self.low)}"
+        high = "" if self.high is None else f"at most {_written(self.high)}"
         return " and ".join(part for part in (low, high) if part)
+
+
+def _written(bound: float) -> str:
+    """Nobody reads a power of two in its digits."""
+    powers = {2**31 - 1: "2^31 - 1", -(2**31): "-2^31", INT64 - 1: "2^63 - 1", -INT64: "-2^63"}
+    return powers.get(int(bound), f"{bound:g}")
 
 
 RANGES = {

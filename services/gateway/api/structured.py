@@ -15,6 +15,8 @@ from msgspec import Struct
 from services.gateway.api.errors import ApiError, invalid, shown, unsupported
 from services.gateway.api.reading import check_depth
 from shared.messages.generation import Grammar
+from shared.structural_tags import Format, tagged
+from shared.structural_tags import tag as structural_part
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Of a schema, an expression, a grammar or all choices together. It travels with the request and in a plan."""
@@ -123,7 +125,7 @@ def _response_format(fields: GuidedFields) -> Guided | None:
         case ResponseFormat(type="structural_tag"):
             parts = (("format", wanted.format), ("structures", wanted.structures), ("triggers", wanted.triggers))
             given = {name: value for name, value in parts if value is not None}
-            return structural_guided({"type": "structural_tag", **given}, "response_format")
+            return _clients_tag({"type": "structural_tag", **given}, "response_format")
         case _:
             allowed = "'text', 'json_object', 'json_schema' or 'structural_tag'"
             raise invalid("response_format.type", f"{shown(wanted.type)} is not allowed; {allowed} is")
@@ -161,7 +163,31 @@ def _json_object(_: bool, field: str) -> Guided:
 
 
 def _structural_tag(value: Any, field: str) -> Guided:
-    return structural_guided(_parsed(value, field) if isinstance(value, str) else value, field)
+    return _clients_tag(_parsed(value, field) if isinstance(value, str) else value, field)
+
+
+def _clients_tag(tag: Any, field: str) -> Guided:
+    """A structural tag in xgrammar's shape, or in the older one that vLLM takes, too: `structures` and `triggers`."""
+    if isinstance(tag, dict) and "format" not in tag and "structures" in tag:
+        tag = tagged(_triggered(tag["structures"], tag.get("triggers"), field))
+    return structural_guided(tag, field)
+
+
+def _triggered(structures: Any, triggers: Any, field: str) -> Format:
+    if not isinstance(structures, list) or not structures:
+        raise invalid(f"{field}.structures", f"{shown(structures)} is not allowed; a list of begin, schema and end is")
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
+        raise invalid(f"{field}.triggers", f"{shown(triggers)} is not allowed; a list of strings is")
+    tags = [_behind_begin(part, f"{field}.structures[{i}]") for i, part in enumerate(structures)]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _behind_begin(part: Any, field: str) -> Format:
+    match part:
+        case {"begin": str(begin), "schema": dict(schema), "end": str(end)}:
+            return structural_part(begin, {"type": "json_schema", "json_schema": schema}, end)
+        case _:
+            raise invalid(field, f"{shown(part)} is not allowed; begin, schema (an object) and end are needed")
 
 
 def _regex(value: str, field: str) -> Guided:

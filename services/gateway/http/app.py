@@ -87,6 +87,8 @@ def build_app(
             route("POST", "/detokenize", pages.detokenize),
             route("GET", "/version", pages.version),
             route("GET", "/health", pages.health, free=True),
+            route("GET", "/ping", pages.health, free=True),
+            route("POST", "/ping", pages.health, free=True),
             route("GET", "/live", pages.live, free=True),
             route("GET", "/ready", pages.ready, free=True),
             route("GET", "/metrics", pages.metrics, free=True),
@@ -105,7 +107,15 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     wording = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    if error.status_code == 404:
+        wording += f"; served are {', '.join(_paths(request.app))}"
     return _response(ApiError(error.status_code, wording), error.headers)
+
+
+def _paths(app: Starlette) -> list[str]:
+    """Where requests of clients go; what they look for and is not here, this model cannot do."""
+    paths = (route.path for route in app.routes if isinstance(route, Route))
+    return [path for path in dict.fromkeys(paths) if path.startswith(("/v1/", "/tokenize", "/detokenize"))]
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -55,9 +55,43 @@ def read_offer(fields: ToolFields) -> Offer | None:
             return Offer(tools, "required", parallel, "tool_choice")
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return Offer(_named(name, tools), "required", False, "tool_choice")
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed},
+        }:
+            return Offer(_allowed(allowed, tools), mode, parallel, "tool_choice")
         case _:
-            forms = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}'
+            forms = (
+                "'none', 'auto', 'required', "
+                '{"type": "function", "function": {"name": …}} or '
+                '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}'
+            )
             raise invalid("tool_choice", f"{shown(fields.tool_choice)} is not allowed; {forms} is")
+
+
+def told_tools(fields: ToolFields) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of: none, those of `allowed_tools`, or all. For what `read_offer` let pass."""
+    match fields.tool_choice:
+        case "none":
+            return None
+        case {"type": "allowed_tools", "allowed_tools": {"tools": [*allowed]}}:
+            kept = {tool.name for tool in _allowed(allowed, _tools(fields.tools or []))}
+            return [tool for tool in fields.tools or [] if tool["function"]["name"] in kept]
+        case _:
+            return fields.tools
+
+
+def _allowed(choices: list[Any], tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools that OpenAI's `allowed_tools` names, in the order of `tools`."""
+    names = []
+    for part in choices:
+        match part:
+            case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+                names += [tool.name for tool in _named(name, tools)]
+            case _:
+                known = '{"type": "function", "function": {"name": …}} is'
+                raise invalid("tool_choice.allowed_tools.tools", f"{shown(part)} is not allowed; {known}")
+    return tuple(tool for tool in tools if tool.name in names)
 
 
 def _named(name: str, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:

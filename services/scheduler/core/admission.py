@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from services.scheduler.core.limits import Policy
 from services.scheduler.core.sequence import Rank, Sequence
@@ -15,9 +16,9 @@ from shared.tokens import TOKEN_BYTES, unpack
 
 
 class _Refusal(Exception):
-    def __init__(self, field: str | None, message: str) -> None:
+    def __init__(self, field: str | None, message: str, code: Literal["context_length_exceeded"] | None = None) -> None:
         super().__init__(message)
-        self.field, self.message = field, message
+        self.field, self.message, self.code = field, message, code
 
 
 class Admission:
@@ -48,6 +49,7 @@ class Admission:
                 kind="invalid_request",
                 message=refusal.message,
                 field=refusal.field,
+                code=refusal.code,
             )
         return Sequence(generate, self._rank(generation, ticket), limit, self._stops(generation))
 
@@ -77,6 +79,7 @@ class Admission:
             raise _Refusal(
                 "prompt",
                 f"{self._bound}; the prompt has {prompt}, which leaves no room for an answer",
+                "context_length_exceeded",
             )
         if wanted is None:
             return self.context
@@ -84,6 +87,7 @@ class Admission:
             raise _Refusal(
                 "max_tokens",
                 f"{self._bound}; {prompt + wanted} were requested ({prompt} in the prompt, {wanted} to generate)",
+                "context_length_exceeded",
             )
         return prompt + wanted
 
