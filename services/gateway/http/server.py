@@ -8,6 +8,7 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.gateway.http.acceptor import Acceptor
 from services.gateway.http.connection import Connection
 
 BACKLOG = 4096
@@ -36,12 +37,11 @@ class HttpServer:
         )
         self._config.load()
         self._server = uvicorn.Server(self._config)
-        self._server.lifespan = self._config.lifespan_class(self._config)
-        self._sockets: list[socket.socket] = []
+        self._acceptor: Acceptor | None = None
 
     @property
     def listening(self) -> bool:
-        return bool(self._sockets)
+        return self._acceptor is not None
 
     async def listen(self) -> None:
         """Takes connections; port 0 becomes a free one and stays it. Raises OSError where the port is taken."""
@@ -52,9 +52,11 @@ class HttpServer:
         # Inherited by what is accepted. asyncio would not set it, as this socket was made without naming its protocol.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
-        await self._server.startup(sockets=[listener])
-        self._sockets = [listener]
         await self.refresh_date()
+        self._acceptor = Acceptor(listener, self._connection)
+
+    def _connection(self) -> Connection:
+        return Connection(config=self._config, server_state=self._server.server_state, app_state={})
 
     async def refresh_date(self) -> None:
         """Renews the Date header; once a second is often enough."""
@@ -63,11 +65,9 @@ class HttpServer:
     def stop_listening(self) -> None:
         """Takes no more connections (the kernel gives them to other gateways on the port), closes idle ones, and
         has the others close after the answer that they wait for."""
-        for server in self._server.servers if self._sockets else []:
-            server.close()
-        for listener in self._sockets:
-            listener.close()
-        self._sockets = []
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
         for connection in list(self._server.server_state.connections):
             connection.shutdown()
 
