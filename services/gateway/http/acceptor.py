@@ -1,7 +1,8 @@
 """Takes in connections as they come, many at a time.
 
 uvloop takes one for each turn of its loop. A gateway that streams is given a step's tokens in nearly every turn, and a
-turn lasts until they are written: of 200 clients that connect at once beside 60 streams, the last would wait for seconds.
+turn lasts until they are written: of 200 clients that connect at once beside 60
+streams, the last would wait for seconds.
 """
 
 from __future__ import annotations
