@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 VOCABULARY = 160
@@ -128,3 +130,9 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
     # The reference goes on after an end token, as a backend does that nobody tells to stop.
     model.generation_config.eos_token_id = None
     return TinyModel(family, path, model)
+
+
+def write_word_tokenizer(folder: Path) -> None:
+    """A word for each token of a tiny model."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))

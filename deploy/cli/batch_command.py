@@ -42,6 +42,8 @@ def batch(
     kv_memory: Annotated[str | None, typer.Option(help="For keys and values: 2GiB.", rich_help_panel=ENGINE)] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, rich_help_panel=ENGINE)] = 256,
     max_batch_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=ENGINE)] = 2048,
+    tp: Annotated[int, typer.Option(min=1, help="Worker ranks that share each layer.", rich_help_panel=ENGINE)] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages, of --tp ranks each.", rich_help_panel=ENGINE)] = 1,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="SERVICE.KEY=VALUE.", metavar="SETTING", rich_help_panel=ENGINE),
@@ -80,6 +82,8 @@ def batch(
             kv_memory=kv_memory,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
         )
     answer_batch(requests, output, server, under_way)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.offline.engine_thread import EngineThread
-from services.offline.errors import EngineFailed, InvalidRequest
+from services.offline.errors import EngineFailed, InvalidRequest, innermost
 from services.offline.in_process import Answer
 from services.offline.outputs import RequestOutput, request_output, tokens_with_logprobs
 from services.offline.params import SamplingParams
@@ -23,7 +23,9 @@ PER_SEQUENCE = 2
 
 
 class LLM:
-    """Owns one engine in this process. Calls block until all is generated; give many prompts in one call.
+    """Owns one engine, in this process but for its ranks where there are several.
+
+    Calls block until all is generated; give many prompts in one call.
 
     Ends with `close()`, with its `with` block, or with the interpreter.
     """
@@ -43,6 +45,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_batch_tokens: int = 2048,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         settings: Mapping[str, object] | None = None,
         progress: bool = True,
         start_timeout: float = 600.0,
@@ -51,12 +54,6 @@ class LLM:
 
         Raises EngineFailed where it cannot be, InvalidRequest for a setting that is not allowed.
         """
-        if tensor_parallel_size != 1:
-            raise InvalidRequest(
-                f"tensor_parallel_size: {tensor_parallel_size} is not allowed; 1 is, as ranks are processes of their "
-                "own: start them with `baton up --tp N` and use `baton batch` or any OpenAI client",
-                "tensor_parallel_size",
-            )
         self.model = named(model, served_model_name)
         self._progress = progress
         self._window = PER_SEQUENCE * max_num_seqs
@@ -72,6 +69,8 @@ class LLM:
             enforce_eager=enforce_eager,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             more=settings or {},
         )
         self._texts: dict[int, str] = {}
@@ -215,8 +214,5 @@ async def _first_error(works: Iterable[Coroutine[Any, Any, RequestOutput]]) -> l
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]
     except BaseExceptionGroup as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+        raise innermost(errors) from None
     return [task.result() for task in running]

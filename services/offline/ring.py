@@ -12,7 +12,9 @@ from services.coordinator.__main__ import build as build_coordinator
 from services.detokenizer.__main__ import build as build_detokenizer
 from services.detokenizer.__main__ import load as load_vocabulary
 from services.gateway.actor import Gateway
-from services.offline.errors import EngineFailed
+from services.offline.errors import EngineFailed, innermost
+from services.offline.rank_link import MAX_PAYLOAD
+from services.offline.ranks import RankProcesses
 from services.offline.settings import Configs
 from services.scheduler.__main__ import build as build_scheduler
 from services.scheduler.actor import SchedulerActor
@@ -27,8 +29,6 @@ from shared.model_files import ModelNotFound, resolve_model
 from shared.tokenizer_files import TokenizerUnusable
 
 LOOK_EVERY = 0.005
-MAX_PAYLOAD = 2**28
-"""Bytes of one message: there is no server that would have to take it."""
 DRAIN_SECONDS = 1.0
 LONGEST_STRETCH = 0.5
 """Seconds that count of one in which the loop did not run."""
@@ -58,12 +58,13 @@ class Ring:
         self._configs = configs
         self.bus = MemoryBus(MAX_PAYLOAD, LoopClock().now)
         try:
-            folder = resolve_model(configs.tokenizer.model, weights=configs.worker.reads_weights)
+            folder = resolve_model(configs.tokenizer.model, weights=configs.ranks[0].reads_weights)
             self._encoding = load_encoding(configs.tokenizer, folder)
             self._vocabulary = load_vocabulary(folder)
         except (ModelNotFound, TokenizerUnusable) as error:
             raise EngineFailed(str(error)) from None
         self._runtimes: list[ActorRuntime] = []
+        self._ranks: RankProcesses | None = None
         self._running: asyncio.Task[None] | None = None
         self._gateway: Gateway | None = None
         self._scheduler: SchedulerActor | None = None
@@ -100,6 +101,11 @@ class Ring:
 
     async def _actors(self) -> list[Actor]:
         configs = self._configs
+        worker: list[Actor] = []
+        if len(configs.ranks) == 1:
+            worker.append(await build_worker(configs.ranks[0], self.bus.connection()))
+        else:
+            self._ranks = RankProcesses(configs.ranks, self.bus.connection())
         self._gateway = Gateway(self.bus.connection(), configs.gateway, listens=False)
         self._scheduler = build_scheduler(configs.scheduler, self.bus.connection())
         return [
@@ -107,7 +113,7 @@ class Ring:
             build_tokenizer(configs.tokenizer, self._encoding, self.bus.connection()),
             build_coordinator(configs.coordinator, self.bus.connection()),
             self._scheduler,
-            await build_worker(configs.worker, self.bus.connection()),
+            *worker,
             build_detokenizer(configs.detokenizer, self._vocabulary, self.bus.connection()),
         ]
 
@@ -117,6 +123,8 @@ class Ring:
             async with asyncio.TaskGroup() as tasks:
                 for runtime in self._runtimes:
                     tasks.create_task(runtime.run())
+                if self._ranks is not None:
+                    tasks.create_task(self._ranks.run())
         finally:
             await self.bus.close()
 
@@ -129,8 +137,8 @@ class Ring:
         """Why the ring has ended."""
         assert self._running is not None, "not started"
         error = None if self._running.cancelled() else self._running.exception()
-        first = _first(error)
-        if isinstance(first, BackendError):
+        first = None if error is None else innermost(error)
+        if isinstance(first, BackendError | EngineFailed):
             return EngineFailed(str(first))
         failed = EngineFailed("the engine was closed" if first is None else f"the engine ended: {first!r}")
         failed.__cause__ = first
@@ -140,11 +148,7 @@ class Ring:
         """Ends every actor; what is in hand is given up after DRAIN_SECONDS."""
         for runtime in self._runtimes:
             runtime.stop()
+        if self._ranks is not None:
+            self._ranks.stop()
         if self._running is not None:
             await asyncio.wait([self._running])
-
-
-def _first(error: BaseException | None) -> BaseException | None:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -61,6 +63,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     more: Mapping[str, object] = {}
     """`SERVICE.KEY` → value: any setting of a service, as `baton up --set` takes it."""
 
@@ -70,12 +74,13 @@ class Configs(NamedTuple):
     tokenizer: TokenizerConfig
     coordinator: CoordinatorConfig
     scheduler: SchedulerConfig
-    worker: WorkerConfig
+    ranks: tuple[WorkerConfig, ...]
     detokenizer: DetokenizerConfig
 
 
 def configs(settings: EngineSettings) -> Configs:
     """Raises InvalidRequest naming key and value."""
+    world_size = _ranks(settings)
     own = _assigned(settings.more)
     names = {"model": settings.model, "served_model_name": settings.served_model_name}
     worker = {
@@ -90,8 +95,15 @@ def configs(settings: EngineSettings) -> Configs:
         "enforce_eager": settings.enforce_eager,
         "max_num_seqs": settings.max_num_seqs,
         "max_batch_tokens": settings.max_batch_tokens,
+        "world_size": world_size,
+        "pp": settings.pipeline_parallel_size,
+        "rendezvous": _meeting_place() if world_size > 1 else None,
     }
-    scheduler = {"max_running": settings.max_num_seqs, "max_batch_tokens": settings.max_batch_tokens}
+    scheduler = {
+        "max_running": settings.max_num_seqs,
+        "max_batch_tokens": settings.max_batch_tokens,
+        "world_size": world_size,
+    }
 
     def made(service: str, type_: type[C], instance: str, given: Mapping[str, object]) -> C:
         return _made(service, type_, {"instance": instance, **PATIENT[service], **given, **own.get(service, {})})
@@ -101,9 +113,28 @@ def configs(settings: EngineSettings) -> Configs:
         tokenizer=made("tokenizer", TokenizerConfig, "tokenizer-1", names),
         coordinator=made("coordinator", CoordinatorConfig, "coordinator-1", {}),
         scheduler=made("scheduler", SchedulerConfig, ENGINE, scheduler),
-        worker=made("worker", WorkerConfig, f"{ENGINE}-rank0", worker),
+        ranks=tuple(
+            made("worker", WorkerConfig, f"{ENGINE}-rank{rank}", {**worker, "rank": rank}) for rank in range(world_size)
+        ),
         detokenizer=made("detokenizer", DetokenizerConfig, "detokenizer-1", names),
     )
+
+
+def _ranks(settings: EngineSettings) -> int:
+    """How many. Raises InvalidRequest."""
+    sizes = {
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InvalidRequest(f"{name}: {size} is not allowed; it must be at least 1", name)
+    return settings.tensor_parallel_size * settings.pipeline_parallel_size
+
+
+def _meeting_place() -> str:
+    """A file that is not there: the ranks make it, and the last one removes it."""
+    return f"file://{tempfile.gettempdir()}/baton-{uuid.uuid4().hex}"
 
 
 def _assigned(more: Mapping[str, object]) -> dict[str, dict[str, object]]:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from shared.actor.actor import Actor, Asked, Hears, Tick
@@ -243,12 +243,17 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
     `build` makes the actor on a connected bus. Exits with status 1 when no bus answers.
     """
     set_up_logs(service, config.instance, config.log_level)
+    run_loop(_serve(config, build))
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end on the fastest event loop there is."""
     try:
         import uvloop
     except ImportError:  # not to be had on Windows
-        asyncio.run(_serve(config, build))
+        asyncio.run(work)
     else:
-        uvloop.run(_serve(config, build))
+        uvloop.run(work)
 
 
 async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]]) -> None:
@@ -264,7 +269,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             actor,
             drain_timeout=config.drain_timeout,
             metrics_port=metrics_port,
-            when_set_up=_keep_from_collecting,
+            when_set_up=keep_from_collecting,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -279,7 +284,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             await bus.close()
 
 
-def _keep_from_collecting() -> None:
+def keep_from_collecting() -> None:
     """What is there once a process is ready stays there. The collector of cycles looks through all of it each time:
     20 to 30 ms about once a second in a scheduler of 256 sequences, six steps of a fast device. What comes later it
     goes on looking through."""

@@ -223,7 +223,7 @@ class MemoryBus:
             raise AnswerTimeout(subject) from None
 
     async def publish_raw(self, subject: str, payload: bytes) -> None:
-        """Tests only: bytes that are no message of ours."""
+        """Bytes as they came from elsewhere: from another bus, or, in tests, of no message of ours."""
         for receiver in self._receivers(subject):
             receiver.offer(subject, payload, None)
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from deploy.cli.stack_spec import DEMO_MODEL
 from services.offline import LLM, EngineFailed, InvalidRequest, SamplingParams
@@ -25,8 +23,8 @@ from shared import topics
 from shared.ids import EngineId, Incarnation, SequenceId
 from shared.messages.worker import StepPlan, Work
 from tests.engine_on_a_bus import make_model
-from tests.tiny_models import VOCABULARY
 from tests.tiny_models import make_model as make_tiny_model
+from tests.tiny_models import write_word_tokenizer
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -168,8 +166,8 @@ def test_settings_are_checked_and_a_model_that_is_none_is_said(tmp_path: Path) -
         LLM(model, settings={"planner.x": 1})
     with pytest.raises(InvalidRequest, match=r"scheduler\.speed: unknown setting"):
         LLM(model, settings={"scheduler.speed": 1})
-    with pytest.raises(InvalidRequest, match="tensor_parallel_size: 2 is not allowed"):
-        LLM(model, tensor_parallel_size=2)
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size: 0 is not allowed"):
+        LLM(model, tensor_parallel_size=0)
     with pytest.raises(EngineFailed, match="no such directory"):
         LLM(str(tmp_path / "nothing" / "here"))
     with pytest.raises(EngineFailed, match=r"weights|safetensors|model_type|architectures"):
@@ -213,8 +211,7 @@ def test_a_plain_script_needs_no_main_guard_and_ends_by_itself(tmp_path: Path) -
 
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     reference = make_tiny_model("llama", tmp_path / "tiny")
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(tmp_path / "tiny" / "tokenizer.json"))
+    write_word_tokenizer(reference.path)
     prompts = [[3, 5, 8, 13, 21], list(range(3, 40)), [7]]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM(str(reference.path), device="cpu", kv_memory="8MiB", settings={"worker.threads": 1}) as llm:
