@@ -25,11 +25,17 @@ Of the `baton` command alone:
   speculation   output tokens per second with each method of drafting, and without
   roofline      a model's steps beside the device's limits, measured in the same run
   kernels       single kernels beside torch's own operations and those limits
+  peers         the whole ring and transformers' own continuous batching, under the same load
 """
 
 
 def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | None) -> None:
     """Ends with the bench's own status. Raises CommandError."""
+    if argv and argv[0] == "peers":
+        from deploy.bench.peers import run_peers
+
+        run_peers(argv[1:], up)
+        return
     own = _own_command(argv[0]) if argv else None
     if own is not None:
         own(argv[1:])
@@ -42,7 +48,7 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
         raise SystemExit(_bench(argv))
     if up is None:
         raise SystemExit(_bench(told(argv, _found(name, run_dir))))
-    with _stack_for_the_run(shlex.split(up)) as state:
+    with stack_for_the_run(shlex.split(up)) as state:
         status = _bench(told(argv, state))
     raise SystemExit(status)
 
@@ -94,7 +100,8 @@ def _found(name: str, run_dir: Path | None) -> StackState:
 
 
 @contextlib.contextmanager
-def _stack_for_the_run(argv: list[str]) -> Iterator[StackState]:
+def stack_for_the_run(argv: list[str]) -> Iterator[StackState]:
+    """Ended with the context. Raises CommandError where it does not start."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir = Path(folder)
         start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])

@@ -35,7 +35,8 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels.
+    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels|
+    peers.
 
     All other arguments are passed on (baton bench serve --help).
     """

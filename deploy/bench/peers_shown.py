@@ -1,0 +1,127 @@
+"""What `baton bench peers` found, side by side: for a reader, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from services.bench.core.statistics import percent_name, summary
+from services.worker.peer.wire import PeerReady
+
+if TYPE_CHECKING:
+    from deploy.bench.peers import LoadFigures, Side
+    from deploy.bench.peers_options import PeersOptions
+
+_RATES = (("output tokens/s", "output_throughput"), ("requests/s", "request_throughput"))
+_TIMES = ("ttft", "itl", "tpot", "e2el")
+
+
+def described(options: PeersOptions, ours: Side, ready: PeerReady, theirs: Side) -> dict[str, Any]:
+    """For whoever reads JSON. A ratio above 1 is in Baton's favour."""
+    return {
+        "model": options.model or "demo",
+        "load_format": options.load_format or "auto",
+        "transformers": ready,
+        "loads": [_load(mine, other) for mine, other in zip(ours.loads, theirs.loads, strict=True)],
+        "greedy": _agreement(ours.greedy, theirs.greedy),
+    }
+
+
+def _load(ours: LoadFigures, theirs: LoadFigures) -> dict[str, Any]:
+    options = ours.options
+    sides = {
+        name: summary(side.run, options.percentiles, {}) for name, side in (("baton", ours), ("transformers", theirs))
+    }
+    return {
+        "max_concurrency": options.max_concurrency,
+        "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
+        "num_prompts": options.num_prompts,
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        "baton": sides["baton"] | {"worker": ours.idle},
+        "transformers": sides["transformers"] | {"without_times": _without_times(theirs)},
+        "ratios": {key: _ratio(key, sides["baton"], sides["transformers"]) for _, key in _rows(options.percentiles)},
+    }
+
+
+def _without_times(side: LoadFigures) -> int:
+    """Answers that transformers began anew when its memory was full, and forgot the times of what it had."""
+    return sum(len(each.token_times) < each.output_tokens for each in side.run.completed)
+
+
+def _rows(percents: Sequence[float]) -> list[tuple[str, str]]:
+    """What is shown, and its key in a summary."""
+    times = [
+        (f"{metric.upper()} {name} ms", f"{'median' if name == 'p50' else name}_{metric}_ms")
+        for metric in _TIMES
+        for name in ("p50", *(f"p{percent_name(each)}" for each in percents))
+    ]
+    return [*_RATES, *times]
+
+
+def _ratio(key: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float | None:
+    """How many times as fast we are: of rates ours over theirs, of times theirs over ours."""
+    above, below = (theirs, ours) if key.endswith("_ms") else (ours, theirs)
+    return float(above[key] / below[key]) if below[key] else None
+
+
+def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Of greedy tokens. In bfloat16 sums round differently, and behind the first other token everything differs."""
+    begun = [
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, other, strict=False)))
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
+    return {
+        "prompts": len(ours),
+        "equal": sum(list(mine) == list(other) for mine, other in zip(ours, theirs, strict=True)),
+        "tokens": sum(map(len, ours)),
+        "tokens_before_the_first_other": sum(begun),
+    }
+
+
+def shown(result: Mapping[str, Any]) -> str:
+    """The tables."""
+    ready: PeerReady = result["transformers"]
+    settings = ", ".join(f"{name} {value}" for name, value in ready.settings.items())
+    lines = [
+        f"{result['model']} in {ready.dtype} on {ready.device}; transformers {ready.transformers}, {ready.attention}, "
+        f"loaded in {ready.load_seconds:.1f} s, warmed up in {ready.warm_up_seconds:.1f} s ({settings})",
+    ]
+    for load in result["loads"]:
+        lines += ["", *_table(load)]
+    return "\n".join([*lines, "", _greedy_line(result["greedy"])])
+
+
+def _table(load: Mapping[str, Any]) -> list[str]:
+    ours, theirs = load["baton"], load["transformers"]
+    at_once = (
+        f"{load['max_concurrency']} at a time" if load["max_concurrency"] else f"{load['request_rate']} requests/s"
+    )
+    lines = [f"{load['num_prompts']} prompts, {at_once}, {load['input_len']} in, {load['output_len']} out", ""]
+    lines += ["| | Baton | transformers | Baton is better by |", "|---|---:|---:|---:|"]
+    percents = sorted({float(key[1:].split("_")[0]) for key in load["ratios"] if key.startswith("p")})
+    for title, key in _rows(percents):
+        ratio = load["ratios"][key]
+        better = "-" if ratio is None else f"{ratio:.2f} ×"
+        lines.append(f"| {title} | {ours[key]:,.2f} | {theirs[key]:,.2f} | {better} |")
+    lines.append(f"| failed | {ours['failed']} | {theirs['failed']} | |")
+    return [*lines, *_remarks(ours, theirs)]
+
+
+def _remarks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    found = []
+    if ours["worker"].get("idle") is not None:
+        idle, prepare = ours["worker"]["idle"], ours["worker"]["prepare"]
+        found += ["", f"Baton's worker: {idle:.1%} idle between steps, {prepare:.1%} preparing them"]
+    if theirs["without_times"]:
+        found += ["", f"transformers began {theirs['without_times']} answers anew: their times count from there"]
+    return found
+
+
+def _greedy_line(greedy: Mapping[str, Any]) -> str:
+    return (
+        f"greedy tokens: {greedy['equal']} of {greedy['prompts']} answers equal, "
+        f"{greedy['tokens_before_the_first_other']} of {greedy['tokens']} tokens before the first other one"
+    )
