@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from services.worker import launching_runner, model_runner
+from services.worker import launching_runner, model_runner, preparing_runner
 from services.worker.sampling.held import History
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
@@ -19,6 +19,6 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         record.append(logits.clone())
         return sample(logits, choices, history)
 
-    for runner in (model_runner, launching_runner):
+    for runner in (model_runner, launching_runner, preparing_runner):
         monkeypatch.setattr(runner, "sample", recording)
     return record

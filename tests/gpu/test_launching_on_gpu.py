@@ -21,7 +21,11 @@ from tests.tiny_backend import tiny_settings
 from tests.tiny_models import TinyModel, make_model
 from tests.worker_driver import Driver
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    # PyTorch says so whenever it is asked to look out for whatever synchronises.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 OUTPUT = 24
 
