@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvstore.owned_arena import OwnedArena
 from services.worker.kv.copier import KvShare
+from services.worker.kv.cuda_copier import CudaKvCopier
 from services.worker.kv.transfers import Outcome, Transfers
 from services.worker.native.build import Level
 from services.worker.ops import Ops
@@ -20,9 +21,11 @@ from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
 from shared.messages.worker import Transfer
 from shared.tokens import pack
+from tests.late_blocks import LateBlockStream
 from tests.native_batches import CPU, Rows, meta_of, native, random
 
-OpsKind = Literal["torch", "native"]
+OpsKind = Literal["torch", "native", "staged"]
+"""staged: PyTorch's operations, on a device that copies by itself, and late."""
 ARENA = ArenaId(99)
 BLOCKS = 12
 
@@ -83,9 +86,10 @@ class Rank:
         self.first, last = heads or (0, layout.kv_heads)
         self.heads = last - self.first
         self.first_layer, end = layers or (0, layout.layers)
-        self.ops: Ops = TorchOps(CPU, dtype) if kind == "torch" else native(dtype, level=level)
+        self.ops: Ops = native(dtype, level=level) if kind == "native" else TorchOps(CPU, dtype)
         self.caches = [self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim) for _ in range(self.first_layer, end)]
-        copier = self.ops.kv_copier(self.caches, layout.head_dim)
+        staged = CudaKvCopier(self.caches, LateBlockStream)
+        copier = staged if kind == "staged" else self.ops.kv_copier(self.caches, layout.head_dim)
         self.share = KvShare(layout, self.first, self.heads, writes, BLOCKS, copier, self.first_layer, len(self.caches))
         self.transfers = Transfers(self.share, directory)
 

@@ -16,12 +16,12 @@ from services.worker.kernels.activations import gated_act
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
 from services.worker.kv.copier import KvShare
-from services.worker.kv.cuda_copier import CudaKvCopier
+from services.worker.kv.cuda_copier import Caches, CudaKvCopier
 from services.worker.kv.transfers import Transfers
 from services.worker.sampling.kernel_draws import mask_by_kernel
 from services.worker.sampling.masks import only_allowed, words
 from shared.blocks import BLOCK_SIZE
-from tests.kv_ranks import BLOCKS, make_arena, make_layout, transfer
+from tests.kv_ranks import BLOCKS, make_arena, make_layout, reserve, transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -120,34 +120,51 @@ def test_masks_are_put_upon_a_vocabulary(dtype: torch.dtype) -> None:
     assert torch.equal(logits.cpu(), wanted)
 
 
+LAYOUT = make_layout("bfloat16", layers=6, kv_heads=8, head_dim=128)
+
+
+def _caches(heads: int, seed: int) -> Caches:
+    shape = (BLOCKS, heads, BLOCK_SIZE, LAYOUT.head_dim)
+    seeds = range(2 * seed * LAYOUT.layers, 2 * (seed + 1) * LAYOUT.layers)
+    made = [_random(*shape, dtype=torch.bfloat16, seed=seed) for seed in seeds]
+    return list(zip(made[::2], made[1::2], strict=True))
+
+
+def _transfers(caches: Caches, directory: Path, first: int = 0) -> Transfers:
+    copier = CudaKvCopier(caches)
+    return Transfers(KvShare(LAYOUT, first, caches[0][0].shape[1], True, BLOCKS, copier, 0, LAYOUT.layers), directory)
+
+
 @pytest.mark.parametrize("heads", [(0, 8), (2, 4)])
 def test_blocks_go_to_an_arena_and_come_back(tmp_path: Path, heads: tuple[int, int]) -> None:
-    layout = make_layout("bfloat16", layers=6, kv_heads=8, head_dim=128)
-    arena = make_arena(tmp_path, layout)
+    arena = make_arena(tmp_path, LAYOUT)
     first, count = heads[0], heads[1] - heads[0]
-
-    def caches(seed: int) -> list[tuple[Tensor, Tensor]]:
-        shape = (BLOCKS, count, BLOCK_SIZE, 128)
-        return [
-            (
-                _random(*shape, dtype=torch.bfloat16, seed=seed + n),
-                _random(*shape, dtype=torch.bfloat16, seed=-seed - n),
-            )
-            for n in range(layout.layers)
-        ]
-
-    def transfers(own: list[tuple[Tensor, Tensor]]) -> Transfers:
-        share = KvShare(layout, first, count, True, BLOCKS, CudaKvCopier(own), 0, layout.layers)
-        return Transfers(share, tmp_path)
-
-    one, other = caches(1), caches(100)
+    one, other = _caches(count, 1), _caches(count, 100)
     before = [[cache.clone() for cache in halves] for halves in other]
     saved, places, slots = [5, 0, 9, 3, 7], [1, 2, 8, 0, 11], [2, 7, 1, 10, 4]
-    assert transfers(one).run(transfer("save", saved, slots), lambda: False) == "done"
-    assert all(arena.whole(slot) and arena.sound(slot) for slot in slots) == (count == layout.kv_heads)
-    assert transfers(other).run(transfer("load", places, slots), lambda: False) == "done"
+    assert _transfers(one, tmp_path, first).run(transfer("save", saved, slots), lambda: False) == "done"
+    assert all(arena.whole(slot) and arena.sound(slot) for slot in slots) == (count == LAYOUT.kv_heads)
+    assert _transfers(other, tmp_path, first).run(transfer("load", places, slots), lambda: False) == "done"
     rest = [block for block in range(BLOCKS) if block not in places]
     for mine, theirs, old in zip(one, other, before, strict=True):
         for source, target, untouched in zip(mine, theirs, old, strict=True):
             assert torch.equal(target[places], source[saved])
             assert torch.equal(target[rest], untouched[rest])
+
+
+def test_a_slot_whose_memory_was_given_back_and_taken_anew_is_written_where_all_see_it(tmp_path: Path) -> None:
+    arena = make_arena(tmp_path, LAYOUT)
+    one, other = _caches(LAYOUT.kv_heads, 1), _caches(LAYOUT.kv_heads, 100)
+    writing, reading = _transfers(one, tmp_path), _transfers(other, tmp_path)
+    for save in ("first", "again"):
+        assert writing.run(transfer("save", [5], [3]), lambda: False) == "done", save
+        assert reading.run(transfer("load", [2], [3]), lambda: False) == "done", save
+        assert all(torch.equal(to[2], of[5]) for to, of in zip(sum(other, ()), sum(one, ()), strict=True)), save
+        assert arena.sound(3)
+        assert arena.payload(3)[: 1 << 10] == bytes(one[0][0][5, 0].view(torch.uint8).cpu().numpy().ravel()[: 1 << 10])
+        arena.give_memory_back(3, 1000)
+        assert arena.take_memory(3)
+        reserve(arena, 3, 4)
+        for cache in sum(one, ()):
+            cache[5] += 1
+        torch.cuda.synchronize()  # as a step is over before what it computed is copied

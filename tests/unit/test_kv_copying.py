@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from kvstore.arena import MappedArena
+from kvstore.core.layout import geometry
+from services.worker.kv import cuda_copier
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.model.config import ModelConfig
 from services.worker.model.hf_config import read_model_config
@@ -19,7 +21,7 @@ from shared.messages.kvstore import KvLayout
 from tests.kv_ranks import BLOCKS, OpsKind, Rank, make_arena, make_layout
 
 SCATTERED, SLOTS = [5, 0, 9, 3], [2, 7, 1, 10]
-KINDS: tuple[OpsKind, ...] = ("torch", "native")
+KINDS: tuple[OpsKind, ...] = ("torch", "native", "staged")
 
 
 def rank(kind: OpsKind, layout: KvLayout, directory: Path, **options: object) -> Rank:
@@ -51,6 +53,21 @@ def test_what_one_saves_another_loads(
         assert torch.equal(other.block(place), same.block(block)), "to the last bit"
     assert torch.equal(other.block(4), untouched)
     assert not torch.equal(one.block(5), one.block(3)), "blocks this alike would prove nothing"
+
+
+def test_stages_that_take_turns_mix_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at a time, by a device that copies only when it is waited for."""
+    layout = make_layout("bfloat16")
+    monkeypatch.setattr(cuda_copier, "_STAGED_BYTES", 2 * geometry(layout, BLOCKS).payload_bytes)
+    arena = make_arena(tmp_path, layout)
+    one, other = rank("staged", layout, tmp_path), rank("staged", layout, tmp_path)
+    one.compute()
+    saved, slots = [5, 0, 9, 3, 11, 7, 2], [2, 7, 1, 10, 4, 0, 6]
+    assert one.save(saved, slots) == "done"
+    assert all(arena.whole(slot) and arena.sound(slot) for slot in slots)
+    places = [1, 2, 8, 0, 3, 10, 5]
+    assert other.load(places, slots) == "done"
+    assert all(torch.equal(other.block(to), one.block(of)) for to, of in zip(places, saved, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,7 @@ from tests.kv_ranks import ARENA, BLOCKS, OpsKind, Rank, make_arena, make_layout
 LAYOUT = make_layout("float32")
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", "native", "staged"])
 def kind(request: pytest.FixtureRequest) -> OpsKind:
     name: OpsKind = request.param
     return name

@@ -1,200 +1,215 @@
 """Copies blocks between a GPU's caches and an arena: on a stream of its own, so that steps go on beside it.
 
-Blocks are gathered on the device, a few at a time, in the arena's layout, by one launch for all layers; each slot is
-then one copy. Where the arena could be page-locked that copy goes straight to it, else by way of page-locked memory of
-our own. Two such stages take turns: while one is on its way, the host sums up the other.
+Blocks are gathered on the device, a few at a time, in the arena's layout, by one launch for all layers, and pass
+through page-locked memory of our own. Two such stages take turns: while one is on its way, the host copies and sums up
+the other.
+
+The arena itself is not page-locked, though that would spare the host's copy. Locking takes all of its pages from the
+system at once, which the store takes as blocks come; and where the store has given a slot's memory back and taken it
+anew, the slot lies in other pages than the locked ones: the device would read and write what nobody else sees.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.kv.copier import CacheRun, Copied, Piece
+from services.worker.kv.plain_copier import slots_as_array
 from services.worker.kv.rank_heads import RankHeads
 
-if TYPE_CHECKING:
-    from services.worker.kernels.kv_blocks import BlockCaches
+_STAGED_BYTES = 1 << 20
+"""A quarter of a piece of a transfer: so its parts overlap."""
+_WORD = np.dtype("<i4")
+"""What is only copied may be taken for numbers; 16 tokens of any head are a multiple."""
 
-_STAGED_BYTES = 4 << 20
+Int32s = NDArray[np.int32]
+Caches = list[tuple[Tensor, Tensor]]
 
-_log = logging.getLogger(__name__)
+
+class Stage(Protocol):
+    """Blocks on their way between a device and the host, in the arena's layout."""
+
+    @property
+    def host(self) -> Int32s:
+        """[blocks, heads, layers, 2, words of 16 tokens]"""
+
+    def wait(self) -> None:
+        """Returns when what was asked for last is over."""
+
+
+class BlockStream(Protocol):
+    """What a device copies by itself, in order, beside its steps. Used from one thread, on which it was made."""
+
+    def stage(self, shape: tuple[int, ...]) -> Stage:
+        """Room for blocks of that many words."""
+
+    def fetch(self, blocks: Int32s, stage: Stage) -> None:
+        """From the caches to `stage`, without waiting."""
+
+    def bring(self, blocks: Int32s, stage: Stage) -> None:
+        """From `stage` to the caches, without waiting."""
+
+    def clear(self, blocks: Int32s) -> None:
+        """Zeros to the caches. Returns when they are there."""
 
 
 class CudaKvCopier:
     """See :class:`services.worker.kv.copier.KvCopier`."""
 
-    def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, caches: Caches, make_stream: Callable[[Caches], BlockStream] | None = None) -> None:
         self._caches = caches
+        self._make_stream = make_stream or CudaBlockStream
 
     @property
     def runs(self) -> tuple[CacheRun, ...]:
         return ()
 
     def bind(self, heads: RankHeads) -> BoundCudaKvCopier:
-        from services.worker.kernels.kv_blocks import BlockCaches  # Triton is needed only where a GPU is
-
-        return BoundCudaKvCopier(self._caches, BlockCaches(self._caches), heads)
+        return BoundCudaKvCopier(self._make_stream(self._caches), heads)
 
 
-class _Stage:
-    """Some blocks on their way: on the device, and where needed on the host."""
+class _Part(NamedTuple):
+    """As much of a piece as a stage holds."""
 
-    def __init__(self, like: Tensor, device: torch.device, *, bounce: bool) -> None:
-        self.device = torch.empty(like.shape, dtype=like.dtype, device=device)
-        self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True) if bounce else None
-        # A blocking event lets the waiting thread sleep: the core belongs to the compute thread.
-        self.arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.slots: list[tuple[int, int]] = []
-        """On their way, and with which generations."""
+    blocks: Int32s
+    slots: list[int]
+    generations: list[int]
 
 
 class BoundCudaKvCopier:
     """See :class:`services.worker.kv.copier.BoundCopier`."""
 
-    def __init__(self, caches: list[tuple[Tensor, Tensor]], blocks: BlockCaches, heads: RankHeads) -> None:
-        device = caches[0][0].device
-        self._caches = caches
-        self._blocks = blocks
+    def __init__(self, stream: BlockStream, heads: RankHeads) -> None:
+        self._stream = stream
         self._heads = heads
-        self._slots = _slots_as_tensor(heads, caches[0][0].dtype)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # A copy between the device and what is no single run of bytes is made by way of one that is.
-        self._locked = heads.contiguous and _page_lock(self._slots)
-        count = max(1, _STAGED_BYTES // heads.bytes_of_slot)
-        like = torch.empty((count, *self._slots.shape[1:]), dtype=self._slots.dtype, device="meta")
-        self._stages = [_Stage(like, device, bounce=not self._locked) for _ in range(2)]
+        self._slots = slots_as_array(heads, _WORD)
+        self._at_once = max(1, _STAGED_BYTES // heads.bytes_of_slot)
+        self._stages = tuple(stream.stage((self._at_once, *self._slots.shape[1:])) for _ in range(2))
 
-    @torch.inference_mode()
     def save(self, piece: Piece) -> Copied:
         slots, generations = piece.slots.tolist(), piece.generations.tolist()
         self._heads.touch(slots)
         if not self._heads.unchanged(slots, generations):
             return "other generation"
-        with torch.cuda.stream(self._stream):
-            for turn, (first, blocks) in enumerate(_parts_of(piece, self._stage_blocks)):
-                stage = self._stages[turn % 2]
-                self._arrive(stage)
-                last = first + len(blocks)
-                stage.slots = list(zip(slots[first:last], generations[first:last], strict=True))
-                self._send(stage, blocks)
-            for stage in self._stages:
-                self._arrive(stage)
+        under_way: tuple[_Part, Stage] | None = None
+        for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
+            self._stream.fetch(part.blocks, stage)
+            if under_way is not None:
+                self._arrive(*under_way)
+            under_way = part, stage
+        if under_way is not None:
+            self._arrive(*under_way)
         if self._heads.unchanged(slots, generations):
             return "all"
         self._heads.forget_checksums(slots)
         return "other generation"
 
-    @torch.inference_mode()
     def load(self, piece: Piece) -> Copied:
-        with torch.cuda.stream(self._stream):
-            copied = self._loaded(piece)
-            if copied != "all":
-                _clear(self._caches, self._on_device(torch.from_numpy(piece.blocks)))
-            self._stream.record_event(self._stages[0].arrived)
-        self._stages[0].arrived.synchronize()
+        copied = self._loaded(piece)
+        for stage in self._stages:
+            stage.wait()
+        if copied == "all" and not self._heads.unchanged(piece.slots.tolist(), piece.generations.tolist()):
+            copied = "other generation"
+        if copied != "all":
+            # What is undefined must be finite: attention multiplies it with 0.
+            self._stream.clear(piece.blocks)
         return copied
 
     def close(self) -> None:
-        self._stream.synchronize()
-        if self._locked:
-            _runtime().cudaHostUnregister(self._slots.data_ptr())
+        for stage in self._stages:
+            stage.wait()
         del self._slots
         self._heads.close()
 
-    @property
-    def _stage_blocks(self) -> int:
-        return len(self._stages[0].device)
-
-    def _send(self, stage: _Stage, blocks: Tensor) -> None:
-        """Device → host, without waiting."""
-        on_device = stage.device[: len(blocks)]
-        self._blocks.gather(self._on_device(blocks), on_device)
-        if stage.host is not None:
-            stage.host[: len(blocks)].copy_(on_device, non_blocking=True)
-        else:
-            for row, (slot, _) in enumerate(stage.slots):
-                self._slots[slot].copy_(on_device[row], non_blocking=True)
-        self._stream.record_event(stage.arrived)
-
-    def _arrive(self, stage: _Stage) -> None:
+    def _arrive(self, part: _Part, stage: Stage) -> None:
         """Waits for what is on its way to the arena, and sums it up."""
-        if not stage.slots:
-            return
-        stage.arrived.synchronize()
-        for row, (slot, generation) in enumerate(stage.slots):
-            if stage.host is not None:
-                self._slots[slot].copy_(stage.host[row])
+        stage.wait()
+        for row, (slot, generation) in enumerate(zip(part.slots, part.generations, strict=True)):
+            self._slots[slot] = stage.host[row]
             self._heads.write_checksums(slot, generation)  # what is another's by now, `save` finds out at its end
-        stage.slots = []
 
     def _loaded(self, piece: Piece) -> Copied:
-        slots, generations = piece.slots.tolist(), piece.generations.tolist()
-        if not self._heads.unchanged(slots, generations):
+        """Under way when it returns. The slots' generations are to be compared when it is over."""
+        if not self._heads.unchanged(piece.slots.tolist(), piece.generations.tolist()):
             return "other generation"
-        for turn, (first, blocks) in enumerate(_parts_of(piece, self._stage_blocks)):
-            stage = self._stages[turn % 2]
-            stage.arrived.synchronize()  # an event that was never recorded is over
-            for row, slot in enumerate(slots[first : first + len(blocks)]):
+        for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
+            stage.wait()
+            for row, slot in enumerate(part.slots):
                 if not self._heads.verified(slot):
                     return "other checksum"
-                self._fetch(stage, row, slot)
-            self._blocks.scatter(self._on_device(blocks), stage.device[: len(blocks)])
-            self._stream.record_event(stage.arrived)
+                stage.host[row] = self._slots[slot]
+            self._stream.bring(part.blocks, stage)
+        return "all"
+
+    def _parts(self, piece: Piece) -> Iterator[_Part]:
+        for first in range(0, len(piece.blocks), self._at_once):
+            part = slice(first, first + self._at_once)
+            yield _Part(piece.blocks[part], piece.slots[part].tolist(), piece.generations[part].tolist())
+
+
+class CudaStage:
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.on_device = torch.empty(shape, dtype=torch.int32, device=device)
+        self.pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+        self.host: Int32s = self.pinned.numpy()
+        # A blocking event lets the waiting thread sleep: the core belongs to the compute thread.
+        self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.over.synchronize()  # one that was never recorded is over
+
+
+class CudaBlockStream:
+    """See `BlockStream`. The device is current on this thread from here on: calls that name none would take memory of
+    another GPU, for a context there."""
+
+    def __init__(self, caches: Caches) -> None:
+        from services.worker.kernels.kv_blocks import BlockCaches  # Triton is needed only where a GPU is
+
+        self._caches = caches
+        self._device = caches[0][0].device
+        torch.cuda.set_device(self._device)
+        self._blocks = BlockCaches(caches)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def stage(self, shape: tuple[int, ...]) -> CudaStage:
+        # Memory that steps gave back may be theirs until the device has come that far: this stream takes its own.
+        with torch.cuda.stream(self._stream):
+            return CudaStage(shape, self._device)
+
+    @torch.inference_mode()
+    def fetch(self, blocks: Int32s, stage: Stage) -> None:
+        assert isinstance(stage, CudaStage)
+        with torch.cuda.stream(self._stream):
+            on_device = stage.on_device[: len(blocks)]
+            self._blocks.gather(self._sent(blocks), on_device)
+            stage.pinned[: len(blocks)].copy_(on_device, non_blocking=True)
+            stage.over.record()
+
+    @torch.inference_mode()
+    def bring(self, blocks: Int32s, stage: Stage) -> None:
+        assert isinstance(stage, CudaStage)
+        with torch.cuda.stream(self._stream):
+            on_device = stage.on_device[: len(blocks)]
+            on_device.copy_(stage.pinned[: len(blocks)], non_blocking=True)
+            self._blocks.scatter(self._sent(blocks), on_device)
+            stage.over.record()
+
+    @torch.inference_mode()
+    def clear(self, blocks: Int32s) -> None:
+        with torch.cuda.stream(self._stream):
+            index = self._sent(blocks).long()
+            for halves in self._caches:
+                for cache in halves:
+                    cache.index_fill_(0, index, 0)
         self._stream.synchronize()
-        return "all" if self._heads.unchanged(slots, generations) else "other generation"
 
-    def _fetch(self, stage: _Stage, row: int, slot: int) -> None:
-        """Arena → device, without waiting."""
-        source = self._slots[slot]
-        if stage.host is not None:
-            stage.host[row].copy_(source)
-            source = stage.host[row]
-        stage.device[row].copy_(source, non_blocking=True)
-
-    def _on_device(self, blocks: Tensor) -> Tensor:
-        return blocks.to(self._caches[0][0].device, non_blocking=True)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _page_lock(slots: Tensor) -> bool:
-    """Whether the arena's payloads are page-locked now, for this process's device."""
-    size = slots.untyped_storage().nbytes()
-    refused = int(_runtime().cudaHostRegister(slots.data_ptr(), size, 0))
-    if refused:
-        _log.info("the arena could not be page-locked, so its blocks take one copy more", extra={"error": refused})
-    return not refused
-
-
-def _slots_as_tensor(heads: RankHeads, dtype: torch.dtype) -> Tensor:
-    """[slots, heads, layers, 2, elements of 16 tokens] where the arena lies; the caller keeps it mapped."""
-    shape = heads.arena.geometry
-    room = (shape.slots - 1) * shape.payload_stride + heads.span
-    whole = torch.frombuffer((ctypes.c_char * room).from_address(heads.payloads), dtype=dtype)
-    item = dtype.itemsize
-    per_half = shape.cell_bytes // (2 * item)
-    return whole.as_strided(
-        (shape.slots, heads.count, heads.layers, 2, per_half),
-        (shape.payload_stride // item, heads.head_stride // item, 2 * per_half, per_half, 1),
-    )
-
-
-def _parts_of(piece: Piece, count: int) -> list[tuple[int, Tensor]]:
-    """The piece's blocks in parts of at most `count`, each with the place of its first."""
-    blocks = torch.from_numpy(piece.blocks)
-    return [(first, blocks[first : first + count]) for first in range(0, len(blocks), count)]
-
-
-def _clear(caches: list[tuple[Tensor, Tensor]], blocks: Tensor) -> None:
-    """What is undefined must be finite: attention multiplies it with 0."""
-    index = blocks.long()
-    for halves in caches:
-        for cache in halves:
-            cache.index_fill_(0, index, 0)
+    def _sent(self, blocks: Int32s) -> Tensor:
+        return torch.from_numpy(blocks).to(self._device, non_blocking=True)

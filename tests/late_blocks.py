@@ -1,0 +1,77 @@
+"""A device that copies blocks late: nothing is done before somebody waits, and what is read too early is poison."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from services.worker.kv.cuda_copier import Caches, Int32s, Stage
+
+POISON = 0x7EADBEEF
+
+
+class LateStage:
+    def __init__(self, stream: LateBlockStream, shape: tuple[int, ...]) -> None:
+        self._stream = stream
+        self.on_device: Int32s = np.full(shape, POISON, dtype=np.int32)
+        self.host: Int32s = np.full(shape, POISON, dtype=np.int32)
+        self.over = 0
+        """How much must be done until nothing is on its way here."""
+
+    def wait(self) -> None:
+        self._stream.run_up_to(self.over)
+
+
+class LateBlockStream:
+    """See :class:`services.worker.kv.cuda_copier.BlockStream`. On a CPU."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = [[cache.flatten(2).view(torch.int32).numpy() for cache in halves] for halves in caches]
+        """[blocks, heads, words of 16 tokens]"""
+        self._asked: deque[Callable[[], None]] = deque()
+        self._done = 0
+
+    def stage(self, shape: tuple[int, ...]) -> LateStage:
+        return LateStage(self, shape)
+
+    def fetch(self, blocks: Int32s, stage: Stage) -> None:
+        assert isinstance(stage, LateStage)
+
+        def fetched() -> None:
+            for layer, halves in enumerate(self._caches):
+                for half, cache in enumerate(halves):
+                    stage.on_device[: len(blocks), :, layer, half] = cache[blocks]
+            stage.host[: len(blocks)] = stage.on_device[: len(blocks)]
+
+        stage.host[:] = POISON
+        self._ask(fetched, stage)
+
+    def bring(self, blocks: Int32s, stage: Stage) -> None:
+        assert isinstance(stage, LateStage)
+
+        def brought() -> None:
+            stage.on_device[: len(blocks)] = stage.host[: len(blocks)]
+            for layer, halves in enumerate(self._caches):
+                for half, cache in enumerate(halves):
+                    cache[blocks] = stage.on_device[: len(blocks), :, layer, half]
+
+        self._ask(brought, stage)
+
+    def clear(self, blocks: Int32s) -> None:
+        self.run_up_to(self._done + len(self._asked))
+        for halves in self._caches:
+            for cache in halves:
+                cache[blocks] = 0
+
+    def run_up_to(self, count: int) -> None:
+        """So much of all that was ever asked for."""
+        while self._done < count:
+            self._asked.popleft()()
+            self._done += 1
+
+    def _ask(self, work: Callable[[], None], stage: LateStage) -> None:
+        self._asked.append(work)
+        stage.over = self._done + len(self._asked)
