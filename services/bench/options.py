@@ -131,7 +131,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         "--cpu",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="processor seconds by process of a server on this machine",
+        help="processor time by kind of process of a server on this machine",
     )
     output.add_argument("--pids", type=pid_list, default={}, help="NAME=PID,...: its processes; default: found by port")
     return made

@@ -1,4 +1,4 @@
-"""Reads how much processor time the server's processes have used, where they run on this machine."""
+"""Reads what the server's processes have used, where they run on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from services.bench.core.processor_time import Reading
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SUPERVISOR = "deploy.cli"
 STACK_WORDS = ("baton", "deploy")
 """In the command line of the process that started the others, where there is one."""
 
@@ -28,14 +31,16 @@ def find_stack(base_url: str) -> dict[str, int]:
     return {}
 
 
-def used(pids: dict[str, int]) -> dict[str, float]:
-    """Processor seconds of each process that is still there."""
-    seconds = {}
+def used(pids: dict[str, int]) -> dict[str, Reading]:
+    """What each process has used that is still there."""
+    readings = {}
     for name, pid in pids.items():
         with contextlib.suppress(psutil.Error):
-            times = psutil.Process(pid).cpu_times()
-            seconds[name] = times.user + times.system
-    return seconds
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            seconds, sleeps = times.user + times.system, process.num_ctx_switches().voluntary
+            readings[name] = Reading(_actor(process), seconds, sleeps)
+    return readings
 
 
 def _listener(port: int) -> psutil.Process | None:
@@ -64,9 +69,17 @@ def _named(processes: list[psutil.Process]) -> dict[str, int]:
 
 
 def _name(process: psutil.Process) -> str:
-    """The instance where it is given one, else the module that runs, else the program."""
+    """The instance where it is given one, else what it is."""
+    for argument in process.cmdline():
+        if argument.startswith("--instance="):
+            return argument.removeprefix("--instance=")
+    return _actor(process)
+
+
+def _actor(process: psutil.Process) -> str:
+    """The module that runs, by its last name; else the program."""
     command = process.cmdline()
-    for flag in ("--instance", "-m"):
-        if flag in command[:-1]:
-            return command[command.index(flag) + 1]
-    return process.name()
+    if "-m" not in command[:-1]:
+        return process.name()
+    module = command[command.index("-m") + 1]
+    return "supervisor" if module == SUPERVISOR else module.rpartition(".")[2]

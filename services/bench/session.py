@@ -14,7 +14,7 @@ import msgspec
 
 from services.bench.api import Api, ApiError, Prompt, first_model
 from services.bench.core.outcome import Outcome, Run
-from services.bench.core.processor_time import Share, shares
+from services.bench.core.processor_time import Reading, Share, shares
 from services.bench.http_client import HttpClient, HttpError
 from services.bench.load import Load
 from services.bench.options import OutputOptions, TargetOptions
@@ -97,7 +97,7 @@ def server_processes(base_url: str, wanted: bool, pids: Mapping[str, int]) -> di
     return find_stack(base_url)
 
 
-def _processor_time(processes: Mapping[str, int]) -> dict[str, float]:
+def _processor_time(processes: Mapping[str, int]) -> dict[str, Reading]:
     if not processes:
         return {}
     from services.bench.processes import used

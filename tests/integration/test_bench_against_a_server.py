@@ -262,7 +262,7 @@ def test_what_keeps_interference_from_being_measured_is_said(
 def test_the_servers_processes_are_found_by_its_port(server: FakeOpenAI) -> None:
     found = find_stack(server.url)
     assert os.getpid() in found.values()
-    assert all(seconds >= 0 for seconds in used(found).values())
+    assert all(reading.seconds >= 0 and reading.actor for reading in used(found).values())
     assert find_stack("http://192.0.2.1:80") == {}
     assert used({"nobody": 2**22 + 1}) == {}
 
@@ -272,6 +272,7 @@ def test_named_processes_are_reported(server: FakeOpenAI, tmp_path: Path) -> Non
     result = bench("serve", server, f"--num-prompts 3 --output-len 2 --pids {pids}", file=tmp_path / "r")
     (share,) = result["server_cpu"]
     assert share["name"] == "mine"
+    assert share["us_per_token"] == pytest.approx(share["seconds"] * 1e6 / result["total_output_tokens"])
 
 
 def test_a_server_that_is_not_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

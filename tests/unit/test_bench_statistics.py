@@ -11,7 +11,7 @@ from services.bench.arrivals import arrivals
 from services.bench.core.cache_figures import cache_figures, turn_figures
 from services.bench.core.interference_figures import Window, begun, interference_figures, token_gaps
 from services.bench.core.outcome import Outcome, Run
-from services.bench.core.processor_time import ProcessError, Share, parse_pids, shares, total
+from services.bench.core.processor_time import ProcessError, Reading, Share, by_actor, parse_pids, shares, total
 from services.bench.core.statistics import (
     GoodputError,
     deviation,
@@ -107,15 +107,26 @@ def test_a_run_in_which_everything_failed_has_figures_too() -> None:
 
 def test_the_table_shows_each_metric_and_the_hungriest_process_first() -> None:
     result = summary(Run([outcome(0, 1, 2)], 2.0, 1, 0.1), [90], {})
-    spent = shares({"a": 1.0, "b": 1.0, "gone": 0.0}, {"a": 1.5, "b": 3.0, "new": 9.0}, tokens=500, duration=2.0)
-    assert spent == [Share("b", 2.0, 4.0, 1.0), Share("a", 0.5, 1.0, 0.25)]
-    assert total(spent) == Share("all", 2.5, 5.0, 1.25)
+    before = {"a": Reading("x", 1.0, 7), "b": Reading("y", 1.0, 0), "gone": Reading("y", 0.0, 0)}
+    after = {"a": Reading("x", 1.5, 57), "b": Reading("y", 3.0, 100), "new": Reading("y", 9.0, 0)}
+    spent = shares(before, after, tokens=500, duration=2.0)
+    assert spent == [Share("b", "y", 2.0, 4000.0, 1.0, 200.0), Share("a", "x", 0.5, 1000.0, 0.25, 100.0)]
+    assert total(spent) == Share("all", "all", 2.5, 5000.0, 1.25, 300.0)
     table = serve_table({**result, "max_concurrency": 4}, [90], spent)
     lines = [line.split() for line in table.splitlines()]
     assert ["Mean", "TTFT", "(ms):", "1000.00"] in lines
     assert ["P90", "E2EL", "(ms):", "2000.00"] in lines
     assert ["Maximum", "request", "concurrency:", "4"] in lines
-    assert lines.index(["b", "2.00", "4.000", "1.00"]) < lines.index(["a", "0.50", "1.000", "0.25"])
+    assert lines.index(["y", "2.00", "4000.0", "1.00", "200.0"]) < lines.index(["x", "0.50", "1000.0", "0.25", "100.0"])
+
+
+def test_processes_of_one_kind_are_added_up() -> None:
+    parts = [Share(f"gateway-{n}", "gateway", 1.0, 10.0, 0.5, 3.0) for n in (1, 2)]
+    parts.insert(1, Share("engine-1", "scheduler", 1.5, 15.0, 0.75, 1.0))
+    assert by_actor(parts) == [
+        Share("gateway × 2", "gateway", 2.0, 20.0, 1.0, 6.0),
+        parts[1]._replace(name="scheduler"),
+    ]
 
 
 def test_gaps_are_parted_by_when_long_prompts_came() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.bench.core.processor_time import Share, total
+from services.bench.core.processor_time import Share, by_actor, total
 from services.bench.core.statistics import METRICS, Metric, percent_name
 
 WIDTH = 50
@@ -85,13 +85,14 @@ def _turn_lines(turns: Sequence[Mapping[str, Any]], percents: Sequence[float]) -
 
 
 def share_lines(shares: Sequence[Share]) -> list[str]:
-    """Processor time by process; nothing where the server's processes are not known."""
+    """Processor time by kind of process; nothing where the server's processes are not known."""
     if not shares:
         return []
-    lines = [rule("Server CPU by process"), f"{'process':<24}{'s':>8}{'s/1k tok':>10}{'cores':>8}"]
-    lines += [_share_line(share) for share in shares]
-    return [*lines, _share_line(total(shares))]
+    heads = f"{'actor':<19}{'s':>7}{'us/token':>9}{'cores':>6}{'sleeps/1k':>9}"
+    actors = [_share_line(share) for share in by_actor(shares)]
+    return [rule("Server CPU by actor"), heads, *actors, _share_line(total(shares))]
 
 
 def _share_line(share: Share) -> str:
-    return f"{share.name[:23]:<24}{share.seconds:>8.2f}{share.per_1000_tokens:>10.3f}{share.cores:>8.2f}"
+    figures = f"{share.seconds:>7.2f}{share.us_per_token:>9.1f}{share.cores:>6.2f}{share.sleeps_per_1000_tokens:>9.1f}"
+    return f"{share.name[:18]:<19}{figures}"
