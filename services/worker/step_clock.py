@@ -5,6 +5,8 @@ A device that computes when it is told to is where the host is, so the host's cl
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -63,9 +65,11 @@ class Event(Protocol):
 
 
 class CudaMark:
-    def __init__(self, clock: CudaClock, event: Event) -> None:
+    def __init__(self, clock: CudaClock, event: Event, number: int) -> None:
         self._clock = clock
         self.event = event
+        self.number = number
+        """In the order in which marks were set."""
         event.record()
 
     def wait(self) -> None:
@@ -84,16 +88,27 @@ class CudaClock:
     that far from it. Threads may wait and ask beside the one that sets marks."""
 
     def __init__(
-        self, make_event: Callable[[], Event] | None = None, now: Callable[[], float] = time.perf_counter
+        self,
+        enter: Callable[[], None],
+        make_event: Callable[[], Event] | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`enter` makes the device the current one of a thread, which is done before it waits for the first time: a
+        thread begins with GPU 0, and what names no device would take memory there for a context."""
+        self._enter = enter
+        self._entered = threading.local()
         self._make_event = make_event or _timing_event
         self._now = now
+        self._numbers = itertools.count()
         self._awaited: tuple[CudaMark, float] | None = None
 
     def mark(self) -> CudaMark:
-        return CudaMark(self, self._make_event())
+        return CudaMark(self, self._make_event(), next(self._numbers))
 
     def wait(self, mark: CudaMark) -> None:
+        if not hasattr(self._entered, "here"):
+            self._entered.here = True
+            self._enter()
         late = mark.event.query()
         mark.event.synchronize()
         if not late or self._awaited is None:
@@ -104,10 +119,17 @@ class CudaClock:
         if self._awaited is None:
             return now
         awaited, at = self._awaited
-        then = min(now, at + mark.seconds_since(awaited))
+        then = min(now, at + _seconds(awaited, mark))
         if now - at > _FRESH_SECONDS:
             self._awaited = mark, then
         return then
+
+
+def _seconds(from_mark: CudaMark, to_mark: CudaMark) -> float:
+    """Below 0 where `to_mark` was set before the other one; events are asked in their order."""
+    if to_mark.number < from_mark.number:
+        return -from_mark.seconds_since(to_mark)
+    return to_mark.seconds_since(from_mark)
 
 
 def _timing_event() -> Event:
@@ -116,4 +138,7 @@ def _timing_event() -> Event:
 
 
 def clock_of(device: torch.device) -> StepClock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    if device.type != "cuda":
+        return HostClock()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return CudaClock(lambda: torch.cuda.set_device(index))
