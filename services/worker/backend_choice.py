@@ -71,6 +71,7 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
 
     device = torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
     own = _bound(config, torch.device(device))
+    _open(torch.device(device))
     communicator, pipeline = _others(config, torch.device(device))
     try:
         return create_backend(
@@ -116,6 +117,20 @@ def torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
     return f"cuda:{index % count}"
 
 
+def _open(device: torch.device) -> None:
+    """Makes a GPU the current one of this thread, and a context there. Raises BackendError where it has no memory for
+    that, is another's alone, or broken: from here on whatever it says is a bug."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        raise BackendError(f"{device} cannot be used: {str(error).splitlines()[0]}") from None
+
+
 def _bound(config: WorkerConfig, device: torch.device) -> int | None:
     """Binds this process to its processors; answers with how many are its own, None where it was not bound."""
     allowed = allowed_cpus()
@@ -127,7 +142,13 @@ def _bound(config: WorkerConfig, device: torch.device) -> int | None:
         raise BackendError(str(error)) from None
     if cpus is None:
         return None
-    bind(cpus)
+    try:
+        bind(cpus)
+    except OSError as error:
+        if config.bind != "auto":
+            raise BackendError(f"bind = {config.bind}: {error.strerror}") from None
+        _log.info("not bound to the processors beside the device: %s", error.strerror)
+        return None
     _log.info("bound to %d processors", len(cpus), extra={"cpus": sorted(cpus)})
     return len(cpus)
 

@@ -88,9 +88,12 @@ def available_cores() -> int:
 
 
 def _beside(address: str, sysfs: Path) -> Cpus | None:
-    """The processors local to a PCI device."""
-    path = sysfs / "bus" / "pci" / "devices" / address.lower() / "local_cpulist"
-    return parse_cpus(path.read_text()) if path.exists() else None
+    """The processors local to a PCI device; None where the system does not say: sandboxes have no such files, or let
+    nobody read them."""
+    try:
+        return parse_cpus((sysfs / "bus" / "pci" / "devices" / address.lower() / "local_cpulist").read_text())
+    except OSError:
+        return None
 
 
 def _nodes(sysfs: Path) -> list[Cpus]:

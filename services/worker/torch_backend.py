@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -70,25 +71,26 @@ def create_backend(
     place = _chosen_device(device)
     pipeline = pipeline or SingleStage()
     torch.set_num_threads(threads or max(1, available_cores() // (world_size * pipeline.stages)))
-    loaded = load_model(
-        Wanted(
-            folder=model_dir,
-            device=place,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            load_format=load_format,
-            ops=ops,
-            cache=kv_cache_dtype,
-            attention=attention,
-            communicator=communicator,
-            pipeline=pipeline,
-            layers=layers,
-        )
+    wanted = Wanted(
+        folder=model_dir,
+        device=place,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        load_format=load_format,
+        ops=ops,
+        cache=kv_cache_dtype,
+        attention=attention,
+        communicator=communicator,
+        pipeline=pipeline,
+        layers=layers,
     )
+    with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
+        loaded = load_model(wanted)
     eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     check_agreement(communicator, f"{loaded.told}, {limits}")
-    parts = _parts(loaded, model_name, max_num_seqs, speculation)
+    with _enough_memory("what drafts was loaded: use more ranks"):
+        parts = _parts(loaded, model_name, max_num_seqs, speculation)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
     demand = KvDemand(
@@ -139,17 +141,21 @@ def _agreed(size: KvSize, communicator: Communicator) -> KvSize:
 
 def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> Runner:
     """Everything captured, and every first-time cost paid. Raises ModelError."""
-    try:
+    with _enough_memory("decodes were captured: lower gpu_memory_utilization or kv_memory, or give enforce_eager"):
         runner = parts.runner(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len))
         rehearse(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
         if parts.device.type == "cuda":
             rehearse_shapes(runner, rows=rows)
-    except torch.OutOfMemoryError:
-        raise ModelError(
-            "the GPU's memory ran out while decodes were captured: lower gpu_memory_utilization or kv_memory, or give "
-            "enforce_eager"
-        ) from None
     return runner
+
+
+@contextmanager
+def _enough_memory(otherwise: str) -> Iterator[None]:
+    """Raises ModelError where there was not. `otherwise`: what was being done, and what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ModelError(f"the GPU's memory ran out while {otherwise}") from None
 
 
 def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceMemory, eager: str | None) -> None:

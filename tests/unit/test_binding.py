@@ -7,10 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
 
+from services.worker import backend_choice
 from services.worker.backend import BackendError
 from services.worker.backend_choice import make_backend, torch_device
-from services.worker.binding import BindingError, Rank, allowed_cpus, chosen_cpus, cpus_of_gpu, cpus_of_rank, parse_cpus
+from services.worker.binding import (
+    BindingError,
+    Cpus,
+    Rank,
+    allowed_cpus,
+    chosen_cpus,
+    cpus_of_gpu,
+    cpus_of_rank,
+    parse_cpus,
+)
 from services.worker.config import WorkerConfig
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo" / "model"
@@ -53,6 +65,13 @@ def test_what_the_process_may_not_use_is_not_given_out(machine: Path) -> None:
 
 def test_a_gpu_that_the_system_says_nothing_of_binds_nothing(machine: Path) -> None:
     assert cpus_of_gpu(("0000:ff:00.0",), 0, ALL, machine) is None
+
+
+def test_a_gpu_of_which_nothing_may_be_read_binds_nothing(machine: Path) -> None:
+    hidden = machine / "bus/pci/devices" / GPUS[0] / "local_cpulist"
+    hidden.unlink()
+    hidden.mkdir()  # a root that runs tests may read everything else
+    assert cpus_of_gpu(GPUS, 0, ALL, machine) is None
 
 
 def test_more_gpus_than_cores_bind_nothing_where_no_core_is_left(machine: Path) -> None:
@@ -125,3 +144,29 @@ def test_a_worker_says_which_processors_cannot_be_had() -> None:
     config = WorkerConfig(model=str(DEMO), engine="e", device="cpu", bind="99999")
     with pytest.raises(BackendError, match="bind = 99999: auto, none or some of the processors"):
         make_backend(config)
+
+
+def test_a_gpu_that_cannot_be_opened_is_named_with_what_cuda_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", full)
+    config = WorkerConfig(model=str(DEMO), engine="e", device="cuda", local_rank=1, bind="none")
+    with pytest.raises(BackendError, match=r"^cuda:1 cannot be used: CUDA error: out of memory$"):
+        make_backend(config)
+
+
+def test_a_system_that_binds_nobody_is_borne_with_unless_binding_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(cpus: Cpus) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    one = frozenset({0})
+    monkeypatch.setattr(backend_choice, "bind", refused)
+    monkeypatch.setattr(backend_choice, "allowed_cpus", lambda: one)
+    monkeypatch.setattr(backend_choice, "cpus_of_rank", lambda rank, allowed: one)
+    config = WorkerConfig(model=str(DEMO), engine="e", device="cpu", kv_memory=1 << 20, max_num_seqs=1)
+    assert make_backend(config).device == "cpu"
+    with pytest.raises(BackendError, match="bind = 0: Operation not permitted"):
+        make_backend(replace(config, bind="0"))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from deploy.cli.stack_spec import chosen
 from deploy.supervisor.launch import flags
 from services.offline.settings import EngineSettings, configs
+from services.worker import torch_backend
 from services.worker.config import WorkerConfig
+from services.worker.model.config import ModelError
 from shared.config import ConfigError, load_config
+from tests.tiny_backend import tiny_settings
 
 
 def told(*argv: str) -> WorkerConfig:
@@ -47,3 +53,16 @@ def test_an_offline_engine_is_told_the_same() -> None:
 def test_what_is_not_allowed_is_refused_by_name(argv: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         told(argv)
+
+
+def test_weights_that_do_not_fit_after_all_are_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room that was free when it was looked for may be another's by then."""
+
+    def full(wanted: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(torch_backend, "load_model", full)
+    with pytest.raises(ModelError, match=r"memory ran out while weights were loaded: .* use more ranks"):
+        torch_backend.create_backend(tmp_path, **tiny_settings())
