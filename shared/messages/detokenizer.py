@@ -35,7 +35,7 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     """Passed on to the gateway."""
 
 
-class NewTokens(Struct, frozen=True, array_like=True):
+class NewTokens(Struct, frozen=True, array_like=True, gc=False):
     request: RequestId
     attempt: Attempt
     position: int

@@ -57,7 +57,7 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-class LogprobText(Struct, frozen=True, array_like=True):
+class LogprobText(Struct, frozen=True, array_like=True, gc=False):
     """A token as text with its log-probability; `raw` are its bytes (it may be part of a character)."""
 
     token: str
@@ -66,7 +66,7 @@ class LogprobText(Struct, frozen=True, array_like=True):
     token_id: int
 
 
-class PositionLogprobs(Struct, frozen=True, array_like=True):
+class PositionLogprobs(Struct, frozen=True, array_like=True, gc=False):
     chosen: LogprobText
     top: tuple[LogprobText, ...]
     rank: int | None = None
@@ -83,7 +83,7 @@ class PromptPart(Struct, frozen=True, array_like=True):
     logprobs: tuple[PositionLogprobs, ...]
 
 
-class Delta(Struct, frozen=True, array_like=True):
+class Delta(Struct, frozen=True, array_like=True, gc=False):
     """New text of one request. `text` may be empty while a character or a possible stop string is incomplete."""
 
     request: RequestId

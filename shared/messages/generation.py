@@ -108,7 +108,7 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """How a chat's prompt ends where it ends with a mark of thoughts."""
 
 
-class TokenLogprobs(Struct, frozen=True, array_like=True):
+class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one output position, from the logits before any processing."""
 
     token: int

@@ -92,7 +92,7 @@ class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
     """From the end of the step until its result is on its way to the bus; the next step runs meanwhile."""
 
 
-class Sampled(Struct, frozen=True, array_like=True):
+class Sampled(Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence: one a step, more with speculation."""
 
     sequence: SequenceId

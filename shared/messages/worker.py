@@ -37,7 +37,7 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     """Compiled before: an earlier plan had it in `compile`, and it was answered without an error."""
 
 
-class Work(Struct, frozen=True, array_like=True):
+class Work(Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step: compute its next `count` tokens."""
 
     sequence: SequenceId

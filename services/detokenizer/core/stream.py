@@ -58,8 +58,8 @@ class Stream:
         tokens = tuple(unpack(self.opened.context)[-resumed:])
         text, _, stop = self._run(tokens)
         self.position = resumed
-        taken = self._taken(resumed, (), text, "stop" if stop is not None else None, stop, None)
-        return taken if taken.stopped or taken.delta.text else None
+        delta = self._delta(resumed, (), text, None if stop is None else "stop", stop, None)
+        return Taken(delta, stopped=stop is not None) if stop is not None or delta.text else None
 
     def take(self, entry: NewTokens) -> Taken:
         """The entry as a delta; its `finish` is set where the output ends here, by the engine or a stop string."""
@@ -77,8 +77,8 @@ class Stream:
         self.position = start + len(tokens)
         reason = stop if stop is not None else entry.stop_token
         finish: FinishReason | None = "stop" if stop is not None else entry.finish
-        taken = self._taken(start, tokens, text, finish, reason, entry.logprobs)
-        return taken._replace(stopped=stop is not None and entry.finish is None)
+        delta = self._delta(start, tokens, text, finish, reason, entry.logprobs)
+        return Taken(delta, stopped=stop is not None and entry.finish is None)
 
     def scored(self, prompt: PromptLogprobs) -> PromptPart:
         """A part of the prompt with its tokens spelled."""
@@ -111,7 +111,7 @@ class Stream:
             return fed.text, fed.stop
         return fed + self._scan.rest(), None
 
-    def _taken(
+    def _delta(
         self,
         position: int,
         tokens: tuple[int, ...],
@@ -119,15 +119,14 @@ class Stream:
         finish: FinishReason | None,
         stop_reason: int | str | None,
         logprobs: tuple[TokenLogprobs, ...] | None,
-    ) -> Taken:
+    ) -> Delta:
         if self._sent:
             dropped = min(self._sent, len(text))
             self._sent -= dropped
             text = text[dropped:]
         spelled = None if logprobs is None else tuple(map(self._spelled, logprobs[: len(tokens)]))
         opened = self.opened
-        delta = Delta(opened.request, opened.attempt, position, tokens, text, finish, stop_reason, spelled)
-        return Taken(delta, stopped=finish is not None)
+        return Delta(opened.request, opened.attempt, position, tokens, text, finish, stop_reason, spelled)
 
     def _spelled(self, logprobs: TokenLogprobs) -> PositionLogprobs:
         spelling = self._vocabulary.spelling
