@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -130,9 +130,16 @@ def _default_instance(service: str) -> str:
     return f"{service}-{host}-{os.getpid()}"
 
 
+class _Flags(argparse.ArgumentParser):
+    """Says what is wrong in one line; a page of every flag would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} ({self.prog} --help shows every flag)")
+
+
 def _parse_flags(service: str, config_type: type[Struct], argv: Sequence[str]) -> dict[str, Any]:
     package = config_type.__module__.rpartition(".")[0] or service
-    parser = argparse.ArgumentParser(prog=f"python -m {package}", argument_default=argparse.SUPPRESS)
+    parser = _Flags(prog=f"python -m {package}", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings.")
     for field in msgspec.structs.fields(config_type):
         flag = "--" + field.name.replace("_", "-")

@@ -24,8 +24,12 @@ def show_logs(folder: Path, query: LogQuery, *, follow: bool, as_json: bool) -> 
     if follow:
         tails.go_to_end()
     coloured = sys.stdout.isatty()
+    found = False
     for line in merged(log_files(folder), query):
+        found = True
         _print(line, as_json, coloured)
+    if not found and not follow and query.lines != 0:
+        raise CommandError(f"no line in {folder}{_asked(query)}; it has {', '.join(_instances(folder)) or 'no file'}")
     with contextlib.suppress(KeyboardInterrupt):
         while follow:
             sys.stdout.flush()
@@ -33,6 +37,15 @@ def show_logs(folder: Path, query: LogQuery, *, follow: bool, as_json: bool) -> 
             for line in sorted(tails.new_lines(), key=lambda line: line.time):
                 if matches(line, query):
                     _print(line, as_json, coloured)
+
+
+def _asked(query: LogQuery) -> str:
+    asked = (("of", query.service), ("about request", query.request))
+    return "".join(f" {how} {what!r}" for how, what in asked if what is not None)
+
+
+def _instances(folder: Path) -> list[str]:
+    return sorted({instance_of(path) for path in log_files(folder)})
 
 
 class Tails:

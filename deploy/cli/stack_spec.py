@@ -24,6 +24,8 @@ Settings = Mapping[str, Mapping[str, str]]
 
 def model_directory(model: str | None, *, weights: bool = True) -> Path:
     """Fetches from the hub where needed, without the weights if they are not. Raises CommandError."""
+    if model is not None and not model.strip():
+        raise CommandError("--model is empty; a directory or a Hugging Face id is expected", status=2)
     if model is None and not (DEMO_MODEL / "config.json").is_file():
         raise CommandError(f"the demo model is not in {DEMO_MODEL}; name a model with --model")
     try:
@@ -80,9 +82,10 @@ def layer_split(asked: str | None, counts: Counts) -> tuple[int, ...]:
     parts = asked.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise CommandError(f"--pp-layers {asked}: numbers from 1 on are expected, e.g. 17,15", status=2)
-    wrong = next((s for s in _stage_counts(counts) if s not in (1, len(parts))), None)
-    if wrong is not None:
-        raise CommandError(f"--pp-layers {asked}: {len(parts)} numbers for {wrong} stages", status=2)
+    stages = _stage_counts(counts)
+    wrong = next((s for s in stages if s not in (1, len(parts))), None)
+    if wrong is not None or len(parts) not in stages:
+        raise CommandError(f"--pp-layers {asked}: {len(parts)} numbers for {wrong or 1} stages (--pp)", status=2)
     return tuple(map(int, parts))
 
 

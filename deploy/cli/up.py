@@ -12,6 +12,8 @@ from rich.console import Console
 
 from deploy.cli.errors import CommandError
 from deploy.cli.gateway_http import wait_until_ready
+from deploy.cli.log_lines import parsed
+from deploy.cli.logs import for_people
 from deploy.cli.up_display import follow
 from deploy.supervisor.gateway_port import PortTaken
 from deploy.supervisor.nats_server import NoNatsServer
@@ -39,8 +41,16 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
         ) from None
-    except (StartFailed, NoNatsServer, NoRedisServer, PortTaken, BusError, OSError) as error:
+    except StartFailed as error:
+        raise CommandError(_last_words(error)) from None
+    except (NoNatsServer, NoRedisServer, PortTaken, BusError, OSError) as error:
         raise CommandError(str(error)) from None
+
+
+def _last_words(failed: StartFailed) -> str:
+    """The last lines of the log, as `baton logs` shows them."""
+    lines = (for_people(parsed(failed.instance, line, ""), False) for line in failed.last_lines)
+    return "\n".join([f"{failed}. Its last words ({failed.log_file}):", *(f"  {line.lstrip()}" for line in lines)])
 
 
 async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | None) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any, assert_never
 
 from deploy.supervisor.bus_access import BusAccess
@@ -62,7 +63,13 @@ Beside = Callable[[], Coroutine[Any, Any, None]]
 
 
 class StartFailed(Exception):
-    """The stack did not come up; the text names the process and shows its last words."""
+    """The stack did not come up; the text names the process and says why."""
+
+    def __init__(self, instance: InstanceId, reason: str, log_file: Path, last_lines: Sequence[str]) -> None:
+        super().__init__(f"{instance} {reason}")
+        self.instance, self.log_file = instance, log_file
+        self.last_lines = tuple(last_lines)
+        """Of its log, as they are there."""
 
 
 class Stack:
@@ -258,8 +265,7 @@ class Stack:
     def give_up(self, instance: InstanceId, reason: str) -> None:
         """Ends the stack soon; `run` raises StartFailed."""
         if self._failure is None:
-            last = "\n".join(f"  {line}" for line in self.logs.last_lines(instance))
-            self._failure = StartFailed(f"{instance} {reason}. Its last words ({self.logs.of(instance)}):\n{last}")
+            self._failure = StartFailed(instance, reason, self.logs.of(instance), self.logs.last_lines(instance))
             for _ in range(2):
                 self._handle(StopAsked())
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from services.coordinator.core.drain_rules import drain_refusal
 from shared import topics
@@ -20,6 +20,9 @@ from shared.registry import Registry
 NAME = "baton-admin"
 VERSION = "1.0.0"
 DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale."
+
+MOST = 256
+"""Instances of one service that can be asked for."""
 
 R = TypeVar("R")
 Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
@@ -42,7 +45,7 @@ class UndrainRequest(Struct, forbid_unknown_fields=True):
 
 class ScaleRequest(Struct, forbid_unknown_fields=True):
     service: Scalable
-    count: Annotated[int, Meta(ge=0, le=256)]
+    count: int
 
 
 class Admin:
@@ -92,6 +95,8 @@ class Admin:
     async def scale(self, body: bytes) -> bytes:
         """`{"service": "tokenizer", "count": 2}` → what the supervisor starts and stops for it."""
         request = _parsed(body, ScaleRequest)
+        if not 0 <= request.count <= MOST:
+            raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MOST} are")
         question = Scale(request.service, request.count)
         try:
             answer: ScaleAnswer = await self._bus.ask(topics.scaling(), question, ScaleAnswer, self._scale_timeout)

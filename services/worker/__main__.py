@@ -14,6 +14,9 @@ from shared.config import load_or_exit
 
 log = logging.getLogger(__name__)
 
+CANNOT_SERVE = 2
+"""Exit status, as for settings that cannot be used: a start is given up at once, as the next one would fail, too."""
+
 
 async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
     return WorkerActor(bus, config.instance_id(), config.place(), lambda: make_backend(config))
@@ -25,7 +28,7 @@ def main() -> None:
         run_service(config, lambda bus: build(config, bus), "worker")
     except* BackendError as errors:
         log.error("cannot serve", extra={"model": config.model, "reason": str(errors.exceptions[0])})
-        raise SystemExit(1) from None
+        raise SystemExit(CANNOT_SERVE) from None
 
 
 if __name__ == "__main__":

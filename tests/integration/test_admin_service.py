@@ -41,7 +41,7 @@ REFUSED = [
     ("list", b"\xff\xfe".decode("latin-1"), 400, "JSON"),
     ("scale", '{"service": "tokenizer"}', 400, "count"),
     ("scale", '{"service": "tokenizer", "count": "2"}', 400, "$.count"),
-    ("scale", '{"service": "tokenizer", "count": -1}', 400, "$.count"),
+    ("scale", '{"service": "tokenizer", "count": -1}', 400, "count: -1 is not allowed; 0 to 256 are"),
     ("scale", '{"service": "nonsense", "count": 1}', 400, "$.service"),
     ("scale", '{"service": "tokenizer", "count": 2}', 503, "supervisor"),
 ]

@@ -101,7 +101,9 @@ def test_a_pool_is_scaled_by_its_name(stack: TinyStack) -> None:
     stack.until(lambda state: not any(m.instance.startswith("decode") for m in state.members))
 
 
-@pytest.mark.parametrize("assignment", ["tokenizer", "tokenizer=", "tokenizer=-1", "tokenizer=0", "worker=2"])
+@pytest.mark.parametrize(
+    "assignment", ["tokenizer", "tokenizer=", "tokenizer=-1", "tokenizer=0", "tokenizer=99999", "worker=2"]
+)
 def test_scaling_nonsense_is_refused_in_one_line(stack: TinyStack, assignment: str) -> None:
     one_line_error(baton("scale", assignment, run_dir=stack.run_dir))
 
@@ -123,6 +125,13 @@ def test_logs_of_a_service_are_those_of_all_its_instances_past_ones_too(stack: T
 def test_logs_of_an_instance_are_its_own(stack: TinyStack) -> None:
     done = baton("logs", "engine-2", "--json", run_dir=stack.run_dir)
     assert {json.loads(line)["instance"] for line in done.stdout.splitlines()} == {"engine-2"}
+
+
+@pytest.mark.parametrize(("argv", "named"), [(("kitchen",), "'kitchen'"), (("--request", "nobodys"), "'nobodys'")])
+def test_logs_that_hold_nothing_of_the_kind_say_so(stack: TinyStack, argv: tuple[str, ...], named: str) -> None:
+    said = one_line_error(baton("logs", *argv, run_dir=stack.run_dir))
+    assert named in said
+    assert "engine-1-rank0" in said
 
 
 async def test_any_nats_program_can_operate_the_stack_with_what_nats_env_says(stack: TinyStack) -> None:
@@ -218,6 +227,8 @@ def test_without_a_stack_every_command_says_so_in_one_line(argv: tuple[str, ...]
     ("argv", "named"),
     [
         (("up", "--model", "/no/such/folder"), "/no/such/folder"),
+        (("up", "--model", ""), "--model"),
+        (("up", "--pp-layers", "3,2"), "--pp"),
         (("up", "--set", "nonsense"), "nonsense"),
         (("up", "--set", "kitchen.sink=1"), "kitchen"),
         (("chat", "--url", "ftp://x", "hello"), "ftp://x"),

@@ -86,6 +86,23 @@ def test_bench_finds_the_stack_by_itself(detached: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max-model-len=100000", "the model has 2048 positions"),
+        ("--set=gateway.frobnicate=1", "unrecognized arguments: --frobnicate=1"),
+    ],
+)
+def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: str, said: str) -> None:
+    done = baton("up", "--device=sim", "--port=0", f"--run-dir={tmp_path}", flag)
+    assert done.returncode == 1
+    assert "ended with status 2" in done.stderr
+    assert done.stderr.count(said) == 1
+    assert '{"' not in done.stderr
+    assert len(done.stderr.splitlines()) < 10
+    assert not is_held(tmp_path)
+
+
 def test_nothing_outlives_a_killed_supervisor_of_real_ranks(tmp_path: Path) -> None:
     with running_stack(tmp_path, tp=2) as stack:
         assert "Paris" in stack.baton("chat", QUESTION, "--temperature=0").stdout

@@ -122,3 +122,12 @@ def test_bounds_hold_for_settings_that_may_be_none() -> None:
     assert load_config("x", _Optional, ["--share=none"], {}).share is None
     with pytest.raises(ConfigError, match="share = '0'"):
         load_config("x", _Optional, ["--share=0"], {})
+
+
+@pytest.mark.parametrize("flag", ["--whither=1", "--nats-ur=x"])
+def test_a_flag_that_is_none_is_named_in_one_line(flag: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(flag)
+    assert flag in str(refused.value)
+    assert "--help" in str(refused.value)
+    assert "\n" not in str(refused.value)

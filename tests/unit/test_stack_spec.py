@@ -168,7 +168,9 @@ def test_ranks_of_a_pipeline_are_told_its_stages_and_their_layers() -> None:
 def test_layers_are_split_over_as_many_stages_as_there_are() -> None:
     assert layer_split(None, Counts()) == ()
     assert layer_split("4,2", Counts(ranks=2, stages=2)) == (4, 2)
-    for asked, counts in (("4,2", Counts(stages=3)), ("4,", Counts(stages=2)), ("0,6", Counts(stages=2))):
+    assert layer_split("4,2", Counts(prefill=1, prefill_ranks=2, prefill_stages=2)) == (4, 2)
+    wrong = (("4,2", Counts(stages=3)), ("4,", Counts(stages=2)), ("0,6", Counts(stages=2)), ("4,2", Counts()))
+    for asked, counts in wrong:
         with pytest.raises(CommandError, match="--pp-layers"):
             layer_split(asked, counts)
 
