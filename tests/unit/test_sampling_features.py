@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.sampling import processing
 from services.worker.sampling.logprobs import Ranked, prompt_logprobs
 from services.worker.sampling.masks import Mask, bits_of, only_allowed, words
 from services.worker.sampling.padded import Padded
@@ -306,6 +307,30 @@ def test_rows_that_ask_for_nothing_pay_for_nothing() -> None:
     assert sample(logits, choices, untouchable).tokens.tolist() == logits.argmax(dim=1).tolist()
     choices = table_of([Row([7], temperature=1.0), *rows[1:]]).choose(np.arange(3), positions)
     assert len(sample(logits, choices, untouchable).tokens) == 3
+
+
+def test_histories_are_looked_at_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences there are, and long: memory is bounded, and each row comes to the same."""
+    asked = {"presence_penalty": 0.5, "repetition_penalty": 1.3, "bad_words": ((9,), (1, 7)), "thinking_end": (4, 5)}
+    rows = [Row([1, 2, 3, 1][: number % 5], thinking_budget=number % 4, **asked) for number in range(9)]
+    rows.insert(4, Row([8]))
+    histories, looks = Histories(rows), []
+
+    def history(slots: NDArray[np.intp], positions: NDArray[np.int32]) -> Any:
+        looks.append(len(slots) * (len(PROMPT) + int(positions.max())))
+        return histories(slots, positions)
+
+    def seen() -> Tensor:
+        positions = np.array([len(row.output) for row in rows], dtype=np.int32)
+        return processed(logits_of(len(rows)), table_of(rows).choose(np.arange(len(rows)), positions), history)
+
+    whole = seen()
+    assert len(looks) == 3
+    monkeypatch.setattr(processing, "_HELD_AT_ONCE", 2 * (len(PROMPT) + 4))
+    looks.clear()
+    assert torch.equal(seen(), whole)
+    assert len(looks) > 9
+    assert max(looks) <= processing._HELD_AT_ONCE
 
 
 def test_padding_repeats_what_a_slot_begins_with_however_wide_others_are() -> None:

@@ -94,6 +94,7 @@ class ParameterTable:
     def __init__(self, slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._features = np.zeros(slots, dtype=np.int32)
+        self.prompt_lengths = np.zeros(slots, dtype=np.int32)
         self.temperature = np.ones(slots, dtype=np.float32)
         """1 for greedy sequences."""
         self.top_k = np.zeros(slots, dtype=np.int64)
@@ -121,6 +122,7 @@ class ParameterTable:
     def put(self, slot: int, sequence: NewSequence) -> None:
         """Remembers `sequence`'s parameters. Tokens outside the vocabulary have no logit and are left out."""
         params = sequence.sampling
+        self.prompt_lengths[slot] = sequence.prompt_length
         greedy = params.temperature < GREEDY_BELOW
         self.temperature[slot] = 1.0 if greedy else min(params.temperature, HIGHEST)
         keeps_all = not 0 < params.top_k < self._vocab_size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,9 +15,12 @@ from services.worker.sampling.held import Held, History, held
 from services.worker.sampling.kernel_draws import draws_by_kernel, mask_by_kernel
 from services.worker.sampling.masks import only_allowed
 from services.worker.sampling.padded import Padded
-from services.worker.sampling.parameters import Choices, Feature
+from services.worker.sampling.parameters import Choices, Feature, ParameterTable
 from services.worker.sampling.penalties import Penalties, penalised
 from services.worker.sampling.thinking import Marks, Thoughts, forced
+
+_HELD_AT_ONCE = 1 << 21
+"""Tokens of histories looked at in one go; all that is made of one takes some 50 bytes."""
 
 _BANS = Feature.MIN_TOKENS | Feature.BAD_WORDS
 CHANGES = Feature.ALLOWED | Feature.GRAMMAR | Feature.BIAS | _BANS | Feature.PENALTIES | Feature.THINKING
@@ -77,34 +81,33 @@ def _ban(logits: Tensor, choices: Choices, history: History) -> None:
 
 
 def _ban_words(logits: Tensor, choices: Choices, history: History) -> None:
-    rows, have = _held(choices, Feature.BAD_WORDS, history, logits.device)
-    _change(logits, rows, lambda part: choices.table.bad_words.banned(part, choices.slots[rows], have))
+    for rows, have in _holding(choices, Feature.BAD_WORDS, history, logits.device):
+        _change(logits, rows, partial(choices.table.bad_words.banned, slots=choices.slots[rows], held=have))
 
 
 def _penalise(logits: Tensor, choices: Choices, history: History) -> None:
-    rows, have = _held(choices, Feature.PENALTIES, history, logits.device)
-    slots, table = choices.slots[rows], choices.table
-
-    def column(values: NDArray[np.float32]) -> Tensor:
-        return sent(values[slots], logits.device).unsqueeze(1)
-
-    by = Penalties(have, column(table.presence), column(table.frequency), column(table.repetition))
-    _change(logits, rows, lambda part: penalised(part, by))
+    table = choices.table
+    for rows, have in _holding(choices, Feature.PENALTIES, history, logits.device):
+        how = (table.presence, table.frequency, table.repetition)
+        columns = (sent(values[choices.slots[rows]], logits.device).unsqueeze(1) for values in how)
+        _change(logits, rows, partial(penalised, by=Penalties(have, *columns)))
 
 
 def _force(logits: Tensor, choices: Choices, history: History) -> None:
-    rows, have = _held(choices, Feature.THINKING, history, logits.device)
-    table, slots = choices.table, choices.slots[rows]
+    for rows, have in _holding(choices, Feature.THINKING, history, logits.device):
+        thoughts = _thoughts(choices.table, choices.slots[rows], logits.device)
+        _change(logits, rows, partial(forced, held=have, thoughts=thoughts))
 
+
+def _thoughts(table: ParameterTable, slots: NDArray[np.intp], device: torch.device) -> Thoughts:
     def on_device(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return sent(values.astype(np.int64), logits.device)
+        return sent(values.astype(np.int64), device)
 
     def marks(lists: Padded) -> Marks:
         return Marks(on_device(lists.rows(slots)), on_device(lists.lengths(slots)).unsqueeze(1))
 
     budget = on_device(table.thinking_budget[slots]).unsqueeze(1)
-    thoughts = Thoughts(budget, marks(table.thinking_starts), marks(table.thinking_ends))
-    _change(logits, rows, lambda part: forced(part, have, thoughts))
+    return Thoughts(budget, marks(table.thinking_starts), marks(table.thinking_ends))
 
 
 def _change(logits: Tensor, rows: NDArray[np.intp], change: Callable[[Tensor], Tensor]) -> None:
@@ -116,7 +119,15 @@ def _change(logits: Tensor, rows: NDArray[np.intp], change: Callable[[Tensor], T
         logits.index_copy_(0, numbers, change(logits.index_select(0, numbers)))
 
 
-def _held(choices: Choices, feature: Feature, history: History, device: torch.device) -> tuple[NDArray[np.intp], Held]:
-    """The rows that ask for `feature`, and what they hold."""
+def _holding(
+    choices: Choices, feature: Feature, history: History, device: torch.device
+) -> Iterator[tuple[NDArray[np.intp], Held]]:
+    """The rows that ask for `feature`, and what they hold, as many at once as is bounded: long ones, of which there may
+    be as many as sequences, would take gigabytes that nobody has counted with."""
     rows = choices.rows_with(feature)
-    return rows, held(history, choices.slots[rows], choices.position[rows], device)
+    slots, positions = choices.slots[rows], choices.position[rows]
+    longest = int((choices.table.prompt_lengths[slots] + positions).max())
+    step = max(1, _HELD_AT_ONCE // max(1, longest))
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        yield rows[part], held(history, slots[part], positions[part], device)
