@@ -6,11 +6,16 @@ import argparse
 import asyncio
 import os
 import platform
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from deploy.bench.engine_alone import engine_alone
 from deploy.bench.steps import IdleFigures, SteadyLoad
-from deploy.cli.stack_spec import model_directory
+from deploy.cli.made_up_model import model_folder
+from services.bench.session import write
 from services.worker.binding import available_cores
 
 HEADER = ("device", "run-ahead", "sequences", "step", "tokens/s", "idle", "waiting", "prepare", "answer")
@@ -31,6 +36,9 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sim-step-ms", type=float, default=5.0, help="What a simulated step takes.")
     parser.add_argument("--plan-late", choices=["true", "false"], help="As the scheduler's flag; by default its own.")
     parser.add_argument("--threads", type=int, help="CPU threads of the worker.")
+    parser.add_argument("--load-format", choices=["dummy"], help="Random weights: --model may be a shape's name.")
+    parser.add_argument("--max-model-len", type=int, help="Tokens.")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="Write the figures here, too, as they come.")
     return parser.parse_args(argv)
 
 
@@ -46,7 +54,12 @@ def _numbers(text: str) -> list[int]:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    folder = model_directory(options.model)
+    with tempfile.TemporaryDirectory(prefix="baton-idle-") as made:
+        await _measure(options, model_folder(options.model, options.load_format, Path(made)))
+
+
+async def _measure(options: argparse.Namespace, folder: Path) -> None:
+    found: list[dict[str, object]] = []
     print(f"{folder.name} on {_machine()}, {options.seconds:g} s each\n")
     print(_row(HEADER))
     print(_row(["---"] * len(HEADER)))
@@ -61,15 +74,17 @@ async def _run(options: argparse.Namespace) -> None:
                 for sequences in options.sequences:
                     figures = await load.measure(sequences, options.seconds)
                     print(_row(_cells(device, run_ahead, sequences, figures)), flush=True)
+                    found.append({"device": device, "run_ahead": run_ahead, "sequences": sequences} | figures._asdict())
+                    if options.output_json is not None:
+                        write(options.output_json, msgspec.json.encode({"model": folder.name, "idle": found}))
 
 
 def _worker(options: argparse.Namespace, device: str, folder: str) -> dict[str, str]:
     flags = {"model": folder, "device": device, "max-num-seqs": str(max(options.sequences))}
     if device == "sim":
         flags["sim-step-ms"] = str(options.sim_step_ms)
-    if options.threads is not None:
-        flags["threads"] = str(options.threads)
-    return flags
+    given = {"threads": options.threads, "load-format": options.load_format, "max-model-len": options.max_model_len}
+    return flags | {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _cells(device: str, run_ahead: int, sequences: int, figures: IdleFigures) -> list[str]:

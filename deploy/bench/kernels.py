@@ -12,6 +12,7 @@ from deploy.bench.character_plot import short
 from deploy.bench.measuring import findings
 from deploy.bench.roofline_options import parsed_kernels
 from deploy.bench.run_lines import against_limits, ceilings_line, columned, machine_line, plain_console
+from services.bench.session import write
 from services.worker.roofline.findings import Ceilings, Finding, KernelMeasured, KernelSkipped, Started
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def run_kernels(argv: Sequence[str]) -> None:
         found.take(finding)
         if isinstance(finding, Started) and not shown.as_json:
             console.print(machine_line(finding))
+    if shown.result is not None:
+        write(shown.result, msgspec.json.encode(described(found)))
     if shown.as_json:
         print(msgspec.json.encode(described(found)).decode())
     elif found.ceilings is not None:

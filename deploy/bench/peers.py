@@ -52,6 +52,8 @@ class Side(NamedTuple):
 
     loads: list[LoadFigures]
     greedy: list[list[int]]
+    ready: PeerReady | None = None
+    """Of transformers: what it settled on."""
 
 
 class Asked(NamedTuple):
@@ -68,13 +70,14 @@ def run_peers(argv: Sequence[str], up: str | None) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
             model = model_folder(options.model, options.load_format, Path(folder))
-            with contextlib.redirect_stdout(sys.stderr), stack_for_the_run(_up(options)) as state:
+            with contextlib.redirect_stdout(sys.stderr), stack_for_the_run(_up(options), options.logs) as state:
                 asked, ours = asyncio.run(_ours(options, state))
-            ready, theirs = asyncio.run(_theirs(options, model, asked))
+            _write(options, ours, None)  # so that it is not lost where transformers fails
+            theirs = asyncio.run(_theirs(options, model, asked)) if options.with_peer else None
     except (ApiError, HttpError, ValueError) as error:
         raise CommandError(str(error)) from None
-    _report(options, ours, ready, theirs)
-    if any(load.run.failed for side in (ours, theirs) for load in side.loads):
+    _report(options, ours, theirs)
+    if any(load.run.failed for side in (ours, theirs) if side is not None for load in side.loads):
         raise SystemExit(1)
 
 
@@ -95,10 +98,10 @@ async def _ours(options: PeersOptions, state: StackState) -> tuple[Asked, Side]:
     return asked, Side(loads, greedy)
 
 
-async def _theirs(options: PeersOptions, model: Path, asked: Asked) -> tuple[PeerReady, Side]:
+async def _theirs(options: PeersOptions, model: Path, asked: Asked) -> Side:
     async with peer(_question(options, model, asked), options.loads[0].target.timeout) as other:
         greedy = await _compared(other, asked.compared)
-        return other.ready, Side(await _loads(options, asked, other.ask, None), greedy)
+        return Side(await _loads(options, asked, other.ask, None), greedy, other.ready)
 
 
 async def _compared(other: Peer, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -156,12 +159,21 @@ async def _loads(options: PeersOptions, asked: Asked, send: Send, watch: IdleWat
     return found
 
 
-def _report(options: PeersOptions, ours: Side, ready: PeerReady, theirs: Side) -> None:
-    result: dict[str, Any] = described(options, ours, ready, theirs)
-    encoded = msgspec.json.format(msgspec.json.encode(result), indent=2)
+def _write(options: PeersOptions, ours: Side, theirs: Side | None) -> dict[str, Any]:
+    result = described(options, ours, theirs)
     if options.result is not None:
-        write(options.result, encoded)
-    print(encoded.decode() if options.as_json else shown(result))
+        write(options.result, _json(result))
+    return result
+
+
+def _json(result: dict[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(result), indent=2)
+
+
+def _report(options: PeersOptions, ours: Side, theirs: Side | None) -> None:
+    result = _write(options, ours, theirs)
+    print(_json(result).decode() if options.as_json else shown(result))
     for name, side in (("baton", ours), ("transformers", theirs)):
-        for error in sorted({str(each.error) for load in side.loads for each in load.run.failed}):
+        runs = [] if side is None else [load.run for load in side.loads]
+        for error in sorted({str(each.error) for run in runs for each in run.failed}):
             print(f"failed ({name}): {error}", file=sys.stderr)

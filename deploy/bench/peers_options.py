@@ -31,8 +31,11 @@ class PeersOptions(NamedTuple):
     """Prompts whose greedy tokens are compared."""
     loads: list[ServeOptions]
     """One after the other, on both."""
+    with_peer: bool
     as_json: bool
     result: Path | None
+    logs: Path | None
+    """Where the stack's go."""
 
 
 def peers_options(argv: Sequence[str], up: str | None) -> PeersOptions:
@@ -50,8 +53,10 @@ def peers_options(argv: Sequence[str], up: str | None) -> PeersOptions:
         settings=given.peer_settings,
         compared=given.compare,
         loads=[_load(parser, load, each, number) for number, each in enumerate(given.max_concurrency)],
+        with_peer=given.peer == "transformers",
         as_json=given.json,
         result=given.output_json,
+        logs=given.output_log,
     )
 
 
@@ -76,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peer-settings", type=json_object, default={}, metavar="JSON", help="Fields of its ContinuousBatchingConfig."
     )
+    parser.add_argument("--peer", choices=["transformers", "none"], default="transformers", help="none: Baton alone.")
+    parser.add_argument("--output-log", type=Path, metavar="FILE", help="Write what the stack's processes said here.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="Write it here, too.")
     return parser

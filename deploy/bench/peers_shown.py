@@ -18,31 +18,34 @@ _RATES = (("output tokens/s", "output_throughput"), ("requests/s", "request_thro
 _TIMES = ("ttft", "itl", "tpot", "e2el")
 
 
-def described(options: PeersOptions, ours: Side, ready: PeerReady, theirs: Side) -> dict[str, Any]:
-    """For whoever reads JSON. A ratio above 1 is in Baton's favour."""
+def described(options: PeersOptions, ours: Side, theirs: Side | None) -> dict[str, Any]:
+    """For whoever reads JSON. A ratio above 1 is in Baton's favour. `theirs`: None: Baton's figures alone."""
+    others: Sequence[LoadFigures | None] = [None] * len(ours.loads) if theirs is None else theirs.loads
     return {
         "model": options.model or "demo",
         "load_format": options.load_format or "auto",
-        "transformers": ready,
-        "loads": [_load(mine, other) for mine, other in zip(ours.loads, theirs.loads, strict=True)],
-        "greedy": _agreement(ours.greedy, theirs.greedy),
+        "device": options.device,
+        "transformers": None if theirs is None else theirs.ready,
+        "loads": [_load(mine, other) for mine, other in zip(ours.loads, others, strict=True)],
+        "greedy": None if theirs is None else _agreement(ours.greedy, theirs.greedy),
     }
 
 
-def _load(ours: LoadFigures, theirs: LoadFigures) -> dict[str, Any]:
+def _load(ours: LoadFigures, theirs: LoadFigures | None) -> dict[str, Any]:
     options = ours.options
-    sides = {
-        name: summary(side.run, options.percentiles, {}) for name, side in (("baton", ours), ("transformers", theirs))
-    }
+    mine = summary(ours.run, options.percentiles, {})
+    its = None if theirs is None else summary(theirs.run, options.percentiles, {})
+    ratios = {} if its is None else {key: _ratio(key, mine, its) for _, key in _rows(options.percentiles)}
     return {
         "max_concurrency": options.max_concurrency,
         "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
         "num_prompts": options.num_prompts,
         "input_len": options.input_len,
         "output_len": options.output_len,
-        "baton": sides["baton"] | {"worker": ours.idle},
-        "transformers": sides["transformers"] | {"without_times": _without_times(theirs)},
-        "ratios": {key: _ratio(key, sides["baton"], sides["transformers"]) for _, key in _rows(options.percentiles)},
+        "percentiles": options.percentiles,
+        "baton": mine | {"worker": ours.idle},
+        "transformers": None if its is None or theirs is None else its | {"without_times": _without_times(theirs)},
+        "ratios": ratios,
     }
 
 
@@ -83,39 +86,43 @@ def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -
 
 def shown(result: Mapping[str, Any]) -> str:
     """The tables."""
-    ready: PeerReady = result["transformers"]
-    settings = ", ".join(f"{name} {value}" for name, value in ready.settings.items())
-    lines = [
-        f"{result['model']} in {ready.dtype} on {ready.device}; transformers {ready.transformers}, {ready.attention}, "
-        f"loaded in {ready.load_seconds:.1f} s, warmed up in {ready.warm_up_seconds:.1f} s ({settings})",
-    ]
+    lines = [_first_line(result["model"], result["transformers"])]
     for load in result["loads"]:
         lines += ["", *_table(load)]
-    return "\n".join([*lines, "", _greedy_line(result["greedy"])])
+    return "\n".join([*lines, *([] if result["greedy"] is None else ["", _greedy_line(result["greedy"])])])
+
+
+def _first_line(model: str, ready: PeerReady | None) -> str:
+    if ready is None:
+        return f"{model}, Baton alone"
+    settings = ", ".join(f"{name} {value}" for name, value in ready.settings.items())
+    return (
+        f"{model} in {ready.dtype} on {ready.device}; transformers {ready.transformers}, {ready.attention}, "
+        f"loaded in {ready.load_seconds:.1f} s, warmed up in {ready.warm_up_seconds:.1f} s ({settings})"
+    )
 
 
 def _table(load: Mapping[str, Any]) -> list[str]:
-    ours, theirs = load["baton"], load["transformers"]
     at_once = (
         f"{load['max_concurrency']} at a time" if load["max_concurrency"] else f"{load['request_rate']} requests/s"
     )
     lines = [f"{load['num_prompts']} prompts, {at_once}, {load['input_len']} in, {load['output_len']} out", ""]
     lines += ["| | Baton | transformers | Baton is better by |", "|---|---:|---:|---:|"]
-    percents = sorted({float(key[1:].split("_")[0]) for key in load["ratios"] if key.startswith("p")})
-    for title, key in _rows(percents):
-        ratio = load["ratios"][key]
-        better = "-" if ratio is None else f"{ratio:.2f} ×"
-        lines.append(f"| {title} | {ours[key]:,.2f} | {theirs[key]:,.2f} | {better} |")
-    lines.append(f"| failed | {ours['failed']} | {theirs['failed']} | |")
-    return [*lines, *_remarks(ours, theirs)]
+    sides = load["baton"], load["transformers"]
+    for title, key in _rows(load["percentiles"]):
+        cells = ["-" if side is None else f"{side[key]:,.2f}" for side in sides]
+        ratio = load["ratios"].get(key)
+        lines.append(f"| {title} | {' | '.join(cells)} | {'-' if ratio is None else f'{ratio:.2f} ×'} |")
+    failed = ["-" if side is None else str(side["failed"]) for side in sides]
+    return [*lines, f"| failed | {' | '.join(failed)} | |", *_remarks(*sides)]
 
 
-def _remarks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def _remarks(ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> list[str]:
     found = []
     if ours["worker"].get("idle") is not None:
         idle, prepare = ours["worker"]["idle"], ours["worker"]["prepare"]
         found += ["", f"Baton's worker: {idle:.1%} idle between steps, {prepare:.1%} preparing them"]
-    if theirs["without_times"]:
+    if theirs is not None and theirs["without_times"]:
         found += ["", f"transformers began {theirs['without_times']} answers anew: their times count from there"]
     return found
 

@@ -15,6 +15,7 @@ from deploy.bench.roofline_options import Shown, parsed_roofline
 from deploy.bench.roofline_plot import plot_roofline
 from deploy.bench.run_lines import against_limits, ceilings_line, columned, machine_line, plain_console
 from deploy.cli.errors import CommandError
+from services.bench.session import write
 from services.worker.roofline.findings import (
     Ceilings,
     Finding,
@@ -66,6 +67,8 @@ def run_roofline(argv: Sequence[str]) -> None:
     _show(found, findings(asked), shown)
     if found.ceilings is None:
         raise CommandError("nothing was measured")
+    if shown.result is not None:
+        write(shown.result, msgspec.json.encode(described(found)))
     if shown.plot is not None:
         plot_roofline(shown.plot, asked.name, roof_of(found.ceilings), points_of(found.measured))
 

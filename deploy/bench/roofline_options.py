@@ -25,6 +25,7 @@ FAMILIES = (
     "moe",
     "sampling",
     "masks",
+    "verification",
     "rejection",
     "kv-blocks",
 )
@@ -37,6 +38,8 @@ class Shown(NamedTuple):
 
     as_json: bool
     plot: Path | None
+    result: Path | None = None
+    """Where the JSON is written, too."""
 
 
 def parsed_roofline(argv: Sequence[str]) -> tuple[StepsAsked, Shown]:
@@ -70,7 +73,7 @@ def parsed_roofline(argv: Sequence[str]) -> tuple[StepsAsked, Shown]:
         tp=options.tp,
         enforce_eager=options.enforce_eager,
     )
-    return asked, Shown(options.json, options.plot)
+    return asked, Shown(options.json, options.plot, options.output_json)
 
 
 def parsed_kernels(argv: Sequence[str]) -> tuple[KernelsAsked, Shown]:
@@ -91,7 +94,7 @@ def parsed_kernels(argv: Sequence[str]) -> tuple[KernelsAsked, Shown]:
         rows=options.rows,
         contexts=options.context,
     )
-    return asked, Shown(options.json, None)
+    return asked, Shown(options.json, None, options.output_json)
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -106,6 +109,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=_count, help="Of a CPU; by default all.")
     parser.add_argument("--cpu-time", action="store_true", help="Own processor time, on a busy CPU; use --threads 1.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="Write it here, too.")
     return parser
 
 

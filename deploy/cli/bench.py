@@ -14,6 +14,7 @@ from deploy.cli.detach import start_in_background
 from deploy.cli.down import stop_stack
 from deploy.cli.errors import CommandError
 from deploy.cli.stack_lookup import run_dir_of, running_stack
+from deploy.supervisor.log_files import LogFolder, log_files
 from deploy.supervisor.state_file import StackState, read_state
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
@@ -26,6 +27,7 @@ Of the `baton` command alone:
   roofline      a model's steps beside the device's limits, measured in the same run
   kernels       single kernels beside torch's own operations and those limits
   peers         the whole ring and transformers' own continuous batching, under the same load
+  gpu           all that is to be measured on a GPU, stage by stage, into one folder
 """
 
 
@@ -72,6 +74,10 @@ def _own_command(name: str) -> Callable[[Sequence[str]], None] | None:
             from deploy.bench.kernels import run_kernels
 
             return run_kernels
+        case "gpu":
+            from deploy.bench.campaign.command import run_gpu
+
+            return run_gpu
         case _:
             return None
 
@@ -100,18 +106,24 @@ def _found(name: str, run_dir: Path | None) -> StackState:
 
 
 @contextlib.contextmanager
-def stack_for_the_run(argv: list[str]) -> Iterator[StackState]:
-    """Ended with the context. Raises CommandError where it does not start."""
+def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterator[StackState]:
+    """Ended with the context. What its processes said is written to `keep_logs`. Raises CommandError where it does not
+    start."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir = Path(folder)
-        start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
-        state = read_state(run_dir)
-        if state is None:
-            raise CommandError("the stack ended as soon as it was ready")
         try:
-            yield state
+            start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
+            state = read_state(run_dir)
+            if state is None:
+                raise CommandError("the stack ended as soon as it was ready")
+            try:
+                yield state
+            finally:
+                stop_stack(state, run_dir, now=True)
         finally:
-            stop_stack(state, run_dir, now=True)
+            if keep_logs is not None:
+                said = (path.read_bytes() for path in log_files(LogFolder(run_dir).folder))
+                keep_logs.write_bytes(b"".join(said))
 
 
 def _bench(argv: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ def bench(
     run_dir: RunDir = None,
 ) -> None:
     """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels|
-    peers.
+    peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).
     """

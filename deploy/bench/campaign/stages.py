@@ -1,0 +1,164 @@
+"""What is measured, in which order, and how long each may take. Nothing is run here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+StageName = Literal["tests", "roofline", "kernels", "serve", "peers", "idle", "graphs"]
+Size = Literal["full", "tiny"]
+
+
+class Run(NamedTuple):
+    """One process: arguments of this Python. Some write a file, whose name is that of the run and an ending."""
+
+    name: str
+    argv: tuple[str, ...]
+    result: bool = True
+    """Writes NAME.json."""
+
+
+class Stage(NamedTuple):
+    name: StageName
+    runs: tuple[Run, ...]
+    seconds: float
+    """For all of its runs together."""
+
+
+BIG, MIXED, SMALL = "llama-3.1-8b", "qwen3-30b-a3b", "qwen3-0.6b"
+REPOSITORY = Path(__file__).parents[3]
+
+
+def stages(size: Size, folder: Path) -> tuple[Stage, ...]:
+    """Results are to be written to `folder`. `serve` is the part of `peers` that needs no transformers."""
+    return _full(folder) if size == "full" else _tiny(folder)
+
+
+def left_to_itself(name: StageName) -> bool:
+    """Whether a stage is run only where it is asked for by name: another one measures the same and more."""
+    return name == "serve"
+
+
+def _full(folder: Path) -> tuple[Stage, ...]:
+    targets = ("--batch=1,16,256", "--context=1024", "--prefill=8192", "--dtype=bfloat16", "--device=cuda")
+    wide = ("--batch=1,16,64,256,512", "--context=128,1024,8192,32768", "--prefill=512,2048,8192", "--dtype=bfloat16")
+    decodes = ("--batch=1,16,64,256", "--context=1024", "--prefill=none", "--dtype=bfloat16", "--device=cuda")
+    return (
+        Stage("tests", (_tests(folder),), 480),
+        Stage(
+            "roofline",
+            (
+                _roofline(folder, "roofline-8b", f"--shape={BIG}", *wide, "--device=cuda", "--seconds=75"),
+                _roofline(folder, "roofline-small", f"--shape={SMALL}", *targets, "--seconds=20"),
+                _roofline(folder, "roofline-mixture", f"--shape={MIXED}", *targets, "--seconds=30"),
+            ),
+            420,
+        ),
+        Stage(
+            "kernels",
+            (
+                _kernels(folder, "kernels-8b", f"--shape={BIG}", "--device=cuda", "--seconds=75"),
+                _kernels(folder, "kernels-mixture", f"--shape={MIXED}", "--device=cuda", "--only=moe", "--seconds=20"),
+            ),
+            300,
+        ),
+        Stage("serve", (_peers(folder, "serve", *_BIG_LOAD, "--peer=none"),), 300),
+        Stage("peers", (_peers(folder, "peers", *_BIG_LOAD),), 480),
+        Stage(
+            "idle",
+            (
+                _idle(folder, "idle-8b", *("--model", BIG, "--load-format=dummy"), "--run-ahead=2,0", *_SEQUENCES),
+                _idle(folder, "idle-demo", "--run-ahead=2,1,0", *_SEQUENCES),
+            ),
+            300,
+        ),
+        Stage(
+            "graphs",
+            (
+                _roofline(folder, "graphs-on", f"--shape={BIG}", *decodes, "--seconds=15", plot=False),
+                _roofline(
+                    folder, "graphs-off", f"--shape={BIG}", *decodes, "--seconds=15", "--enforce-eager", plot=False
+                ),
+            ),
+            180,
+        ),
+    )
+
+
+_SEQUENCES = ("--sequences=1,16,64,256", "--seconds=3", "--max-model-len=4096", "--devices=cuda")
+_BIG_LOAD = (
+    *("--model", BIG, "--load-format=dummy", "--device=cuda", "--dtype=bfloat16"),
+    *("--max-concurrency=256,inf", "--num-prompts=1000", "--random-input-len=512", "--random-output-len=128"),
+    "--warmup=32",
+)
+_BIG_UP = "--max-num-seqs 512 --max-model-len 4096 --max-batch-tokens 8192"
+
+
+def _tiny(folder: Path) -> tuple[Stage, ...]:
+    """Every stage on this machine's processor, to see that all of it works."""
+    steps = ("--shape=demo", "--device=cpu", "--threads=1", "--batch=1,2", "--context=64", "--seconds=2")
+    load = (
+        *("--device=cpu", "--threads=1", "--max-concurrency=2,inf", "--num-prompts=4", "--random-input-len=16"),
+        *("--random-output-len=8", "--compare=2"),
+    )
+    kernels = ("--shape=demo", "--device=cpu", "--threads=1", "--rows=1", "--context=32", "--seconds=1")
+    return (
+        Stage("tests", (_tests(folder, "tests/gpu/test_roofline_on_gpu.py"),), 120),
+        Stage("roofline", (_roofline(folder, "roofline-demo", *steps, "--prefill=32"),), 90),
+        Stage("kernels", (_kernels(folder, "kernels-demo", *kernels, "--only=norms,decode-attention"),), 90),
+        Stage("serve", (_peers(folder, "serve", *load, "--peer=none"),), 120),
+        Stage("peers", (_peers(folder, "peers", *load),), 180),
+        Stage(
+            "idle",
+            (_idle(folder, "idle-sim", "--devices=sim", "--run-ahead=2,0", "--sequences=1,2", "--seconds=0.5"),),
+            90,
+        ),
+        Stage(
+            "graphs",
+            (
+                _roofline(folder, "graphs-on", *steps, "--prefill=none", plot=False),
+                _roofline(folder, "graphs-off", *steps, "--prefill=none", "--enforce-eager", plot=False),
+            ),
+            90,
+        ),
+    )
+
+
+def _tests(folder: Path, *paths: str) -> Run:
+    """Those of a GPU, and of kernels, which run in an interpreter elsewhere."""
+    chosen = paths or ("tests/gpu", *kernel_tests())
+    flags = ("-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}")
+    return Run("tests", ("-m", "pytest", *flags, *chosen), result=False)
+
+
+def kernel_tests() -> list[str]:
+    """Files whose tests run on whatever device there is."""
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(REPOSITORY)) for path in files if "tests.kernel_device" in path.read_text()]
+
+
+def _roofline(folder: Path, name: str, *flags: str, plot: bool = True) -> Run:
+    drawn = (f"--plot={folder / name}.png",) if plot else ()
+    return Run(name, (*_bench("roofline"), *flags, *drawn, *_written(folder, name)))
+
+
+def _kernels(folder: Path, name: str, *flags: str) -> Run:
+    return Run(name, (*_bench("kernels"), *flags, *_written(folder, name)))
+
+
+def _peers(folder: Path, name: str, *flags: str) -> Run:
+    up = ("--up", _BIG_UP) if BIG in flags else ()
+    log = f"--output-log={folder / name}.log"
+    return Run(name, (*_bench(*up, "peers"), *flags, log, *_written(folder, name)))
+
+
+def _idle(folder: Path, name: str, *flags: str) -> Run:
+    return Run(name, (*_bench("idle"), *flags, *_written(folder, name)))
+
+
+def _bench(*command: str) -> tuple[str, ...]:
+    return ("-m", "deploy.cli", "bench", *command)
+
+
+def _written(folder: Path, name: str) -> tuple[str, ...]:
+    return (f"--output-json={folder / name}.json",)
