@@ -62,12 +62,14 @@ def peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
 
 
 def _peak_on_cuda(device: torch.device, work: Callable[[], None]) -> int:
+    """Of what PyTorch took from the device, as in `own_bytes`: more than tensors hold, since pieces are left over."""
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = own_bytes(device)
     work()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return int(torch.cuda.max_memory_reserved(device)) - before
 
 
 def _resident_after_resetting_peak() -> int:

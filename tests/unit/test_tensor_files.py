@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,11 @@ def test_a_checkpoint_counts_what_it_has_read_and_converts(tmp_path: Path) -> No
             checkpoint.read("y", (1,))
         with pytest.raises(ModelError, match=r"has shape \[6, 4\], the config asks for \[4, 6\]"):
             checkpoint.read("x", (4, 6))
+
+
+def test_every_thread_that_reads_for_a_gpu_has_it_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: dict[int, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: entered.setdefault(threading.get_ident(), device))
+    with TensorFiles(torch.device("cuda", 1)) as files:
+        thread = files._threads.submit(threading.get_ident).result()
+    assert entered == {thread: torch.device("cuda", 1)}

@@ -101,7 +101,7 @@ class TensorFiles:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._files = ExitStack()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights", initializer=self._enter)
         self._lanes = threading.local()
         self.bytes_read = 0
         self.seconds_reading = 0.0
@@ -149,6 +149,12 @@ class TensorFiles:
             done.result()
         self.seconds_reading += time.perf_counter() - begun
         return read
+
+    def _enter(self) -> None:
+        """On each thread: one begins with GPU 0, and goes back to it behind each use of another one's stream, which takes
+        memory there for a context."""
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)
 
     @torch.inference_mode()
     def _fill(self, target: Tensor, tensor: StoredTensor, runs: _Runs) -> None:
