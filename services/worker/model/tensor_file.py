@@ -151,8 +151,8 @@ class TensorFiles:
         return read
 
     def _enter(self) -> None:
-        """On each thread: one begins with GPU 0, and goes back to it behind each use of another one's stream, which takes
-        memory there for a context."""
+        """On each thread: one begins with GPU 0, and goes back to it behind each use of another one's stream, which
+        takes memory there for a context."""
         if self._device.type == "cuda" and self._device.index is not None:
             torch.cuda.set_device(self._device)
 
