@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.worker.kernels.attention_tiles import decode_tile, padded, prefill_tile
+from services.worker.kernels.attention_tiles import decode_tile, generation_of, padded, prefill_tile
 from services.worker.kernels.context_shares import MERGED_AT_ONCE, merge_kernel
 from services.worker.kernels.decode_attention import decode_kernel
 from services.worker.kernels.prefill_attention import prefill_kernel
@@ -57,8 +57,10 @@ class AttentionShape:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        # Before 8.9 no GPU converts them.
-        return (90,) if self.cache == "fp8e4nv" else (80, 90)
+        if self.cache == "fp8e4nv":
+            # Before 8.9 no GPU converts them.
+            return (89, 90)
+        return (80, 90, 120) if self.rare and self.kind == "bf16" else (80, 90)
 
     def decode(self, split: bool) -> Launch:
 
@@ -73,6 +75,7 @@ class AttentionShape:
             num_stages=tile.num_stages,
             targets=self.targets,
             must=frozenset({"mma", "cp.async16", "store16"}),
+            loads_ahead=True,
             rare=self.rare,
             may_spill=self.may_spill,
         )
@@ -82,8 +85,9 @@ class AttentionShape:
         tile = prefill_tile(
             *(self.dim, rows, _bytes(self.kind), _bytes(self.cache or self.kind)),
             windowed=self.window is not None,
-            generation=target // 10,
+            generation=generation_of(target // 10),
         )
+        hopper = target == 90
         return Launch(
             f"prefill attention, {rows} rows, split {split}, {self}",
             prefill_kernel,
@@ -102,7 +106,9 @@ class AttentionShape:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             targets=(target,),
-            must=frozenset({"cp.async16", "store16"} | {"wgmma" if target >= 90 and tile.rows >= 64 else "mma"}),
+            must=frozenset({"cp.async16", "store16"} | {"wgmma" if hopper and tile.rows >= 64 else "mma"}),
+            # Wide heads leave no room elsewhere.
+            loads_ahead=self.kind != "fp32" and (self.dim <= 128 or (hopper and self.cache is None)),
             rare=self.rare,
             may_spill=self.may_spill,
         )

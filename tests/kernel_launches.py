@@ -23,7 +23,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """Bytes that a program may take, by compute capability."""
 
 
@@ -66,6 +66,8 @@ class Launch:
     """What its code must have."""
     must_on_hopper: frozenset[Instruction] = frozenset()
     """And what else from compute capability 9.0 on."""
+    loads_ahead: bool = False
+    """Whether its loops must have more on its way from memory than what they wait for."""
     may_spill: bool = False
     """Whether some of its registers may go to memory: only where nobody is served by it."""
     rare: bool = False
@@ -82,6 +84,8 @@ class Compiled(msgspec.Struct):
     """Bytes of a thread's stack: spilled registers."""
     shared: int
     """Bytes of shared memory of a program."""
+    ahead: int
+    """Groups of asynchronous copies that may still be on their way when a loop goes on, of any loop the fewest."""
     instructions: dict[Instruction, int]
     """How often each of PATTERNS is in the machine's code."""
 
@@ -108,6 +112,7 @@ def compiled(launch: Launch, target: int) -> Compiled:
         registers=int(_number(r"REG:(\d+)", usage)),
         stack=int(_number(r"STACK:(\d+)", usage)),
         shared=int(result.metadata.shared),
+        ahead=_ahead(result.asm["ttgir"]),
         instructions={word: len(re.findall(pattern, code)) for word, pattern in PATTERNS.items()},
     )
 
@@ -123,6 +128,11 @@ def _dumped(cubin: bytes) -> tuple[str, str]:
             return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
         return run(str(tools / "cuobjdump"), "-res-usage", str(path)), run(str(tools / "nvdisasm"), "-c", str(path))
+
+
+def _ahead(layouts: str) -> int:
+    """By what the compiler says just before it forgets about loops, whose bodies are indented."""
+    return min(map(int, re.findall(r"^ {6,}.*\bttg\.async_wait\b.*\{num = (\d+)", layouts, re.MULTILINE)), default=0)
 
 
 def _number(pattern: str, text: str) -> str:

@@ -32,6 +32,7 @@ def _check(*words: str) -> None:
     kept = [result for launch, result in found if not launch.may_spill]
     assert [result for result in kept if result.stack or result.instructions["local"]] == [], "spilled registers"
     assert [result for _, result in found if result.shared > SHARED_MEMORY[result.target]] == [], "shared memory"
+    assert [result for launch, result in found if launch.loads_ahead and not result.ahead] == [], "loops that wait"
     for launch, result in found:
         must = launch.must | (launch.must_on_hopper if result.target >= 90 else frozenset())
         assert [word for word in must if not result.instructions[word]] == [], result

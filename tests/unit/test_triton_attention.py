@@ -172,3 +172,5 @@ def test_prefills_are_cut_only_where_they_leave_the_gpu_empty() -> None:
     assert splits((8192, 8192)) == splits((2048, 100_000)) == splits(*[(100, 4000)] * 16) == 1
     assert splits((16, 300)) == 1, "too short"
     assert splits((16, 30_000)) == 16, "8 programs without"
+    assert splits((700, 30_000)) == 3, "176 programs without: of the second wave two thirds would be empty"
+    assert splits((1100, 1100)) == 1, "280 programs: merging would cost more than the third wave"

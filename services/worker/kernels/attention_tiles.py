@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+AMPERE = 8
+"""Major compute capability of the GPUs whose programs have 99 KiB of shared memory, or 163, and products by warps."""
 HOPPER = 9
-"""Major compute capability from which products run on whole warp groups (wgmma), and shared memory has 227 KiB."""
+"""And from which products run on whole warp groups (wgmma), and shared memory has 227 KiB."""
 
 _DECODE_BYTES = 16 * 1024
 """Keys (and as many values) of a decode's tile. With two tiles on the way, three programs fit on an SM of Hopper: at
@@ -27,6 +29,10 @@ _FULL_ENOUGH = 0.85
 
 _LEAST_PREFILL_SHARE = 512
 """Tokens of a prefill's share: rows × head size in float32 are written and read again for each."""
+
+_MERGED_TOKENS = 256
+"""Of so many tokens a row's products take as long as its share's 2 · 4 · D bytes, written and read: 512 FLOPs a token
+for each 1 KiB, D = 128, at half of 990 TFLOP/s and 4.3 TB/s."""
 
 _MOST_WAVES = 4
 """With more waves of programs than these, an almost empty last one costs little: no finer cut is looked for."""
@@ -80,14 +86,21 @@ def _splits(programs: int, finest: int, sms: int) -> int:
 
 
 def prefill_splits(prefills: Sequence[tuple[int, int]], heads: int, kv_heads: int, tile: Tile, sms: int) -> int:
-    """Into how many shares prefills of (rows, context) cut their contexts: as many as fit on the GPU at once, none
-    shorter than is worth merging."""
+    """Into how many shares prefills of (rows, context) cut their contexts: what the longest then takes, in waves of one
+    program on each SM and with the merging, is the least. Shares too short to be worth it are not looked at."""
     group = heads // kv_heads
     pack = min(group, tile.rows)
     tiles = sum(-(-rows // (tile.rows // pack)) for rows, _ in prefills)
     programs = kv_heads * -(-group // pack) * tiles
     longest = max(context for _, context in prefills)
-    return max(1, min(sms // programs, longest // _LEAST_PREFILL_SHARE))
+
+    def cost(splits: int) -> float:
+        """In tokens that one program attends to after the other."""
+        merging = _MERGED_TOKENS * programs * splits / sms if splits > 1 else 0.0
+        return -(-programs * splits // sms) * longest / splits + merging
+
+    most = min(longest // _LEAST_PREFILL_SHARE, -(-_MOST_WAVES * sms // programs))
+    return min(range(1, max(1, most) + 1), key=cost)
 
 
 def _fullness(programs: int, sms: int) -> float:
@@ -105,18 +118,24 @@ def prefill_tile(head_dim: int, rows: int, itemsize: int, cache_itemsize: int, w
     Rows of 128 on two warp groups read keys and values half as often as rows of 64, and chunks of fewer rows than that
     fill tiles of 64. Float32 takes three products for each, and so many registers that its tiles are small. A window
     adds a loop with masks and registers with it.
+
+    With five stages, tables are read two tiles ahead of keys and values, and those two ahead of their products; with
+    three, one: an SM that holds a single program then waits for each tile, as it is asked for when the one before is
+    done. Float8 is widened in registers, of which wide heads leave none, and less shared memory holds no more of them.
     """
-    width = padded(head_dim)
+    width = max(64, padded(head_dim))
+    hopper = generation >= HOPPER
     if itemsize == 4:
-        return _FLOAT32_PREFILLS[max(width, 64)]
-    if rows <= 64 or (generation < HOPPER and width == 128 and windowed):
-        return Tile(64, 64 if width <= 64 else 32, num_warps=8 if width > 128 else 4, num_stages=3)
+        return _FLOAT32_PREFILLS[width]
+    deep = width <= 128 or (hopper and cache_itemsize > 1)
+    stages = 5 if deep else 3
+    if rows <= 64 or (not hopper and width == 128 and windowed):
+        tokens = 8192 // width if hopper else max(32, 4096 // width)
+        return Tile(64, tokens, num_warps=8 if width > 128 else 4, num_stages=stages)
     if width > 128:
-        # Float8 is widened in registers, of which wide heads leave none.
-        wide = generation >= HOPPER and cache_itemsize > 1
-        return Tile(128 if wide else 64, 32, num_warps=8, num_stages=3)
-    whole = width == 128 and generation >= HOPPER and not windowed
-    return Tile(128, 128 if whole else 64, num_warps=8, num_stages=3 if whole else 5)
+        return Tile(128 if deep else 64, 32, num_warps=8, num_stages=stages)
+    whole = width == 128 and hopper and not windowed
+    return Tile(128, 128 if whole else 64, num_warps=8, num_stages=stages)
 
 
 _FLOAT32_PREFILLS = {
@@ -129,8 +148,14 @@ _FLOAT32_PREFILLS = {
 
 @cache
 def generation(device: torch.device) -> int:
-    """The GPU's major compute capability; off a GPU, as if it were Hopper."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
+    """The generation whose tiles the GPU can run; off a GPU, as if it were Hopper."""
+    return generation_of(torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER)
+
+
+def generation_of(major: int) -> int:
+    """By major compute capability. Those of 12 (GeForce RTX 50 and their kin) have an Ada's shared memory, and no
+    products of warp groups."""
+    return AMPERE if major == 12 else major
 
 
 @cache
