@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from deploy.cli.errors import CommandError
 from deploy.cli.stack_spec import DEMO_MODEL, model_directory
-from services.worker.roofline.shapes import shape_file
+from services.worker.roofline.shapes import shape_file, shape_names
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -16,6 +17,11 @@ def model_folder(model: str | None, load_format: str | None, run_dir: Path) -> P
     if load_format != "dummy":
         return model_directory(model)
     shape = None if model is None or Path(model).expanduser().is_dir() else shape_file(model)
+    if shape is None and model is not None and "/" not in model and not Path(model).expanduser().is_dir():
+        shapes = ", ".join(shape_names())
+        raise CommandError(
+            f"--model {model}: with --load-format dummy a directory, a Hugging Face id or one of {shapes}"
+        )
     return model_directory(model, weights=False) if shape is None else _made(shape, run_dir)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,13 @@ def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
             raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
         settings[service if dot else EVERY_SERVICE][key.replace("-", "_")] = value
     return dict(settings)
+
+
+def checked_namespace(namespace: str) -> str:
+    """Raises CommandError where it could not be a token of a NATS subject."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", namespace):
+        raise CommandError(f"--namespace {namespace!r}: A-Z a-z 0-9 _ - are allowed", status=2)
+    return namespace
 
 
 def merged(*layers: Settings) -> dict[str, dict[str, str]]:

@@ -194,6 +194,7 @@ def up(
     from deploy.cli.made_up_model import model_folder
     from deploy.cli.stack_lookup import run_dir_of
     from deploy.cli.stack_spec import (
+        checked_namespace,
         chosen,
         cpu_share,
         engines_asked,
@@ -288,7 +289,7 @@ def up(
             api_keys=tuple(api_key or ()),
             outside_bus=OutsideBus(urls=tuple(nats_url)) if nats_url else None,
             hosts=hosts,
-            namespace=namespace,
+            namespace=checked_namespace(namespace),
             config=config.absolute() if config else None,
             log_level=log_level,
             drain_timeout=drain_timeout,

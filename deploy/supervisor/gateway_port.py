@@ -38,4 +38,6 @@ def _bind(one: socket.socket, host: str, port: int) -> None:
     try:
         one.bind((host, port))
     except OSError as error:
-        raise PortTaken(f"port {port} on {host} cannot be had ({error.strerror}); choose another with --port") from None
+        raise PortTaken(
+            f"port {port} on {host} cannot be had ({error.strerror}); choose with --host and --port"
+        ) from None

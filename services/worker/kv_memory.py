@@ -84,8 +84,8 @@ def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
     if num_blocks < 1 or (demand.explicit_model_len and num_blocks < per_sequence):
         raise ModelError(
             f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV "
-            f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory, or lower the "
-            f"maximum model length to {num_blocks * BLOCK_SIZE}"
+            f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory"
+            + (f", or lower the maximum model length to {num_blocks * BLOCK_SIZE}" if num_blocks else "")
         )
     return KvSize(num_blocks, min(demand.max_model_len, num_blocks * BLOCK_SIZE))
 

@@ -262,7 +262,10 @@ async def connect(options: NatsOptions) -> NatsBus:
         BUS_CONNECTED.set(1)
         log.warning("bus back")
 
+    told: list[Exception] = []
+
     async def failed(error: Exception) -> None:
+        told[:] = [error]
         log.warning("bus error", extra={"error": repr(error)})
 
     arguments: dict[str, Any] = {
@@ -288,7 +291,9 @@ async def connect(options: NatsOptions) -> NatsBus:
             await client.connect(**arguments)
     except (OSError, TimeoutError, nats.errors.Error) as error:
         await client.close()
-        raise BusError(f"no NATS server at {', '.join(options.servers)}: {error!r}") from None
+        why = told[0] if told and isinstance(error, TimeoutError) else error
+        said = str(why) or f"no answer within {options.connect_timeout:g} s"
+        raise BusError(f"no NATS server at {', '.join(options.servers)}: {said}") from None
     BUS_CONNECTED.set(1)
     bus = NatsBus(client, options.namespace, liveness)
     await bus.listen_for_undelivered()

@@ -229,6 +229,8 @@ def test_without_a_stack_every_command_says_so_in_one_line(argv: tuple[str, ...]
         (("up", "--model", "/no/such/folder"), "/no/such/folder"),
         (("up", "--model", ""), "--model"),
         (("up", "--pp-layers", "3,2"), "--pp"),
+        (("up", "--namespace", "a b"), "--namespace 'a b'"),
+        (("up", "--load-format", "dummy", "--model", "llama"), "llama-3.1-8b"),
         (("up", "--set", "nonsense"), "nonsense"),
         (("up", "--set", "kitchen.sink=1"), "kitchen"),
         (("chat", "--url", "ftp://x", "hello"), "ftp://x"),
