@@ -83,6 +83,7 @@ def held(run_dir: Path) -> Iterator[None]:
     with (run_dir / LOCK).open("w") as lock:
         if not _locked(lock):
             raise StackRunning(str(run_dir))
+        (run_dir / STATE).unlink(missing_ok=True)  # of one that was killed: nobody shall take it for this one's
         try:
             yield
         finally:
