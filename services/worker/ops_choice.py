@@ -58,6 +58,8 @@ def _best(device: torch.device, dtype: torch.dtype, cache: CacheDtype, attention
     try:
         return _native(device, dtype) if device.type == "cpu" else _triton(device, dtype, cache, attention)
     except OpsUnavailable as reason:
+        if device.type != "cpu" and (cache != "auto" or attention != "auto"):
+            raise  # PyTorch's have neither, whatever the reason; and that reason is what can be mended
         _log.info("only PyTorch's own operations are available: %s", reason)
         return TorchOps(device, dtype)
 

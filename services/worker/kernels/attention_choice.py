@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from services.worker.kernels.attention import paged_attention
-from services.worker.ops import BatchMeta
+from services.worker.ops import BatchMeta, OpsUnavailable
 from services.worker.ops_choice import AttentionName
+
+_LEAST_FOR_FLOAT8 = (8, 9)
+"""Compute capability: none before converts its numbers, and Triton refuses them when the first kernel is launched."""
 
 
 class PagedAttention(Protocol):
@@ -37,11 +40,21 @@ def create_attention(
     """
     match name:
         case "auto" | "triton":
+            _check_cache(device, cache_dtype)
             return paged_attention
         case "flash-attn":
             return _flash_attention(device, dtype, cache_dtype)
         case _:
             assert_never(name)
+
+
+def _check_cache(device: torch.device, dtype: torch.dtype) -> None:
+    if dtype != torch.float8_e4m3fn or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _LEAST_FOR_FLOAT8:
+        needed, have = (".".join(map(str, version)) for version in (_LEAST_FOR_FLOAT8, found))
+        raise OpsUnavailable(f"kv_cache_dtype = fp8 needs a GPU of compute capability {needed}, {device} has {have}")
 
 
 def _flash_attention(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> PagedAttention:
