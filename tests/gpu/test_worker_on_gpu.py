@@ -157,15 +157,14 @@ def test_keys_and_values_in_fp8_are_near_those_in_full(recorded: list[Tensor]) -
 
 
 def test_a_worker_stays_within_its_share_of_the_gpu() -> None:
-    """Of a model whose sequences could fill far more than the share; the driver's own memory is not counted."""
-    free, total = torch.cuda.mem_get_info()
-    before = total - free
+    """Of a model whose sequences could fill far more than the share; the driver's own memory is not counted, nor what
+    tests beside this one take."""
+    total, before = torch.cuda.mem_get_info()[1], torch.cuda.memory_reserved()
     backend = demo("cuda:0", "bfloat16", kv_memory_bytes=None, max_num_seqs=4096, gpu_memory_utilization=0.2)
     generated(backend, 8)
     torch.cuda.synchronize()
-    free, _ = torch.cuda.mem_get_info()
-    taken = total - free - before
-    assert 0.15 * total < taken < 0.2 * total + GIB // 2
+    taken = torch.cuda.memory_reserved() - before
+    assert 0.15 * total < taken < 0.2 * total + GIB // 4
     assert backend.num_blocks > 1000
 
 
