@@ -48,8 +48,9 @@ up: setup ## serve the demo model, or: make up ARGS="--model DIR --port 9000"
 down: setup ## end a stack that `baton up --detach` started
 	@$(BIN)/baton down $(ARGS)
 
+# Several processes (tests/conftest.py); each takes whole files: what their tests share is made once. One: ARGS="-n 0".
 test: $(DEV) $(KERNELS) ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)

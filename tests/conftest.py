@@ -14,9 +14,28 @@ from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.nats_server import NatsServer, nats_server
 
-if not Path("/dev/nvidiactl").exists():
+# Before torch is imported: models of tests are too small for several threads, and tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     # Triton's kernels run in its interpreter; it must be told before they are imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+MOST_PROCESSES = 4
+"""Each starts whole stacks, and has hundreds of MB of libraries."""
+LONGEST_FIRST = ("tests/integration/", "tests/faults/", "tests/unit/test_kernels_compile.py", "tests/unit/test_triton")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes run tests: one for each core; only one where there is a GPU, whose memory they would share."""
+    return 1 if HAS_GPU else min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the files (`make test`), none shall be left alone with a long one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
 
 
 @pytest.fixture(scope="session", autouse=True)
