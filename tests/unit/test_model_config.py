@@ -129,6 +129,9 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"hidden_size": 66}, "hidden_size 66"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of 3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0 is not positive"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads -1 is not positive"),
+        ({"head_dim": 0}, "head_dim 0 is not positive"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0 is not positive"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
@@ -212,3 +215,10 @@ def test_a_model_that_does_not_divide_is_named(
 ) -> None:
     with pytest.raises(ModelError, match=complaint):
         share_of(read(tmp_path, **changes), 0, world_size)
+
+
+def test_a_broken_generation_config_is_named_itself(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{nope")
+    with pytest.raises(ModelError) as error:
+        read(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'generation_config.json'}: JSON is malformed")

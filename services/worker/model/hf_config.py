@@ -110,9 +110,9 @@ class _RawGeneration(Struct, kw_only=True):
 def read_model_config(model_dir: Path) -> ModelConfig:
     """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do."""
     path = model_dir / "config.json"
-    raw = _decode(path, _RawConfig)
+    raw, more_eos = _decode(path, _RawConfig), _generation_eos(model_dir)
     try:
-        return _checked(raw, _generation_eos(model_dir))
+        return _checked(raw, more_eos)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -183,14 +183,27 @@ def _family(raw: _RawConfig) -> tuple[str, _Family]:
     raise ModelError(f"architectures {raw.architectures!r} is not supported; supported: {', '.join(_FAMILIES)}")
 
 
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
 def _refuse_unsupported(raw: _RawConfig) -> None:
     if raw.quantization_config is not None:
         raise ModelError("quantization_config is set: quantized checkpoints are not supported")
     if raw.use_bidirectional_attention:
         raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if getattr(raw, key) < 1:
-            raise ModelError(f"{key} {getattr(raw, key)} is not positive")
+    for key in _POSITIVE:
+        value = getattr(raw, key)
+        if value is not None and value < 1:
+            raise ModelError(f"{key} {value} is not positive")
 
 
 def _default_head_dim(raw: _RawConfig, family: _Family) -> int:
