@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.kv.cuda_copier import Caches, Int32s, Stage
+from services.worker.kv.torch_blocks import TorchBlocks
 
 POISON = 0x7EADBEEF
 
@@ -29,8 +30,8 @@ class LateBlockStream:
     """See :class:`services.worker.kv.cuda_copier.BlockStream`. On a CPU."""
 
     def __init__(self, caches: Caches) -> None:
-        self._caches = [[cache.flatten(2).view(torch.int32).numpy() for cache in halves] for halves in caches]
-        """[blocks, heads, words of 16 tokens]"""
+        self._caches = caches
+        self._blocks = TorchBlocks(caches)
         self._asked: deque[Callable[[], None]] = deque()
         self._done = 0
 
@@ -41,9 +42,7 @@ class LateBlockStream:
         assert isinstance(stage, LateStage)
 
         def fetched() -> None:
-            for layer, halves in enumerate(self._caches):
-                for half, cache in enumerate(halves):
-                    stage.on_device[: len(blocks), :, layer, half] = cache[blocks]
+            self._blocks.gather(torch.from_numpy(blocks), torch.from_numpy(stage.on_device[: len(blocks)]))
             stage.host[: len(blocks)] = stage.on_device[: len(blocks)]
 
         stage.host[:] = POISON
@@ -54,9 +53,7 @@ class LateBlockStream:
 
         def brought() -> None:
             stage.on_device[: len(blocks)] = stage.host[: len(blocks)]
-            for layer, halves in enumerate(self._caches):
-                for half, cache in enumerate(halves):
-                    cache[blocks] = stage.on_device[: len(blocks), :, layer, half]
+            self._blocks.scatter(torch.from_numpy(blocks), torch.from_numpy(stage.on_device[: len(blocks)]))
 
         self._ask(brought, stage)
 
@@ -64,7 +61,7 @@ class LateBlockStream:
         self.run_up_to(self._done + len(self._asked))
         for halves in self._caches:
             for cache in halves:
-                cache[blocks] = 0
+                cache[torch.from_numpy(blocks).long()] = 0
 
     def run_up_to(self, count: int) -> None:
         """So much of all that was ever asked for."""

@@ -23,6 +23,8 @@ from torch import Tensor
 from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.plain_copier import slots_as_array
 from services.worker.kv.rank_heads import RankHeads
+from services.worker.kv.torch_blocks import TorchBlocks
+from services.worker.sampling.kernel_draws import draws_by_kernel
 
 _STAGED_BYTES = 1 << 20
 """A quarter of a piece of a transfer: so its parts overlap."""
@@ -171,12 +173,10 @@ class CudaBlockStream:
     another GPU, for a context there."""
 
     def __init__(self, caches: Caches) -> None:
-        from services.worker.kernels.kv_blocks import BlockCaches  # Triton is needed only where a GPU is
-
         self._caches = caches
         self._device = caches[0][0].device
         torch.cuda.set_device(self._device)
-        self._blocks = BlockCaches(caches)
+        self._blocks = _copies_of(caches)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def stage(self, shape: tuple[int, ...]) -> CudaStage:
@@ -213,3 +213,16 @@ class CudaBlockStream:
 
     def _sent(self, blocks: Int32s) -> Tensor:
         return torch.from_numpy(blocks).to(self._device, non_blocking=True)
+
+
+class _BlockCopies(Protocol):
+    def gather(self, blocks: Tensor, staged: Tensor) -> None: ...
+    def scatter(self, blocks: Tensor, staged: Tensor) -> None: ...
+
+
+def _copies_of(caches: Caches) -> _BlockCopies:
+    if not draws_by_kernel(caches[0][0].device):
+        return TorchBlocks(caches)
+    from services.worker.kernels.kv_blocks import BlockCaches
+
+    return BlockCaches(caches)
