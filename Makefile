@@ -7,6 +7,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+FOR    ?= 3.12
+OUT    ?= .wheels
+THERE  ?=
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
@@ -16,10 +19,10 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-slow test-gpu test-compose lint fmt proto bench clean
+.PHONY: help setup up down test test-slow test-gpu test-compose lint fmt proto bench wheels install-offline gpu-report clean
 
 help: ## what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(RUNTIME) $(KERNELS) ## .venv with everything that `make up` needs
 
@@ -55,8 +58,9 @@ test: $(DEV) $(KERNELS) ## all tests but the slow ones
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# Most of their time is compiling kernels, on one core: several processes share it.
 test-gpu: $(DEV) ## on a GPU: the tests that need one, and those of kernels, which run in an interpreter elsewhere
-	$(BIN)/python -m pytest tests/gpu $$(grep -rl --include='test_*.py' tests.kernel_device tests) $(ARGS)
+	$(BIN)/python -m pytest -n 8 --dist worksteal tests/gpu $$(grep -rl --include='test_*.py' tests.kernel_device tests) $(ARGS)
 
 test-compose: $(DEV) ## builds the images and chats through docker-compose
 	$(BIN)/python -m pytest -m slow tests/integration/test_compose.py $(ARGS)
@@ -76,6 +80,15 @@ proto: $(DEV) ## the Python of kvstore/transfer.proto
 
 bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
 	@$(BIN)/baton bench $(ARGS)
+
+wheels: ## for a machine without a network: make wheels FOR=3.12 OUT=.wheels THERE=its-packages.txt
+	$(PYTHON) -m deploy.without_network.wheels --python $(FOR) --out $(OUT) $(if $(THERE),--there $(THERE))
+
+install-offline: ## there: a VENV from those wheels and the packages of PYTHON: make install-offline OUT=.wheels
+	$(PYTHON) -m deploy.without_network.install --wheels $(OUT) --venv $(VENV)
+
+gpu-report: setup ## on a GPU: all measurements, stage by stage: make gpu-report ARGS="--stage roofline --out DIR"
+	@$(BIN)/baton bench gpu --out gpu-report $(ARGS)
 
 clean: ## removes .venv and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

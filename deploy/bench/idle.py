@@ -76,7 +76,9 @@ async def _measure(options: argparse.Namespace, folder: Path) -> None:
                     print(_row(_cells(device, run_ahead, sequences, figures)), flush=True)
                     found.append({"device": device, "run_ahead": run_ahead, "sequences": sequences} | figures._asdict())
                     if options.output_json is not None:
-                        write(options.output_json, msgspec.json.encode({"model": folder.name, "idle": found}))
+                        write(
+                            options.output_json, msgspec.json.encode({"model": options.model or "demo", "idle": found})
+                        )
 
 
 def _worker(options: argparse.Namespace, device: str, folder: str) -> dict[str, str]:

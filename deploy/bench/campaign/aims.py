@@ -43,8 +43,9 @@ def _of_tests(results: Results) -> Iterator[Row]:
     if "tests" in results:
         counts = results["tests"]
         wrong = counts["failures"] + counts["errors"]
-        said = f"{counts['tests'] - wrong - counts['skipped']} passed, {wrong} failed, {counts['skipped']} skipped"
-        yield Row("tests", said, "none failed", wrong == 0)
+        passed = counts["tests"] - wrong - counts["skipped"]
+        said = f"{passed} passed, {wrong} failed, {counts['skipped']} skipped"
+        yield Row("tests", said, "all pass", passed > 0 and wrong == 0)
 
 
 def _of_steps(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -91,7 +92,8 @@ def _of_loads(found: Mapping[str, Any]) -> Iterator[Row]:
         failed = ours["failed"] + (0 if theirs is None else theirs["failed"])
         yield Row(f"{what}, failed", str(failed), "0", failed == 0)
         if ours["worker"].get("idle") is not None:
-            yield _idle(f"{what}, worker", ours["worker"]["idle"], ours["worker"]["prepare"], aimed=True)
+            aimed = found["model"] == BIG
+            yield _idle(f"{what}, worker", ours["worker"]["idle"], ours["worker"]["prepare"], aimed=aimed)
     if found["greedy"] is not None:
         greedy = found["greedy"]
         said = f"{greedy['equal']} of {greedy['prompts']} answers, {greedy['tokens_before_the_first_other']} of "
@@ -126,17 +128,15 @@ def _of_graphs(results: Results) -> Iterator[Row]:
     if "graphs-on" not in results or "graphs-off" not in results:
         return
     on, off = (
-        {(step["batch"], step["context"]): step for step in results[f"graphs-{which}"]["steps"]} for which in _ON
+        {(step["batch"], step["context"]): step for step in results[f"graphs-{which}"]["steps"]}
+        for which in ("on", "off")
     )
-    for case in on.keys() & off.keys():
+    for case in sorted(on.keys() & off.keys()):
         ours, other = on[case]["seconds"], off[case]["seconds"]
         yield Row(
             f"graphs: decode {case[0]} × {case[1]:,}",
             f"{ours * 1e3:,.2f} ms replayed, {other * 1e3:,.2f} ms launched: {other / ours:.2f} ×",
         )
-
-
-_ON = ("on", "off")
 
 
 def _share(what: str, share: float, of: str, least: float | None) -> Row:

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import get_args
 
 from deploy.bench.campaign.report import ReportFolder, stage_report
@@ -17,13 +16,16 @@ from deploy.bench.campaign.stages import Size, Stage, StageName, left_to_itself,
 
 _LEAST_SECONDS = 10.0
 """For which a run is worth being begun."""
+_MOST_OF_ONE = 0.65
+"""Of the time that a stage has left, where others of its runs follow."""
 
 
 def run_gpu(argv: Sequence[str]) -> None:
     """Raises SystemExit: for flags that are none, and with status 1 where something went wrong."""
     options = _parsed(argv)
     adopt_orphans()
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that children hear it though a shell ignores it
     report, end = ReportFolder(options.out), time.monotonic() + 60 * options.minutes
     wrong = False
     try:
@@ -76,17 +78,13 @@ def _chosen(size: Size, names: Sequence[str] | None, scratch: Path) -> list[Stag
 
 
 def _run(stage: Stage, files: Path, end: float) -> tuple[list[tuple[str, Ended]], list[str]]:
-    """How its runs ended, and which were left out. One that goes wrong keeps none of the others."""
+    """How its runs ended, and which were left out. One that goes wrong, or hangs, keeps none of the others."""
     ended, left_out = [], []
     stage_end = min(end, time.monotonic() + stage.seconds)
     for each in stage.runs:
-        left = stage_end - time.monotonic()
+        left = (stage_end - time.monotonic()) * (1.0 if each is stage.runs[-1] else _MOST_OF_ONE)
         if left < _LEAST_SECONDS:
             left_out.append(f"{each.name} left out: no time")
             continue
         ended.append((each.name, run(each.argv, left, files / f"{each.name}.txt")))
     return ended, left_out
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -6,7 +6,9 @@ instead of the system's (on Linux), and so is found.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import signal
 import subprocess
 import sys
 import time
@@ -59,10 +61,17 @@ def run(argv: Sequence[str], seconds: float, log: Path) -> Ended:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
+            _interrupt(process)
         finally:
             end_all()
-    process.wait()
     return Ended(status, time.monotonic() - begun)
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does: it may still write what it has, and end what it started."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE)
 
 
 def end_all() -> None:
@@ -74,6 +83,7 @@ def end_all() -> None:
     while _below():
         _signalled("kill")
         psutil.wait_procs(_below(), timeout=1.0)
+    psutil.wait_procs(psutil.Process().children(), timeout=0.1)  # orphans that ended wait for somebody to hear of it
 
 
 def _below() -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -10,12 +11,10 @@ Size = Literal["full", "tiny"]
 
 
 class Run(NamedTuple):
-    """One process: arguments of this Python. Some write a file, whose name is that of the run and an ending."""
+    """One process: arguments of this Python. What it writes is called as the run, with an ending."""
 
     name: str
     argv: tuple[str, ...]
-    result: bool = True
-    """Writes NAME.json."""
 
 
 class Stage(NamedTuple):
@@ -44,7 +43,15 @@ def _full(folder: Path) -> tuple[Stage, ...]:
     wide = ("--batch=1,16,64,256,512", "--context=128,1024,8192,32768", "--prefill=512,2048,8192", "--dtype=bfloat16")
     decodes = ("--batch=1,16,64,256", "--context=1024", "--prefill=none", "--dtype=bfloat16", "--device=cuda")
     return (
-        Stage("tests", (_tests(folder),), 480),
+        Stage(
+            "tests",
+            (
+                # What looks at the whole GPU's memory has it for itself.
+                _tests(folder, "tests-alone", *_ALONE),
+                _tests(folder, "tests-beside", *_side_by_side(), *_others(*_ALONE)),
+            ),
+            560,
+        ),
         Stage(
             "roofline",
             (
@@ -103,7 +110,7 @@ def _tiny(folder: Path) -> tuple[Stage, ...]:
     )
     kernels = ("--shape=demo", "--device=cpu", "--threads=1", "--rows=1", "--context=32", "--seconds=1")
     return (
-        Stage("tests", (_tests(folder, "tests/gpu/test_roofline_on_gpu.py"),), 120),
+        Stage("tests", (_tests(folder, "tests-alone", "tests/gpu/test_roofline_on_gpu.py"),), 120),
         Stage("roofline", (_roofline(folder, "roofline-demo", *steps, "--prefill=32"),), 90),
         Stage("kernels", (_kernels(folder, "kernels-demo", *kernels, "--only=norms,decode-attention"),), 90),
         Stage("serve", (_peers(folder, "serve", *load, "--peer=none"),), 120),
@@ -124,17 +131,30 @@ def _tiny(folder: Path) -> tuple[Stage, ...]:
     )
 
 
-def _tests(folder: Path, *paths: str) -> Run:
-    """Those of a GPU, and of kernels, which run in an interpreter elsewhere."""
-    chosen = paths or ("tests/gpu", *kernel_tests())
-    flags = ("-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'tests.xml'}")
-    return Run("tests", ("-m", "pytest", *flags, *chosen), result=False)
+_ALONE = ("tests/gpu/test_worker_on_gpu.py", "tests/gpu/test_launching_on_gpu.py")
+_PROCESSES = 8
+"""Of tests side by side: most of their time is the compiler's."""
 
 
-def kernel_tests() -> list[str]:
-    """Files whose tests run on whatever device there is."""
-    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(REPOSITORY)) for path in files if "tests.kernel_device" in path.read_text()]
+def _tests(folder: Path, name: str, *chosen: str) -> Run:
+    flags = ("-q", "-p", "no:cacheprovider", "--durations=10", f"--junitxml={folder / name}.xml")
+    return Run(name, ("-m", "pytest", *flags, *chosen))
+
+
+def _side_by_side() -> tuple[str, ...]:
+    """Where pytest-xdist is there."""
+    return () if importlib.util.find_spec("xdist") is None else (f"--numprocesses={_PROCESSES}",)
+
+
+def _others(*alone: str) -> list[str]:
+    """All other tests of a GPU, and those of kernels, which run in an interpreter elsewhere."""
+    paths = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    names = {str(path.relative_to(REPOSITORY)): path for path in paths}
+    needed = (name for name, path in names.items() if path.parent.name == "gpu" or _KERNELS in path.read_text())
+    return [name for name in needed if name not in alone]
+
+
+_KERNELS = "tests.kernel_device"
 
 
 def _roofline(folder: Path, name: str, *flags: str, plot: bool = True) -> Run:
