@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import triton
 
-from services.worker.kernels import verification
+from services.worker.kernels import rejection, verification
 from services.worker.kernels.sampling import AT_ONCE, CHUNK, WARPS, chunk_kernel, draw_kernel
 from tests.kernel_launches import Instruction, Launch
 
@@ -15,11 +15,24 @@ _WIDE = frozenset[Instruction]({"load16"})
 
 def draws() -> Iterator[Launch]:
     """Of logits as they come from the model, and of those that were changed first."""
-    for vocab in (128256, 2048, 32000, 262144):
+    for vocab in (128256, 2048, 32000, 151936, 262144):
         for kind in ("bf16", "fp32"):
             yield from _draws(vocab, kind, rare=(vocab, kind) != (128256, "bf16"))
         for certain in (True, False):
             yield from _rejections(vocab, 5, certain=certain)
+    yield from _verifications()
+
+
+def _verifications() -> Iterator[Launch]:
+    """Behind all rows of a step, or some."""
+    arguments = {"drawn": "*i64", "ids": "*i32", "rows": "*i32", "first": "*i32", "counts": "*i32", "outcome": "*i32"}
+    for named in (True, False):
+        yield Launch(
+            f"drafts verified {'behind some rows' if named else 'behind all'}",
+            verification.verify_kernel,
+            arguments | {"sequences": "i32", "places": "i32"},
+            {"NAMED": named, "BLOCK": verification.BLOCK},
+        )
 
 
 def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
@@ -48,25 +61,25 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
 
 
 def _rejections(vocab: int, places: int, *, certain: bool) -> Iterator[Launch]:
-    chunks = -(-vocab // verification.CHUNK)
+    chunks = -(-vocab // rejection.CHUNK)
     own = {"target": "*fp32", "drafts": "*i32", "counts": "*i32", "chances": "*fp64"}
     own |= {"left_sums": "*fp32", "sums": "*fp32"} | ({} if certain else {"drafting": "*fp32"})
     sizes = {"PLACES": places, "PADDED": triton.next_power_of_2(places), "VOCAB": vocab, "CHUNKS": chunks}
-    sizes |= {"CHUNK": verification.CHUNK} | ({"drafting": None} if certain else {})
+    sizes |= {"CHUNK": rejection.CHUNK} | ({"drafting": None} if certain else {})
     name = f"of {vocab} {'certain' if certain else 'drawn'} drafts"
     yield Launch(
         f"what is left {name}",
-        verification.residual_kernel,
+        rejection.residual_kernel,
         own,
-        sizes | {"AT_ONCE": verification.AT_ONCE},
+        sizes | {"AT_ONCE": rejection.AT_ONCE},
         must=_WIDE,
         rare=True,
     )
     yield Launch(
         f"replacement {name}",
-        verification.replace_kernel,
+        rejection.replace_kernel,
         own | {"tokens": "*i32", "stand": "*i32"},
         sizes | {"ALL": triton.next_power_of_2(chunks)},
-        num_warps=verification.WARPS,
+        num_warps=rejection.WARPS,
         rare=True,
     )

@@ -61,9 +61,15 @@ class Batch:
     merged: LogitsRows | None = None
 
     @property
-    def first_drawn(self) -> Slots:
+    def first_drawn(self) -> Int32s:
         """[Q] which of the R rows is the first of each sequence."""
-        return np.cumsum(self.drafted + 1) - (self.drafted + 1)
+        rows = self.drafted + 1
+        first: Int32s = np.cumsum(rows, dtype=np.int32) - rows
+        return first
+
+    def last_rows(self, counts: Int32s) -> Int32s:
+        """[Q] the row that the last of `counts` [Q] tokens of each sequence was drawn behind."""
+        return self.drawn_rows[self.first_drawn + counts - 1] if len(counts) else self.drawn_rows
 
     @property
     def drawn_at_most(self) -> int:

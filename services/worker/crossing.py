@@ -24,6 +24,11 @@ def sent(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def there(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """What the host has sent to `device`, or what lies there already."""
+    return values if isinstance(values, Tensor) else sent(values, device)
+
+
 def sent_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Each of `arrays` (of one dimension) on `device`, in one copy."""
     if device.type == "cpu":

@@ -8,17 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from torch import Tensor
 
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
 from services.worker.drawn_step import DrawnBatch, DrawnStep
-from services.worker.ops import BatchMeta
 from services.worker.rows import Int32s
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn
-from services.worker.speculation.standing import standing
-from services.worker.speculation.verdict import Verdict, by_sequence
+from services.worker.speculation.verdict import Verdict
 from services.worker.step_clock import Mark
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -33,16 +30,6 @@ class Marks(NamedTuple):
     """Behind the copies of what it drew."""
 
 
-class WithDrafts(NamedTuple):
-    """Of a step that tries drafts."""
-
-    tokens: Int32s
-    """[Q, K]"""
-    meta: BatchMeta
-    """As the next one, for whoever drafts, when it is known what stands."""
-    features: Tensor | None
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """See `StepUnderWay`. Nothing that it holds is written to any more, but by the device, before `marks.over`."""
@@ -50,7 +37,7 @@ class LaunchedStep:
     plan: StepPlan
     batch: Batch
     drawn: Drawn
-    """On its way to the host."""
+    """On its way to the host; its tokens are what `Verdict.of` reads."""
     scored: ScoredRows
     """On its way to the host."""
     tenancies: NDArray[np.int64]
@@ -58,23 +45,24 @@ class LaunchedStep:
     places: Int32s
     """[Q] the position of each first token drawn."""
     marks: Marks
-    drafts: WithDrafts | None
 
-    def tokens(self) -> Int32s:
-        """[Q, K + 1], once the device is done, which this waits for."""
+    @property
+    def tries(self) -> bool:
+        """Whether drafts are verified: it is not known then how long its sequences are behind it."""
+        return bool(self.batch.drafted.any())
+
+    def verdict(self) -> Verdict:
+        """Once the device is done, which this waits for."""
         self.marks.over.wait()
-        drawn: Int32s = self.drawn.tokens.numpy().astype(np.int32)
-        return by_sequence(drawn, self.batch.drafted)
+        return Verdict.of(self.drawn.tokens.numpy().astype(np.int32), self.batch.drafted, self.drawn.told)
 
     def output(self) -> StepOutput:
-        tokens, marks, drafted = self.tokens(), self.marks, self.batch.drafted
-        counts = np.ones_like(drafted) if self.drafts is None else 1 + standing(tokens, self.drafts.tokens, drafted)
+        verdict, marks = self.verdict(), self.marks
         timing = StepTiming(
             wait=0.0,
             prepare=0.0,  # the caller knows how much of it held the device up
             forward=marks.forwarded.seconds_since(marks.begun),
             sample=marks.over.seconds_since(marks.forwarded),
         )
-        verdict = Verdict(tokens, counts, self.drawn.told)
         output = DrawnStep(self.plan, timing, DrawnBatch(self.batch, verdict, self.scored)).output()
         return replace(output, ended=marks.over.when(), began=marks.begun.when())

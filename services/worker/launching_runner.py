@@ -22,14 +22,14 @@ from services.worker.backend import StepOutput, StepUnderWay
 from services.worker.batch import Batch, Shares
 from services.worker.crossing import sent
 from services.worker.drawn_step import DrawnStep
-from services.worker.launched_step import LaunchedStep, Marks, WithDrafts
+from services.worker.launched_step import LaunchedStep, Marks
 from services.worker.ops import BatchMeta
 from services.worker.rank import Rank, RankBackend, apart
-from services.worker.rows import Int32s
-from services.worker.sampling.held import History
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn, sample
+from services.worker.speculation.proposer import Drafts
+from services.worker.speculation.trial import Trial, drawn_behind
 from services.worker.step_clock import Mark, clock_of
 from services.worker.token_table import TokenTable
 from services.worker.unsettled import UnsettledSteps
@@ -48,7 +48,7 @@ class LaunchingRunner(RankBackend):
         self._tokens = TokenTable(slots, width, rank.device)
         self._history = self._tokens.history(rank.sequences.prompt_lengths)
         self._clock = clock_of(rank.device)
-        self._unsettled = UnsettledSteps(rank, self._tokens)
+        self._unsettled = UnsettledSteps(rank)
 
     def reset(self) -> None:
         self._unsettled.clear()
@@ -64,8 +64,8 @@ class LaunchingRunner(RankBackend):
         shares = self.rank.sequences.shares(plan.work) if plan.work else None
         if shares is None or not shares.work:
             return DrawnStep(plan, StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0))
-        batch = self._batch(shares)
-        step = self._with_drafts(plan, batch) if batch.drafted.any() else self._plain(plan, batch)
+        drafts = self._proposed(shares)
+        step = self._launch(plan, self.rank.sequences.batch(shares, drafts))
         self._unsettled.add(step)
         return step
 
@@ -79,44 +79,42 @@ class LaunchingRunner(RankBackend):
         positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths.tolist()])
         self._tokens.put(self._tokens.cells(owner, positions), sequences.tokens[owner, positions])
 
-    def _batch(self, shares: Shares) -> Batch:
+    def _proposed(self, shares: Shares) -> Drafts | None:
+        """In the tokens' table, too, behind what the sequences hold."""
         if len(shares.speculating):
             self._unsettled.settle_all()
-        return self.rank.sequences.batch(shares, self.rank.drafts(shares))
+        drafts = self.rank.proposed(shares)
+        if drafts is not None:
+            slots = shares.slots[shares.speculating]
+            self._tokens.put_drafts(slots, self.rank.sequences.lengths[slots], drafts.tokens, drafts.counts)
+        return drafts
 
-    def _plain(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
+    def _launch(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
         """Rows are read on the device, and what is drawn is written there: the host need not know either."""
         rank, rows = self.rank, batch.rows
         cells = self._tokens.cells(rows.row_slots, rows.positions)
         placed, meta = rank.staging.place(rows._replace(ids=cells), batch.logits_rows)
-        launched = self._launched(batch, self._tokens.read(placed), meta, self._history)
-        self._tokens.feed(placed, _drawing(batch, meta), launched.drawn.tokens)
-        places = rank.sequences.advance(batch.sampled_slots)
-        one_each = np.ones(len(batch.sampled), dtype=np.int32)
-        rank.tell(batch, meta, launched.features, one_each, lambda: self._behind(batch))
-        return self._step(plan, batch, launched, places)
+        ids, drawing = self._tokens.read(placed), drawn_behind(batch, meta)
+        launched = self._launched(batch, ids, meta)
+        # What is drawn behind a draft that does not stand lies behind the sequence's end then, where nobody reads.
+        self._tokens.feed(placed, drawing, launched.drawn.tokens)
+        tried = rank.tried(batch, ids, drawing, launched.drawn.tokens)
+        last_rows = batch.drawn_rows if tried is None else tried.last_rows()
+        rank.tell(batch, meta, launched.features, last_rows, lambda: self._behind(batch))
+        return self._step(plan, batch, launched, tried)
 
     def _behind(self, batch: Batch) -> Tensor:
         """[n] the token behind each row."""
         cells = self._tokens.cells(batch.rows.row_slots, batch.rows.positions + 1)
         return self._tokens.read(sent(cells, self.rank.device))
 
-    def _with_drafts(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
-        """The host knows all that the rows hold. It takes what is drawn when that has come."""
-        rank, slots = self.rank, batch.sampled_slots
-        ids, meta = rank.staging.place(batch.rows, batch.logits_rows)
-        launched = self._launched(batch, ids, meta, rank.sequences.history)
-        places = rank.sequences.lengths[slots]
-        drafts = rank.sequences.drafts(slots, int(batch.drafted.max()))
-        return self._step(plan, batch, launched, places, WithDrafts(drafts, meta, launched.features))
-
-    def _launched(self, batch: Batch, ids: Tensor, meta: BatchMeta, history: History) -> _Launched:
+    def _launched(self, batch: Batch, ids: Tensor, meta: BatchMeta) -> _Launched:
         begun = self._clock.mark()
         logits, features = self.rank.forward(ids, meta)
         forwarded = self._clock.mark()
         choices = self._masked(batch)
         logits, scored = apart(batch, logits)
-        return _Launched(features, self._drawn(batch, logits, choices, history), scored, begun, forwarded)
+        return _Launched(features, self._drawn(batch, logits, choices), scored, begun, forwarded)
 
     def _masked(self, batch: Batch) -> Choices | None:
         guided = self.rank.guided
@@ -124,29 +122,28 @@ class LaunchingRunner(RankBackend):
             self._unsettled.settle_for(guided.followed(batch.sampled_slots))
         return self.rank.masked(batch)
 
-    def _drawn(self, batch: Batch, logits: Tensor | None, choices: Choices | None, history: History) -> Drawn:
+    def _drawn(self, batch: Batch, logits: Tensor | None, choices: Choices | None) -> Drawn:
         """The same tokens on all ranks."""
         if choices is None or logits is None:
             drawn = Drawn(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
         else:
-            drawn = sample(logits, choices, history)
+            drawn = sample(logits, choices, self._history)
         if choices is None or self.rank.communicator.world_size == 1:
             return drawn
         return Drawn(self.rank.communicator.broadcast(drawn.tokens), drawn.told)
 
-    def _step(
-        self, plan: StepPlan, batch: Batch, launched: _Launched, places: Int32s, drafts: WithDrafts | None = None
-    ) -> LaunchedStep:
-        drawn, scored = launched.drawn.on_host(), launched.scored.on_host()
+    def _step(self, plan: StepPlan, batch: Batch, launched: _Launched, tried: Trial | None) -> LaunchedStep:
+        sequences, slots = self.rank.sequences, batch.sampled_slots
+        outcome = launched.drawn if tried is None else Drawn(tried.outcome, launched.drawn.told)
+        drawn, scored = outcome.on_host(), launched.scored.on_host()
         return LaunchedStep(
             plan=plan,
             batch=batch,
             drawn=drawn,
             scored=scored,
-            tenancies=self.rank.sequences.tenancies[batch.sampled_slots],
-            places=places,
+            tenancies=sequences.tenancies[slots],
+            places=sequences.advance(slots) if tried is None else sequences.lengths[slots],
             marks=Marks(launched.begun, launched.forwarded, self._clock.mark()),
-            drafts=drafts,
         )
 
 
@@ -158,10 +155,3 @@ class _Launched(NamedTuple):
     scored: ScoredRows
     begun: Mark
     forwarded: Mark
-
-
-def _drawing(batch: Batch, meta: BatchMeta) -> Tensor | None:
-    """The rows that are drawn behind; None: all."""
-    if batch.merged is not None:
-        return sent(batch.drawn_rows, meta.logits_rows.device)
-    return None if meta.every_row else meta.logits_rows

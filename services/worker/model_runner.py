@@ -11,12 +11,13 @@ from torch import Tensor
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
 from services.worker.drawn_step import DrawnBatch, DrawnStep
+from services.worker.ops import BatchMeta
 from services.worker.outstanding import OutstandingTokens
 from services.worker.rank import Rank, RankBackend, apart
-from services.worker.rows import Int32s
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.sampler import Drawn, sample
-from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
+from services.worker.speculation.trial import drawn_behind
+from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 
@@ -57,12 +58,14 @@ class ModelRunner(RankBackend):
         self._wait_for_device()
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
-        verdict = self._drawn(batch, logits, choices)
-        rank.tell(batch, meta, features, verdict.counts)
+        verdict = self._drawn(batch, ids, meta, logits, choices)
+        rank.tell(batch, meta, features, batch.last_rows(verdict.counts))
         timing = _timing(begun, prepared, forwarded, time.perf_counter(), rank.pipeline.take_waited())
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict if rank.draws else None, scored))
 
-    def _drawn(self, batch: Batch, logits: Tensor | None, choices: Choices | None) -> Verdict:
+    def _drawn(
+        self, batch: Batch, ids: Tensor, meta: BatchMeta, logits: Tensor | None, choices: Choices | None
+    ) -> Verdict:
         """The next tokens of each sequence that asked for some; they are appended to the sequences."""
         rank = self.rank
         if choices is None:
@@ -73,14 +76,17 @@ class ModelRunner(RankBackend):
         if logits is not None:
             drawn = sample(logits, choices, rank.sequences.history)
         else:
-            drawn = Drawn(torch.zeros(len(batch.drawn_rows), dtype=torch.int32))
-        own: Int32s = drawn.tokens.cpu().numpy().astype(np.int32)
-        tokens = rank.agreed(by_sequence(own, batch.drafted))
-        rank.pipeline.tell(tokens.ravel().tolist())
-        counts = rank.sequences.append(batch.sampled_slots, batch.drafted, tokens)
+            drawn = Drawn(torch.zeros(len(batch.drawn_rows), dtype=torch.int64, device=rank.device))
+        outcome = rank.communicator.broadcast(drawn.tokens)
+        tried = rank.tried(batch, ids, drawn_behind(batch, meta), outcome)
+        if tried is not None:
+            outcome = tried.outcome
+        verdict = Verdict.of(outcome.cpu().numpy().astype(np.int32), batch.drafted, drawn.told)
+        rank.pipeline.tell(verdict.tokens.ravel().tolist())
+        rank.sequences.append(batch.sampled_slots, verdict.counts, verdict.tokens)
         if rank.guided is not None:
-            rank.guided.take(batch.sampled_slots, counts, tokens)
-        return Verdict(tokens, counts, drawn.told)
+            rank.guided.take(batch.sampled_slots, verdict.counts, verdict.tokens)
+        return verdict
 
     def _wait_for_device(self) -> None:
         if self.rank.device.type == "cuda":

@@ -11,7 +11,7 @@ this rank's query and key/value heads, D the head dimension, I this rank's share
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NewType, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol
 
 from torch import Tensor
 
@@ -61,6 +61,24 @@ class BatchMeta:
     """The greatest of `context_lens`."""
     every_row: bool = False
     """Whether it is known that `logits_rows` are all rows in their order."""
+
+
+class Tried(NamedTuple):
+    """What a step drew for Q sequences, of which some try drafts: for each a row behind its last token, and one behind
+    every draft, all of a sequence's together, R in all. Tensors are contiguous and on the device."""
+
+    drawn: Tensor
+    """int64 [R]"""
+    ids: Tensor
+    """int32 [n] the tokens of all of the step's rows."""
+    rows: Tensor | None
+    """int32 [R] which of those each was drawn behind; None: the first R."""
+    first: Tensor
+    """int32 [Q] which of the R is the first of each sequence."""
+    counts: Tensor
+    """int32 [Q] drafts of each."""
+    most: int
+    """The greatest of `counts`, 1 at the least."""
 
 
 class Ops(Protocol):
@@ -163,4 +181,9 @@ class Ops(Protocol):
         A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where
         `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head
         h // (H / KV).
+        """
+
+    def verify(self, tried: Tried) -> Tensor:
+        """Which drafts stand: int32 [Q + R], how many tokens each sequence gains, its drafts that stand and one more;
+        and behind those what was drawn for each row. See `speculation.standing`.
         """

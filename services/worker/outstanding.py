@@ -10,6 +10,7 @@ import numpy as np
 from services.worker.batch import Batch
 from services.worker.pipeline import ExpectedTokens, Pipeline
 from services.worker.sequences import SequenceTable
+from services.worker.speculation.standing import standing
 from shared.ids import SequenceId
 from shared.messages.worker import Work
 
@@ -67,4 +68,6 @@ class OutstandingTokens:
         rows = [row for row, sequence in enumerate(batch.sampled) if awaits.get(sequence) == number]
         for row in rows:
             del awaits[batch.sampled[row]]
-        self._sequences.append(batch.sampled_slots[rows], batch.drafted[rows], tokens[rows])
+        slots, drawn = batch.sampled_slots[rows], tokens[rows]
+        drafts = self._sequences.drafts(slots, drawn.shape[1] - 1)
+        self._sequences.append(slots, 1 + standing(drawn, drafts, batch.drafted[rows]), drawn)

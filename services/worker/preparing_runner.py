@@ -30,7 +30,8 @@ from services.worker.rank import Rank, RankBackend, apart
 from services.worker.rows import Int32s
 from services.worker.rows_on_device import where_they_are
 from services.worker.sampling.sampler import sample
-from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict, by_sequence
+from services.worker.speculation.trial import drawn_behind
+from services.worker.speculation.verdict import NOTHING_DRAWN, Verdict
 from services.worker.steady_decodes import SteadyDecodes
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -141,36 +142,35 @@ class PreparingRunner(RankBackend):
         if prepared is None:
             return DrawnStep(plan, _NO_TIME)
         begun = time.perf_counter()
-        batch, ids, meta, places = prepared
+        batch, ids, meta, _ = prepared
         rows = batch.rows
         np.copyto(rows.ids, self.rank.sequences.tokens[rows.row_slots, rows.positions])
         logits, features = self.rank.forward(ids, meta)
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
-        verdict = self._drawn(batch, logits, places)
-        self.rank.tell(batch, meta, features, verdict.counts)
+        verdict = self._drawn(prepared, logits)
+        self.rank.tell(batch, meta, features, batch.last_rows(verdict.counts))
         over = time.perf_counter()
         timing = StepTiming(wait=0.0, prepare=0.0, forward=forwarded - begun, sample=over - forwarded)
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict, scored))
 
-    def _drawn(self, batch: Batch, logits: Tensor | None, places: Int32s | None) -> Verdict:
-        """The next tokens of each sequence that asked for some, which holds them from here on; `places` where they
-        belong, None where only what stands of the drafts says that."""
-        rank, slots = self.rank, batch.sampled_slots
-        choices = rank.masked(batch)
+    def _drawn(self, prepared: _Prepared, logits: Tensor | None) -> Verdict:
+        """The next tokens of each sequence that asked for some, which holds them from here on."""
+        rank, (batch, ids, meta, places) = self.rank, prepared
+        slots, choices = batch.sampled_slots, rank.masked(batch)
         if choices is None or logits is None:
             return NOTHING_DRAWN
         drawn = sample(logits, choices, rank.sequences.history)
-        own: Int32s = drawn.tokens.numpy().astype(np.int32)
-        tokens = by_sequence(own, batch.drafted)
+        tried = None if places is not None else rank.tried(batch, ids, drawn_behind(batch, meta), drawn.tokens)
+        outcome = drawn.tokens if tried is None else tried.outcome
+        verdict = Verdict.of(outcome.numpy().astype(np.int32), batch.drafted, drawn.told)
         if places is None:
-            counts = rank.sequences.append(slots, batch.drafted, tokens)
+            rank.sequences.append(slots, verdict.counts, verdict.tokens)
         else:
-            rank.sequences.fill(slots, places, tokens[:, 0])
-            counts = np.ones_like(batch.drafted)
+            rank.sequences.fill(slots, places, verdict.tokens[:, 0])
         if rank.guided is not None:
-            rank.guided.take(slots, counts, tokens)
-        return Verdict(tokens, counts, drawn.told)
+            rank.guided.take(slots, verdict.counts, verdict.tokens)
+        return verdict
 
 
 class StepBeside:

@@ -33,6 +33,7 @@ from services.worker.speculation.proposer import (
     Proposer,
     WithoutMemory,
 )
+from services.worker.speculation.trial import Trial, trial
 from services.worker.staging import staging_for
 from shared.messages.lifecycle import ModelCard
 from shared.messages.worker import StepPlan
@@ -158,7 +159,14 @@ class Rank:
         return slots
 
     def drafts(self, shares: Shares) -> Drafts | None:
-        """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate."""
+        """As `proposed`, on the host, which waits for them."""
+        drafts = self.proposed(shares)
+        return None if drafts is None else drafts.on_host()
+
+    def proposed(self, shares: Shares) -> Drafts | None:
+        """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate.
+
+        They may lie on the device alone, unless other ranks or somebody's grammar have to be told them."""
         speculating = shares.speculating
         if not len(speculating):
             self.nobody_drafts()
@@ -170,7 +178,7 @@ class Rank:
         else:
             drafts = Drafts.none(asked)
         if self.communicator.world_size == 1:
-            return drafts
+            return drafts.on_host() if self.guided else drafts
         return Drafts.told(self.agreed(drafts.message(int(asked.most.max()))))
 
     def nobody_drafts(self) -> None:
@@ -183,16 +191,20 @@ class Rank:
         features = self.decoder.empty_features(len(ids)) if wanted else None
         return self._forward(ids, meta, self._caches, features), features
 
+    def tried(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> Trial | None:
+        """What stands of a step's drafts, on the device; see `trial`. None where nobody had any."""
+        return trial(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
+
     def tell(
         self,
         batch: Batch,
         meta: BatchMeta,
         features: Tensor | None,
-        counts: Int32s,
+        last_rows: Int32s | Tensor,
         following: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Whoever drafts hears of a step that is computed; `counts` [Q]: the tokens that its sequences have gained.
-        `following`: see `Computed`; None: the host knows the tokens."""
+        """Whoever drafts hears of a step that is computed. `last_rows` [Q], `following`: see `Computed`; None: the host
+        knows the tokens."""
         if not self.tells or self.proposer is None:
             return
         if self.drafting.features and features is None:
@@ -202,7 +214,6 @@ class Rank:
             return
         self._forgotten = False
         rows = batch.rows
-        last = batch.drawn_rows[batch.first_drawn + counts - 1] if len(batch.sampled) else batch.drawn_rows
         self.proposer.observe(
             Computed(
                 row_slots=rows.row_slots,
@@ -211,7 +222,7 @@ class Rank:
                 meta=meta,
                 features=features,
                 sampled_slots=batch.sampled_slots,
-                last_rows=last,
+                last_rows=last_rows,
                 following=following
                 or (lambda: sent(self.sequences.tokens[rows.row_slots, rows.positions + 1], self.device)),
             )

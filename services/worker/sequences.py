@@ -15,7 +15,6 @@ from services.worker.rows import Int32s, Slots, Units, drafts_apart, rows_of
 from services.worker.sampling.parameters import Choices, ParameterTable
 from services.worker.sampling.prompt_rows import ScoredPrompts, merged
 from services.worker.speculation.proposer import Drafts
-from services.worker.speculation.standing import standing
 from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, Work
@@ -119,7 +118,8 @@ class SequenceTable:
         return np.where(samples & (counts == 1), np.clip(room, 0, asked), 0).astype(np.int32)
 
     def batch(self, shares: Shares, drafts: Drafts | None = None) -> Batch:
-        """The rows of `shares`, which count as computed from here on; `drafts` are those of the speculating ones.
+        """The rows of `shares`, which count as computed from here on; `drafts` are those of the speculating ones. Where
+        the host does not know those, ids of their rows mean nothing.
 
         Raises BrokenPlan where they cannot be computed.
         """
@@ -127,14 +127,15 @@ class SequenceTable:
         drafted = np.zeros(len(shares.slots), dtype=np.int32)
         if drafts is not None:
             drafted[shares.speculating] = drafts.counts
-            self._put_drafts(shares.slots[shares.speculating], drafts)
+            if isinstance(drafts.tokens, np.ndarray):
+                self._put_drafts(shares.slots[shares.speculating], drafts.tokens, drafts.counts)
         return self._flattened(shares, drafted)
 
-    def _put_drafts(self, slots: Slots, drafts: Drafts) -> None:
+    def _put_drafts(self, slots: Slots, tokens: Int32s, counts: Int32s) -> None:
         """Behind the known tokens, where those drawn will be written over them."""
-        at = self._length[slots][:, None] + np.arange(drafts.tokens.shape[1])
-        rows, columns = np.nonzero(np.arange(drafts.tokens.shape[1]) < drafts.counts[:, None])
-        self._tokens[slots[rows], at[rows, columns]] = drafts.tokens[rows, columns]
+        at = self._length[slots][:, None] + np.arange(tokens.shape[1])
+        rows, columns = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        self._tokens[slots[rows], at[rows, columns]] = tokens[rows, columns]
 
     def _check_work(self, shares: Shares) -> None:
         slots = shares.slots
@@ -182,22 +183,17 @@ class SequenceTable:
         owner, ahead = drafts_apart(drafted)
         return self.choose(slots[owner], ahead)
 
-    def append(self, slots: Slots, drafted: Int32s, drawn: Int32s) -> Int32s:
-        """What was drawn for the sequences of a batch, as far as their drafts stand: how many tokens each gains [Q].
-
-        drawn [Q, K + 1]: behind each one's known tokens, behind its first draft, and so on; its drafts are still where
-        the batch put them. Keys and values are computed of all but the last token then.
-        """
+    def append(self, slots: Slots, counts: Int32s, drawn: Int32s) -> None:
+        """What was drawn for the sequences of a batch: each gains the first `counts` [Q] tokens of its row of `drawn`
+        [Q, K + 1]. Keys and values are computed of all but the last one then."""
         if drawn.shape[1] == 1:
             self.fill(slots, self.advance(slots), drawn[:, 0])
-            return np.ones_like(drafted)
-        counts = 1 + standing(drawn, self.drafts(slots, drawn.shape[1] - 1), drafted)
+            return
         rows, columns = np.nonzero(np.arange(drawn.shape[1]) < counts[:, None])
         lengths = self._length[slots]
         self._tokens[slots[rows], lengths[rows] + columns] = drawn[rows, columns]
         self._length[slots] = lengths + counts
         self._computed[slots] = lengths + counts - 1
-        return counts
 
     def append_blocks(self, slot: int, work: Work) -> None:
         """Those that `work` brings. Raises BrokenPlan where they are too many."""

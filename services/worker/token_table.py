@@ -5,8 +5,6 @@ So neither step waits until the host knows the tokens. A cell is a sequence's sl
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from services.worker.crossing import sent, sent_together
 from services.worker.model.config import ModelError
 from services.worker.rows import Int32s, Slots
 from services.worker.sampling.held import History
+from services.worker.sampling.kernel_draws import draws_by_kernel
 
 _MOST_CELLS = 2**31
 """Cells are numbered as everything else that a step's rows are sent with: in 32 bits."""
@@ -35,7 +34,7 @@ class TokenTable:
                 f"{slots} sequences of {width} tokens each are too many: lower max_num_seqs or max_model_len"
             )
         self._device = device
-        self._by_kernel = device.type == "cuda" and find_spec("triton") is not None
+        self._by_kernel = draws_by_kernel(device)
         self._width = width
         self._cells: Tensor = torch.zeros(slots * width, dtype=torch.int32, device=device)
 
@@ -48,6 +47,17 @@ class TokenTable:
         """Writes what the host knows."""
         where, what = sent_together((cells.astype(np.int64), tokens), self._device)
         self._cells.index_copy_(0, where, what)
+
+    def put_drafts(self, slots: Slots, places: Int32s, tokens: Int32s | Tensor, counts: Int32s) -> None:
+        """Writes the first `counts` [P] of each row of `tokens` [P, K], from `places` [P] of `slots` [P] on."""
+        width = tokens.shape[1]
+        rows, columns = np.nonzero(np.arange(width) < counts[:, None])
+        cells = self.cells(slots[rows], places[rows] + columns.astype(np.int32))
+        if isinstance(tokens, np.ndarray):
+            self.put(cells, tokens[rows, columns])
+        elif len(cells):
+            where, which = sent_together((cells.astype(np.int64), rows * width + columns), self._device)
+            self._cells.index_copy_(0, where, tokens.reshape(-1).index_select(0, which))
 
     def feed(self, cells: Tensor, rows: Tensor | None, tokens: Tensor) -> None:
         """Writes what was drawn, `tokens` [R], each behind the cell of its row. cells [n] are those of a step's rows,

@@ -22,7 +22,8 @@ from services.worker.expert_by_expert import mix, pack
 from services.worker.kv.copier import KvCopier
 from services.worker.kv.cuda_copier import CudaKvCopier
 from services.worker.kv.plain_copier import PlainKvCopier
-from services.worker.ops import Activation, BatchMeta, PackedExperts, PackedLinear
+from services.worker.ops import Activation, BatchMeta, PackedExperts, PackedLinear, Tried
+from services.worker.standing_drafts import verified
 from shared.blocks import BLOCK_SIZE
 
 _MOST_SCORES = 1 << 21
@@ -144,6 +145,9 @@ class TorchOps:
         attend = _Attention(q, k_cache, v_cache, meta, scale, window, softcap)
         parts = [*attend.decodes(), *attend.prefills()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def verify(self, tried: Tried) -> Tensor:
+        return verified(tried)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,8 +17,9 @@ from services.worker.kernels.attention_choice import create_attention
 from services.worker.kernels.moe import compile_all, mixture
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
+from services.worker.kernels.verification import verify
 from services.worker.kv.copier import KvCopier
-from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts
+from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts, Tried
 from services.worker.ops_choice import AttentionName
 from services.worker.torch_ops import TorchOps
 from shared.blocks import BLOCK_SIZE
@@ -134,6 +135,9 @@ class TritonOps(TorchOps):
         softcap: float | None,
     ) -> Tensor:
         return self._attend(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
+
+    def verify(self, tried: Tried) -> Tensor:
+        return verify(tried)
 
 
 def _check_device(device: torch.device) -> None:

@@ -7,11 +7,9 @@ from collections import deque
 import numpy as np
 
 from services.worker.backend import MOST_BEGUN
-from services.worker.batch import Batch
-from services.worker.launched_step import LaunchedStep, WithDrafts
+from services.worker.launched_step import LaunchedStep
 from services.worker.rank import Rank
-from services.worker.rows import Int32s, Slots
-from services.worker.token_table import TokenTable
+from services.worker.rows import Slots
 
 _MOST = 2 * MOST_BEGUN
 """Steps that are settled some time after they are over, when somebody needs what they drew; older ones are at once."""
@@ -20,9 +18,8 @@ _MOST = 2 * MOST_BEGUN
 class UnsettledSteps:
     """Owns them. Settling one waits until the device is done with it."""
 
-    def __init__(self, rank: Rank, tokens: TokenTable) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._tokens = tokens
         self._steps: deque[LaunchedStep] = deque()
 
     def clear(self) -> None:
@@ -40,7 +37,7 @@ class UnsettledSteps:
 
     def settle_drafts(self) -> None:
         """Until it is known how many of the latest step's drafts stand, sequences have no lengths."""
-        if self._steps and self._steps[-1].drafts is not None:
+        if self._steps and self._steps[-1].tries:
             self.settle_all()
 
     def settle_for(self, slots: Slots) -> None:
@@ -51,24 +48,12 @@ class UnsettledSteps:
 
     def _settle_oldest(self) -> None:
         step = self._steps.popleft()
-        tokens = step.tokens()
-        if step.drafts is not None:
-            self._settle_with_drafts(step.batch, step.places, tokens, step.drafts)
-            return
-        batch, rank = step.batch, self._rank
+        verdict, batch, rank = step.verdict(), step.batch, self._rank
         there = np.flatnonzero(rank.sequences.tenancies[batch.sampled_slots] == step.tenancies)
-        slots = batch.sampled_slots[there]
-        rank.sequences.fill(slots, step.places[there], tokens[there, 0])
+        slots, counts, tokens = batch.sampled_slots[there], verdict.counts[there], verdict.tokens[there]
+        if step.tries:
+            rank.sequences.append(slots, counts, tokens)
+        else:
+            rank.sequences.fill(slots, step.places[there], tokens[:, 0])
         if rank.guided is not None:
-            rank.guided.take(slots, np.ones(len(slots), dtype=np.int32), tokens[there])
-
-    def _settle_with_drafts(self, batch: Batch, places: Int32s, tokens: Int32s, drafts: WithDrafts) -> None:
-        """Nothing was begun behind it, so all of its sequences are there."""
-        rank = self._rank
-        counts = rank.sequences.append(batch.sampled_slots, batch.drafted, tokens)
-        rows, columns = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
-        cells = self._tokens.cells(batch.sampled_slots[rows], places[rows] + columns.astype(np.int32))
-        self._tokens.put(cells, tokens[rows, columns])
-        if rank.guided is not None:
-            rank.guided.take(batch.sampled_slots, counts, tokens)
-        rank.tell(batch, drafts.meta, drafts.features, counts)
+            rank.guided.take(slots, counts, tokens)

@@ -18,7 +18,7 @@ from services.worker.roofline import ceilings, device_cases, kernel_case
 from services.worker.roofline.__main__ import main
 from services.worker.roofline.batches import batch_of
 from services.worker.roofline.chosen import CannotMeasure
-from services.worker.roofline.device_cases import kv_blocks, masks, rejection
+from services.worker.roofline.device_cases import kv_blocks, masks, rejection, verification
 from services.worker.roofline.drawing_cases import sampling
 from services.worker.roofline.findings import (
     Ceilings,
@@ -138,7 +138,7 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
     assert isinstance(limits, Ceilings)
     assert isinstance(again, Ceilings)
     measured = [each for each in found if isinstance(each, KernelMeasured)]
-    on_gpus = {"sampling", "masks", "rejection", "kv-blocks"}
+    on_gpus = {"sampling", "masks", "verification", "rejection", "kv-blocks"}
     assert {each.family for each in measured} == set(FAMILIES) - {"moe"} - on_gpus
     assert all(each.ours.best > 0 and each.work.bytes > 0 for each in measured)
     skipped = {each.family: each.reason for each in found if isinstance(each, KernelSkipped)}
@@ -147,7 +147,7 @@ def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are measured there")
-@pytest.mark.parametrize("cases", [sampling, masks, rejection, kv_blocks])
+@pytest.mark.parametrize("cases", [sampling, masks, verification, rejection, kv_blocks])
 def test_what_is_measured_on_gpus_runs_in_the_interpreter_too(
     tmp_path: Path, cases: Callable[[Situation], Cases], monkeypatch: pytest.MonkeyPatch
 ) -> None:

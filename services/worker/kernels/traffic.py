@@ -69,6 +69,12 @@ def mixture_flops(rows: int, *, chosen: int, hidden: int, size: int) -> int:
     return 6 * rows * chosen * size * hidden
 
 
+def verification_bytes(rows: int, sequences: int) -> int:
+    """Each row's token in, as drawn, and out; its draft; three numbers of each sequence. Of steps that draw behind all
+    rows."""
+    return 16 * rows + 12 * sequences
+
+
 def rejection_bytes(sequences: int, drafts: int, vocab: int, *, chunk: int, drawn: bool) -> int:
     """One row of the target's probabilities for each sequence, and of the drafts' where they are `drawn` from some; of
     each chunk two sums, written and one read; each draft's own probabilities."""

@@ -26,7 +26,8 @@ from services.worker.native.kernels import ACTIVATIONS, Kernels, Packed, address
 from services.worker.native.memory import Arena, zeroed
 from services.worker.native.native_decoder import Foreseeing, NativeDecoder
 from services.worker.native.native_kv import NativeKvCopier
-from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts, PackedLinear
+from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts, PackedLinear, Tried
+from services.worker.standing_drafts import verified
 from shared.blocks import BLOCK_SIZE
 
 _LANES = 16
@@ -232,6 +233,9 @@ class NativeOps:
             self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
         )
         return to
+
+    def verify(self, tried: Tried) -> Tensor:
+        return verified(tried)
 
     def _cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
         """One layer's caches, for the library."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from services.worker.kernels.traffic import kv_block_bytes, mask_bytes, rejection_bytes
+from services.worker.kernels.traffic import kv_block_bytes, mask_bytes, rejection_bytes, verification_bytes
+from services.worker.ops import Tried as DraftsTried
 from services.worker.roofline.findings import Work
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
 from services.worker.roofline.measured_rank import fill_with_noise
@@ -16,7 +18,7 @@ from services.worker.sampling.masks import only_allowed, words
 
 if TYPE_CHECKING:
     from services.worker.kernels.kv_blocks import BlockCaches
-    from services.worker.kernels.verification import Tried
+    from services.worker.kernels.rejection import Tried
 
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -60,9 +62,24 @@ def masks(situation: Situation) -> Cases:
         yield KernelCase(name, Work(size, 0.0), calls, [by_torch(each) for each in logits])
 
 
+def verification(situation: Situation) -> Cases:
+    """Every draft stands, of as many for each sequence."""
+    from services.worker.kernels.verification import verify
+
+    for sequences in situation.rows:
+        rows = sequences * (_DRAFTS + 1)
+        drawn = torch.arange(rows, device=situation.device) % 7
+        ids = torch.zeros(rows, dtype=torch.int32, device=situation.device)
+        ids[1:] = drawn[:-1]
+        first = torch.arange(0, rows, _DRAFTS + 1, dtype=torch.int32, device=situation.device)
+        tried = DraftsTried(drawn, ids, None, first, torch.full_like(first, _DRAFTS), _DRAFTS)
+        name, work = f"{sequences} × {_DRAFTS} drafts", Work(verification_bytes(rows, sequences), 0.0)
+        yield KernelCase(name, work, [partial(verify, tried)], [partial(situation.torch_ops.verify, tried)])
+
+
 def rejection(situation: Situation) -> Cases:
     """No draft stands, so that one row of each of both distributions is read."""
-    from services.worker.kernels.verification import CHUNK, Tried, verify
+    from services.worker.kernels.rejection import CHUNK, Tried, verify
 
     vocabulary, device = situation.config.vocab_size, situation.device
     for rows in situation.rows:

@@ -14,7 +14,7 @@ from services.worker.ops_choice import create_ops
 from services.worker.roofline.attention_cases import decode_attention, prefill_attention
 from services.worker.roofline.ceilings import measure_ceilings
 from services.worker.roofline.chosen import CannotMeasure, Chosen, chosen, give_back, started
-from services.worker.roofline.device_cases import kv_blocks, masks, on_gpus, rejection
+from services.worker.roofline.device_cases import kv_blocks, masks, on_gpus, rejection, verification
 from services.worker.roofline.drawing_cases import sampling
 from services.worker.roofline.findings import Finding, KernelMeasured, KernelsAsked, KernelSkipped, Timed
 from services.worker.roofline.kernel_case import Call, Cases, KernelCase, NothingHere, Situation
@@ -33,6 +33,7 @@ FAMILIES: dict[str, Callable[[Situation], Cases]] = {
     "moe": mixture,
     "sampling": on_gpus(sampling),
     "masks": on_gpus(masks),
+    "verification": on_gpus(verification),
     "rejection": on_gpus(rejection),
     "kv-blocks": on_gpus(kv_blocks),
 }

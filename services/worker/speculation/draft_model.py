@@ -14,6 +14,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.crossing import sent
 from services.worker.model.checkpoint import open_checkpoint
 from services.worker.model.config import ModelConfig, ModelError
 from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
@@ -110,12 +111,14 @@ class DraftModelProposer:
         if logits is None:
             return Drafts.none(asked)
         slots, most = asked.slots[through], np.minimum(asked.most[through], self._most)
-        drafts = np.zeros((len(asked.slots), int(most.max())), dtype=np.int32)
-        drafts[through] = self._drafted(logits, slots, most, asked.histories)
+        drafts = self._drafted(logits, slots, most, asked.histories)
+        self._read[slots] = asked.histories.lengths[slots] + most - 1
+        if len(through) == len(asked.slots):
+            return Drafts(drafts, most)
         drafted = np.zeros(len(asked.slots), dtype=np.int32)
         drafted[through] = most
-        self._read[slots] = asked.histories.lengths[slots] + most - 1
-        return Drafts(drafts, drafted)
+        all_drafts = drafts.new_zeros(len(drafted), drafts.shape[1])
+        return Drafts(all_drafts.index_copy_(0, sent(through, self._device), drafts), drafted)
 
     def _shares(self, asked: Asked) -> Int32s:
         """[P] tokens that each sequence reads in this step, up to the last one known."""
@@ -159,7 +162,7 @@ class DraftModelProposer:
         own = slots[owner]
         return Units(own, own, starts[owner] + ahead, np.ones_like(ahead)), ends - 1
 
-    def _drafted(self, logits: Tensor, slots: Slots, most: Int32s, histories: Histories) -> Int32s:
+    def _drafted(self, logits: Tensor, slots: Slots, most: Int32s, histories: Histories) -> Tensor:
         """[T, the greatest of most] drafts behind `logits`."""
         draws = Draws(slots, histories)
         tokens = [draws.token(logits, 0)]
@@ -169,14 +172,12 @@ class DraftModelProposer:
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
             rows = chain(slots, histories.lengths[slots] + ahead, histories.block_tables, self._device)
             if draws.greedy and self._fused is not None:
-                greedy: Int32s = self._fused.draft_on(tokens[0], rows, self._caches).t().numpy()
-                return greedy
+                return self._fused.draft_on(tokens[0], rows, self._caches).t()
             for step in range(steps):
                 following = self._forward(tokens[-1], rows.meta(step), self._caches)
                 assert following is not None, "every row is asked for"
                 tokens.append(draws.token(following, step + 1))
-        drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()
-        return drafts
+        return torch.stack(tokens, dim=1)
 
     def observe(self, computed: Computed) -> None:
         """Blocks that the model begins anew hold something else of the draft model."""

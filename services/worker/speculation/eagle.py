@@ -15,7 +15,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.crossing import sent
+from services.worker.crossing import sent, there
 from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Weights
 from services.worker.model.loading import load_layer
@@ -128,11 +128,10 @@ class EagleProposer:
         drafted = self._drafted(asked.slots[ready], most[ready], asked.histories)
         if len(ready) == len(most):
             return Drafts(drafted, most)
-        drafts = np.zeros((len(most), drafted.shape[1]), dtype=np.int32)
-        drafts[ready] = drafted
+        drafts = drafted.new_zeros(len(most), drafted.shape[1]).index_copy_(0, sent(ready, self._device), drafted)
         return Drafts(drafts, most)
 
-    def _drafted(self, slots: Slots, most: Int32s, histories: Histories) -> Int32s:
+    def _drafted(self, slots: Slots, most: Int32s, histories: Histories) -> Tensor:
         """[P, the greatest of most]"""
         draws = Draws(slots, histories)
         features = self._foreseen.index_select(0, sent(slots, self._device))
@@ -143,16 +142,14 @@ class EagleProposer:
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
             rows = chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device)
             if draws.greedy and isinstance(self._run, DraftsOn):
-                greedy: Int32s = self._run.draft_on(tokens[0], rows, self._caches, features).t().numpy()
-                return greedy
+                return self._run.draft_on(tokens[0], rows, self._caches, features).t()
             for step in range(steps):
                 features, logits = self._run.foresee(
                     tokens[-1], features, rows.meta(step), self._caches, wants_logits=True
                 )
                 assert logits is not None, "wanted"
                 tokens.append(draws.token(logits, step + 1))
-        drafts: Int32s = torch.stack(tokens, dim=1).cpu().numpy()
-        return drafts
+        return torch.stack(tokens, dim=1)
 
     def observe(self, computed: Computed) -> None:
         """The layer goes over every row of the step, each with the token behind it."""
@@ -162,7 +159,7 @@ class EagleProposer:
         foreseen, _ = self._run.foresee(
             computed.following(), computed.features, computed.meta, self._caches, wants_logits=False
         )
-        rows, slots = sent(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
+        rows, slots = there(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
         self._foreseen.index_copy_(0, slots, foreseen.index_select(0, rows))
         self._ready[computed.sampled_slots] = True
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
-from services.worker.crossing import sent
+from services.worker.crossing import sent, there
 from services.worker.model.config import ModelError
 from services.worker.ops import Ops, PackedLinear
 from services.worker.speculation.chain import Draws
@@ -130,7 +130,7 @@ class MedusaProposer:
             return Drafts.none(asked)
         features = self._features.index_select(0, sent(asked.slots, self._device))
         wanted = min(self._most, int(asked.most.max()))
-        tokens = Draws(asked.slots, asked.histories).tokens(self._logits(features, wanted)).cpu().numpy()
+        tokens = Draws(asked.slots, asked.histories).tokens(self._logits(features, wanted))
         return Drafts(tokens, np.minimum(asked.most, wanted).astype(np.int32))
 
     def _logits(self, features: Tensor, wanted: int) -> list[Tensor]:
@@ -151,7 +151,7 @@ class MedusaProposer:
             return  # nobody has drafted for a while
         if self._features is None:
             self._features = computed.features.new_zeros(self._max_sequences, computed.features.shape[1])
-        rows, slots = sent(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
+        rows, slots = there(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
         self._features.index_copy_(0, slots, computed.features.index_select(0, rows))
 
     def took(self, slot: int, computed: int, histories: Histories) -> None:

@@ -59,8 +59,8 @@ class Drafts:
     draws from it by that number, and drafts what the model draws wherever the two cumulate alike.
     """
 
-    tokens: Int32s
-    """[P, K] what lies behind a row's count means nothing."""
+    tokens: Int32s | Tensor
+    """[P, K] what lies behind a row's count means nothing. A tensor where the host does not know them yet."""
     counts: Int32s
     """[P] never more than asked for."""
 
@@ -69,12 +69,19 @@ class Drafts:
         """For whoever has nothing to say."""
         return cls(np.zeros((len(asked.slots), 0), dtype=np.int32), np.zeros(len(asked.slots), dtype=np.int32))
 
+    def known(self) -> Int32s:
+        """The tokens on the host; waits for a device that has them."""
+        return self.tokens.cpu().numpy() if isinstance(self.tokens, Tensor) else self.tokens
+
+    def on_host(self) -> Drafts:
+        return Drafts(self.known(), self.counts)
+
     def message(self, width: int) -> Int32s:
         """[P, 1 + width] counts and tokens, to be told to other ranks."""
         numbers = np.zeros((len(self.counts), 1 + width), dtype=np.int32)
         numbers[:, 0] = self.counts
         most = min(width, self.tokens.shape[1])
-        numbers[:, 1 : 1 + most] = self.tokens[:, :most]
+        numbers[:, 1 : 1 + most] = self.known()[:, :most]
         return numbers
 
     @classmethod
@@ -99,8 +106,9 @@ class Computed:
     """[n, hidden] the model's last hidden state, normed, of each row; None unless asked for."""
     sampled_slots: Slots
     """[Q] the sequences that have got tokens."""
-    last_rows: Int32s
-    """[Q] the row that each one's last token was drawn behind."""
+    last_rows: Int32s | Tensor
+    """[Q] the row that each one's last token was drawn behind; a tensor where the host does not know how many drafts
+    stand."""
     following: Callable[[], Tensor]
     """[n] the token behind each row, on the device, int32; what is behind the last row of a sequence that drew nothing
     means nothing, as what is behind rejected drafts."""
@@ -196,7 +204,7 @@ def _beside(first: Drafts, second: Drafts) -> Drafts:
     """Each row is whichever has drafts there; only one of the two does."""
     width = max(first.tokens.shape[1], second.tokens.shape[1])
     tokens = np.zeros((len(first.counts), width), dtype=np.int32)
-    tokens[:, : first.tokens.shape[1]] = first.tokens
+    tokens[:, : first.tokens.shape[1]] = first.known()
     rows = second.counts > 0
-    tokens[rows, : second.tokens.shape[1]] = second.tokens[rows]
+    tokens[rows, : second.tokens.shape[1]] = second.known()[rows]
     return Drafts(tokens, first.counts + second.counts)

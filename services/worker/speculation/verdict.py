@@ -27,6 +27,13 @@ class Verdict:
     told: tuple[Told, ...] = ()
     """Log-probabilities of those rows of logits that asked."""
 
+    @classmethod
+    def of(cls, outcome: Int32s, drafted: Int32s, told: tuple[Told, ...] = ()) -> Verdict:
+        """What came to the host: `Ops.verify`'s numbers, or, of a step without drafts, [Q] tokens. `drafted` [Q]."""
+        if len(outcome) == len(drafted):
+            return cls(outcome.reshape(-1, 1), np.ones_like(drafted), told)
+        return cls(by_sequence(outcome[len(drafted) :], drafted), outcome[: len(drafted)], told)
+
     def kept(self, drafted: Int32s) -> NDArray[np.bool_]:
         """[R] whether each row of logits drew a token that stands."""
         owner, ahead = drafts_apart(drafted)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.kernels import verification
-from services.worker.kernels.verification import Tried, verify
+from services.worker.kernels import rejection
+from services.worker.kernels.rejection import Tried, verify
 from tests.kernel_device import DEVICE
 
 
@@ -74,8 +74,8 @@ def test_drafts_stand_and_are_replaced_as_the_algorithm_says(vocab: int, certain
 
 def test_what_comes_out_has_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a chi-squared test, 3 degrees of freedom; of 16.3 and more there is one chance in a thousand."""
-    monkeypatch.setattr(verification, "AT_ONCE", 1)
-    monkeypatch.setattr(verification, "CHUNK", 2)
+    monkeypatch.setattr(rejection, "AT_ONCE", 1)
+    monkeypatch.setattr(rejection, "CHUNK", 2)
     sequences, vocab = 150, 4
     batch = _Batch(sequences, 1, vocab, seed=11, certain=False, same=True)
     tokens, stand = batch.verified()

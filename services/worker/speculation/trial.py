@@ -1,0 +1,39 @@
+"""A step's drafts where its logits are: what was tried, and what stands of it, for who goes on there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from services.worker.batch import Batch
+from services.worker.crossing import sent, sent_together
+from services.worker.ops import BatchMeta, Ops, Tried
+
+
+class Trial(NamedTuple):
+    """On the device."""
+
+    tried: Tried
+    outcome: Tensor
+    """See `Ops.verify`."""
+
+    def last_rows(self) -> Tensor:
+        """[Q] the step's row that each sequence's last token was drawn behind."""
+        last = self.tried.first + self.outcome[: len(self.tried.first)] - 1
+        return last if self.tried.rows is None else self.tried.rows.index_select(0, last)
+
+
+def trial(ops: Ops, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> Trial:
+    """Of a batch in which somebody has drafts: `ids` [n] are its rows' tokens, `drawn` [R] what was drawn behind `rows`
+    (see `drawn_behind`)."""
+    first, counts = sent_together((batch.first_drawn, batch.drafted), drawn.device)
+    tried = Tried(drawn, ids, rows, first, counts, int(batch.drafted.max()))
+    return Trial(tried, ops.verify(tried))
+
+
+def drawn_behind(batch: Batch, meta: BatchMeta) -> Tensor | None:
+    """[R] the rows that tokens are drawn behind, on the device; None: all."""
+    if batch.merged is not None:
+        return sent(batch.drawn_rows, meta.logits_rows.device)
+    return None if meta.every_row else meta.logits_rows
