@@ -13,7 +13,7 @@ from tests.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, cl
 from tests.stack import RunningStack, running_stack
 
 STREAMS = 16
-TOKENS = 300
+TOKENS = 200
 """`ignore_eos` keeps every stream open long enough to be cut in the middle."""
 VICTIMS = ("tokenizer-1", "coordinator-1", "detokenizer-1", "engine-1", "engine-1-rank0")
 
@@ -29,6 +29,17 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
 def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     with running_stack(tmp_path_factory.mktemp("lone")) as stack:
         yield stack
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pairs: RunningStack) -> list[Streamed]:
+    """What every stack says where nobody dies: the model is the same, and draws nothing."""
+
+    async def run() -> list[Streamed]:
+        async with client_of(pairs.url) as client:
+            return await many(client, pairs.model)
+
+    return asyncio.run(run())
 
 
 @pytest.fixture
@@ -67,8 +78,9 @@ def assert_complete(seen: list[Streamed], undisturbed: list[Streamed]) -> None:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-async def test_streams_survive_a_kill(pairs: RunningStack, client: AsyncOpenAI, victim: str) -> None:
-    undisturbed = await many(client, pairs.model)
+async def test_streams_survive_a_kill(
+    pairs: RunningStack, client: AsyncOpenAI, undisturbed: list[Streamed], victim: str
+) -> None:
     pid = pairs.pid(victim)
     seen = await interrupted(client, pairs.model, lambda: pairs.kill(victim))
     assert_complete(seen, undisturbed)
@@ -77,8 +89,9 @@ async def test_streams_survive_a_kill(pairs: RunningStack, client: AsyncOpenAI, 
     assert await blocks_in_use(pairs) == 0
 
 
-async def test_streams_survive_a_restart_of_the_bus(pairs: RunningStack, client: AsyncOpenAI) -> None:
-    undisturbed = await many(client, pairs.model)
+async def test_streams_survive_a_restart_of_the_bus(
+    pairs: RunningStack, client: AsyncOpenAI, undisturbed: list[Streamed]
+) -> None:
     seen = await interrupted(client, pairs.model, pairs.kill_nats)
     assert_complete(seen, undisturbed)
     await until_all_ready(pairs)
@@ -122,9 +135,10 @@ async def test_searches_and_scored_prompts_survive_the_death_of_every_engine(
 
 
 @pytest.mark.parametrize("victim", ["engine-1", "engine-1-rank0"])
-async def test_streams_survive_the_death_of_a_lone_engine(lone: RunningStack, victim: str) -> None:
+async def test_streams_survive_the_death_of_a_lone_engine(
+    lone: RunningStack, undisturbed: list[Streamed], victim: str
+) -> None:
     async with client_of(lone.url) as client:
-        undisturbed = await many(client, lone.model)
         seen = await interrupted(client, lone.model, lambda: lone.kill(victim))
         assert_complete(seen, undisturbed)
     await until_all_ready(lone)
