@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.kernels.attention_choice import create_attention
-from services.worker.kernels.attention_tiles import AMPERE, HOPPER, generation
+from services.worker.kernels.attention_tiles import AMPERE, HOPPER, decode_tile, generation, prefill_tile
 from services.worker.ops import OpsUnavailable
 from services.worker.ops_choice import OpsName, create_ops
 from tests.cached_attention import FP8
@@ -21,7 +21,9 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
 
 
 @pytest.mark.parametrize("ops", ["auto", "triton"])
-def test_float8_is_refused_by_name_where_no_instruction_converts_it(monkeypatch: pytest.MonkeyPatch, ops: str) -> None:
+def test_float8_is_refused_by_name_where_no_instruction_converts_it(
+    monkeypatch: pytest.MonkeyPatch, ops: OpsName
+) -> None:
     _pretend(monkeypatch, 8, 0)
     with pytest.raises(OpsUnavailable, match=r"kv_cache_dtype = fp8 needs .* 8\.9, cuda has 8\.0"):
         create_ops(ops, CUDA, torch.bfloat16, "fp8")
@@ -44,3 +46,10 @@ def test_attention_that_was_asked_for_and_cannot_be_had_says_why(monkeypatch: py
 def test_gpus_with_little_shared_memory_get_small_tiles(monkeypatch: pytest.MonkeyPatch, major: int, like: int) -> None:
     _pretend(monkeypatch, major, 0)
     assert generation.__wrapped__(CUDA) == like
+
+
+def test_heads_too_wide_for_any_tile_are_refused() -> None:
+    with pytest.raises(OpsUnavailable, match="512"):
+        decode_tile(512, 8, 2)
+    with pytest.raises(OpsUnavailable, match="ops = torch"):
+        prefill_tile(257, 64, 2, 2, windowed=False, generation=HOPPER)

@@ -12,10 +12,15 @@ from typing import NamedTuple
 
 import torch
 
+from services.worker.ops import OpsUnavailable
+
 AMPERE = 8
 """Major compute capability of the GPUs whose programs have 99 KiB of shared memory, or 163, and products by warps."""
 HOPPER = 9
 """And from which products run on whole warp groups (wgmma), and shared memory has 227 KiB."""
+
+MOST_HEAD_DIM = 256
+"""Wider ones would spill registers, and more than 227 KiB of shared memory."""
 
 _DECODE_BYTES = 16 * 1024
 """Keys (and as many values) of a decode's tile. With two tiles on the way, three programs fit on an SM of Hopper: at
@@ -48,7 +53,13 @@ class Tile(NamedTuple):
 
 
 def padded(head_dim: int) -> int:
-    """Tiles are powers of two, and a tensor core's product takes 16 elements at least."""
+    """Tiles are powers of two, and a tensor core's product takes 16 elements at least. Raises OpsUnavailable for
+    heads that no tile is made for: when a rank first tries a step, at its start."""
+    if head_dim > MOST_HEAD_DIM:
+        raise OpsUnavailable(
+            f"Triton's attention has no tiles for heads of {head_dim} elements, only up to {MOST_HEAD_DIM}: "
+            "choose ops = torch"
+        )
     return max(16, 1 << (head_dim - 1).bit_length())
 
 

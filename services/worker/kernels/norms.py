@@ -6,6 +6,8 @@ in the caches. Each row is read once and held in registers.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return x, residual
 
 
+@cache
 def norm_shape(hidden: int) -> tuple[int, int]:
     """(elements, warps) of a program. Raises ValueError where a row does not fit into one."""
     if hidden > MOST_HIDDEN:

@@ -7,6 +7,8 @@ n · ((2·H + 2·KV)·D·b + 2·KV·D·c), and n·D·4 of cosines and sines, whi
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -65,6 +67,7 @@ def rope_and_store(
     return q
 
 
+@cache
 def rope_shape(heads: int, kv_heads: int, head_dim: int) -> tuple[int, int, int]:
     """(heads, elements of half a head, warps) of a program."""
     group = min(_HEADS, triton.next_power_of_2(max(heads, kv_heads)))
