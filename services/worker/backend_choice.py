@@ -118,15 +118,15 @@ def torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
 
 
 def _open(device: torch.device) -> None:
-    """Makes a GPU the current one of this thread, and a context there. Raises BackendError where it has no memory for
-    that, is another's alone, or broken: from here on whatever it says is a bug."""
+    """Makes a GPU the current one of this thread. Raises BackendError where it has no memory for a context, is another's
+    alone, broken, or of a kind that this PyTorch has no kernels for: from here on whatever it says is a bug."""
     import torch
 
     if device.type != "cuda":
         return
     try:
         torch.cuda.set_device(device)
-        torch.cuda.mem_get_info(device)
+        torch.ones(1, device=device).item()
     except RuntimeError as error:
         raise BackendError(f"{device} cannot be used: {str(error).splitlines()[0]}") from None
 
