@@ -118,8 +118,9 @@ def torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
 
 
 def _open(device: torch.device) -> None:
-    """Makes a GPU the current one of this thread. Raises BackendError where it has no memory for a context, is another's
-    alone, broken, or of a kind that this PyTorch has no kernels for: from here on whatever it says is a bug."""
+    """Makes a GPU the current one of this thread. Raises BackendError where it has no memory for a context, is
+    another's alone, broken, or of a kind that this PyTorch has no kernels for: from here on whatever it says is a bug.
+    """
     import torch
 
     if device.type != "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -168,10 +169,13 @@ def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceM
 
 
 def _chosen_device(name: str) -> torch.device:
-    """Current on this thread from here on: libraries launch on whatever that is."""
+    """Current on this thread from here on: libraries launch on whatever that is. What an engine that was in this
+    process before has left in PyTorch's hands is free again."""
     device = torch.device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        gc.collect()
+        torch.cuda.empty_cache()
     return device
 
 
