@@ -25,7 +25,7 @@ def load(asked: PeerAsked, device: torch.device) -> Any:
     folder = Path(asked.folder)
     config = read_model_config(folder)
     dtype = getattr(torch, dtype_of(asked.dtype, config, device))
-    how = {"dtype": dtype, "attn_implementation": "sdpa" if asked.attention == "auto" else asked.attention}
+    how = {"dtype": dtype} if asked.attention == "auto" else {"dtype": dtype, "attn_implementation": asked.attention}
     if asked.load_format == "dummy":
         return _made_up(folder, config, device, how)
     return library().AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **how).to(device)

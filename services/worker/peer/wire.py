@@ -9,7 +9,7 @@ from msgspec import Struct
 from services.worker.roofline.findings import DeviceChoice, DtypeName
 
 PeerAttention = Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"]
-"""As transformers calls them; auto: sdpa, which it exchanges for a flash attention that is installed."""
+"""As transformers calls them; auto: its own choice: a flash attention that is installed, sdpa, or eager."""
 
 
 class PeerAsked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
