@@ -1,5 +1,5 @@
 """`python -m deploy.cli`: the same as `baton`."""
 
-from deploy.cli.app import main
+from deploy.cli import main
 
 main()

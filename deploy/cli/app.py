@@ -11,6 +11,7 @@ import typer
 from deploy.cli import operate_commands, use_commands, watch_commands
 from deploy.cli.batch_command import batch
 from deploy.cli.errors import CommandError
+from deploy.cli.interrupts import raise_interrupt
 from deploy.cli.up_command import up
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ app.command(rich_help_panel=OPERATE)(use_commands.version)
 
 def main() -> None:
     """Runs the command that was typed; an expected failure is one line and a status."""
+    raise_interrupt()
     logging.getLogger().addHandler(logging.NullHandler())  # what libraries log is not the user's concern
     try:
         app()

@@ -53,7 +53,6 @@ def _wait(supervisor: subprocess.Popen[bytes], ready: int, said: BinaryIO) -> No
     _pass_on(said)
     if not is_up:
         raise CommandError("the stack did not start", status=supervisor.returncode or 1)
-    print("\nIt runs in the background; stop it with: baton down")
 
 
 def _pass_on(said: BinaryIO) -> None:

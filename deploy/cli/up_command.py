@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from deploy.cli.interrupts import end_at_once, raise_interrupt
 from deploy.cli.options import DEFAULT, Name, RunDir
 
 MODEL, CAPACITY, SIZE, STORE, HOSTS = "Model", "Capacity", "How many", "KV store", "Several hosts"
@@ -189,6 +190,7 @@ def up(
     run_dir: RunDir = None,
 ) -> None:
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
+    end_at_once()
     from deploy.cli.drafting import drafting
     from deploy.cli.hosts_choice import hosts_choice
     from deploy.cli.made_up_model import model_folder
@@ -210,7 +212,11 @@ def up(
     if detach:
         from deploy.cli.detach import start_in_background
 
+        raise_interrupt()
+        own_name = "" if name == DEFAULT else f" --name {name}"
+        down = f"baton down{own_name}" if run_dir is None else f"baton down --run-dir {run_dir}"
         start_in_background(where, [each for each in sys.argv[1:] if each not in ("--detach", "-d")])
+        print(f"\nIt runs in the background; stop it with: {down}")
         return
     from deploy.cli.up import run_stack
     from deploy.supervisor.arenas import clear_leftovers
@@ -248,6 +254,7 @@ def up(
         hosts=nodes,
         host=node_rank,
     )
+    raise_interrupt()
     run_stack(
         StackSpec(
             name=name,

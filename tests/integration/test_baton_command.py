@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -240,6 +241,35 @@ def test_without_a_stack_every_command_says_so_in_one_line(argv: tuple[str, ...]
 )
 def test_what_was_typed_wrong_is_named_in_one_line(argv: tuple[str, ...], named: str) -> None:
     assert named in one_line_error(baton(*argv))
+
+
+INTERRUPTED = """
+import os, signal, sys
+sys.argv = ["baton", "up", "--device=sim", "--port=0", f"--run-dir={sys.argv[1]}"]
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+
+import deploy.cli
+sys.meta_path.insert(0, Interrupting())
+deploy.cli.main()
+"""
+
+
+@pytest.mark.parametrize("module", ["deploy.cli.app", "deploy.cli.up"])
+def test_ctrl_c_while_modules_are_imported_ends_the_command_at_once(module: str, tmp_path: Path) -> None:
+    code = INTERRUPTED.replace("MODULE", repr(module))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_an_unknown_option_is_a_usage_error_without_traceback() -> None:
