@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
+from tests.broken_devices import end_if_broken, show_errors
 from tests.nats_server import NatsServer, nats_server
 
 # Before torch is imported: models of tests are too small for several threads, and tests run side by side.
@@ -36,6 +37,18 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the files (`make test`), none shall be left alone with a long one at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    show_errors()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    end_if_broken(report, None if call.excinfo is None else call.excinfo.value)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,8 +47,8 @@ def _full(folder: Path) -> tuple[Stage, ...]:
             "tests",
             (
                 # What looks at the whole GPU's memory has it for itself.
-                _tests(folder, "tests-alone", *_ALONE),
-                _tests(folder, "tests-beside", *_side_by_side(), *_others(*_ALONE)),
+                _tests(folder, "tests-alone", *_in_processes(1), *_ALONE),
+                _tests(folder, "tests-beside", *_in_processes(_PROCESSES), *_others(*_ALONE)),
             ),
             560,
         ),
@@ -110,15 +110,15 @@ def _tiny(folder: Path) -> tuple[Stage, ...]:
     )
     kernels = ("--shape=demo", "--device=cpu", "--threads=1", "--rows=1", "--context=32", "--seconds=1")
     return (
-        Stage("tests", (_tests(folder, "tests-alone", "tests/gpu/test_roofline_on_gpu.py"),), 120),
-        Stage("roofline", (_roofline(folder, "roofline-demo", *steps, "--prefill=32"),), 90),
-        Stage("kernels", (_kernels(folder, "kernels-demo", *kernels, "--only=norms,decode-attention"),), 90),
-        Stage("serve", (_peers(folder, "serve", *load, "--peer=none"),), 120),
-        Stage("peers", (_peers(folder, "peers", *load),), 180),
+        Stage("tests", (_tests(folder, "tests-alone", "tests/gpu/test_roofline_on_gpu.py"),), 300),
+        Stage("roofline", (_roofline(folder, "roofline-demo", *steps, "--prefill=32"),), 300),
+        Stage("kernels", (_kernels(folder, "kernels-demo", *kernels, "--only=norms,decode-attention"),), 300),
+        Stage("serve", (_peers(folder, "serve", *load, "--peer=none"),), 300),
+        Stage("peers", (_peers(folder, "peers", *load),), 300),
         Stage(
             "idle",
             (_idle(folder, "idle-sim", "--devices=sim", "--run-ahead=2,0", "--sequences=1,2", "--seconds=0.5"),),
-            90,
+            300,
         ),
         Stage(
             "graphs",
@@ -126,7 +126,7 @@ def _tiny(folder: Path) -> tuple[Stage, ...]:
                 _roofline(folder, "graphs-on", *steps, "--prefill=none", plot=False),
                 _roofline(folder, "graphs-off", *steps, "--prefill=none", "--enforce-eager", plot=False),
             ),
-            90,
+            300,
         ),
     )
 
@@ -141,9 +141,11 @@ def _tests(folder: Path, name: str, *chosen: str) -> Run:
     return Run(name, ("-m", "pytest", *flags, *chosen))
 
 
-def _side_by_side() -> tuple[str, ...]:
-    """Where pytest-xdist is there."""
-    return () if importlib.util.find_spec("xdist") is None else (f"--numprocesses={_PROCESSES}",)
+def _in_processes(count: int) -> tuple[str, ...]:
+    """Where pytest-xdist is there. Processes whose GPU is of no use any more are replaced (tests/broken_devices.py)."""
+    if importlib.util.find_spec("xdist") is None:
+        return ()
+    return (f"--numprocesses={count}", "--max-worker-restart=100")
 
 
 def _others(*alone: str) -> list[str]:
