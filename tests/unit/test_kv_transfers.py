@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from kvstore.owned_arena import OwnedArena
+from services.worker.kv import rank_heads
 from services.worker.kv.copier import BoundCopier, Piece
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.kv.rank_heads import RankHeads
@@ -45,6 +46,18 @@ def test_a_slot_that_has_become_anothers_is_neither_read_nor_written(rank: Rank,
     assert bytes(arena.payload(1)) == before
     assert not arena.whole(1)
     assert rank.load([4, 5], [0, 1]) == "failed"
+
+
+def test_others_may_run_while_blocks_are_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that launch steps wait 5 ms for Python's lock where nobody lets go of it."""
+    layout = make_layout("float32", layers=10)
+    make_arena(tmp_path, layout)
+    rank = Rank("staged", layout, tmp_path)
+    given_away: list[float] = []
+    monkeypatch.setattr("services.worker.kv.rank_heads.time.sleep", given_away.append)
+    for transfers, ask in enumerate((rank.save, rank.load), start=1):
+        assert ask([0, 1, 2], [0, 1, 2]) == "done"
+        assert given_away == [0.0] * (transfers * 3 * 4 * 10 // rank_heads._CELLS_AT_ONCE)
 
 
 def test_what_could_not_be_loaded_is_zeros(rank: Rank, arena: OwnedArena) -> None:
