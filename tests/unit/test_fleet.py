@@ -272,6 +272,16 @@ def test_a_name_that_still_drains_is_not_given_to_another() -> None:
     assert started(stack.handle(ScaleAsked("tokenizer", 2))) == {"tokenizer-3"}
 
 
+def test_who_serves_stays_where_fewer_are_wanted() -> None:
+    stack = Simulation(Counts(tokenizer=4, engines=3)).all_ready()
+    stack.says("tokenizer-1", "draining")
+    stack.says("tokenizer-3", "starting")
+    stack.says("engine-2", "draining")
+    assert answer(stack.handle(ScaleAsked("tokenizer", 2))) == Scaled((), ("tokenizer-1", "tokenizer-3"))
+    assert answer(stack.handle(ScaleAsked("tokenizer", 1))) == Scaled((), ("tokenizer-4",))
+    assert answer(stack.handle(ScaleAsked("engines", 2))) == Scaled((), ("engine-2", "engine-2-rank0"))
+
+
 def test_who_does_not_finish_draining_is_killed() -> None:
     stack = Simulation(Counts(tokenizer=2)).all_ready()
     stack.handle(ScaleAsked("tokenizer", 1))

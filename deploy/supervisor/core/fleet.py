@@ -303,7 +303,7 @@ class Fleet:
             return Answer(ScaleRefused("the stack is stopping"))
         numbers = self._numbers(what)
         started = self._add(what, count - len(numbers), now)
-        stopping = self._let_go(what, sorted(numbers)[count:])
+        stopping = self._let_go(what, self._dispensable(what)[: max(0, len(numbers) - count)])
         return Answer(Scaled(started=tuple(started), stopping=tuple(stopping)))
 
     def _least(self, what: Scalable) -> int:
@@ -337,6 +337,20 @@ class Fleet:
                 worker.device = device
                 taken.add(device)
             self._members |= {member.seat.instance: member for member in members}
+
+    def _dispensable(self, what: Scalable) -> list[int]:
+        """Whom to stop first: who was drained, then who is not ready, of equals the newest. Whoever serves, stays."""
+        of: dict[int, list[Member]] = {number: [] for number in self._numbers(what)}
+        for member in self._members.values():
+            if member.wanted and member.seat.kind == what:
+                of[member.seat.number].append(member)
+
+        def worth(number: int) -> tuple[bool, bool, int]:
+            members = of[number]
+            drained = any(member.phase == "draining" for member in members)
+            return not drained, all(member.is_ready for member in members), -number
+
+        return sorted(of, key=worth)
 
     def _let_go(self, what: Scalable, numbers: list[int]) -> list[InstanceId]:
         leaving = [m for m in self._members.values() if m.seat.kind == what and m.seat.number in numbers]
