@@ -66,6 +66,15 @@ def checked_namespace(namespace: str) -> str:
     return namespace
 
 
+def check_journal(settings: Settings, engines: int) -> None:
+    """Engines that write into one file would each move away what the others write. Raises CommandError."""
+    journal = settings.get("scheduler", {}).get("journal")
+    if journal and engines > 1 and not Path(journal).is_dir():
+        raise CommandError(
+            f"--set scheduler.journal={journal}: {engines} engines need a folder that is there", status=2
+        )
+
+
 def merged(*layers: Settings) -> dict[str, dict[str, str]]:
     """Later layers win."""
     settings: defaultdict[str, dict[str, str]] = defaultdict(dict)

@@ -196,6 +196,7 @@ def up(
     from deploy.cli.made_up_model import model_folder
     from deploy.cli.stack_lookup import run_dir_of
     from deploy.cli.stack_spec import (
+        check_journal,
         checked_namespace,
         chosen,
         cpu_share,
@@ -254,6 +255,7 @@ def up(
         hosts=nodes,
         host=node_rank,
     )
+    check_journal(own, counts.all_engines)
     raise_interrupt()
     run_stack(
         StackSpec(

@@ -233,6 +233,7 @@ def test_without_a_stack_every_command_says_so_in_one_line(argv: tuple[str, ...]
         (("up", "--namespace", "a b"), "--namespace 'a b'"),
         (("up", "--load-format", "dummy", "--model", "llama"), "llama-3.1-8b"),
         (("up", "--set", "nonsense"), "nonsense"),
+        (("up", "--engines", "2", "--set", "scheduler.journal=no-such-folder"), "no-such-folder"),
         (("up", "--set", "kitchen.sink=1"), "kitchen"),
         (("chat", "--url", "ftp://x", "hello"), "ftp://x"),
         (("chat", "--url", f"http://127.0.0.1:{free_port()}", "hello"), "does not answer"),
