@@ -17,7 +17,7 @@ def campaign(out: Path, *flags: str, seconds: float) -> tuple[str, dict[str, Any
     """What it says, and its stages' reports."""
     command = [sys.executable, "-m", "deploy.cli", "bench", "gpu", "--size", "tiny", "--out", str(out), *flags]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, (out / "log.txt").read_text()[-4000:] + done.stdout + done.stderr
     report = msgspec.json.decode((out / "report.json").read_bytes())
     assert [stage["wrong"] for stage in report["stages"]] == [[]] * len(report["stages"])
     return done.stdout, {stage["name"]: stage["results"] for stage in report["stages"]}
