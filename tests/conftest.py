@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from shared.bus import Bus
@@ -17,6 +19,12 @@ from tests.nats_server import NatsServer, nats_server
 
 # Before torch is imported: models of tests are too small for several threads, and tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes of ours are started: none shall compile what another has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# How fast a machine is just now is no property of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     # Triton's kernels run in its interpreter; it must be told before they are imported.

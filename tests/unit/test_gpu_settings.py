@@ -37,7 +37,7 @@ def test_an_offline_engine_is_told_the_same() -> None:
     settings = EngineSettings(
         model="m", served_model_name="m", gpu_memory_utilization=0.4, kv_cache_dtype="fp8", enforce_eager=True
     )
-    worker = configs(settings).worker
+    (worker,) = configs(settings).ranks
     assert (worker.gpu_memory_utilization, worker.kv_cache_dtype, worker.enforce_eager) == (0.4, "fp8", True)
 
 
