@@ -20,7 +20,7 @@ from shared.config import process_environment
 from shared.ids import EngineId
 from shared.messages.lifecycle import Lifecycle, ModelCard
 
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 STOP_SECONDS = 10.0
 ENGINE = EngineId("engine-1")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 EXTRAS = ("worker", "kvstore", "cli", "plot")
-TESTS = ("hypothesis", "jsonschema", "pytest", "pytest-asyncio", "pytest-timeout", "transformers")
+TESTS = ("hypothesis", "jsonschema", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "transformers")
 """Of the development packages those that tests on a GPU and benchmarks need."""
 _LEFT_OUT = ("torch", "triton")
 _LEFT_OUT_BEGINNINGS = ("nvidia-", "cuda-")
