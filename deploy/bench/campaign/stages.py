@@ -43,15 +43,7 @@ def _full(folder: Path) -> tuple[Stage, ...]:
     wide = ("--batch=1,16,64,256,512", "--context=128,1024,8192,32768", "--prefill=512,2048,8192", "--dtype=bfloat16")
     decodes = ("--batch=1,16,64,256", "--context=1024", "--prefill=none", "--dtype=bfloat16", "--device=cuda")
     return (
-        Stage(
-            "tests",
-            (
-                # What looks at the whole GPU's memory has it for itself.
-                _tests(folder, "tests-alone", *_in_processes(1), *_ALONE),
-                _tests(folder, "tests-beside", *_in_processes(_PROCESSES), *_others(*_ALONE)),
-            ),
-            560,
-        ),
+        Stage("tests", (_tests(folder, *_in_processes(_PROCESSES), *_on_gpus()),), 560),
         Stage(
             "roofline",
             (
@@ -110,7 +102,7 @@ def _tiny(folder: Path) -> tuple[Stage, ...]:
     )
     kernels = ("--shape=demo", "--device=cpu", "--threads=1", "--rows=1", "--context=32", "--seconds=1")
     return (
-        Stage("tests", (_tests(folder, "tests-alone", "tests/gpu/test_roofline_on_gpu.py"),), 300),
+        Stage("tests", (_tests(folder, "tests/gpu/test_roofline_on_gpu.py"),), 300),
         Stage("roofline", (_roofline(folder, "roofline-demo", *steps, "--prefill=32"),), 300),
         Stage("kernels", (_kernels(folder, "kernels-demo", *kernels, "--only=norms,decode-attention"),), 300),
         Stage("serve", (_peers(folder, "serve", *load, "--peer=none"),), 300),
@@ -131,32 +123,28 @@ def _tiny(folder: Path) -> tuple[Stage, ...]:
     )
 
 
-_ALONE = ("tests/gpu/test_worker_on_gpu.py", "tests/gpu/test_launching_on_gpu.py")
 _PROCESSES = 8
 """Of tests side by side: most of their time is the compiler's."""
+_KERNELS = "tests.kernel_device"
 
 
-def _tests(folder: Path, name: str, *chosen: str) -> Run:
-    flags = ("-q", "-p", "no:cacheprovider", "--durations=10", f"--junitxml={folder / name}.xml")
-    return Run(name, ("-m", "pytest", *flags, *chosen))
+def _tests(folder: Path, *chosen: str) -> Run:
+    flags = ("-q", "-p", "no:cacheprovider", "--durations=10", f"--junitxml={folder / 'tests'}.xml")
+    return Run("tests", ("-m", "pytest", *flags, *chosen))
 
 
 def _in_processes(count: int) -> tuple[str, ...]:
     """Where pytest-xdist is there. Processes whose GPU is of no use any more are replaced (tests/broken_devices.py)."""
     if importlib.util.find_spec("xdist") is None:
         return ()
-    return (f"--numprocesses={count}", "--max-worker-restart=100")
+    return (f"--numprocesses={count}", "--dist=worksteal", "--max-worker-restart=100")
 
 
-def _others(*alone: str) -> list[str]:
-    """All other tests of a GPU, and those of kernels, which run in an interpreter elsewhere."""
+def _on_gpus() -> list[str]:
+    """All tests of a GPU, and those of kernels, which run in an interpreter elsewhere."""
     paths = sorted((REPOSITORY / "tests").rglob("test_*.py"))
-    names = {str(path.relative_to(REPOSITORY)): path for path in paths}
-    needed = (name for name, path in names.items() if path.parent.name == "gpu" or _KERNELS in path.read_text())
-    return [name for name in needed if name not in alone]
-
-
-_KERNELS = "tests.kernel_device"
+    needed = (path for path in paths if path.parent.name == "gpu" or _KERNELS in path.read_text())
+    return [str(path.relative_to(REPOSITORY)) for path in needed]
 
 
 def _roofline(folder: Path, name: str, *flags: str, plot: bool = True) -> Run:
