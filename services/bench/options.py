@@ -116,7 +116,12 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     target.add_argument("--endpoint", choices=get_args(Endpoint), default="completions", help="default: %(default)s")
     target.add_argument("--timeout", type=positive, default=600.0, help="seconds a request may take")
     target.add_argument("--extra-body", type=json_object, default={}, help="JSON object added to each request")
-    target.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=command in ALWAYS_FULL)
+    target.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=command in ALWAYS_FULL,
+        help="answers as long as asked for; default: where prompts are random",
+    )
     prompts = made.add_argument_group("prompts")
     prompts.add_argument(
         "--prompt-format", choices=("tokens", "text"), help="default: tokens for completions; chat is always text"

@@ -65,8 +65,12 @@ def serve_options(argv: Sequence[str] | None) -> ServeOptions:
     _add_shared_prefix(made)
     _add_multi_turn(made)
     _add_load(made)
+    made.set_defaults(ignore_eos=None)
     given = made.parse_args(argv)
     given.dataset = VLLM_NAMES.get(given.dataset, given.dataset)
+    if given.ignore_eos is None:
+        # Behind random tokens a model says anything, often that it has ended: exact lengths are what is asked for.
+        given.ignore_eos = given.dataset == "random"
     _check(made, given)
     given.num_prompts = _number(given)
     given.prefixes = PrefixShape(

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from services.bench.__main__ import main
 from services.bench.processes import find_stack, used
+from services.bench.serve_options import serve_options
 from tests.openai_server import FakeOpenAI, count
 
 
@@ -77,6 +78,7 @@ def test_serve_counts_what_the_server_did(tmp_path: Path, capsys: pytest.Capture
     assert result["client_cpu_s"] > 0
     assert len(fake.bodies) == 22
     assert all(len(body["prompt"]) == 24 and body["stream_options"]["include_usage"] for body in fake.bodies)
+    assert all(body["ignore_eos"] for body in fake.bodies), "random prompts have answers of exact lengths"
     assert len({tuple(body["prompt"]) for body in fake.bodies}) == 22
     printed = capsys.readouterr().out
     assert "Output token throughput (tok/s):" in printed
@@ -303,6 +305,13 @@ def test_a_bad_flag_is_named(flags: str, said: str, capsys: pytest.CaptureFixtur
         main(flags.split())
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_answers_end_where_the_model_ends_them_unless_prompts_are_random() -> None:
+    assert serve_options([]).ignore_eos
+    assert not serve_options(["--no-ignore-eos"]).ignore_eos
+    assert not serve_options(["--dataset", "shared-prefix"]).ignore_eos
+    assert serve_options(["--dataset", "shared-prefix", "--ignore-eos"]).ignore_eos
 
 
 def test_a_command_that_is_none_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,11 +88,11 @@ def share_lines(shares: Sequence[Share]) -> list[str]:
     """Processor time by kind of process; nothing where the server's processes are not known."""
     if not shares:
         return []
-    heads = f"{'actor':<19}{'s':>7}{'us/token':>9}{'cores':>6}{'sleeps/1k':>9}"
+    heads = f"{'actor':<18}{'s':>7}{'us/token':>9}{'cores':>6}{'sleeps/1k':>10}"
     actors = [_share_line(share) for share in by_actor(shares)]
     return [rule("Server CPU by actor"), heads, *actors, _share_line(total(shares))]
 
 
 def _share_line(share: Share) -> str:
-    figures = f"{share.seconds:>7.2f}{share.us_per_token:>9.1f}{share.cores:>6.2f}{share.sleeps_per_1000_tokens:>9.1f}"
-    return f"{share.name[:18]:<19}{figures}"
+    figures = f"{share.seconds:>7.2f}{share.us_per_token:>9.1f}{share.cores:>6.2f}{share.sleeps_per_1000_tokens:>10.1f}"
+    return f"{share.name[:17]:<18}{figures}"
