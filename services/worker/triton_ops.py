@@ -22,10 +22,8 @@ from services.worker.kv.copier import KvCopier
 from services.worker.ops import Activation, BatchMeta, OpsUnavailable, PackedExperts, Tried
 from services.worker.ops_choice import AttentionName
 from services.worker.torch_ops import TorchOps
+from services.worker.triton_here import why_no_triton
 from shared.blocks import BLOCK_SIZE
-
-_LEAST_CAPABILITY = (8, 0)
-"""Ampere: the first with bfloat16 and asynchronous copies."""
 
 
 class _Experts(NamedTuple):
@@ -142,9 +140,8 @@ class TritonOps(TorchOps):
 
 def _check_device(device: torch.device) -> None:
     if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
-        if found < _LEAST_CAPABILITY:
-            needed, have = (".".join(map(str, version)) for version in (_LEAST_CAPABILITY, found))
-            raise OpsUnavailable(f"Triton's kernels need a GPU of compute capability {needed}, {device} has {have}")
+        reason = why_no_triton(device)
+        if reason is not None:
+            raise OpsUnavailable(reason)
     elif not knobs.runtime.interpret:
         raise OpsUnavailable(f"Triton's kernels run on GPUs, not on {device}; TRITON_INTERPRET=1 interprets them")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,17 +10,12 @@ from torch import Tensor
 from services.worker.crossing import sent, sent_together
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.philox import uniforms
+from services.worker.triton_here import why_no_triton
 
 
 def draws_by_kernel(device: torch.device) -> bool:
     """Whether rows on `device` are masked and drawn here."""
-    return device.type == "cuda" and _can(device)
-
-
-@cache
-def _can(device: torch.device) -> bool:
-    """Whether Triton is there and its kernels are tried on such a GPU: see `tests/kernel_launches.py`."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and why_no_triton(device) is None
 
 
 def mask_by_kernel(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
