@@ -26,14 +26,10 @@ from services.gateway.desk import Desk
 from services.gateway.http.call import Call
 from services.gateway.http.generate import Generate, StreamSettings
 from services.gateway.http.pages import Pages
-from services.gateway.http.turnstile import Turnstile
 from services.gateway.tools.plan import ParserChoice
 from shared.messages.lifecycle import ModelCard
 
 log = logging.getLogger(__name__)
-
-MOST_BEGUN_AT_ONCE = 8
-"""Requests in one turn of the event loop; between two turns the open streams get their tokens."""
 
 Answer = Callable[[Call], Awaitable[None]]
 
@@ -74,7 +70,6 @@ def build_app(
 ) -> Starlette:
     pages = Pages(desk, max_body)
     secrets = [key.encode() for key in keys]
-    turnstile = Turnstile(MOST_BEGUN_AT_ONCE)
 
     def chat(body: bytes, cards: list[ModelCard], limits: Limits) -> Job:
         return read_chat(body, cards, limits, lambda name: parsers.of(desk.ring.dialect(name)))
@@ -84,8 +79,8 @@ def build_app(
 
     return Starlette(
         routes=[
-            route("POST", "/v1/chat/completions", Generate(desk, chat, settings, max_body, turnstile)),
-            route("POST", "/v1/completions", Generate(desk, read_completion, settings, max_body, turnstile)),
+            route("POST", "/v1/chat/completions", Generate(desk, chat, settings, max_body)),
+            route("POST", "/v1/completions", Generate(desk, read_completion, settings, max_body)),
             route("GET", "/v1/models", pages.models),
             route("GET", "/v1/models/{name:path}", pages.model),
             route("POST", "/tokenize", pages.tokenize),

@@ -18,7 +18,6 @@ from services.gateway.api.job import Job, Limits, StreamOptions
 from services.gateway.desk import Desk
 from services.gateway.http.call import Call
 from services.gateway.http.connection import connection_of
-from services.gateway.http.turnstile import Turnstile
 from services.gateway.questions import PromptTold
 from services.gateway.searching import Searching, open_searches
 from shared.messages.lifecycle import ModelCard
@@ -47,18 +46,14 @@ class Generate:
         read: Callable[[bytes, list[ModelCard], Limits], Job],
         settings: StreamSettings,
         max_body: int,
-        turnstile: Turnstile,
     ) -> None:
         self._desk, self._read, self._settings, self._max_body = desk, read, settings, max_body
-        self._turnstile = turnstile
 
     async def __call__(self, call: Call) -> None:
         """Raises ApiError as long as no response was started."""
         desk = self._desk
         desk.admit(1)
-        content = await call.body(self._max_body)
-        await self._turnstile.enter()
-        job = self._read(content, desk.ring.models(), desk.limits)
+        job = self._read(await call.body(self._max_body), desk.ring.models(), desk.limits)
         desk.admit(job.size)
         if job.beams is not None:
             await self._search(call, job)
