@@ -254,6 +254,8 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),

@@ -113,11 +113,13 @@ class CommonFields(Struct, kw_only=True):
     # Asked for by some, offered by nobody here yet: refused rather than ignored, as the answer would be another.
     prompt_embeds: Any = None
     logits_processors: Any = None
+    guided_whitespace_pattern: Any = None
 
 
 _REFUSED = {
     "prompt_embeds": "a prompt as embeddings",
     "logits_processors": "a logits processor of the client's",
+    "guided_whitespace_pattern": "a pattern for white space",
 }
 
 

@@ -45,6 +45,7 @@ def check_depth(field: str, value: Any, depth: int = 0) -> None:
 def _mistyped(body: bytes, text: str) -> ApiError:
     match = _AT.match(text)
     what, path = (match["what"], match["path"] or "") if match else (text, "")
+    path = path.partition("[...]")[0]  # an object's values, of which it does not say which
     if missing := _MISSING.search(what):
         field = f"{path.lstrip('.')}.{missing['field']}".lstrip(".")
         return invalid(field, "this field is required")
