@@ -27,7 +27,8 @@ def attention() -> Iterator[Launch]:
         AttentionShape(64, "fp16", group=1, rare=True),
         AttentionShape(256, "bf16", group=2, rare=True),
         AttentionShape(256, "bf16", group=2, window=4096, softcap=50.0, rare=True),
-        AttentionShape(256, "bf16", group=2, window=4096, softcap=50.0, cache="fp8e4nv", rare=True),
+        # Triton 3.6 spills some registers of its prefills, however they are tiled; 3.9 none.
+        AttentionShape(256, "bf16", group=2, window=4096, softcap=50.0, cache="fp8e4nv", rare=True, may_spill=True),
         AttentionShape(16, "fp32", group=2, rare=True),
         AttentionShape(64, "fp32", group=4, window=100, rare=True),
         AttentionShape(128, "fp32", group=4, softcap=30.0, rare=True),
@@ -107,10 +108,10 @@ class AttentionShape:
             num_stages=tile.num_stages,
             targets=(target,),
             must=frozenset({"cp.async16", "store16"} | {"wgmma" if hopper and tile.rows >= 64 else "mma"}),
-            # Wide heads leave no room elsewhere.
-            loads_ahead=self.kind != "fp32" and (self.dim <= 128 or (hopper and self.cache is None)),
+            loads_ahead=hopper and self.kind != "fp32" and (self.dim <= 128 or self.cache is None),
             rare=self.rare,
-            may_spill=self.may_spill,
+            # On a 120 it must run; nobody has tuned it for that.
+            may_spill=self.may_spill or target == 120,
         )
 
     def _pointers(self, *kind: str) -> dict[str, str]:

@@ -140,9 +140,9 @@ def prefill_tile(head_dim: int, rows: int, itemsize: int, cache_itemsize: int, w
         return _FLOAT32_PREFILLS[width]
     deep = width <= 128 or (hopper and cache_itemsize > 1)
     stages = 5 if deep else 3
-    if rows <= 64 or (not hopper and width == 128 and windowed):
-        tokens = 8192 // width if hopper else max(32, 4096 // width)
-        return Tile(64, tokens, num_warps=8 if width > 128 else 4, num_stages=stages)
+    if rows <= 64 or (not hopper and width == 128 and (windowed or cache_itemsize == 1)):
+        warps = 8 if width > 128 else 4
+        return Tile(64, 8192 // width, warps, stages) if hopper else Tile(64, max(32, 4096 // width), warps, 3)
     if width > 128:
         return Tile(128 if deep else 64, 32, num_warps=8, num_stages=stages)
     whole = width == 128 and hopper and not windowed
