@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import triton
 
-from services.worker.kernels import rejection, verification
-from services.worker.kernels.sampling import AT_ONCE, CHUNK, WARPS, chunk_kernel, draw_kernel
+from services.worker.kernels import moving_back, rejection, verification
+from services.worker.kernels.sampling import AT_ONCE, CHUNK, REGISTERS, WARPS, chunk_kernel, draw_kernel
+from shared.blocks import BLOCK_SIZE
 from tests.kernel_launches import Instruction, Launch
 
 _WIDE = frozenset[Instruction]({"load16"})
@@ -21,6 +22,7 @@ def draws() -> Iterator[Launch]:
         for certain in (True, False):
             yield from _rejections(vocab, 5, certain=certain)
     yield from _verifications()
+    yield from _moves_back()
 
 
 def _verifications() -> Iterator[Launch]:
@@ -32,6 +34,18 @@ def _verifications() -> Iterator[Launch]:
             verification.verify_kernel,
             arguments | {"sequences": "i32", "places": "i32"},
             {"NAMED": named, "BLOCK": verification.BLOCK},
+        )
+
+
+def _moves_back() -> Iterator[Launch]:
+    """Of a step's rows, with their cells, and of a chain's."""
+    arguments = dict.fromkeys(("short", "positions", "slots", "contexts", "tables", "cells"), "*i32")
+    for cells in (True, False):
+        yield Launch(
+            f"{'rows' if cells else 'a chain'} moved back",
+            moving_back.move_back_kernel,
+            arguments | dict.fromkeys(("count", "stride", "width"), "i32"),
+            {"CELLS": cells, "TOKENS": BLOCK_SIZE, "ROWS": moving_back.ROWS},
         )
 
 
@@ -55,6 +69,7 @@ def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:
         | {"listed": "*i32", "tokens": "*i64"},
         sizes | {"ALL": triton.next_power_of_2(chunks), "AT_ONCE": AT_ONCE},
         num_warps=WARPS,
+        maxnreg=REGISTERS,
         must=_WIDE,
         rare=rare,
     )

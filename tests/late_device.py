@@ -18,8 +18,14 @@ class LateMark(HostMark):
         self._clock = clock
         self._copies = len(clock.copies)
         """Those that are asked for before it."""
+        self._passed = False
+
+    def passed(self) -> bool:
+        """It is as late as can be: nobody finds it over who has not waited."""
+        return self._passed
 
     def wait(self) -> None:
+        self._passed = True
         self._clock.waits.append(self)
         with torch.inference_mode():
             for to, of in self._clock.copies[: self._copies]:
@@ -44,9 +50,19 @@ class LateClock:
 
 
 class WithoutWaiting(TorchDispatchMode):
-    """Refuses what a host would wait for: numbers out of tensors, and shapes that depend on what tensors hold."""
+    """Refuses what a host would wait for: numbers out of tensors, copies of them that must be there, and shapes that
+    depend on what tensors hold."""
 
     REFUSED = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique")
+
+    def __enter__(self) -> WithoutWaiting:
+        self._kept = torch.Tensor.cpu, torch.Tensor.tolist
+        torch.Tensor.cpu = torch.Tensor.tolist = _refused  # type: ignore[method-assign]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *exception: object) -> None:
+        torch.Tensor.cpu, torch.Tensor.tolist = self._kept  # type: ignore[method-assign]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.__name__.split(".")[0]
@@ -54,3 +70,7 @@ class WithoutWaiting(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_"):
             assert all(index is None or index.dtype != torch.bool for index in args[1]), "how many are true?"
         return func(*args, **(kwargs or {}))
+
+
+def _refused(tensor: Tensor, *words: object) -> Tensor:
+    raise AssertionError("it waits for the device")

@@ -28,15 +28,17 @@ class _Begun:
     step: StepUnderWay
     plan: StepPlan
     places: dict[SequenceId, tuple[Sequence, int]]
-    """Where in each sequence's tokens what it draws belongs; of those that were not preempted since."""
+    """Where in each sequence's tokens what it draws belongs, as far as that is known."""
 
 
 class DriverAhead(Driver):
-    """Begins `ahead` more steps before it takes what the first of them drew. Drafts nothing: it would have to know how
-    many stand."""
+    """Begins `ahead` more steps before it takes what the first of them drew. All drafts are taken to stand until it is
+    known which do, as by a scheduler."""
 
-    def __init__(self, backend: LaunchingRunner, *, ahead: int = 2, budget: int = 512, epoch: int = 1) -> None:
-        super().__init__(backend, budget=budget, epoch=epoch)
+    def __init__(
+        self, backend: LaunchingRunner, *, ahead: int = 2, budget: int = 512, epoch: int = 1, speculate: int = 0
+    ) -> None:
+        super().__init__(backend, budget=budget, epoch=epoch, speculate=speculate)
         self._runner = backend
         self._ahead = ahead
         self._begun: deque[_Begun] = deque()
@@ -47,7 +49,8 @@ class DriverAhead(Driver):
             if work.sample:
                 sequence = self.sequences[work.sequence]
                 places[work.sequence] = (sequence, len(sequence.tokens))
-                sequence.tokens.append(UNKNOWN)
+                sequence.tokens += [UNKNOWN] * (1 + work.speculate)
+                sequence.computed = len(sequence.tokens) - 1
         self._begun.append(_Begun(self._runner.begin(plan), plan, places))
         while len(self._begun) > self._ahead:
             self._take_oldest()
@@ -68,15 +71,33 @@ class DriverAhead(Driver):
         super().preempt(sequence)
 
     def run(self) -> None:
-        super().run()
+        while not all(sequence.done for sequence in self.sequences.values()):
+            self.step()
+            if all(sequence.done for sequence in self.sequences.values()):
+                self.settle()  # drafts that do not stand are still to be drawn otherwise
+        for sequence in self.sequences.values():
+            del sequence.tokens[sequence.prompt_length + sequence.wanted :]
+            del sequence.logprobs[sequence.wanted :]
+        self.release_done()
         self.settle()
 
     def _take_oldest(self) -> None:
         begun = self._begun.popleft()
         output = begun.step.output()
-        assert [s.sequence for s in output.sampled] == [w.sequence for w in begun.plan.work if w.sample]
-        for sampled in output.sampled:
+        work = [work for work in begun.plan.work if work.sample]
+        for sampled, one in zip(output.sampled, work, strict=True):
+            assert sampled.sequence == one.sequence
             sequence, place = begun.places[sampled.sequence]
-            (sequence.tokens[place],) = sampled.tokens
+            sequence.tokens[place : place + 1 + one.speculate] = sampled.tokens
             sequence.logprobs += sampled.logprobs or ()
+            self._move_back(sequence, 1 + one.speculate - len(sampled.tokens))
         self.scored += output.scored
+        self.drafted += output.drafted
+        self.accepted += sum(output.accepted)
+
+    def _move_back(self, sequence: Sequence, missing: int) -> None:
+        sequence.computed = len(sequence.tokens) - 1 if missing else sequence.computed
+        for later in self._begun:
+            for each, (whose, place) in later.places.items():
+                if whose is sequence:
+                    later.places[each] = whose, place - missing

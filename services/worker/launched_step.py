@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from services.worker.backend import StepOutput
 from services.worker.batch import Batch
 from services.worker.drawn_step import DrawnBatch, DrawnStep
-from services.worker.rows import Int32s
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn
+from services.worker.speculation.trial import Trial
 from services.worker.speculation.verdict import Verdict
 from services.worker.step_clock import Mark
 from shared.messages.scheduler import StepTiming
@@ -42,14 +42,9 @@ class LaunchedStep:
     """On its way to the host."""
     tenancies: NDArray[np.int64]
     """[Q] whose slots they were; see `SequenceTable.tenancies`."""
-    places: Int32s
-    """[Q] the position of each first token drawn."""
     marks: Marks
-
-    @property
-    def tries(self) -> bool:
-        """Whether drafts are verified: it is not known then how long its sequences are behind it."""
-        return bool(self.batch.drafted.any())
+    trial: Trial | None
+    """None where nobody has drafts: it is known then how long its sequences are behind it."""
 
     def verdict(self) -> Verdict:
         """Once the device is done, which this waits for."""

@@ -3,8 +3,9 @@
 What a step draws stays on the device, where the next step's rows are read from; the host follows. It counts a token as
 known when it is being drawn, and waits for what was drawn only where it cannot go on without:
 
-- whoever drafts reads what sequences hold, and how many drafts stand decides how long they are: all is settled before a
-  step with drafts is prepared, and that step before the next one;
+- how many drafts stand decides how long sequences are. It is found on the device (`Ops.verify`), and the next step is
+  prepared as if all did, and moved back there by what is missing (`shortfall.py`). Where more than positions follows
+  from it, or whoever drafts reads what sequences hold, the host waits;
 - a grammar's mask follows from the token before: it is made when that has come, beside the forward pass.
 
 On a CPU all this works the same way, but that a step is over when it is begun.
@@ -12,6 +13,7 @@ On a CPU all this works the same way, but that a step is over when it is begun.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +22,14 @@ from torch import Tensor
 
 from services.worker.backend import StepOutput, StepUnderWay
 from services.worker.batch import Batch, Shares
-from services.worker.crossing import sent
 from services.worker.drawn_step import DrawnStep
 from services.worker.launched_step import LaunchedStep, Marks
 from services.worker.ops import BatchMeta
 from services.worker.rank import Rank, RankBackend, apart
-from services.worker.sampling.parameters import Choices
+from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn, sample
+from services.worker.shortfall import Shortfall, move_back
 from services.worker.speculation.proposer import Drafts
 from services.worker.speculation.trial import Trial, drawn_behind
 from services.worker.step_clock import Mark, clock_of
@@ -35,6 +37,9 @@ from services.worker.token_table import TokenTable
 from services.worker.unsettled import UnsettledSteps
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
+
+_OF_HISTORIES = Feature.PENALTIES | Feature.BAD_WORDS | Feature.THINKING
+"""What reads as much of a sequence as the host takes it to have."""
 
 
 class LaunchingRunner(RankBackend):
@@ -59,15 +64,29 @@ class LaunchingRunner(RankBackend):
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> StepUnderWay:
-        self._unsettled.settle_drafts()
+        goes_ahead = self.rank.goes_ahead(plan)
+        self._unsettled.settle_drafts(but_latest=goes_ahead and self._can_be_moved_back())
         self._put(self.rank.take_over(plan))
         shares = self.rank.sequences.shares(plan.work) if plan.work else None
         if shares is None or not shares.work:
             return DrawnStep(plan, StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0))
-        drafts = self._proposed(shares)
-        step = self._launch(plan, self.rank.sequences.batch(shares, drafts))
-        self._unsettled.add(step)
-        return step
+        if len(shares.speculating) and not goes_ahead:
+            self._unsettled.settle_all()
+        return self._launch(plan, self.rank.sequences.batch(shares, self._proposed(shares)))
+
+    def _can_be_moved_back(self) -> bool:
+        """Whether nothing but positions follows from how many drafts of the latest step stand.
+
+        Who planned the next step may know that already, and have given it no more blocks than it needs: then the step
+        is over, and the host is to know it, too.
+        """
+        latest, sequences = self._unsettled.latest, self.rank.sequences
+        if latest is None or latest.batch.choices is None or latest.marks.over.passed():
+            return False
+        choices = latest.batch.choices
+        if choices.features & _OF_HISTORIES or not choices.table.settled(choices):
+            return False
+        return bool((sequences.lengths[choices.slots] < sequences.tokens.shape[1]).all())
 
     def _put(self, slots: list[int]) -> None:
         """What new sequences hold, to the device."""
@@ -81,12 +100,13 @@ class LaunchingRunner(RankBackend):
 
     def _proposed(self, shares: Shares) -> Drafts | None:
         """In the tokens' table, too, behind what the sequences hold."""
-        if len(shares.speculating):
-            self._unsettled.settle_all()
-        drafts = self.rank.proposed(shares)
+        speculating = shares.slots[shares.speculating]
+        if not len(speculating):
+            return self.rank.proposed(shares)
+        shortfall = self._unsettled.shortfall(speculating)
+        drafts = self.rank.proposed(shares, shortfall)
         if drafts is not None:
-            slots = shares.slots[shares.speculating]
-            self._tokens.put_drafts(slots, self.rank.sequences.lengths[slots], drafts.tokens, drafts.counts)
+            self._tokens.put_drafts(speculating, self.rank.sequences.lengths[speculating], drafts, shortfall)
         return drafts
 
     def _launch(self, plan: StepPlan, batch: Batch) -> LaunchedStep:
@@ -94,19 +114,20 @@ class LaunchingRunner(RankBackend):
         rank, rows = self.rank, batch.rows
         cells = self._tokens.cells(rows.row_slots, rows.positions)
         placed, meta = rank.staging.place(rows._replace(ids=cells), batch.logits_rows)
-        ids, drawing = self._tokens.read(placed), drawn_behind(batch, meta)
+        drawing = drawn_behind(batch, meta)
+        if (shortfall := self._unsettled.shortfall(rows.row_slots)) is not None:
+            move_back(placed, meta, shortfall)
+            batch = _moved_back(batch, shortfall if drawing is None else shortfall.of(drawing))
+        ids = self._tokens.read(placed)
         launched = self._launched(batch, ids, meta)
         # What is drawn behind a draft that does not stand lies behind the sequence's end then, where nobody reads.
         self._tokens.feed(placed, drawing, launched.drawn.tokens)
-        tried = rank.tried(batch, ids, drawing, launched.drawn.tokens)
-        last_rows = batch.drawn_rows if tried is None else tried.last_rows()
-        rank.tell(batch, meta, launched.features, last_rows, lambda: self._behind(batch))
-        return self._step(plan, batch, launched, tried)
-
-    def _behind(self, batch: Batch) -> Tensor:
-        """[n] the token behind each row."""
-        cells = self._tokens.cells(batch.rows.row_slots, batch.rows.positions + 1)
-        return self._tokens.read(sent(cells, self.rank.device))
+        trial = rank.tried(batch, ids, drawing, launched.drawn.tokens)
+        last_rows = batch.drawn_rows if trial is None else trial.last_rows()
+        rank.tell(batch, meta, launched.features, last_rows, lambda: self._tokens.read(placed + 1))
+        step = self._step(plan, batch, launched, trial)
+        self._unsettled.add(step, rank.sequences.assume(batch.sampled_slots, batch.drafted))
+        return step
 
     def _launched(self, batch: Batch, ids: Tensor, meta: BatchMeta) -> _Launched:
         begun = self._clock.mark()
@@ -132,19 +153,23 @@ class LaunchingRunner(RankBackend):
             return drawn
         return Drawn(self.rank.communicator.broadcast(drawn.tokens), drawn.told)
 
-    def _step(self, plan: StepPlan, batch: Batch, launched: _Launched, tried: Trial | None) -> LaunchedStep:
-        sequences, slots = self.rank.sequences, batch.sampled_slots
-        outcome = launched.drawn if tried is None else Drawn(tried.outcome, launched.drawn.told)
+    def _step(self, plan: StepPlan, batch: Batch, launched: _Launched, trial: Trial | None) -> LaunchedStep:
+        outcome = launched.drawn if trial is None else Drawn(trial.outcome, launched.drawn.told)
         drawn, scored = outcome.on_host(), launched.scored.on_host()
         return LaunchedStep(
             plan=plan,
             batch=batch,
             drawn=drawn,
             scored=scored,
-            tenancies=sequences.tenancies[slots],
-            places=sequences.advance(slots) if tried is None else sequences.lengths[slots],
+            tenancies=self.rank.sequences.tenancies[batch.sampled_slots],
             marks=Marks(launched.begun, launched.forwarded, self._clock.mark()),
+            trial=trial,
         )
+
+
+def _moved_back(batch: Batch, shortfall: Shortfall) -> Batch:
+    """Its draws, by their own [R]."""
+    return batch if batch.choices is None else replace(batch, choices=replace(batch.choices, shortfall=shortfall))
 
 
 class _Launched(NamedTuple):

@@ -23,12 +23,14 @@ from services.worker.rows import Int32s
 from services.worker.sampling.parameters import Choices
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sequences import SequenceTable
+from services.worker.shortfall import Shortfall
 from services.worker.speculation.proposer import (
     NO_DRAFTING,
     Asked,
     Computed,
     Drafting,
     Drafts,
+    DraftsAhead,
     FirstThatDrafts,
     Proposer,
     WithoutMemory,
@@ -163,16 +165,26 @@ class Rank:
         drafts = self.proposed(shares)
         return None if drafts is None else drafts.on_host()
 
-    def proposed(self, shares: Shares) -> Drafts | None:
+    def goes_ahead(self, plan: StepPlan) -> bool:
+        """Whether a step can be prepared before the host knows how many drafts of the one before stand. Whoever has a
+        grammar, or drafts by looking at tokens, or must tell other ranks what is drafted, needs to know."""
+        if self.communicator.world_size > 1 or self.guided or any(new.grammar is not None for new in plan.new):
+            return False
+        if any(work.speculate for work in plan.work):
+            return isinstance(self.proposer, DraftsAhead)
+        return self.proposer is None or isinstance(self.proposer, DraftsAhead | WithoutMemory)
+
+    def proposed(self, shares: Shares, shortfall: Shortfall | None = None) -> Drafts | None:
         """What to try for the speculating shares: rank 0's drafts, on every rank. None where nobody may speculate.
 
-        They may lie on the device alone, unless other ranks or somebody's grammar have to be told them."""
+        They may lie on the device alone, unless other ranks or somebody's grammar have to be told them. For `shortfall`
+        see `Asked`."""
         speculating = shares.speculating
         if not len(speculating):
             self.nobody_drafts()
             return None
         self._unasked = 0
-        asked = Asked(shares.slots[speculating], shares.speculates[speculating], self.sequences)
+        asked = Asked(shares.slots[speculating], shares.speculates[speculating], self.sequences, shortfall)
         if self.communicator.rank == 0 and self._drafter is not None:
             drafts = self._drafter.propose(asked)
         else:

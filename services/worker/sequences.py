@@ -188,12 +188,8 @@ class SequenceTable:
         [Q, K + 1]. Keys and values are computed of all but the last one then."""
         if drawn.shape[1] == 1:
             self.fill(slots, self.advance(slots), drawn[:, 0])
-            return
-        rows, columns = np.nonzero(np.arange(drawn.shape[1]) < counts[:, None])
-        lengths = self._length[slots]
-        self._tokens[slots[rows], lengths[rows] + columns] = drawn[rows, columns]
-        self._length[slots] = lengths + counts
-        self._computed[slots] = lengths + counts - 1
+        else:
+            self.fill_all(slots, self.assume(slots, counts - 1), counts, drawn)
 
     def append_blocks(self, slot: int, work: Work) -> None:
         """Those that `work` brings. Raises BrokenPlan where they are too many."""
@@ -214,9 +210,29 @@ class SequenceTable:
         self._length[slots] = places + 1
         return places
 
+    def assume(self, slots: Slots, drafted: Int32s) -> Int32s:
+        """As `advance`, and that the drafts [Q] stand: the places [Q] that `fill_all` is going to begin at."""
+        places = self.advance(slots)
+        self._length[slots] += drafted
+        self._computed[slots] += drafted
+        return places
+
+    def shorten(self, slots: Slots, tokens: Int32s) -> None:
+        """So many drafts [Q] do not stand, of those that `assume` was told of."""
+        self._length[slots] -= tokens
+        self._computed[slots] -= tokens
+
     def fill(self, slots: Slots, places: Int32s, tokens: Int32s) -> None:
         """What was drawn for them, [Q] each."""
         self._tokens[slots, places] = tokens
+
+    def fill_all(self, slots: Slots, places: Int32s, counts: Int32s, tokens: Int32s) -> None:
+        """The first `counts` [Q] of each row of `tokens` [Q, K + 1], from `places` [Q] on."""
+        if tokens.shape[1] == 1:
+            self.fill(slots, places, tokens[:, 0])
+            return
+        rows, columns = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        self._tokens[slots[rows], places[rows] + columns] = tokens[rows, columns]
 
     def drafts(self, slots: Slots, most: int) -> Int32s:
         """[Q, most] what lies behind the known tokens."""

@@ -20,6 +20,9 @@ _FRESH_SECONDS = 60.0
 class Mark(Protocol):
     """A place in the device's work."""
 
+    def passed(self) -> bool:
+        """Whether the device has passed it; waits for nothing."""
+
     def wait(self) -> None:
         """Returns when the device has passed it."""
 
@@ -38,6 +41,9 @@ class StepClock(Protocol):
 class HostMark:
     def __init__(self) -> None:
         self._at = time.perf_counter()
+
+    def passed(self) -> bool:
+        return True
 
     def wait(self) -> None:
         """It is where the host was."""
@@ -71,6 +77,9 @@ class CudaMark:
         self.number = number
         """In the order in which marks were set."""
         event.record()
+
+    def passed(self) -> bool:
+        return self.event.query()
 
     def wait(self) -> None:
         self._clock.wait(self)

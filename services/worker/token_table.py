@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.crossing import sent, sent_together
+from services.worker.crossing import sent, sent_together, there
 from services.worker.model.config import ModelError
 from services.worker.rows import Int32s, Slots
 from services.worker.sampling.held import History
 from services.worker.sampling.kernel_draws import draws_by_kernel
+from services.worker.shortfall import Shortfall
+from services.worker.speculation.proposer import Drafts
 
 _MOST_CELLS = 2**31
 """Cells are numbered as everything else that a step's rows are sent with: in 32 bits."""
@@ -48,16 +50,18 @@ class TokenTable:
         where, what = sent_together((cells.astype(np.int64), tokens), self._device)
         self._cells.index_copy_(0, where, what)
 
-    def put_drafts(self, slots: Slots, places: Int32s, tokens: Int32s | Tensor, counts: Int32s) -> None:
-        """Writes the first `counts` [P] of each row of `tokens` [P, K], from `places` [P] of `slots` [P] on."""
-        width = tokens.shape[1]
-        rows, columns = np.nonzero(np.arange(width) < counts[:, None])
-        cells = self.cells(slots[rows], places[rows] + columns.astype(np.int32))
-        if isinstance(tokens, np.ndarray):
-            self.put(cells, tokens[rows, columns])
-        elif len(cells):
-            where, which = sent_together((cells.astype(np.int64), rows * width + columns), self._device)
-            self._cells.index_copy_(0, where, tokens.reshape(-1).index_select(0, which))
+    def put_drafts(self, slots: Slots, places: Int32s, drafts: Drafts, shortfall: Shortfall | None) -> None:
+        """Writes those of P sequences, from `places` [P] of `slots` [P] on, moved back by the `shortfall` [P]."""
+        width = drafts.tokens.shape[1]
+        rows, columns = np.nonzero(np.arange(width) < drafts.counts[:, None])
+        if not len(rows):
+            return
+        cells = self.cells(slots[rows], places[rows] + columns.astype(np.int32)).astype(np.int64)
+        where, whose, which = sent_together((cells, rows, rows * width + columns), self._device)
+        if shortfall is not None:
+            where = where - shortfall.of(whose).tokens
+        tokens = there(drafts.tokens, self._device).reshape(-1).index_select(0, which)
+        self._cells.index_copy_(0, where, tokens)
 
     def feed(self, cells: Tensor, rows: Tensor | None, tokens: Tensor) -> None:
         """Writes what was drawn, `tokens` [R], each behind the cell of its row. cells [n] are those of a step's rows,

@@ -12,12 +12,14 @@ import torch
 from services.worker.launched_step import LaunchedStep
 from services.worker.launching_runner import LaunchingRunner
 from services.worker.model_runner import ModelRunner
+from services.worker.speculation.settings import Speculation
 from services.worker.torch_backend import create_backend
 from shared.messages.generation import SamplingParams
 from tests.integration.test_launching_runner import everything, prompt
 from tests.integration.test_sampling_on_a_backend import EVERYTHING
 from tests.launching import DriverAhead
 from tests.tiny_backend import tiny_settings
+from tests.tiny_drafters import make_eagle, make_medusa
 from tests.tiny_models import TinyModel, make_model
 from tests.worker_driver import Driver
 
@@ -96,6 +98,54 @@ def test_a_step_is_begun_without_waiting_for_the_device(runner: LaunchingRunner,
     for _ in range(OUTPUT):
         driver.step()
     torch.cuda.set_sync_debug_mode("default")
+    driver.run()
+
+
+@pytest.fixture(scope="module", params=["medusa", "eagle"])
+def drafting(
+    request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> LaunchingRunner:
+    make = {"medusa": make_medusa, "eagle": make_eagle}[request.param]
+    drafter = Speculation(method=request.param, model=str(make(tiny, tmp_path_factory.mktemp("drafter"))))
+    made = create_backend(
+        Path(tiny.path), **tiny_settings(device="cuda:0", dtype="float32", ops="auto", speculation=drafter)
+    )
+    assert isinstance(made, LaunchingRunner)
+    return made
+
+
+def test_drafts_that_are_in_doubt_change_no_token(drafting: LaunchingRunner) -> None:
+    """Steps are moved back on the device by what does not stand."""
+    drafting.reset()
+    params = [{}, {"temperature": 0.8}, {"temperature": 1.1, "top_p": 0.9, "logprobs": 1}, {"repetition_penalty": 1.2}]
+    outputs = []
+    for driver in (Driver(ModelRunner(drafting.rank)), DriverAhead(drafting, speculate=3)):
+        sequences = [
+            driver.add(prompt(9 + 8 * number, number), OUTPUT, sampling=SamplingParams(**{"temperature": 0.0, **asked}))
+            for number, asked in enumerate(params)
+        ]
+        driver.run()
+        outputs.append([sequence.output for sequence in sequences])
+        drafting.reset()
+    assert outputs[0] == outputs[1]
+    assert driver.drafted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_step_with_drafts_is_begun_without_asking_the_device(drafting: LaunchingRunner, temperature: float) -> None:
+    drafting.reset()
+    driver = DriverAhead(drafting, ahead=1, speculate=3)
+    for number in range(3):
+        driver.add(prompt(9, number), 200, sampling=SamplingParams(seed=number, temperature=temperature))
+    for _ in range(3):
+        driver.step()
+    driver.settle()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(OUTPUT):
+            driver.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     driver.run()
 
 

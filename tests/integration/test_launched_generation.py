@@ -24,8 +24,8 @@ ASKED: dict[str, SamplingParams] = {
 }
 
 
-def answers(speculative: str | None) -> list[RequestOutput]:
-    settings = {"worker.threads": 1, "scheduler.max_batch_tokens": 64, "scheduler.max_running": 16}
+def answers(speculative: str | None, more: dict[str, object] | None = None) -> list[RequestOutput]:
+    settings = (more or {}) | {"worker.threads": 1, "scheduler.max_batch_tokens": 64, "scheduler.max_running": 16}
     if speculative is not None:
         settings["worker.speculative"] = speculative
     with LLM(str(DEMO_MODEL), device="cpu", kv_memory="32MiB", settings=settings) as llm:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.crossing import sent, sent_together
+from services.worker.sampling.chances import chances, numbers
 from services.worker.sampling.parameters import Choices, Feature
-from services.worker.sampling.philox import uniforms
 from services.worker.triton_here import why_no_triton
 
 
@@ -31,9 +31,9 @@ def drawn_by_kernel(logits: Tensor, choices: Choices) -> Tensor:
 
     table, slots = choices.table, choices.slots
     greedy = choices.by_row & int(Feature.RANDOM) == 0
-    chance, top_k, temperature, top_p, min_p = sent_together(
+    sent_numbers, top_k, temperature, top_p, min_p = sent_together(
         [
-            uniforms(table.seed[slots], choices.position),
+            numbers(choices),
             table.top_k[slots],
             np.where(greedy, np.float32(0.0), table.temperature[slots]),
             table.top_p[slots],
@@ -41,4 +41,5 @@ def drawn_by_kernel(logits: Tensor, choices: Choices) -> Tensor:
         ],
         logits.device,
     )
+    chance = chances(sent_numbers, choices)
     return draw(logits.contiguous(), Draw(temperature, top_k, top_p, min_p, chance))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntFlag, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from services.worker.sampling.masks import Mask, bits_of, words
 from services.worker.sampling.padded import Padded
 from shared.messages.generation import SamplingParams
 from shared.messages.worker import NewSequence
+
+if TYPE_CHECKING:
+    from services.worker.shortfall import Shortfall
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this one are greedy, as in vLLM: dividing by them would only overflow."""
@@ -65,6 +69,8 @@ class Choices:
 
     mask: Mask | None = None
     """What grammars allow; of the rows with Feature.GRAMMAR."""
+    shortfall: Shortfall | None = None
+    """[R] by how much `position` is too high, where the host cannot know."""
 
     def rows_with(self, feature: Feature) -> NDArray[np.intp]:
         """The numbers of the rows that ask for any of `feature`."""
@@ -85,7 +91,8 @@ class Choices:
         by_row = self.by_row[first:last]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
         mask = None if self.mask is None else self.mask.part(first, last)
-        return Choices(features, by_row, self.position[first:last], self.slots[first:last], self.table, mask)
+        short = None if self.shortfall is None else self.shortfall.part(first, last)
+        return Choices(features, by_row, self.position[first:last], self.slots[first:last], self.table, mask, short)
 
 
 class ParameterTable:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.crossing import fetched, sent, sent_together
+from services.worker.sampling.chances import chances, numbers
 from services.worker.sampling.filters import CHUNK, kept, min_p_threshold, top_threshold
 from services.worker.sampling.held import History
 from services.worker.sampling.kernel_draws import drawn_by_kernel, draws_by_kernel
 from services.worker.sampling.logprobs import Told, most_likely, of_tokens
 from services.worker.sampling.parameters import Choices, Feature
-from services.worker.sampling.philox import uniforms
 from services.worker.sampling.processing import CHANGES, processed
 
 _CHUNK = 8 * CHUNK
@@ -92,21 +92,21 @@ def _drawn(logits: Tensor, choices: Choices) -> Tensor:
         return _likeliest(logits)
     if draws_by_kernel(logits.device):
         return drawn_by_kernel(logits, choices)
-    numbers = choices.rows_with(Feature.RANDOM)
-    if len(numbers) == len(logits):
-        return _random(logits, choices, numbers)
+    random = choices.rows_with(Feature.RANDOM)
+    if len(random) == len(logits):
+        return _random(logits, choices, random, None)
     tokens = _likeliest(logits)
-    rows = sent(numbers, logits.device)
-    return tokens.index_copy_(0, rows, _random(logits.index_select(0, rows), choices, numbers))
+    rows = sent(random, logits.device)
+    return tokens.index_copy_(0, rows, _random(logits.index_select(0, rows), choices, random, rows))
 
 
-def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp]) -> Tensor:
-    """A random token of each row; overwrites `logits`."""
-
+def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
+    """A random token of each of the `rows`, whose logits these are, and will be overwritten; `there`: the same numbers
+    on the device, None: all rows."""
     table, slots = choices.table, choices.slots[rows]
-    chances, top_k, temperature, min_p, top_p = sent_together(
+    sent_numbers, top_k, temperature, min_p, top_p = sent_together(
         [
-            uniforms(table.seed[slots], choices.position[rows]),
+            numbers(choices, rows),
             *(values[slots] for values in (table.top_k, table.temperature, table.min_p, table.top_p)),
         ],
         logits.device,
@@ -116,7 +116,7 @@ def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp]) -> Tensor:
         weights = kept(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
     if choices.features & Feature.TOP:
         weights = kept(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
-    return inverse_cdf(weights, chances)
+    return inverse_cdf(weights, chances(sent_numbers, choices, there))
 
 
 def _weights(logits: Tensor) -> Tensor:

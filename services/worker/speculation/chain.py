@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,8 +14,9 @@ from services.worker.model.config import ModelConfig
 from services.worker.model.decoder import KvCaches, Weights
 from services.worker.ops import BatchMeta
 from services.worker.rows import Int32s, Slots
-from services.worker.sampling.parameters import Feature
+from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.sampler import draw_plainly
+from services.worker.shortfall import Places, Shortfall
 from services.worker.speculation.proposer import Histories
 from shared.blocks import BLOCK_SIZE, blocks_for
 
@@ -52,6 +54,12 @@ class Chain(NamedTuple):
             max_context=self.longest[step],
             every_row=True,
         )
+
+    def move_back(self, shortfall: Shortfall) -> None:
+        """All rows of each sequence, by its own."""
+        by_kind = self.numbers[: 3 * self.steps * self.stride].view(3, self.steps, self.stride)
+        positions, slots, lengths = by_kind[..., : self.sequences]
+        Places(positions, slots, lengths, self.meta(0).block_tables).move_back(shortfall)
 
 
 def chain(slots: Slots, positions: Int32s, block_tables: Int32s, device: torch.device) -> Chain:
@@ -95,17 +103,18 @@ def _aligned(numbers: int) -> int:
 class Draws:
     """How the drafts of some sequences are drawn: by the random numbers of their positions, see `proposer.Drafts`."""
 
-    def __init__(self, slots: Slots, histories: Histories) -> None:
+    def __init__(self, slots: Slots, histories: Histories, shortfall: Shortfall | None = None) -> None:
+        """`shortfall` [P]: see `proposer.Asked`."""
         self._slots = slots
         self._histories = histories
-        self._first = histories.choose(slots, 0)
+        self._shortfall = shortfall
+        self._first = self._choices(0)
         self.greedy = not self._first.features & Feature.RANDOM
         """Then every position is drawn in the same way."""
 
     def token(self, logits: Tensor, ahead: int) -> Tensor:
         """logits [P, vocab] of the draft with `ahead` before it → [P] int32."""
-        choices = self._first if self.greedy else self._histories.choose(self._slots, ahead)
-        return draw_plainly(logits, choices).to(torch.int32)
+        return draw_plainly(logits, self._first if self.greedy else self._choices(ahead)).to(torch.int32)
 
     def tokens(self, logits: list[Tensor]) -> Tensor:
         """Of all drafts at once, the first's logits first → [P, K] int32."""
@@ -113,6 +122,13 @@ class Draws:
             choices = self._first
         else:
             ahead = np.repeat(np.arange(len(logits), dtype=np.int32), len(self._slots))
-            choices = self._histories.choose(np.tile(self._slots, len(logits)), ahead)
+            choices = self._choices(ahead, times=len(logits))
         drawn = draw_plainly(logits[0] if len(logits) == 1 else torch.cat(logits), choices)
         return drawn.view(len(logits), -1).t().to(torch.int32)
+
+    def _choices(self, ahead: Int32s | int, times: int = 1) -> Choices:
+        """`times` over, one behind the other."""
+        choices = self._histories.choose(np.tile(self._slots, times), ahead)
+        if self._shortfall is None:
+            return choices
+        return replace(choices, shortfall=self._shortfall._replace(tokens=self._shortfall.tokens.repeat(times)))

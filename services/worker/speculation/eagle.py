@@ -8,6 +8,8 @@ came from the KV store have none, which costs acceptance only.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from services.worker.model.config import LayerConfig, ModelConfig
 from services.worker.model.decoder import Weights
 from services.worker.model.loading import load_layer
 from services.worker.rows import Int32s, Slots
+from services.worker.shortfall import Shortfall
 from services.worker.speculation.chain import DraftsOn, Draws, chain
 from services.worker.speculation.drafter import Target
 from services.worker.speculation.drafter_files import read_drafter, read_settings
@@ -108,6 +111,8 @@ def _layer_config(raw: _RawEagle, target: ModelConfig) -> ModelConfig:
 class EagleProposer:
     """Owns the layer's keys and values, and the feature foreseen for each sequence's last token."""
 
+    drafts_ahead: Literal[True] = True
+
     def __init__(self, drafter: EagleDrafter, num_blocks: int, max_sequences: int) -> None:
         self._weights = drafter.weights
         self._config = drafter.config
@@ -125,15 +130,16 @@ class EagleProposer:
         ready = np.flatnonzero(most)
         if not len(ready):
             return Drafts.none(asked)
-        drafted = self._drafted(asked.slots[ready], most[ready], asked.histories)
         if len(ready) == len(most):
-            return Drafts(drafted, most)
-        drafts = drafted.new_zeros(len(most), drafted.shape[1]).index_copy_(0, sent(ready, self._device), drafted)
-        return Drafts(drafts, most)
+            return Drafts(self._drafted(asked.slots, most, asked.histories, asked.shortfall), most)
+        there = sent(ready, self._device)
+        short = None if asked.shortfall is None else asked.shortfall.of(there)
+        drafted = self._drafted(asked.slots[ready], most[ready], asked.histories, short)
+        return Drafts(drafted.new_zeros(len(most), drafted.shape[1]).index_copy_(0, there, drafted), most)
 
-    def _drafted(self, slots: Slots, most: Int32s, histories: Histories) -> Tensor:
+    def _drafted(self, slots: Slots, most: Int32s, histories: Histories, shortfall: Shortfall | None) -> Tensor:
         """[P, the greatest of most]"""
-        draws = Draws(slots, histories)
+        draws = Draws(slots, histories, shortfall)
         features = self._foreseen.index_select(0, sent(slots, self._device))
         tokens = [draws.token(head_logits(features, self._weights.weights, self._config, self._ops), 0)]
         steps = int(most.max()) - 1
@@ -141,6 +147,8 @@ class EagleProposer:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
             rows = chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device)
+            if shortfall is not None:
+                rows.move_back(shortfall)
             if draws.greedy and isinstance(self._run, DraftsOn):
                 return self._run.draft_on(tokens[0], rows, self._caches, features).t()
             for step in range(steps):

@@ -7,7 +7,7 @@ chain of drafts, each head's own favourite; no tree.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -117,6 +117,8 @@ def _side_by_side(target: Target, blocks: list[tuple[Tensor, Tensor | None]]) ->
 class MedusaProposer:
     """Owns the hidden state behind which each sequence's last token was drawn."""
 
+    drafts_ahead: Literal[True] = True
+
     def __init__(self, heads: _Heads, target: Target, most: int, max_sequences: int) -> None:
         self._heads = heads
         self._ops: Ops = target.ops
@@ -130,7 +132,7 @@ class MedusaProposer:
             return Drafts.none(asked)
         features = self._features.index_select(0, sent(asked.slots, self._device))
         wanted = min(self._most, int(asked.most.max()))
-        tokens = Draws(asked.slots, asked.histories).tokens(self._logits(features, wanted))
+        tokens = Draws(asked.slots, asked.histories, asked.shortfall).tokens(self._logits(features, wanted))
         return Drafts(tokens, np.minimum(asked.most, wanted).astype(np.int32))
 
     def _logits(self, features: Tensor, wanted: int) -> list[Tensor]:

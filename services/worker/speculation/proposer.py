@@ -7,8 +7,8 @@ it drafts costs time, never correctness.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.worker.ops import BatchMeta
 from services.worker.sampling.parameters import Choices
+from services.worker.shortfall import Shortfall
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.intp]
@@ -49,6 +50,9 @@ class Asked:
     most: Int32s
     """[P] tokens that may be drafted for each; 0 for some."""
     histories: Histories
+    shortfall: Shortfall | None = None
+    """[P] by how much they may be shorter than `histories` says, which knows nothing of the tokens there then. Only
+    who `drafts_ahead` is asked so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,14 @@ class Proposer(Protocol):
         """Every sequence is forgotten."""
 
 
+@runtime_checkable
+class DraftsAhead(Protocol):
+    """A proposer that reads no token of a sequence but what it observes on the device: it can be asked before the host
+    knows how many of its last drafts stand."""
+
+    drafts_ahead: Literal[True]
+
+
 class WithoutMemory:
     """What a proposer does between its drafts that keeps nothing of its own: nothing."""
 
@@ -179,7 +191,7 @@ class FirstThatDrafts:
             left = np.where(drafts.counts > 0, 0, asked.most).astype(np.int32)
             if not left.any():
                 break
-            more = proposer.propose(Asked(asked.slots, left, asked.histories))
+            more = proposer.propose(replace(asked, most=left))
             drafts = _beside(drafts, more) if drafts.tokens.shape[1] else more
         return drafts
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from services.worker.batch import Batch
 from services.worker.crossing import sent, sent_together
 from services.worker.ops import BatchMeta, Ops, Tried
+from services.worker.shortfall import Shortfall
 
 
 class Trial(NamedTuple):
@@ -17,6 +19,11 @@ class Trial(NamedTuple):
     tried: Tried
     outcome: Tensor
     """See `Ops.verify`."""
+
+    def shortfall(self) -> Shortfall:
+        """[Q + 1] drafts of each sequence that do not stand; the last one is nobody's, and 0."""
+        missing = self.tried.counts + 1 - self.outcome[: len(self.tried.counts)]
+        return Shortfall(F.pad(missing, (0, 1)), self.tried.most)
 
     def last_rows(self) -> Tensor:
         """[Q] the step's row that each sequence's last token was drawn behind."""
