@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.kernels.attention import paged_attention
 from services.worker.kernels.attention_choice import create_attention
+from services.worker.kernels.attention_tiles import HOPPER, prefill_splits, prefill_tile
 from services.worker.kernels.decode_attention import decode_attention
 from services.worker.ops import OpsUnavailable
 from tests.cached_attention import FP8, Cached, Shape, assert_rows_close
@@ -44,6 +45,13 @@ def test_prefills_of_served_models_equal_float64(name: str) -> None:
 def test_short_chunks_behind_long_contexts_equal_float64(name: str) -> None:
     """Of few rows, as drafts and the last chunks of prompts are."""
     Cached(SHAPES[name], [(3, 5000), (8, 900), (5, 5)], CUDA).check()
+
+
+def test_prefills_that_would_leave_most_of_a_last_wave_empty_are_cut_and_equal_float64() -> None:
+    shape = SHAPES["Llama-3.1-8B"]
+    tile = prefill_tile(shape.dim, 4 * 700, 2, 2, windowed=False, generation=HOPPER)
+    assert prefill_splits([(700, 5000)], shape.heads, shape.kv_heads, tile, sms=132) == 3
+    Cached(shape, [(1, 50), (700, 5000)], CUDA).check()
 
 
 def test_a_full_batch_equals_float64() -> None:

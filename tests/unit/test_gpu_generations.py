@@ -17,7 +17,7 @@ CUDA = torch.device("cuda")
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (major, minor))
 
 
 @pytest.mark.parametrize("ops", ["auto", "triton"])
