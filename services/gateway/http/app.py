@@ -115,7 +115,8 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 def _paths(app: Starlette) -> list[str]:
     """Where requests of clients go; what they look for and is not here, this model cannot do."""
     paths = (route.path for route in app.routes if isinstance(route, Route))
-    return [path for path in dict.fromkeys(paths) if path.startswith(("/v1/", "/tokenize", "/detokenize"))]
+    served = [path for path in dict.fromkeys(paths) if path.startswith(("/v1/", "/tokenize", "/detokenize"))]
+    return [path for path in served if "{" not in path]
 
 
 async def _bug(request: Request, error: Exception) -> Response:
