@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.cli.errors import CommandError
-from deploy.supervisor.state_file import StackState, default_run_dir, read_state
+from deploy.supervisor.state_file import StackState, default_run_dir, is_held, read_state
 
 DEFAULT_NAME = "default"
 
@@ -25,5 +25,14 @@ def running_stack(name: str, run_dir: Path | None) -> StackState:
     where = run_dir_of(name, run_dir)
     state = read_state(where)
     if state is None:
-        raise CommandError(f"no stack runs in {where}; start one with: baton up")
+        others = [] if run_dir is not None else _running_beside(where)
+        hint = f"; there are {', '.join(others)}: --name" if others else "; start one with: baton up"
+        raise CommandError(f"no stack runs in {where}{hint}")
     return state
+
+
+def _running_beside(where: Path) -> list[str]:
+    """Names of the stacks that run in the usual places."""
+    if not where.parent.is_dir():
+        return []
+    return sorted(folder.name for folder in where.parent.iterdir() if is_held(folder))
