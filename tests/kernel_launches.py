@@ -61,11 +61,14 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None
+    """Registers of a thread at most; None: as the compiler likes."""
     targets: tuple[int, ...] = (80, 90)
     must: frozenset[Instruction] = frozenset()
     """What its code must have."""
     must_on_hopper: frozenset[Instruction] = frozenset()
     """And what else from compute capability 9.0 on."""
+    must_not: frozenset[Instruction] = frozenset()
     loads_ahead: bool = False
     """Whether its loops must have more on its way from memory than what they wait for."""
     may_spill: bool = False
@@ -103,7 +106,7 @@ def compiled(launch: Launch, target: int) -> Compiled:
             if kind.startswith("*") and name in aligned
         },
     )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "maxnreg": launch.maxnreg}
     result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     usage, code = _dumped(result.asm["cubin"])
     return Compiled(

@@ -7,6 +7,7 @@ which its users would wait for. It must run in a process that does not interpret
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.worker.graphs.decode_inputs import DecodeInputs
 from services.worker.graphs.sizes import capture_sizes
 from services.worker.kernels.activations import gated_act
 from services.worker.kernels.attention import paged_attention
+from services.worker.kernels.moe import compile_all, mixture
 from services.worker.kernels.norms import add_rms_norm, rms_norm
 from services.worker.kernels.rotary import rope_and_store
 from services.worker.ops import BatchMeta
@@ -89,6 +91,15 @@ def layer(meta: BatchMeta) -> None:
         paged_attention(q, *caches, meta, scale=DIM**-0.5, window=window, softcap=None)
     add_rms_norm(x, x.clone(), norm, 1e-5)
     gated_act(torch.empty((rows, 2 * HIDDEN), dtype=torch.bfloat16), "silu")
+    through_experts(mixture, rows)
+
+
+def through_experts(way: Callable[..., object], rows: int) -> None:
+    """As many experts as Qwen1.5-MoE has: no power of two, so that tiles do not grow where numbers of rows double."""
+    x, logits, gate_up, down = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 64), (rows, 60), (60, 128, 64), (60, 64, 64))
+    )
+    way(x, logits, gate_up, down, chosen=4, renormalised=True, kind="silu")
 
 
 def step(*sequences: tuple[int, int]) -> None:
@@ -105,6 +116,7 @@ def step(*sequences: tuple[int, int]) -> None:
 
 def start() -> None:
     """As `torch_backend` does: eagerly first, then captures, then rehearsals of prefills."""
+    through_experts(compile_all, 1)
     step((1, 1))
     inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT)
     for size in reversed(capture_sizes(CAPTURED)):

@@ -29,11 +29,10 @@ def apply_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
 def bitmask_kernel(logits, bits, rows, VOCAB: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr):
     """Some words of one row a program."""
     mask = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    allowed = tl.load(bits + mask * BITS + word, mask=word < BITS, other=0)
-    place = tl.arange(0, 32)
-    token = word[:, None] * 32 + place[None, :]
-    forbidden = ((allowed[:, None] >> place[None, :]) & 1) == 0
+    # One token a thread, its neighbours' beside it: each is stored or not, so that no thread can store several at once.
+    token = tl.max_contiguous(tl.program_id(1) * (WORDS * 32) + tl.arange(0, WORDS * 32), 1)
+    allowed = tl.load(bits + mask * BITS + token // 32, mask=token < BITS * 32, other=0)
+    forbidden = ((allowed >> (token % 32)) & 1) == 0
     row = logits + tl.load(rows + mask) * VOCAB
-    nothing = tl.full((WORDS, 32), float("-inf"), logits.dtype.element_ty)
+    nothing = tl.full((WORDS * 32,), float("-inf"), logits.dtype.element_ty)
     tl.store(row + token, nothing, mask=forbidden & (token < VOCAB))

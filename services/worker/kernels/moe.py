@@ -16,7 +16,7 @@ from torch import Tensor
 from services.worker.kernels.moe_products import mix_tiles
 from services.worker.kernels.moe_rows import mix_rows
 from services.worker.kernels.moe_tiles import TILE_ROWS, one_by_one
-from services.worker.kernels.routing import route
+from services.worker.kernels.routing import AT_ONCE, route, sort_picks
 from services.worker.ops import Activation
 
 
@@ -33,8 +33,11 @@ def mixture(
 def compile_all(
     x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, chosen: int, renormalised: bool, kind: Activation
 ) -> None:
-    """Runs every kernel on x's first row, in all sizes of tiles: what is compiled now holds nobody up later."""
+    """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
+    later."""
     picks = route(logits[:1], chosen=chosen, renormalised=renormalised)
     mix_rows(x[:1], picks, gate_up, down, kind=kind)
     for most in TILE_ROWS:
         mix_tiles(x[:1], picks, gate_up, down, kind=kind, most=most)
+        for at_once in AT_ONCE:
+            sort_picks(picks.experts, len(down), most, at_once)

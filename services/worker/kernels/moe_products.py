@@ -101,8 +101,9 @@ def up_tile_kernel(
         return
     expert = tl.load(tile_experts + tile).to(tl.int64)
     place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # Padding computes what the last pick does; nobody reads it.
-    pick = tl.minimum(tl.load(sorted_picks + place), picks - 1)
+    pick = tl.load(sorted_picks + place)
+    # Of few rows most of a tile is padding: it counts as zeros that are not fetched.
+    there = (pick < picks)[:, None]
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     rows = x + (pick // CHOSEN).to(tl.int64)[:, None] * HIDDEN + depth[None, :]
@@ -111,16 +112,16 @@ def up_tile_kernel(
     gate = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, HIDDEN, DEPTH):
-        values = part(rows, depth, start, HIDDEN, DEPTH)
-        gate = times(values, part(gates, depth, start, HIDDEN, DEPTH), gate, SWAPPED)
-        up = times(values, part(ups, depth, start, HIDDEN, DEPTH), up, SWAPPED)
+        values = part(rows, there, depth, start, HIDDEN, DEPTH)
+        gate = times(values, part(gates, True, depth, start, HIDDEN, DEPTH), gate, SWAPPED)
+        up = times(values, part(ups, True, depth, start, HIDDEN, DEPTH), up, SWAPPED)
         rows += DEPTH
         gates += DEPTH
         ups += DEPTH
     made = (activated(gate, KIND) * up).to(gated.dtype.element_ty)
     if SWAPPED:
         made = tl.trans(made)
-    tl.store(gated + place[:, None] * SIZE + column[None, :], made, mask=(column < SIZE)[None, :])
+    tl.store(gated + place[:, None] * SIZE + column[None, :], made, mask=there & (column < SIZE)[None, :])
 
 
 @triton.jit(do_not_specialize=["picks"])
@@ -147,34 +148,35 @@ def down_tile_kernel(
         return
     expert = tl.load(tile_experts + tile).to(tl.int64)
     place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pick = tl.load(sorted_picks + place)
+    there = (pick < picks)[:, None]
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     rows = gated + place[:, None] * SIZE + depth[None, :]
     weights = down + expert * (HIDDEN * SIZE) + (tl.minimum(column, HIDDEN - 1)[:, None] * SIZE + depth[None, :])
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, SIZE, DEPTH):
-        values = part(rows, depth, start, SIZE, DEPTH)
-        total = times(values, part(weights, depth, start, SIZE, DEPTH), total, SWAPPED)
+        values = part(rows, there, depth, start, SIZE, DEPTH)
+        total = times(values, part(weights, True, depth, start, SIZE, DEPTH), total, SWAPPED)
         rows += DEPTH
         weights += DEPTH
     if SWAPPED:
         total = tl.trans(total)
-    pick = tl.load(sorted_picks + place)
     chance = tl.load(chances + pick, mask=pick < picks, other=0.0)
     tl.store(
         parts + pick.to(tl.int64)[:, None] * HIDDEN + column[None, :],
         (total * chance[:, None]).to(parts.dtype.element_ty),
-        mask=(pick < picks)[:, None] & (column < HIDDEN)[None, :],
+        mask=there & (column < HIDDEN)[None, :],
     )
 
 
 @triton.jit
-def part(pointers, depth, start, WHOLE: tl.constexpr, DEPTH: tl.constexpr):
-    """A tile [rows, DEPTH] of a matrix with rows of WHOLE elements; zeros beyond them."""
+def part(pointers, there, depth, start, WHOLE: tl.constexpr, DEPTH: tl.constexpr):
+    """A tile [rows, DEPTH] of a matrix with rows of WHOLE elements; zeros beyond them, and in rows not there."""
     if WHOLE % DEPTH == 0:
-        values = tl.load(pointers)
+        values = tl.load(pointers, mask=there, other=0.0)
     else:
-        values = tl.load(pointers, mask=(depth < WHOLE - start)[None, :], other=0.0)
+        values = tl.load(pointers, mask=there & (depth < WHOLE - start)[None, :], other=0.0)
     return values
 
 

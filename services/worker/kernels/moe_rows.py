@@ -2,6 +2,10 @@
 
 Gates and ups first, a pick (one of a row's experts) at a time; then one kernel sums the outputs of a row's experts.
 
+Programs are single warps, whose 32 lanes read a line of 16 bytes each. So a row's elements lie in registers as the
+weights beside them do: nothing goes through shared memory, and no barrier keeps a loop's loads from being on their way
+together.
+
 Bytes of n rows: 3 · n · chosen · I · hidden · itemsize of weights, and 2 · n · (hidden + chosen · I) · itemsize beside.
 """
 
@@ -17,8 +21,8 @@ from services.worker.kernels.moe_tiles import down_row_tile, up_row_tile
 from services.worker.kernels.routing import Picks
 from services.worker.ops import Activation
 
-UNROLLED = tl.constexpr(4)
-"""Turns of a loop over a row's elements whose loads are on their way together."""
+MOST_TURNS = tl.constexpr(4)
+"""Turns of a loop over a row's elements whose loads are on their way together, at most."""
 
 
 def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
@@ -34,22 +38,28 @@ def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Ac
         KIND=kind,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        num_warps=tile.num_warps,
+        num_warps=1,
     )
     out = torch.empty_like(x)
-    places = triton.next_power_of_2(chosen)
-    tile = down_row_tile(places, x.element_size())
+    tile = down_row_tile(x.element_size())
     down_row_kernel[(triton.cdiv(hidden, tile.columns), rows)](
         *(gated, down, *picks, out),
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
-        PLACES=places,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        num_warps=tile.num_warps,
+        num_warps=1,
     )
     return out
+
+
+@triton.constexpr_function
+def turns_at_once(elements, depth):
+    """Of a loop over so many elements, `depth` a turn: MOST_TURNS or a few less, so that none is left over that would
+    wait for its loads by itself."""
+    turns = -(-elements // depth)
+    return -(-turns // -(-turns // MOST_TURNS.value))
 
 
 @triton.jit
@@ -66,6 +76,8 @@ def up_row_kernel(
     DEPTH: tl.constexpr,
 ):
     """Grid (columns, picks): act(gate) · up of some columns of one pick."""
+    TURNS: tl.constexpr = turns_at_once(HIDDEN, DEPTH)
+    ROUNDED: tl.constexpr = (HIDDEN + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
     pick = tl.program_id(1)
     expert = tl.load(experts + pick).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -75,7 +87,7 @@ def up_row_kernel(
     gates = gate_up + expert * (2 * SIZE * HIDDEN) + tl.minimum(column, SIZE - 1)[:, None] * HIDDEN + depth[None, :]
     gate = tl.zeros([COLUMNS, DEPTH], tl.float32)
     up = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for start in tl.range(0, HIDDEN, DEPTH, loop_unroll_factor=UNROLLED):
+    for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
         there = depth < HIDDEN - start
         values = tl.load(row + start, mask=there, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gates + start, mask=there[None, :], other=0.0).to(tl.float32) * values
@@ -94,28 +106,25 @@ def down_row_kernel(
     HIDDEN: tl.constexpr,
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
-    PLACES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Grid (columns, rows): the sum over all experts of a row, side by side so that many bytes are on their way."""
+    """Grid (columns, rows): the sum over all experts of a row."""
+    TURNS: tl.constexpr = turns_at_once(SIZE, DEPTH)
+    ROUNDED: tl.constexpr = (SIZE + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
     row = tl.program_id(1)
-    place, depth = tl.arange(0, PLACES), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    pick = row * CHOSEN + place
-    chance = tl.load(chances + pick, mask=place < CHOSEN, other=0.0)
-    expert = tl.load(experts + pick, mask=place < CHOSEN, other=0).to(tl.int64)
-    inputs = gated + pick.to(tl.int64)[:, None] * SIZE + depth[None, :]
-    weights = (
-        down
-        + (expert * (HIDDEN * SIZE))[None, :, None]
-        + (tl.minimum(column, HIDDEN - 1) * SIZE)[:, None, None]
-        + depth[None, None, :]
-    )
-    total = tl.zeros([COLUMNS, PLACES, DEPTH], tl.float32)
-    for start in tl.range(0, SIZE, DEPTH, loop_unroll_factor=UNROLLED):
-        there = (place < CHOSEN)[:, None] & (depth < SIZE - start)[None, :]
-        values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance[:, None]
-        total += tl.load(weights + start, mask=there[None, :, :], other=0.0).to(tl.float32) * values[None, :, :]
-    made = tl.sum(tl.sum(total, 2), 1)
+    depth = tl.arange(0, DEPTH)
+    columns = down + tl.minimum(column, HIDDEN - 1)[:, None] * SIZE + depth[None, :]
+    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        pick = row * CHOSEN + place
+        chance = tl.load(chances + pick)
+        weights = columns + tl.load(experts + pick).to(tl.int64) * (HIDDEN * SIZE)
+        inputs = gated + pick.to(tl.int64) * SIZE + depth
+        for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+            there = depth < SIZE - start
+            values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
+            total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
+    made = tl.sum(total, 1)
     tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -12,6 +12,9 @@ from services.worker.kernels.attention_tiles import HOPPER
 
 TILE_ROWS = (16, 32, 64, 128)
 
+_LINE = 32 * 16
+"""Bytes that the 32 lanes of a warp read at once, 16 each."""
+
 
 class ExpertTile(NamedTuple):
     """Of a product of some rows with some columns of one expert."""
@@ -27,11 +30,10 @@ class ExpertTile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Of a row times some columns of its own expert, without tensor cores."""
+    """Of a row times some columns of its own expert, by one warp, without tensor cores."""
 
     columns: int
     depth: int
-    num_warps: int
 
 
 def one_by_one(rows: int, chosen: int, experts: int) -> bool:
@@ -40,13 +42,13 @@ def one_by_one(rows: int, chosen: int, experts: int) -> bool:
 
 
 def up_row_tile(itemsize: int) -> RowTile:
-    """Of the gates, and as many ups: with four turns' loads on their way, 64 KiB a program."""
-    return RowTile(columns=8, depth=1024 // itemsize, num_warps=4)
+    """Of the gates, and as many ups."""
+    return RowTile(columns=2, depth=_LINE // itemsize)
 
 
-def down_row_tile(chosen: int, itemsize: int) -> RowTile:
-    """For all chosen experts of a row together."""
-    return RowTile(columns=8, depth=max(16, 2048 // (chosen * itemsize)), num_warps=4)
+def down_row_tile(itemsize: int) -> RowTile:
+    """Of all chosen experts of a row, one behind the other: few columns, so that one row is work for the whole GPU."""
+    return RowTile(columns=2, depth=_LINE // itemsize)
 
 
 def tile_rows(picks: int, experts: int) -> int:
@@ -64,7 +66,9 @@ def expert_tile(rows: int, itemsize: int, capability: int, *, gated: bool) -> Ex
         # Products of float32 are three of TF32 each, out of twice the shared memory: for correctness, not for speed.
         return ExpertTile(min(rows, 32), 64, 32, rows <= 32, num_warps=4, num_stages=3)
     if rows <= 32:
-        return ExpertTile(rows, 64 if gated else 128, 128, True, num_warps=4, num_stages=3)
+        # Two programs fit on an SM of Hopper, each with two loads of 32 KiB, or three of 16, on their way.
+        depth, stages = (128, 3) if rows <= 16 else (64, 4)
+        return ExpertTile(rows, 64 if gated else 128, depth, True, num_warps=4, num_stages=stages)
     if rows == 64:
         return ExpertTile(rows, 128, 64, False, num_warps=4 if hopper else 8, num_stages=3)
     columns = (256 if hopper else 128) // (2 if gated else 1)

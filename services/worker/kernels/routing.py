@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_AT_ONCE = 4096
-"""Picks that a program looks at in one go, at most."""
+AT_ONCE = (512, 4096)
+"""Picks that a program looks at in one go: where there are no more, and where there are. Each is compiled anew."""
 
 
 class Picks(NamedTuple):
@@ -63,9 +63,10 @@ def route(logits: Tensor, *, chosen: int, renormalised: bool) -> Picks:
     return picks
 
 
-def sort_picks(experts: Tensor, count: int, tile: int) -> Sorted:
-    """`experts` [n, chosen] of `count` experts, for tiles of `tile` rows."""
+def sort_picks(experts: Tensor, count: int, tile: int, at_once: int | None = None) -> Sorted:
+    """`experts` [n, chosen] of `count` experts, for tiles of `tile` rows. `at_once`: one of AT_ONCE, None: as suits."""
     picks, device = experts.numel(), experts.device
+    at_once = at_once or (AT_ONCE[0] if picks <= AT_ONCE[0] else AT_ONCE[1])
     tiles = most_tiles(picks, count, tile)
     counts = torch.empty(count, dtype=torch.int32, device=device)
     found = Sorted(
@@ -73,8 +74,7 @@ def sort_picks(experts: Tensor, count: int, tile: int) -> Sorted:
         torch.empty(tiles, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
-    at_once = max(128, min(_AT_ONCE, triton.next_power_of_2(picks)))
-    warps = max(1, min(8, at_once // 256))
+    warps = min(8, at_once // 256)
     rows, chosen = experts.shape
     count_kernel[(count,)](experts, counts, rows, CHOSEN=chosen, AT_ONCE=at_once, num_warps=warps)
     place_kernel[(count,)](

@@ -25,7 +25,9 @@ from torch import Tensor
 CHUNK = 64
 AT_ONCE = 32
 """Chunks that a program looks through at once; the first of these stay in its registers."""
-WARPS = 16
+WARPS = 8
+REGISTERS = 128
+"""Of a thread, at most: two programs then fit on an SM, and all rows of a large batch onto an H200 at once."""
 
 _ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0, the weight of the likeliest token."""
@@ -78,6 +80,7 @@ def draw(logits: Tensor, how: Draw) -> Tensor:
         AT_ONCE=AT_ONCE,
         CHUNK=CHUNK,
         num_warps=WARPS,
+        maxnreg=REGISTERS,
     )
     return tokens
 
@@ -281,6 +284,7 @@ def draw_kernel(
         )
         tl.store(tokens + number, tl.minimum(tl.min(token, axis=0) + found, VOCAB - 1).to(tl.int64))
     else:
-        token = tl.argmax(peak, axis=0) * CHUNK + element
+        # NaNs have no greatest one: what is found then may lie in the padding.
+        token = tl.minimum(tl.argmax(peak, axis=0), CHUNKS - 1) * CHUNK + element
         best = tl.argmax(_read(logits, token, token < VOCAB), axis=0)
-        tl.store(tokens + number, (tl.min(token, axis=0) + best).to(tl.int64))
+        tl.store(tokens + number, tl.minimum(tl.min(token, axis=0) + best, VOCAB - 1).to(tl.int64))
