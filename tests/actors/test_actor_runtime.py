@@ -68,13 +68,13 @@ class Stack:
             self.phases.append(message.phase)
 
     async def until(self, phase: Phase) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.phases[-1:] != [phase]:
                 await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
         self.runtime.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self.task
 
 
@@ -87,7 +87,7 @@ async def stack(memory_bus: MemoryBus) -> Stack:
 
 async def test_messages_are_handled_and_questions_answered(stack: Stack) -> None:
     await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await stack.actor.heard.get() == CANCEL
     reply = await stack.bus.ask(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 5)
     assert reply == ProbeReply("running", 3)
@@ -100,12 +100,12 @@ async def test_on_drain_the_intake_closes_and_the_rest_stays_open(stack: Stack) 
     await stack.bus.publish(topics.instance_control(InstanceId("engine-1")), Drain())
     await stack.until("draining")
     await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await stack.actor.heard.get() == CANCEL
     returned: asyncio.Queue[Undelivered] = asyncio.Queue()
     stack.bus.on_undelivered(returned.put)
     await stack.bus.publish(topics.engine_requests(ENGINE), None, confirm=True)  # type: ignore[arg-type]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await returned.get()
     await stack.bus.publish(topics.instance_control(InstanceId("engine-1")), Undrain())
     await stack.until("ready")
@@ -132,7 +132,7 @@ async def test_an_actor_whose_dependency_is_missing_is_not_ready(stack: Stack) -
 async def test_a_bug_ends_the_process_and_is_said_on_the_bus(stack: Stack) -> None:
     await stack.bus.publish(topics.engine_control(ENGINE), StopMatched(RequestId("bug"), Attempt(1)))
     with pytest.raises(ExceptionGroup) as error:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await stack.task
     assert error.group_contains(ZeroDivisionError)
     await stack.until("failed")
@@ -146,7 +146,7 @@ async def test_ticks_arrive_as_messages(memory_bus: MemoryBus) -> None:
     stack.actor = Ticking(memory_bus)
     stack.runtime = ActorRuntime(stack.actor)
     await stack.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         first, second = await stack.actor.heard.get(), await stack.actor.heard.get()
     assert isinstance(first, Tick)
     assert isinstance(second, Tick)

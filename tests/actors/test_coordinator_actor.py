@@ -48,7 +48,7 @@ class World:
         self.sent.append(message)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 
@@ -64,7 +64,7 @@ class World:
 
     async def stop(self) -> None:
         self.runtime.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self.task
 
 

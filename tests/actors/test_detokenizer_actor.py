@@ -56,7 +56,7 @@ class Ring:
         self.gateway: Subscription = await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self.at_gateway.put)
         await self.bus.subscribe(topics.engine_control(ENGINE), self.at_engine.put)
         self.task = asyncio.create_task(self.runtime.run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.runtime.phase != "ready":
                 await asyncio.sleep(0.001)
 
@@ -78,12 +78,12 @@ class Ring:
 
     async def stop(self) -> None:
         self.runtime.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.task
 
 
 async def heard(queue: asyncio.Queue[Any]) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await queue.get()
 
 
@@ -193,7 +193,7 @@ async def test_a_drain_waits_for_the_last_text(ring: Ring) -> None:
     await ring.batch(entries=(entry(0, "a", finish="length"),))
     end = await heard(ring.at_gateway)
     assert end.deltas == (Delta(R, ONE, 0, entry(0, "a").tokens, "a", "length"),)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ring.task
     assert ring.runtime.phase == "stopped"
 

@@ -61,7 +61,7 @@ class Ring:
         if coordinator:
             await self.bus.subscribe(topics.route(), self.routed.put)
         self.task = asyncio.create_task(self.runtime.run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.runtime.phase != "ready":
                 await asyncio.sleep(0.001)
 
@@ -83,12 +83,12 @@ class Ring:
 
     async def stop(self) -> None:
         self.runtime.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.task
 
 
 async def heard(queue: asyncio.Queue[Any]) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await queue.get()
 
 
@@ -233,7 +233,7 @@ async def test_a_bug_on_a_thread_ends_the_process(ring: Ring, monkeypatch: pytes
     monkeypatch.setattr(ring.actor._encoding, "route", broken)
     await ring.tokenize(TextPrompt("x" * (INLINE_BYTES + 1)))
     with pytest.raises(ExceptionGroup) as error:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await ring.task
     assert error.group_contains(ZeroDivisionError)
     ring.task = asyncio.create_task(asyncio.sleep(0))

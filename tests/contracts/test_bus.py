@@ -17,7 +17,7 @@ from shared.topics import Topic
 
 ENGINE = EngineId("engine-1")
 CANCEL = Cancel(RequestId("r"), Attempt(1))
-DEADLINE = 5
+DEADLINE = 60
 
 
 async def collect(bus: Bus, topic: Topic[object], count: int) -> asyncio.Future[list[object]]:

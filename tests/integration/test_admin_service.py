@@ -25,7 +25,7 @@ from shared.messages.supervisor import Scale, ScaleAnswer, Scaled, ScaleRefused
 from tests.coordinator_world import GATEWAY, detokenizer, engine, life, route
 from tests.nats_server import NatsServer
 
-DEADLINE = 5
+DEADLINE = 60
 
 REFUSED = [
     ("drain", '{"instance": "nobody"}', 404, "coordinator-1"),

@@ -23,7 +23,7 @@ async def test_messages_published_while_the_bus_is_away_arrive_when_it_is_back(o
     await bus.subscribe(TOPIC, heard.put)
     await bus.flush()
     own_nats.kill()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while bus.connected:
             await asyncio.sleep(0.01)
     stood_at = bus.liveness_now()
@@ -32,7 +32,7 @@ async def test_messages_published_while_the_bus_is_away_arrive_when_it_is_back(o
     await asyncio.sleep(0.2)
     assert bus.liveness_now() == stood_at
     own_nats.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await heard.get() == message
     assert bus.connected
     await bus.close()
@@ -48,7 +48,7 @@ async def test_a_bus_is_reached_by_web_socket_too(tmp_path: Path) -> None:
     port = free_port()
     websocket = f'websocket {{ host: "127.0.0.1", port: {port}, no_tls: true }}'
     with nats_server(tmp_path, more=websocket) as server:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             bus, other = (
                 await connect(NatsOptions(servers=(f"ws://127.0.0.1:{port}",))),
                 await connect(NatsOptions(servers=(server.url,))),

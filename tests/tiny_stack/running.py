@@ -18,7 +18,7 @@ from deploy.supervisor.arenas import remove_leftovers
 from deploy.supervisor.state_file import StackState, read_state
 
 REPOSITORY = Path(__file__).parents[2]
-DEADLINE = 30.0
+DEADLINE = 90.0
 
 
 class TinyStack:
