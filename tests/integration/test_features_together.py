@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from tests.bus_moments import listening, requests_are_handed_to
 from tests.conversations import client_of
 from tests.stack import RunningStack, running_stack
 
@@ -254,8 +255,9 @@ async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plai
     more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
     with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as stack:
         async with asyncio.TaskGroup() as both:
-            answers = both.create_task(all_at_once(stack))
-            await asyncio.sleep(1.0)
+            async with listening(stack, requests_are_handed_to("decode-1")) as listener:
+                answers = both.create_task(all_at_once(stack))
+                await listener.moment()
             stack.kill("decode-1")
             both.create_task(crowd(stack, 10))
         assert answers.result() == plain
