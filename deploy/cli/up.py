@@ -51,7 +51,7 @@ def _last_words(failed: StartFailed) -> str:
     """The last lines of the log, as `baton logs` shows them."""
     lines = (parsed(failed.instance, line, "") for line in failed.last_lines)
     shown = (line.text if line.fields is None else for_people(line, False) for line in lines)
-    return "\n".join([f"{failed}. Its last words ({failed.log_file}):", *(f"  {line}" for line in shown)])
+    return "\n".join([failed.heading, *(f"  {line}" for line in shown)])
 
 
 async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | None) -> None:

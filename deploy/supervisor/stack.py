@@ -63,13 +63,12 @@ Beside = Callable[[], Coroutine[Any, Any, None]]
 
 
 class StartFailed(Exception):
-    """The stack did not come up; the text names the process and says why."""
+    """The stack did not come up; the text names the process and shows its last words, as its log has them."""
 
     def __init__(self, instance: InstanceId, reason: str, log_file: Path, last_lines: Sequence[str]) -> None:
-        super().__init__(f"{instance} {reason}")
-        self.instance, self.log_file = instance, log_file
-        self.last_lines = tuple(last_lines)
-        """Of its log, as they are there."""
+        self.instance, self.last_lines = instance, tuple(last_lines)
+        self.heading = f"{instance} {reason}. Its last words ({log_file}):"
+        super().__init__("\n".join([self.heading, *(f"  {line}" for line in last_lines)]))
 
 
 class Stack:
