@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def run_peers(argv: Sequence[str], up: str | None) -> None:
             with contextlib.redirect_stdout(sys.stderr), stack_for_the_run(_up(options), options.logs) as state:
                 asked, ours = asyncio.run(_ours(options, state))
             _write(options, ours, None)  # so that it is not lost where transformers fails
-            theirs = asyncio.run(_theirs(options, model, asked)) if options.with_peer else None
+            theirs = asyncio.run(_theirs(options, model, asked, ours)) if options.with_peer else None
     except (ApiError, HttpError, ValueError) as error:
         raise CommandError(str(error)) from None
     _report(options, ours, theirs)
@@ -94,14 +94,18 @@ async def _ours(options: PeersOptions, state: StackState) -> tuple[Asked, Side]:
     async with session(target, ignore_eos=True) as api, idle_watch(state) as watch:
         asked = await _asked(options, api)
         greedy = list(await asyncio.gather(*(_greedy(api, prompt) for prompt in asked.compared)))
-        loads = await _loads(options, asked, api.stream, watch)
+        loads = [load async for load in _loads(options, asked, api.stream, watch)]
     return asked, Side(loads, greedy)
 
 
-async def _theirs(options: PeersOptions, model: Path, asked: Asked) -> Side:
+async def _theirs(options: PeersOptions, model: Path, asked: Asked, ours: Side) -> Side:
+    """Written after every load: none of it is lost where the next one takes too long."""
     async with peer(_question(options, model, asked), options.loads[0].target.timeout) as other:
-        greedy = await _compared(other, asked.compared)
-        return Side(await _loads(options, asked, other.ask, None), greedy, other.ready)
+        found = Side([], await _compared(other, asked.compared), other.ready)
+        async for load in _loads(options, asked, other.ask, None):
+            found.loads.append(load)
+            _write(options, ours, found)
+        return found
 
 
 async def _compared(other: Peer, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -147,16 +151,16 @@ async def _greedy(api: Api, prompt: Prompt) -> list[int]:
     return tokens
 
 
-async def _loads(options: PeersOptions, asked: Asked, send: Send, watch: IdleWatch | None) -> list[LoadFigures]:
-    found = []
+async def _loads(
+    options: PeersOptions, asked: Asked, send: Send, watch: IdleWatch | None
+) -> AsyncIterator[LoadFigures]:
     for load, before, prompts in zip(options.loads, asked.warm_up, asked.measured, strict=True):
         await warm_up(send, before)
         starts = arrivals(len(prompts), load.request_rate, load.burstiness, Random(load.seed))
         if watch is not None:
             await watch.begin()
         run = await Load(send, load.max_concurrency, lambda outcome: None).run(prompts, starts)
-        found.append(LoadFigures(load, run, {} if watch is None else await watch.end()))
-    return found
+        yield LoadFigures(load, run, {} if watch is None else await watch.end())
 
 
 def _write(options: PeersOptions, ours: Side, theirs: Side | None) -> dict[str, Any]:

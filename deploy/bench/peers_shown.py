@@ -20,7 +20,8 @@ _TIMES = ("ttft", "itl", "tpot", "e2el")
 
 def described(options: PeersOptions, ours: Side, theirs: Side | None) -> dict[str, Any]:
     """For whoever reads JSON. A ratio above 1 is in Baton's favour. `theirs`: None: Baton's figures alone."""
-    others: Sequence[LoadFigures | None] = [None] * len(ours.loads) if theirs is None else theirs.loads
+    measured = [] if theirs is None else theirs.loads
+    others = [*measured, *[None] * (len(ours.loads) - len(measured))]
     return {
         "model": options.model or "demo",
         "load_format": options.load_format or "auto",

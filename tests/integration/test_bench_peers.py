@@ -170,6 +170,13 @@ def test_answers_that_were_begun_anew_are_told() -> None:
     assert "began 1 answers anew" in shown(result)
 
 
+def test_a_load_that_transformers_has_not_come_to_is_left_open() -> None:
+    ours, theirs = side(0.1, 0.01), side(0.4, 0.02, ready=READY)
+    result = described(peers_options([], None), ours._replace(loads=ours.loads * 2), theirs)
+    assert [load["transformers"] is None for load in result["loads"]] == [False, True]
+    assert "| TTFT p50 ms | 100.00 | - | - |" in shown(result)
+
+
 def test_baton_alone_has_a_table_too() -> None:
     text = shown(described(peers_options(["--peer", "none"], None), side(0.1, 0.01), None))
     assert "| TTFT p50 ms | 100.00 | - | - |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -77,8 +78,8 @@ def _of_kernels(found: Mapping[str, Any]) -> Iterator[Row]:
 def _is_aimed(name: str, kernel: Mapping[str, Any]) -> bool:
     if name != BIG or kernel["family"] != "decode-attention":
         return False
-    batch, _, context = kernel["case"].replace(",", "").partition(" × ")
-    return int(batch) >= _ATTENTION_BATCH and int(context) >= _ATTENTION_CONTEXT
+    sizes = re.match(r"(\d+) × (\d+)", kernel["case"].replace(",", ""))
+    return sizes is not None and int(sizes[1]) >= _ATTENTION_BATCH and int(sizes[2]) >= _ATTENTION_CONTEXT
 
 
 def _of_loads(found: Mapping[str, Any]) -> Iterator[Row]:

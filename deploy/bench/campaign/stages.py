@@ -135,9 +135,13 @@ def _tests(folder: Path, *chosen: str) -> Run:
 
 def _in_processes(count: int) -> tuple[str, ...]:
     """Where pytest-xdist is there. Processes whose GPU is of no use any more are replaced (tests/broken_devices.py)."""
-    if importlib.util.find_spec("xdist") is None:
+    if not _is_there("xdist"):
         return ()
     return (f"--numprocesses={count}", "--dist=worksteal", "--max-worker-restart=100")
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _on_gpus() -> list[str]:
@@ -148,7 +152,7 @@ def _on_gpus() -> list[str]:
 
 
 def _roofline(folder: Path, name: str, *flags: str, plot: bool = True) -> Run:
-    drawn = (f"--plot={folder / name}.png",) if plot else ()
+    drawn = (f"--plot={folder / name}.png",) if plot and _is_there("matplotlib") else ()
     return Run(name, (*_bench("roofline"), *flags, *drawn, *_written(folder, name)))
 
 
