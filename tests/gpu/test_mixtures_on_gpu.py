@@ -11,6 +11,7 @@ from tests.mixed_experts import MixedExperts, Shape
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 QWEN3 = Shape(experts=128, chosen=8, hidden=2048, size=768, dtype=torch.bfloat16)
+QWEN2 = Shape(experts=64, chosen=8, hidden=3584, size=2560, dtype=torch.bfloat16)
 MIXTRAL_OF_8_RANKS = Shape(experts=8, chosen=2, hidden=4096, size=14336 // 8, dtype=torch.bfloat16)
 
 
@@ -21,7 +22,9 @@ def mixed(made: MixedExperts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 200, 500, 3000])
-@pytest.mark.parametrize("shape", [QWEN3, MIXTRAL_OF_8_RANKS], ids=["Qwen3-30B-A3B", "Mixtral-8x7B of 8 ranks"])
+@pytest.mark.parametrize(
+    "shape", [QWEN3, QWEN2, MIXTRAL_OF_8_RANKS], ids=["Qwen3-30B-A3B", "Qwen2-57B-A14B", "Mixtral-8x7B of 8 ranks"]
+)
 def test_a_mixture_is_what_it_is_in_float64(shape: Shape, rows: int) -> None:
     made = MixedExperts(shape, rows)
     made.check(mixed(made))

@@ -11,10 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.kernels import moe
+from services.worker.kernels.attention_tiles import HOPPER
 from services.worker.kernels.moe import mixture
 from services.worker.kernels.moe_products import mix_tiles
-from services.worker.kernels.moe_rows import mix_rows
-from services.worker.kernels.moe_tiles import TILE_ROWS, one_by_one, tile_rows
+from services.worker.kernels.moe_rows import mix_rows, turns_at_once
+from services.worker.kernels.moe_tiles import TILE_ROWS, expert_tile, one_by_one, tile_rows
 from services.worker.kernels.routing import Sorted, most_tiles, route, sort_picks
 from services.worker.kernels.traffic import mixture_bytes, mixture_flops
 from tests.kernel_device import DEVICE
@@ -115,6 +116,7 @@ def test_a_mixture_is_what_it_is_in_float64(way: object, dtype: torch.dtype) -> 
         Shape(experts=4, chosen=4, hidden=32, renormalised=False),
         Shape(experts=3, chosen=1, hidden=40, size=72),
         Shape(experts=4, chosen=3, size=40),
+        Shape(chosen=1, hidden=640, size=24),
     ],
     ids=lambda shape: f"{shape.chosen} of {shape.experts}, {shape.hidden} to {shape.size}, {shape.kind}",
 )
@@ -129,6 +131,19 @@ def test_each_size_of_tiles_gives_the_same(most: int) -> None:
     mixed = MixedExperts(Shape(experts=2, chosen=1, hidden=80, dtype=torch.bfloat16), rows=most // 2 + 9)
     picks = route(mixed.logits, chosen=1, renormalised=True)
     mixed.check(mix_tiles(mixed.x, picks, mixed.gate_up, mixed.down, kind="silu", most=most))
+
+
+def test_no_turn_of_a_loop_is_left_over_whose_loads_would_go_alone() -> None:
+    found = [int(turns_at_once(256 * turns, 256)) for turns in (1, 3, 4, 5, 6, 8, 9)]
+    assert found == [1, 3, 4, 3, 3, 4, 3]
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("gated", [False, True])
+def test_two_programs_of_few_rows_fit_on_an_sm_of_hopper(rows: int, gated: bool) -> None:
+    tile = expert_tile(rows, 2, HOPPER, gated=gated)
+    of_a_program = tile.num_stages * (tile.rows + tile.columns * (2 if gated else 1)) * tile.depth * 2 + 1024
+    assert 2 * of_a_program <= 228 * 1024
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:

@@ -162,6 +162,18 @@ def test_a_row_with_nothing_to_draw_gives_some_token() -> None:
     assert all(0 <= token < 90 for token in draw(logits, _draw(settings, [0.5] * 3)).tolist())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
+@pytest.mark.parametrize("some", [slice(None), slice(30, 80)], ids=["all", "some"])
+def test_a_row_of_what_is_no_number_gives_a_token_that_there_is(some: slice) -> None:
+    """One that there is not would be read beyond the embeddings. The interpreter knows no greatest of nothing but NaNs:
+    greedy rows of those are for a GPU."""
+    logits = torch.zeros(4, 90, device=DEVICE)
+    logits[:, some] = torch.nan
+    greedy = 0.0 if DEVICE.type == "cuda" or some.start else 1.0
+    settings = [(greedy, ALL, 1.0, 0.0), (1.0, ALL, 1.0, 0.0), (1.0, 5, 0.9, 0.1), (1.0, ALL, 0.9, 0.0)]
+    assert all(0 <= token < 90 for token in draw(logits, _draw(settings, [0.5] * 4)).tolist())
+
+
 @pytest.mark.parametrize("setting", [(1.0, ALL, 0.9, 0.0), (1.0, 600, 0.99, 0.0)])
 def test_a_flat_distribution_is_cut_though_its_nucleus_is_nearly_everywhere(
     setting: tuple[float, int, float, float],

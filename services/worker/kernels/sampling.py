@@ -127,7 +127,7 @@ def _floor(peaks, sums, BY_COUNT: tl.constexpr, wanted, CHUNK: tl.constexpr):
     A chunk whose peak is at or above a threshold has one such token at least, and what lies below the threshold weighs
     less than CHUNK - 1 times as much.
     """
-    low = (wanted * 0).to(tl.int32)
+    low = tl.full((), 0, tl.int32)
     high = low + (_ONE + 1)
     while high - low > _COARSE:
         middle = low + (high - low) // 2
