@@ -26,27 +26,23 @@ def draws() -> Iterator[Launch]:
 
 
 def _verifications() -> Iterator[Launch]:
-    """Behind all rows of a step, or some."""
     arguments = {"drawn": "*i64", "ids": "*i32", "rows": "*i32", "first": "*i32", "counts": "*i32", "outcome": "*i32"}
-    for named in (True, False):
-        yield Launch(
-            f"drafts verified {'behind some rows' if named else 'behind all'}",
-            verification.verify_kernel,
-            arguments | {"sequences": "i32", "places": "i32"},
-            {"NAMED": named, "BLOCK": verification.BLOCK},
-        )
+    yield Launch(
+        "drafts verified",
+        verification.verify_kernel,
+        arguments | {"sequences": "i32", "places": "i32", "named": "u1"},
+        {"BLOCK": verification.BLOCK},
+    )
 
 
 def _moves_back() -> Iterator[Launch]:
-    """Of a step's rows, with their cells, and of a chain's."""
     arguments = dict.fromkeys(("short", "positions", "slots", "contexts", "tables", "cells"), "*i32")
-    for cells in (True, False):
-        yield Launch(
-            f"{'rows' if cells else 'a chain'} moved back",
-            moving_back.move_back_kernel,
-            arguments | dict.fromkeys(("count", "stride", "width"), "i32"),
-            {"CELLS": cells, "TOKENS": BLOCK_SIZE, "ROWS": moving_back.ROWS},
-        )
+    yield Launch(
+        "decodes moved back",
+        moving_back.move_back_kernel,
+        arguments | dict.fromkeys(("count", "stride", "width"), "i32") | {"celled": "u1"},
+        {"TOKENS": BLOCK_SIZE, "ROWS": moving_back.ROWS},
+    )
 
 
 def _draws(vocab: int, kind: str, *, rare: bool) -> Iterator[Launch]:

@@ -29,9 +29,9 @@ from services.worker.rank import Rank, RankBackend, apart
 from services.worker.sampling.parameters import Choices, Feature
 from services.worker.sampling.prompt_rows import ScoredRows
 from services.worker.sampling.sampler import Drawn, sample
-from services.worker.shortfall import Shortfall, move_back
+from services.worker.shortfall import Shortfall, move_back, move_back_once
 from services.worker.speculation.proposer import Drafts
-from services.worker.speculation.trial import Trial, drawn_behind
+from services.worker.speculation.trial import Trial, drawn_behind, try_once
 from services.worker.step_clock import Mark, clock_of
 from services.worker.token_table import TokenTable
 from services.worker.unsettled import UnsettledSteps
@@ -54,6 +54,8 @@ class LaunchingRunner(RankBackend):
         self._history = self._tokens.history(rank.sequences.prompt_lengths)
         self._clock = clock_of(rank.device)
         self._unsettled = UnsettledSteps(rank)
+        try_once(rank.decoder.ops, rank.device)
+        move_back_once(rank.device)
 
     def reset(self) -> None:
         self._unsettled.clear()

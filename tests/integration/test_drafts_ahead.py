@@ -188,6 +188,28 @@ def test_sequences_come_leave_and_are_preempted_between_drafts(
     assert [sequence.output for sequence in staying] == wanted
 
 
+def test_who_takes_the_slot_of_one_that_left_is_not_moved_back(
+    backends: dict[Method, ModelRunner], clock: LateClock
+) -> None:
+    """Where it is a decode at once, and how many drafts stand of the one that left is not known yet."""
+    samplings = [SamplingParams(seed=number, temperature=0.9) for number in range(4)]
+    alone = late(backends["medusa"])
+    one = Driver(alone)
+    wanted = [one.add(prompt(1, number), 8, sampling=sampling) for number, sampling in enumerate(samplings)]
+    one.run()
+    driver = DriverAhead(late(backends["medusa"]), speculate=3)
+    coming = []
+    for number, sampling in enumerate(samplings):
+        leaving = driver.add(prompt(9, 40 + number), 200, sampling=sampling)
+        for _ in range(3):
+            driver.step()
+        driver.drop(leaving)
+        coming.append(driver.add(prompt(1, number), 8, sampling=sampling))
+        driver.step()
+    driver.run()
+    assert [sequence.output for sequence in coming] == [sequence.output for sequence in wanted]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_to_sequences_each_draws_what_it_would_alone(
     backends: dict[Method, ModelRunner], clock: LateClock, seed: int

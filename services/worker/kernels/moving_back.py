@@ -24,8 +24,7 @@ def move_back(
     if count:
         move_back_kernel[(triton.cdiv(count, ROWS), steps)](
             *(short, positions, slots, contexts, tables, positions if cells is None else cells),
-            *(count, positions.stride(0), tables.shape[1]),
-            CELLS=cells is not None,
+            *(count, positions.stride(0), tables.shape[1], cells is not None),
             TOKENS=BLOCK_SIZE,
             ROWS=ROWS,
             num_warps=4,
@@ -33,7 +32,7 @@ def move_back(
 
 
 @triton.jit(
-    do_not_specialize=["count", "stride", "width"],
+    do_not_specialize=["count", "stride", "width", "celled"],
     do_not_specialize_on_alignment=["short", "positions", "slots", "contexts", "tables", "cells"],
 )
 def move_back_kernel(
@@ -46,15 +45,15 @@ def move_back_kernel(
     count,
     stride,
     width,
-    CELLS: tl.constexpr,
+    celled,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < count
     missing = tl.load(short + row, mask=there, other=0)
-    if CELLS:
-        tl.store(cells + row, tl.load(cells + row, mask=there, other=0) - missing, mask=there)
+    own = there & celled
+    tl.store(cells + row, tl.load(cells + row, mask=own, other=0) - missing, mask=own)
     at = tl.program_id(1) * stride + row
     tl.store(contexts + at, tl.load(contexts + at, mask=there, other=0) - missing, mask=there)
     position = tl.load(positions + at, mask=there, other=0) - missing

@@ -23,8 +23,7 @@ def verify(tried: Tried) -> Tensor:
     outcome = torch.empty(sequences + rows, dtype=torch.int32, device=tried.drawn.device)
     verify_kernel[(triton.cdiv(sequences, BLOCK),)](
         *(tried.drawn, tried.ids, tried.ids if tried.rows is None else tried.rows),
-        *(tried.first, tried.counts, outcome, sequences, tried.most + 1),
-        NAMED=tried.rows is not None,
+        *(tried.first, tried.counts, outcome, sequences, tried.most + 1, tried.rows is not None),
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -32,12 +31,10 @@ def verify(tried: Tried) -> Tensor:
 
 
 @triton.jit(
-    do_not_specialize=["sequences", "places"],
+    do_not_specialize=["sequences", "places", "named"],
     do_not_specialize_on_alignment=["drawn", "ids", "rows", "first", "counts"],
 )
-def verify_kernel(
-    drawn, ids, rows, first, counts, outcome, sequences, places, NAMED: tl.constexpr, BLOCK: tl.constexpr
-):
+def verify_kernel(drawn, ids, rows, first, counts, outcome, sequences, places, named, BLOCK: tl.constexpr):
     sequence = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = sequence < sequences
     own = tl.load(first + sequence, mask=there, other=0)
@@ -48,7 +45,7 @@ def verify_kernel(
     for place in tl.range(0, places):
         inside = place <= last
         row = own + place
-        at = tl.load(rows + row, mask=inside, other=0) if NAMED else row
+        at = tl.where(named, tl.load(rows + row, mask=inside & named, other=0), row)
         draft = tl.load(ids + at, mask=inside, other=0)
         stands = stands & inside & ((draft == before) | (place == 0))
         before = tl.load(drawn + row, mask=inside, other=0).to(tl.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,6 +38,12 @@ def trial(ops: Ops, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tenso
     first, counts = sent_together((batch.first_drawn, batch.drafted), drawn.device)
     tried = Tried(drawn, ids, rows, first, counts, int(batch.drafted.max()))
     return Trial(tried, ops.verify(tried))
+
+
+def try_once(ops: Ops, device: torch.device) -> None:
+    """Pays what verifying costs the first time: a grammar may ask for it in the middle of serving."""
+    numbers = torch.zeros(2, dtype=torch.int32, device=device)
+    ops.verify(Tried(numbers.long(), numbers, None, numbers[:1], torch.ones_like(numbers[:1]), 1))
 
 
 def drawn_behind(batch: Batch, meta: BatchMeta) -> Tensor | None:
