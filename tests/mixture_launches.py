@@ -111,6 +111,7 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
     for gated, kernel in ((True, up_tile_kernel), (False, down_tile_kernel)):
         for target in (80, 90):
             tile = expert_tile(rows, _ITEM[kind], target // 10, gated=gated)
+            looped = (shape.hidden if gated else shape.size) > tile.depth
             yield Launch(
                 f"{kernel.__name__} {shape.name} {kind} tiles of {rows} rows",
                 kernel,
@@ -121,7 +122,7 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
                 targets=(target,),
-                must=frozenset({"cp.async16"}) | (frozenset({"mma"}) if target == 80 else frozenset()),
+                must=frozenset({"cp.async16"} if looped else ()) | frozenset({"mma"} if target == 80 else ()),
                 must_on_hopper=frozenset({"wgmma" if kind == "bf16" else "mma"}),
                 rare=shape is not _QWEN3 or kind == "fp32" or rows in TILE_ROWS[1:-1],
             )
