@@ -179,6 +179,22 @@ def test_a_request_unknown_to_its_engine_twice_is_tried_again() -> None:
         assert dispatched(watched.probed(answer, 3.7)).attempt == 2
 
 
+def test_a_doubt_is_given_twice_as_long_with_each_attempt_in_vain() -> None:
+    """Or a ring that is only slow would be asked for the same again and again."""
+    watched = streaming()
+    late = ProbeReply("running", 5)
+    assert watched.supervision.tick(3.1) == [Ask(ENGINE, Probe(R, Attempt(1)))]
+    assert watched.probed(late, 3.2) == []
+    assert watched.supervision.tick(3.51) == [Ask(ENGINE, Probe(R, Attempt(1)))]
+    assert dispatched(watched.probed(late, 3.52)).attempt == 2
+    watched.placed(3.6, attempt=2)
+    assert watched.supervision.tick(5.7) == [Ask(ENGINE, Probe(R, Attempt(2)))]
+    assert watched.probed(late, 5.8, attempt=2) == []
+    assert watched.supervision.tick(6.3) == []
+    assert watched.supervision.tick(6.41) == [Ask(ENGINE, Probe(R, Attempt(2)))]
+    assert len(watched.delta(2, 6.42, attempt=2)) == 1
+
+
 def test_the_last_tokens_may_overtake_the_doubt() -> None:
     watched = streaming(2)
     watched.supervision.tick(3.1)

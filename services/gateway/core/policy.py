@@ -11,7 +11,8 @@ class Policy(Struct, frozen=True, kw_only=True):
     silence_s: float = 2.0
     """A placed request that nothing is heard of for so long is asked after."""
     confirm_s: float = 0.3
-    """A suspicious answer is checked again after this: the last tokens may still be on their way."""
+    """A suspicious answer is checked again after this: the last tokens may still be on their way. Doubled with each
+    attempt in a row that brought no token: what is slow just now shall not be tried to death."""
     unanswered_probes: int = 3
     """Probes in a row that an engine may leave unanswered."""
     placement_s: float = 5.0

@@ -342,7 +342,7 @@ class Supervision:
                 finding, certain = answer, r.doubts > 1
         if certain:
             return self._retry(r, finding, now, at_once=True)
-        r.ask_at = now + self._policy.confirm_s
+        r.ask_at = now + self._policy.confirm_s * 2 ** min(r.fruitless, 5)
         return []
 
     def _current(self, request: RequestId, attempt: Attempt) -> OpenRequest | None:
