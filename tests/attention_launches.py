@@ -10,7 +10,7 @@ from services.worker.kernels.attention_tiles import decode_tile, generation_of, 
 from services.worker.kernels.context_shares import MERGED_AT_ONCE, merge_kernel
 from services.worker.kernels.decode_attention import decode_kernel
 from services.worker.kernels.prefill_attention import prefill_kernel
-from tests.kernel_launches import Launch
+from tests.kernel_launches import Instruction, Launch
 
 
 def attention() -> Iterator[Launch]:
@@ -75,7 +75,7 @@ class AttentionShape:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             targets=self.targets,
-            must=frozenset({"mma", "cp.async16", "store16"}),
+            must=frozenset({"mma"}) | self._wide(),
             loads_ahead=True,
             rare=self.rare,
             may_spill=self.may_spill,
@@ -107,12 +107,16 @@ class AttentionShape:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             targets=(target,),
-            must=frozenset({"cp.async16", "store16"} | {"wgmma" if hopper and tile.rows >= 64 else "mma"}),
+            must=frozenset({"wgmma" if hopper and tile.rows >= 64 else "mma"}) | self._wide(),
             loads_ahead=hopper and self.kind != "fp32" and (self.dim <= 128 or self.cache is None),
             rare=self.rare,
             # On a 120 it must run; nobody has tuned it for that.
             may_spill=self.may_spill or target == 120,
         )
+
+    def _wide(self) -> frozenset[Instruction]:
+        """The smallest heads' results are two numbers for each thread."""
+        return frozenset({"cp.async16", "store16"} if self.dim > 16 else {"cp.async16"})
 
     def _pointers(self, *kind: str) -> dict[str, str]:
         cache = f"*{self.cache or self.kind}"
