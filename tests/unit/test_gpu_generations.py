@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from services.worker import triton_ops
 from services.worker.kernels.attention_choice import create_attention
 from services.worker.kernels.attention_tiles import AMPERE, HOPPER, decode_tile, generation, prefill_tile
 from services.worker.ops import OpsUnavailable
@@ -18,6 +19,7 @@ CUDA = torch.device("cuda")
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (major, minor))
+    monkeypatch.setattr(triton_ops, "why_no_triton", lambda _device: None)
 
 
 @pytest.mark.parametrize("ops", ["auto", "triton"])
