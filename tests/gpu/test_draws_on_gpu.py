@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.kernels.sampling import Draw, draw
 from services.worker.kernels.rejection import Tried, verify
+from services.worker.kernels.sampling import Draw, draw
 from services.worker.sampling.filters import kept, min_p_threshold, top_threshold
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
