@@ -180,14 +180,17 @@ class KvStoreMachine(RuleBasedStateMachine):
         self.coming = {PARENT[name] for name in names}
         lease, answer = client.reserve(names, parents=[PARENT[name] for name in names])
         given = {}
+        full = False
         for name, (slot, generation) in zip(names, slots_of(answer), strict=True):
             if slot != NO_SLOT:
+                assert not full, "a block behind one that found no room"
                 assert name not in here
                 assert name not in being_written
                 assert client.arena.generation(slot) == generation
                 given[name] = (slot, generation)
-            elif name not in here and name not in being_written:
+            elif name not in here and name not in being_written and not full:
                 self.must_be_full(client, name)
+                full = True
         if given:
             self.writing.append(Writing(key, who, lease, given))
 
