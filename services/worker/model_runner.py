@@ -59,7 +59,8 @@ class ModelRunner(RankBackend):
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
         verdict = self._drawn(batch, ids, meta, logits, choices)
-        rank.tell(batch, meta, features, batch.last_rows(verdict.counts))
+        if rank.tells:
+            rank.tell(batch, meta, features, batch.last_rows(verdict.counts))
         timing = _timing(begun, prepared, forwarded, time.perf_counter(), rank.pipeline.take_waited())
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict if rank.draws else None, scored))
 

@@ -149,7 +149,8 @@ class PreparingRunner(RankBackend):
         forwarded = time.perf_counter()
         logits, scored = apart(batch, logits)
         verdict = self._drawn(prepared, logits)
-        self.rank.tell(batch, meta, features, batch.last_rows(verdict.counts))
+        if self.rank.tells:
+            self.rank.tell(batch, meta, features, batch.last_rows(verdict.counts))
         over = time.perf_counter()
         timing = StepTiming(wait=0.0, prepare=0.0, forward=forwarded - begun, sample=over - forwarded)
         return DrawnStep(plan, timing, DrawnBatch(batch, verdict, scored))
