@@ -10,15 +10,13 @@ caches, and n · ((1 + 2 · chosen + 1) · hidden + 2 · chosen · I) · itemsiz
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from services.worker.kernels.activations import activated
-from services.worker.kernels.attention_tiles import HOPPER
+from services.worker.kernels.attention_tiles import generation
 from services.worker.kernels.moe_tiles import expert_tile, tile_rows
 from services.worker.kernels.products import dot
 from services.worker.kernels.routing import Picks, most_tiles, sort_picks
@@ -33,7 +31,7 @@ def mix_tiles(
     """Sorted by expert: an expert is read once for each tile of rows. `most`: rows of a tile; None: as many as pay."""
     (rows, hidden), (experts, _, size) = x.shape, down.shape
     chosen = picks.experts.shape[1]
-    how = (most or tile_rows(rows * chosen, experts), x.element_size(), _capability(x.device))
+    how = (most or tile_rows(rows * chosen, experts), x.element_size(), generation(x.device))
     up, out = expert_tile(*how, gated=True), expert_tile(*how, gated=False)
     order = sort_picks(picks.experts, experts, up.rows)
     tiles = most_tiles(rows * chosen, experts, up.rows)
@@ -68,12 +66,6 @@ def mix_tiles(
         parts, summed, HIDDEN=hidden, CHOSEN=chosen, AT_ONCE=SUMMED_AT_ONCE, num_warps=4
     )
     return summed
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """The major one; off a GPU, an H200's, so that tests choose as it would."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
 
 
 @triton.jit(do_not_specialize=["picks"])

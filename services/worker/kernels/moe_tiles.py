@@ -59,9 +59,9 @@ def tile_rows(picks: int, experts: int) -> int:
 
 
 @cache
-def expert_tile(rows: int, itemsize: int, capability: int, *, gated: bool) -> ExpertTile:
-    """The tile of at most `rows` rows. `gated`: two matrices, gates and ups. `capability`: the major one."""
-    hopper = capability >= HOPPER
+def expert_tile(rows: int, itemsize: int, generation: int, *, gated: bool) -> ExpertTile:
+    """The tile of at most `rows` rows. `gated`: two matrices, gates and ups. `generation`: see `attention_tiles`."""
+    hopper = generation >= HOPPER
     if itemsize == 4:
         # Products of float32 are three of TF32 each, out of twice the shared memory: for correctness, not for speed.
         return ExpertTile(min(rows, 32), 64, 32, rows <= 32, num_warps=4, num_stages=3)
