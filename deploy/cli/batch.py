@@ -13,6 +13,7 @@ from deploy.cli.batch_lines import BadLine, BatchRequest, answered_line, line_id
 from deploy.cli.batch_output import BatchOutput
 from deploy.cli.batch_servers import Ask
 from deploy.cli.errors import CommandError
+from shared.error_groups import innermost
 
 Progress = Callable[[bool], None]
 """Called for each answer with whether it is a good one."""
@@ -112,13 +113,7 @@ async def _answer_all(
                 for _ in range(concurrency):
                     tasks.create_task(work(ask))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+            raise innermost(errors) from None
 
 
 @contextlib.contextmanager

@@ -13,10 +13,3 @@ class InvalidRequest(ValueError):
 
 class EngineFailed(RuntimeError):
     """The model cannot be loaded, or the engine ended. The text says why."""
-
-
-def innermost(error: BaseException) -> BaseException:
-    """What a task group's error began with."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 
 from services.offline.engine_thread import EngineThread
-from services.offline.errors import EngineFailed, InvalidRequest, innermost
+from services.offline.errors import EngineFailed, InvalidRequest
 from services.offline.in_process import Answer
 from services.offline.outputs import RequestOutput, request_output, tokens_with_logprobs
 from services.offline.params import SamplingParams
 from services.offline.progress import progress_bar
 from services.offline.prompts import Asked, Message, Prompt, asked, conversations, params_for
 from services.offline.settings import EngineSettings, configs, named
+from shared.error_groups import innermost
 
 PER_SEQUENCE = 2
 """Sequences at the engine for each that it can run: the next ones wait there, not here."""

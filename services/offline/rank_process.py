@@ -12,7 +12,6 @@ import pickle
 import signal
 import socket
 
-from services.offline.errors import innermost
 from services.offline.rank_link import FAILED, MAX_PAYLOAD, RankLink
 from services.worker.__main__ import build
 from services.worker.backend import BackendError
@@ -20,6 +19,7 @@ from services.worker.config import WorkerConfig
 from shared import topics
 from shared.actor import ActorRuntime, keep_from_collecting, run_loop
 from shared.bus.memory_bus import MemoryBus
+from shared.error_groups import innermost
 from shared.ids import EngineId
 
 DRAIN_SECONDS = 1.0

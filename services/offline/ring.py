@@ -12,7 +12,7 @@ from services.coordinator.__main__ import build as build_coordinator
 from services.detokenizer.__main__ import build as build_detokenizer
 from services.detokenizer.__main__ import load as load_vocabulary
 from services.gateway.actor import Gateway
-from services.offline.errors import EngineFailed, innermost
+from services.offline.errors import EngineFailed
 from services.offline.rank_link import MAX_PAYLOAD
 from services.offline.ranks import RankProcesses
 from services.offline.settings import Configs
@@ -25,6 +25,7 @@ from services.worker.backend import BackendError
 from shared.actor import Actor, ActorRuntime
 from shared.blocks import BLOCK_SIZE
 from shared.bus.memory_bus import MemoryBus
+from shared.error_groups import innermost
 from shared.model_files import ModelNotFound, resolve_model
 from shared.tokenizer_files import TokenizerUnusable
 
