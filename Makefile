@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-slow test-gpu test-compose lint fmt proto bench wheels install-offline gpu-report clean
+.PHONY: help setup up down test test-slow test-gpu test-compose lint fmt proto bench wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +40,9 @@ $(DEV): pyproject.toml | $(BIN)/python
 	@touch $@ $(RUNTIME)
 
 # Built here, the first start need not; without a compiler the worker uses torch's own operators.
-$(KERNELS): $(RUNTIME) $(wildcard services/worker/native/*)
-	@if [ -f services/worker/native/build.py ]; then \
-	  $(BIN)/python -m services.worker.native.build || echo "native kernels not built: the worker goes without"; fi
+$(KERNELS): $(RUNTIME) $(wildcard services/worker/ops/native/*)
+	@if [ -f services/worker/ops/native/build.py ]; then \
+	  $(BIN)/python -m services.worker.ops.native.build || echo "native kernels not built: the worker goes without"; fi
 	@touch $@
 
 up: setup ## serve the demo model, or: make up ARGS="--model DIR --port 9000"
@@ -60,10 +60,10 @@ test-slow: $(DEV) $(KERNELS) ## the tests that take minutes
 
 # Most of their time is compiling kernels, on one core: several processes share it.
 test-gpu: $(DEV) ## on a GPU: the tests that need one, and those of kernels, which run in an interpreter elsewhere
-	$(BIN)/python -m pytest -n 8 --dist worksteal tests/gpu $$(grep -rl --include='test_*.py' tests.kernel_device tests) $(ARGS)
+	$(BIN)/python -m pytest -n 8 --dist worksteal tests/gpu $$(grep -rl --include='test_*.py' tests.support.kernels.kernel_device tests) $(ARGS)
 
 test-compose: $(DEV) ## builds the images and chats through docker-compose
-	$(BIN)/python -m pytest -m slow tests/integration/test_compose.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/integration/deploy/test_compose.py $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)
@@ -75,8 +75,8 @@ fmt: $(DEV) ## formats and fixes what can be fixed
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-proto: $(DEV) ## the Python of kvstore/transfer.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. kvstore/transfer.proto
+proto: $(DEV) ## the Python of kvstore/transfer/transfer.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. kvstore/transfer/transfer.proto
 
 bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
 	@$(BIN)/baton bench $(ARGS)
@@ -86,6 +86,9 @@ wheels: ## for a machine without a network: make wheels FOR=3.12 OUT=.wheels THE
 
 install-offline: ## there: a VENV from those wheels and the packages of PYTHON: make install-offline OUT=.wheels
 	$(PYTHON) -m deploy.without_network.install --wheels $(OUT) --venv $(VENV)
+
+house: $(DEV) ## size and order of the code base in figures: make house ARGS="--beside before.json --details"
+	@$(BIN)/python -m tests.architecture.house $(ARGS)
 
 gpu-report: setup ## on a GPU: all measurements, stage by stage: make gpu-report ARGS="--stage roofline --out DIR"
 	@$(BIN)/baton bench gpu --out gpu-report $(ARGS)

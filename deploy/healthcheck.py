@@ -15,11 +15,13 @@ HEALTHY = ('phase="ready"', 'phase="draining"')
 
 
 def is_healthy(metrics: str) -> bool:
+    """Whether metrics in Prometheus's text format say that the service is ready or draining."""
     lines = (line for line in metrics.splitlines() if line.startswith("baton_phase{"))
     return any(line.endswith(" 1.0") and any(phase in line for phase in HEALTHY) for line in lines)
 
 
 def main(port: str) -> int:
+    """The exit status: 0 while healthy, 1 otherwise, also if there is no answer within 3 seconds."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=3) as response:
             return 0 if is_healthy(response.read().decode()) else 1

@@ -1,4 +1,4 @@
-"""The store's shell: questions in, the arenas asked, answers and events out."""
+"""The store's shell: requests in, replies and events out."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvstore import metrics
-from kvstore.directory import StoreDirectory
-from kvstore.memory_ahead import MemoryAhead
-from kvstore.node_store import NodeStore
-from kvstore.search import Answer, DeepSearch
-from kvstore.spill import SpillAhead
-from kvstore.tiers import Neighbours, Tier
+from kvstore.arena.directory import StoreDirectory
+from kvstore.node.background import BackgroundSpill, MemoryPreparation
+from kvstore.node.lower_search import FindOutcome, LowerTierSearch
+from kvstore.node.node_store import NodeStore
+from kvstore.tiers.interface import LowerTier, PeerStores
 from shared import topics
-from shared.actor import Actor, Hears, Tick
+from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId, NodeId
-from shared.messages.kv_events import DumpRequest
+from shared.messages.kv_events import KvDumpRequest
 from shared.messages.kvstore import (
     Attach,
     Commit,
     Find,
-    KvStoreAnswer,
-    Owner,
+    KvStoreReply,
+    LeaseOwner,
     Release,
     Reserve,
 )
 from shared.messages.lifecycle import Lifecycle, StoreReport
-from shared.registry import Gone, Registry
+from shared.registry import InstanceGone, Registry
 
 CHECK_SECONDS, CHECK_EVERY = 0.002, 0.01
-"""Of comparing found blocks with their checksums, at a time: questions wait no longer."""
+"""For how long, and how often, found blocks are compared with their checksums: no request waits longer."""
 
 
 class KvStoreActor(Actor):
@@ -52,33 +51,36 @@ class KvStoreActor(Actor):
         *,
         memory: int,
         lease_seconds: float = 10.0,
-        tier: Tier | None = None,
-        neighbours: Neighbours | None = None,
+        tier: LowerTier | None = None,
+        peers: PeerStores | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus, instance)
         announced_as = (instance, node, self.incarnation)
         self.store = NodeStore(directory, memory, lease_seconds, announced_as, tier=tier, clock=clock)
-        self._search = DeepSearch(self.store, tier, neighbours)
-        self._neighbours = neighbours
-        self._memory = MemoryAhead(self.store)
-        self._spill = None if tier is None else SpillAhead(self.store, tier)
+        self._search = LowerTierSearch(self.store, tier, peers)
+        self._peers = peers
+        self._memory = MemoryPreparation(self.store)
+        self._spill = None if tier is None else BackgroundSpill(self.store, tier)
         self._owners = Registry()
 
-    def hears(self) -> Sequence[Hears[Any]]:
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """Requests of schedulers, their releases, dump requests of coordinators, and the lifecycles of lease owners
+        and peers."""
         return [
-            Hears(topics.kvstore_questions(self.store.node), intake=True, asked=True),
-            Hears(topics.kvstore_releases(self.store.node)),
-            Hears(topics.kv_dump_requests(self.instance)),
-            Hears(topics.lifecycles("scheduler")),
-            Hears(topics.lifecycles("kvstore")),
+            TopicSubscription(topics.kvstore_requests(self.store.node), intake=True, request=True),
+            TopicSubscription(topics.kvstore_releases(self.store.node)),
+            TopicSubscription(topics.kv_dump_requests(self.instance)),
+            TopicSubscription(topics.lifecycles("scheduler")),
+            TopicSubscription(topics.lifecycles("kvstore")),
         ]
 
     async def set_up(self) -> None:
+        """Takes over the arenas that a former store left in the directory."""
         self.store.recover()
 
     async def background(self) -> None:
-        """Compares what was found at the start with its checksums, while nobody asks; searches below the arena."""
+        """Compares blocks found at the start with their checksums between requests; runs searches and tiers."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._search.run())
             tasks.create_task(self._memory.run())
@@ -87,82 +89,90 @@ class KvStoreActor(Actor):
             while self.store.check_some(CHECK_SECONDS):
                 await asyncio.sleep(CHECK_EVERY)
 
-    async def answer(self, question: Any) -> KvStoreAnswer | asyncio.Future[Answer]:
-        with metrics.SECONDS.labels(type(question).__name__.lower()).time():
-            answer = self._answer(question)
-        await self._tell()
+    async def respond(self, request: Any) -> KvStoreReply | asyncio.Future[FindOutcome]:
+        """The reply to one request; a future where lower tiers or other nodes are searched for a `Find`."""
+        with metrics.SECONDS.labels(type(request).__name__.lower()).time():
+            answer = self._answer(request)
+        await self._publish_events()
         return answer
 
-    def _answer(self, question: Any) -> KvStoreAnswer | asyncio.Future[Answer]:
-        match question:
+    def _answer(self, request: Any) -> KvStoreReply | asyncio.Future[FindOutcome]:
+        match request:
             case Find():
-                return self._search.answer(question)
+                return self._search.find(request)
             case Reserve():
-                self._memory.wanted(question.layout)
-                return self.store.reserve(question)
+                self._memory.request(request.layout)
+                return self.store.reserve(request)
             case Commit():
-                return self.store.commit(question)
+                return self.store.commit(request)
             case Attach():
-                return self.store.attach(question)
+                return self.store.attach(request)
             case _:
-                raise TypeError(f"a store is not asked a {type(question).__name__}")
+                raise TypeError(f"a store does not reply to {type(request).__name__}")
 
     async def handle(self, message: Any) -> None:
+        """Handles a release, a lifecycle, a dump request or a tick; publishes the events that come of it."""
         match message:
             case Release():
                 self._search.released(message)
                 self.store.release(message)
             case Lifecycle():
-                self._heard(message)
-            case DumpRequest():
-                await self._tell_everything(message)
+                self._record_lifecycle(message)
+            case KvDumpRequest():
+                await self._publish_dump(message)
             case Tick():
                 self._time_passed(message)
             case _:
-                raise TypeError(f"a store hears no {type(message).__name__}")
-        await self._tell()
+                raise TypeError(f"a store handles no {type(message).__name__}")
+        await self._publish_events()
 
-    def _heard(self, message: Lifecycle) -> None:
-        gone = self._owners.heard(message, self.bus.liveness_now())
+    def _record_lifecycle(self, message: Lifecycle) -> None:
+        gone = self._owners.record_lifecycle(message, self.bus.liveness_now())
         if gone is not None:
-            self._gone(gone)
-        if self._neighbours is not None:
-            self._neighbours.heard(message)
+            self._forget_owner(gone)
+        if self._peers is not None:
+            self._peers.record_lifecycle(message)
 
     def _time_passed(self, tick: Tick) -> None:
         for gone in self._owners.expire(tick.alive_now):
-            self._gone(gone)
+            self._forget_owner(gone)
         self.store.time_passed()
-        metrics.note(self.store.report(), leases=len(self.store.core.leases), memory=self.store.core.room.memory)
+        metrics.set_gauges(
+            self.store.report(), leases=len(self.store.core.leases), memory=self.store.core.budget.memory
+        )
 
-    def _gone(self, gone: Gone) -> None:
-        owner = Owner(gone.last.instance, gone.last.incarnation)
+    def _forget_owner(self, gone: InstanceGone) -> None:
+        owner = LeaseOwner(gone.last.instance, gone.last.incarnation)
         self._search.owner_gone(owner)
         self.store.owner_gone(owner)
-        if self._neighbours is not None:
-            self._neighbours.gone(gone.last)
+        if self._peers is not None:
+            self._peers.gone(gone.last)
 
-    async def _tell(self) -> None:
+    async def _publish_events(self) -> None:
         for event in self.store.announcer.flush():
             await self.bus.publish(topics.kv_events(self.instance), event)
 
-    async def _tell_everything(self, request: DumpRequest) -> None:
+    async def _publish_dump(self, request: KvDumpRequest) -> None:
         # Both at once, before a search has time to land another block.
         events, dumps = self.store.announcer.flush(), self.store.announcer.dumps()
         for event in events:
             await self.bus.publish(topics.kv_events(self.instance), event)
         for dump in dumps:
-            await self.bus.publish(topics.kv_dumps(request.asker), dump)
+            await self.bus.publish(topics.kv_dumps(request.coordinator), dump)
 
     async def tear_down(self) -> None:
+        """Gives up the directory; the arenas stay there for the next store."""
         self.store.close()
 
     def is_idle(self) -> bool:
+        """Whether no search of lower tiers is under way."""
         return not self._search.running
 
     def load(self) -> int:
+        """Searches of lower tiers that are under way."""
         return self._search.running
 
     def store_report(self) -> StoreReport:
+        """Slots, bytes and hits for the lifecycle, with the address where other nodes fetch blocks."""
         report = self.store.report()
-        return report if self._neighbours is None else replace(report, transfer=self._neighbours.address)
+        return report if self._peers is None else replace(report, transfer=self._peers.address)

@@ -1,4 +1,4 @@
-"""What a store counts of its arenas. What lies below them is counted in `kvstore/tier_metrics.py`."""
+"""Metrics of a store: of its arenas, and of its lower tiers (`redis`, and `peer` for the stores of other nodes)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SECONDS = Histogram(
 )
 
 
-def note(report: StoreReport, *, leases: int, memory: int) -> None:
-    """Sets the gauges."""
+def set_gauges(report: StoreReport, *, leases: int, memory: int) -> None:
+    """Sets the gauges from a report, the number of leases, and the bytes that are taken from the system."""
     SLOTS.labels("committed").set(report.committed)
     SLOTS.labels("reserved").set(report.reserved)
     SLOTS.labels("free").set(report.slots - report.committed - report.reserved)
@@ -42,3 +42,29 @@ def note(report: StoreReport, *, leases: int, memory: int) -> None:
     BYTES.labels("allowed").set(report.bytes_total)
     PINS.set(report.pinned)
     LEASES.set(leases)
+
+
+TIER_HITS = Counter("baton_kvstore_tier_hits_total", "Blocks that a lower tier had in time.", ["tier"])
+TIER_MISSES = Counter(
+    "baton_kvstore_tier_misses_total", "Blocks asked of a lower tier that did not come in time.", ["tier"]
+)
+TIER_BYTES_IN = Counter("baton_kvstore_tier_bytes_in_total", "Payload that came from a lower tier.", ["tier"])
+TIER_BYTES_OUT = Counter("baton_kvstore_tier_bytes_out_total", "Payload that went to a lower tier.", ["tier"])
+TIER_STORED = Counter("baton_kvstore_tier_stored_total", "Blocks that went to a lower tier.", ["tier"])
+TIER_DROPPED = Counter(
+    "baton_kvstore_tier_dropped_total", "Blocks that did not go to a lower tier, by why.", ["tier", "why"]
+)
+TIER_FAILED = Counter(
+    "baton_kvstore_tier_failures_total", "Searches of a lower tier that failed or were late.", ["tier", "why"]
+)
+TIER_SPOILED = Counter(
+    "baton_kvstore_tier_spoiled_total", "Blocks of a lower tier whose checksums were wrong.", ["tier"]
+)
+TIER_IN_FLIGHT = Gauge("baton_kvstore_tier_bytes_in_flight", "Payload on its way to a lower tier.", ["tier"])
+TIER_PRESENT = Gauge("baton_kvstore_tier_present", "1 while the lower tier answers.", ["tier"])
+TIER_SECONDS = Histogram(
+    "baton_kvstore_tier_seconds",
+    "Time of one search of a lower tier, to its last block.",
+    ["tier"],
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NewType
 
-from shared.tokens import TOKEN_BYTES
+from shared.packing import TOKEN_BYTES
 
 BlockHash = NewType("BlockHash", bytes)
 

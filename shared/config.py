@@ -18,21 +18,15 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct
 
 from shared.bus.nats_bus import NatsOptions
-from shared.ids import InstanceId, checked_instance
+from shared.ids import InstanceId, ModelName, checked_instance
+from shared.settings import ContainerVariable, Port, UpOption, settings_of
 
 ENVIRONMENT_PREFIX = "BATON_"
-
-ByteSize = Annotated[int, Meta(ge=0, extra={"unit": "bytes"})]
-"""Bytes; written as a number or with a unit: 512MiB, 2GiB, 1.5GB."""
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
 
 C = TypeVar("C", bound="ServiceConfig")
 
@@ -42,30 +36,41 @@ class ConfigError(Exception):
 
 
 class ServiceConfig(Struct, frozen=True, kw_only=True):
-    """What every service is told. Also readable from a TOML file's top level and as BATON_<KEY>."""
+    """The settings that every service has. They are also read from a TOML file's top level and from BATON_<KEY>."""
 
     instance: Annotated[str, Meta(description="Name of this process on the bus; unique.")] = ""
     nats_url: Annotated[
         tuple[str, ...],
         Meta(min_length=1, description="NATS servers, comma-separated; user:password@ is allowed."),
+        UpOption("Bus", placed=True, unset="a server of its own", environment="BATON_NATS_URL"),
     ] = ("nats://127.0.0.1:4222",)
     nats_user: Annotated[str | None, Meta(description="NATS user.")] = None
     nats_password: Annotated[str | None, Meta(description="NATS password; better by environment than by flag.")] = None
     nats_creds: Annotated[str | None, Meta(description="NATS .creds file.")] = None
     nats_ca: Annotated[str | None, Meta(description="CA file; switches TLS on.")] = None
     nats_connect_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for a first connection.")] = 10.0
-    namespace: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]+$", description="First token of every subject.")] = "baton"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least level logged.")] = "info"
+    namespace: Annotated[
+        str, Meta(pattern="^[A-Za-z0-9_-]+$", description="First token of every subject."), UpOption("Bus", placed=True)
+    ] = "baton"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Least level logged."),
+        UpOption("Run"),
+        ContainerVariable(),
+    ] = "info"
     metrics_host: Annotated[str, Meta(description="Address of the Prometheus endpoint.")] = "127.0.0.1"
     metrics_port: Annotated[
         Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")
     ] = 0
-    drain_timeout: Annotated[float, Meta(ge=0, description="Seconds to finish work in hand when told to stop.")] = 30.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="Seconds to finish work in hand when told to stop."), UpOption("Run", placed=True)
+    ] = 30.0
     supervisor_fd: Annotated[
         int | None, Meta(description="Pipe whose end of file means that the supervisor is gone.")
     ] = None
 
     def nats_options(self) -> NatsOptions:
+        """Where the bus is and who this process is there."""
         return NatsOptions(
             servers=self.nats_url,
             namespace=self.namespace,
@@ -78,13 +83,34 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         )
 
     def instance_id(self) -> InstanceId:
+        """The process's name on the bus. Raises ValueError where it could not be part of a subject."""
         return checked_instance(self.instance)
 
 
-COMMON_KEYS = frozenset(field.name for field in msgspec.structs.fields(ServiceConfig))
+class ModelServiceConfig(ServiceConfig, frozen=True, kw_only=True):
+    """The settings of services that work for one model."""
+
+    model: Annotated[
+        str,
+        Meta(min_length=1, description="Model directory, or a repository of the Hugging Face hub."),
+        UpOption("Model", placed=True, unset="the demo model"),
+    ]
+    served_model_name: Annotated[
+        str | None,
+        Meta(description="Name that clients use; the model's unless given."),
+        UpOption("Model", placed=True),
+        ContainerVariable("BATON_MODEL_NAME", "baton-demo"),
+    ] = None
+
+    def model_name(self) -> ModelName:
+        """What clients call the model: the name that was given, or what the model itself was given as."""
+        return ModelName(self.served_model_name or self.model)
 
 
-class _Setting(NamedTuple):
+COMMON_KEYS = frozenset(settings_of(ServiceConfig))
+
+
+class _Given(NamedTuple):
     value: Any
     source: str
 
@@ -102,12 +128,12 @@ def load_config(
     environment = os.environ if environment is None else environment
     flags = _parse_flags(service, config_type, argv)
     file = flags.pop("config", None) or environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
-    settings: dict[str, _Setting] = {}
+    settings: dict[str, _Given] = {}
     if file:
         settings.update(_from_file(service, config_type, Path(file)))
     settings.update(_from_environment(service, config_type, environment))
-    settings.update({key: _Setting(value, f"--{key.replace('_', '-')}") for key, value in flags.items()})
-    settings.setdefault("instance", _Setting(_default_instance(service), "default"))
+    settings.update({key: _Given(value, f"--{key.replace('_', '-')}") for key, value in flags.items()})
+    settings.setdefault("instance", _Given(_default_instance(service), "default"))
     return _build(config_type, settings)
 
 
@@ -131,7 +157,7 @@ def _default_instance(service: str) -> str:
 
 
 class _Flags(argparse.ArgumentParser):
-    """Says what is wrong in one line; a page of every flag would hide it."""
+    """Reports an error in one line; argparse's page of all flags would hide it."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} ({self.prog} --help shows every flag)")
@@ -141,156 +167,67 @@ def _parse_flags(service: str, config_type: type[Struct], argv: Sequence[str]) -
     package = config_type.__module__.rpartition(".")[0] or service
     parser = _Flags(prog=f"python -m {package}", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings.")
-    for field in msgspec.structs.fields(config_type):
-        flag = "--" + field.name.replace("_", "-")
-        default = "" if field.default in (None, "", msgspec.NODEFAULT) else f" (default: {_shown(field.default)})"
-        described = (_description(field.type) + default).replace("%", "%%")
-        if _plain_type(field.type) is bool:
-            parser.add_argument(flag, dest=field.name, action=argparse.BooleanOptionalAction, help=described)
+    for setting in settings_of(config_type).values():
+        default = f" (default: {setting.default_text})" if setting.default_text else ""
+        described = (setting.description + default).replace("%", "%%")
+        if setting.plain_type is bool:
+            parser.add_argument(setting.flag, dest=setting.name, action=argparse.BooleanOptionalAction, help=described)
         else:
-            parser.add_argument(flag, dest=field.name, metavar="VALUE", help=described)
+            parser.add_argument(setting.flag, dest=setting.name, metavar="VALUE", help=described)
     return vars(parser.parse_args(argv))
 
 
-def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str, _Setting]:
+def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str, _Given]:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    settings: dict[str, _Setting] = {}
+    settings: dict[str, _Given] = {}
     for key, value in table.items():
         if isinstance(value, dict):
             if key == service:
-                settings.update({k: _Setting(v, f"{path} [{service}]") for k, v in value.items()})
+                settings.update({k: _Given(v, f"{path} [{service}]") for k, v in value.items()})
         elif key in COMMON_KEYS:
-            settings.setdefault(key, _Setting(value, str(path)))
+            settings.setdefault(key, _Given(value, str(path)))
         else:
             raise ConfigError(f"{key} (from {path}): unknown key; at the top level {', '.join(sorted(COMMON_KEYS))}")
     _refuse_unknown(config_type, settings)
     return settings
 
 
-def _from_environment(service: str, config_type: type[Struct], environment: Mapping[str, str]) -> dict[str, _Setting]:
+def _from_environment(service: str, config_type: type[Struct], environment: Mapping[str, str]) -> dict[str, _Given]:
     own = f"{ENVIRONMENT_PREFIX}{service.upper()}_"
     common = {f"{ENVIRONMENT_PREFIX}{key.upper()}": key for key in COMMON_KEYS}
     settings = {
-        key: _Setting(environment[name], f"environment {name}") for name, key in common.items() if name in environment
+        key: _Given(environment[name], f"environment {name}") for name, key in common.items() if name in environment
     }
     for name, value in environment.items():
         if name.startswith(own):
-            settings[name.removeprefix(own).lower()] = _Setting(value, f"environment {name}")
+            settings[name.removeprefix(own).lower()] = _Given(value, f"environment {name}")
     _refuse_unknown(config_type, settings)
     return settings
 
 
-def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, _Setting]) -> None:
-    known = {field.name for field in msgspec.structs.fields(config_type)}
+def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, _Given]) -> None:
+    known = settings_of(config_type)
     for key, setting in settings.items():
         if key not in known:
             raise ConfigError(f"{key} (from {setting.source}): unknown key; known are {', '.join(sorted(known))}")
 
 
-def _build(config_type: type[C], settings: Mapping[str, _Setting]) -> C:
-    types = get_type_hints(config_type, include_extras=True)
+def _build(config_type: type[C], settings: Mapping[str, _Given]) -> C:
+    known = settings_of(config_type)
     values: dict[str, Any] = {}
-    for key, setting in settings.items():
+    for key, given in settings.items():
         try:
-            parsed, wanted = _parsed(setting.value, types[key]), _bounded_inside(types[key])
-            values[key] = msgspec.convert(parsed, wanted, strict=False, dec_hook=_path)
-        except (msgspec.ValidationError, ValueError) as error:
-            shown = "***" if "password" in key else repr(setting.value)
-            raise ConfigError(f"{key} = {shown} (from {setting.source}): {error}") from None
-    missing = [f.name for f in msgspec.structs.fields(config_type) if f.required and f.name not in values]
+            values[key] = known[key].parse(given.value)
+        except ValueError as error:
+            shown = "***" if "password" in key else repr(given.value)
+            raise ConfigError(f"{key} = {shown} (from {given.source}): {error}") from None
+    missing = [name for name, setting in known.items() if setting.required and name not in values]
     if missing:
         raise ConfigError(f"{', '.join(missing)}: must be set (by flag, environment or TOML file)")
     try:
         return config_type(**values)
     except ValueError as error:  # a struct's own __post_init__
         raise ConfigError(str(error)) from None
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
-
-def parse_bytes(text: str) -> int:
-    """`2GiB`, `512MB`, `1048576` as bytes. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].lower() not in _UNITS:
-        raise ValueError("a size is a number with an optional unit such as 512MiB, 2GiB or 1.5GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def _parsed(value: Any, annotated: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if value == "" or value.lower() == "none":
-        options = get_args(_strip(annotated))
-        if type(None) in options:
-            return None
-    if _is_bytes(annotated):
-        return parse_bytes(value)
-    if get_origin(_plain_type(annotated)) is tuple:
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
-
-
-def _path(wanted: type, value: Any) -> Any:
-    """What msgspec cannot make by itself; only paths are."""
-    if wanted is not Path or not isinstance(value, str):
-        raise ValueError(f"a {wanted.__name__} is expected, not {type(value).__name__}")
-    return Path(value)
-
-
-def _bounded_inside(annotated: Any) -> Any:
-    """`Annotated[int | None, Meta(ge=1)]` as `Annotated[int, Meta(ge=1)] | None`: a union has no bounds for msgspec."""
-    plain = _plain_type(annotated)
-    if type(None) not in get_args(_strip(annotated)) or get_origin(annotated) is not Annotated:
-        return annotated
-    inner = next((each for each in get_args(_strip(annotated)) if each is not type(None)), plain)
-    return Annotated[(inner, *get_args(annotated)[1:])] | None
-
-
-def _strip(annotated: Any) -> Any:
-    return get_args(annotated)[0] if get_origin(annotated) is Annotated else annotated
-
-
-def _plain_type(annotated: Any) -> Any:
-    """The type without Annotated and without None."""
-    bare = _strip(annotated)
-    if get_origin(bare) in (Union, UnionType):
-        others = [_plain_type(option) for option in get_args(bare) if option is not type(None)]
-        return others[0] if len(others) == 1 else bare
-    return bare
-
-
-def _metas(annotated: Any) -> list[Meta]:
-    metas = [m for m in get_args(annotated)[1:] if isinstance(m, Meta)] if get_origin(annotated) is Annotated else []
-    bare = _strip(annotated)
-    if get_origin(bare) in (Union, UnionType):
-        for option in get_args(bare):
-            metas += _metas(option)
-    return metas
-
-
-def _is_bytes(annotated: Any) -> bool:
-    return any((meta.extra or {}).get("unit") == "bytes" for meta in _metas(annotated))
-
-
-def _description(annotated: Any) -> str:
-    text = next((meta.description for meta in _metas(annotated) if meta.description), "")
-    plain = _plain_type(annotated)
-    return f"{text} One of {', '.join(map(str, get_args(plain)))}." if get_origin(plain) is Literal else text
-
-
-def _shown(default: Any) -> str:
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)

@@ -1,4 +1,4 @@
-"""Names of things, one type each, so that a request is never handed where an engine is wanted."""
+"""Identifiers, one type each, so that passing a request's id for an engine's is a type error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""One sequence on its way round the ring: one prompt, one choice."""
+"""One sequence on its way through the services: one prompt, one choice."""
 
 InstanceId = NewType("InstanceId", str)
 """One running process of any service, e.g. ``gateway-1``. Subject-safe."""
@@ -24,7 +24,7 @@ Attempt = NewType("Attempt", int)
 """Which dispatch of a request this is, from 1. Whatever carries a lower number than the newest is stale."""
 
 SequenceId = NewType("SequenceId", int)
-"""A sequence's number inside one engine; reused only after the worker was told of its release."""
+"""A sequence's number inside one engine; reused only after its release was sent to the worker."""
 
 Incarnation = NewType("Incarnation", int)
 """Differs between two starts of the same instance; also the epoch of whatever that process numbers."""

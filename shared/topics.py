@@ -5,8 +5,10 @@ The bus puts its namespace (`baton.` unless configured) in front of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar, cast
 
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, NodeId, subject_token
 from shared.messages import (
@@ -36,16 +38,26 @@ class Topic(Generic[M]):
     """Queue group: each message goes to one subscriber of the group; None: to all."""
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _cached(make: F) -> F:
+    """A topic is made once for each instance, as the hot ones are needed at every step."""
+    return cast(F, lru_cache(maxsize=1024)(make))
+
+
+@_cached
 def tokenize(model: ModelName) -> Topic[tokenizer.Tokenize]:
     """gateway → one tokenizer of that model: the request as the client sent it, validated."""
     return Topic(f"tokenize.{subject_token(model)}", tokenizer.Tokenize, queue="tokenizers")
 
 
-def tokenizer_questions(model: ModelName) -> Topic[tokenizer.TokenizerQuestion]:
-    """gateway → one tokenizer of that model, answered with a `TokenizerAnswer`."""
-    return Topic(f"tokenizer.{subject_token(model)}.ask", tokenizer.TokenizerQuestion, queue="tokenizers")
+def tokenizer_requests(model: ModelName) -> Topic[tokenizer.TokenizerRequest]:
+    """gateway → one tokenizer of that model, answered with a `TokenizerReply`."""
+    return Topic(f"tokenizer.{subject_token(model)}.ask", tokenizer.TokenizerRequest, queue="tokenizers")
 
 
+@_cached
 def route() -> Topic[coordinator.Route]:
     """tokenizer → one coordinator: token ids, block hashes, parameters."""
     return Topic("route", coordinator.Route, queue="coordinators")
@@ -57,20 +69,23 @@ def withdrawals() -> Topic[coordinator.Withdraw]:
 
 
 def placements() -> Topic[coordinator.PlacementMade]:
-    """coordinator → every coordinator, itself included: what it has placed where."""
+    """coordinator → every coordinator, itself included: which request it placed on which engine."""
     return Topic("placements", coordinator.PlacementMade)
 
 
-def engine_requests(engine: EngineId) -> Topic[scheduler.Generate]:
+@_cached
+def engine_requests(engine: EngineId) -> Topic[scheduler.GenerateRequest]:
     """coordinator → that engine's scheduler."""
-    return Topic(f"engine.{engine}.requests", scheduler.Generate)
+    return Topic(f"engine.{engine}.requests", scheduler.GenerateRequest)
 
 
+@_cached
 def engine_steps(engine: EngineId) -> Topic[worker.StepPlan]:
     """scheduler → every rank of the engine."""
     return Topic(f"engine.{engine}.steps", worker.StepPlan)
 
 
+@_cached
 def engine_results(engine: EngineId) -> Topic[scheduler.WorkerResult]:
     """last rank → scheduler."""
     return Topic(f"engine.{engine}.results", scheduler.WorkerResult)
@@ -86,13 +101,13 @@ def engine_probes(engine: EngineId) -> Topic[scheduler.Probe]:
     return Topic(f"engine.{engine}.probe", scheduler.Probe)
 
 
-def kvstore_questions(node: NodeId) -> Topic[kvstore.KvStoreQuestion]:
-    """scheduler → the KV store of its node, answered with a `KvStoreAnswer`."""
-    return Topic(f"kvstore.{node}.ask", kvstore.KvStoreQuestion)
+def kvstore_requests(node: NodeId) -> Topic[kvstore.KvStoreRequest]:
+    """scheduler → the KV store of its node, answered with a `KvStoreReply`."""
+    return Topic(f"kvstore.{node}.ask", kvstore.KvStoreRequest)
 
 
 def kvstore_releases(node: NodeId) -> Topic[kvstore.Release]:
-    """scheduler → the KV store of its node: leases that are not needed any more."""
+    """scheduler → the KV store of its node: ends leases."""
     return Topic(f"kvstore.{node}.release", kvstore.Release)
 
 
@@ -106,28 +121,30 @@ def all_kv_events() -> Topic[kv_events_messages.KvEvents]:
     return Topic("events.kv.*", kv_events_messages.KvEvents)
 
 
-def kv_dump_requests(source: InstanceId) -> Topic[kv_events_messages.DumpRequest]:
-    """coordinator → scheduler, KV store: tell me everything that you hold."""
-    return Topic(f"kv.{source}.dump", kv_events_messages.DumpRequest)
+def kv_dump_requests(source: InstanceId) -> Topic[kv_events_messages.KvDumpRequest]:
+    """coordinator → scheduler, KV store: send everything that you hold."""
+    return Topic(f"kv.{source}.dump", kv_events_messages.KvDumpRequest)
 
 
 def kv_dumps(coordinator_: InstanceId) -> Topic[kv_events_messages.KvDump]:
-    """scheduler, KV store → the coordinator that asked."""
+    """scheduler, KV store → the coordinator that requested it."""
     return Topic(f"coordinator.{coordinator_}.kv", kv_events_messages.KvDump)
 
 
+@_cached
 def detokenizer_tokens(instance: DetokenizerId) -> Topic[detokenizer.TokenBatch]:
     """scheduler → one detokenizer: all new tokens of the step for the requests it holds, one message."""
     return Topic(f"detokenizer.{instance}.tokens", detokenizer.TokenBatch)
 
 
+@_cached
 def gateway_inbox(instance: GatewayId) -> Topic[gateway.GatewayMessage]:
     """detokenizer, coordinator, tokenizer, scheduler → the gateway that holds the client's connection."""
     return Topic(f"gateway.{instance}.deltas", gateway.GatewayMessage)
 
 
 def lifecycles(service: lifecycle.Service | None = None) -> Topic[lifecycle.Lifecycle]:
-    """Subscribe: everyone's lifecycle, or those of one service: who is told less often wakes less often."""
+    """Subscribe: everyone's lifecycle, or only those of one service, for receivers that need no others."""
     return Topic(f"lifecycle.{service or '*'}.*", lifecycle.Lifecycle)
 
 
@@ -141,18 +158,18 @@ def instance_control(instance: InstanceId) -> Topic[lifecycle.InstanceControl]:
     return Topic(f"instance.{instance}.control", lifecycle.InstanceControl)
 
 
-def ranks_wanted() -> Topic[supervisor.RanksWanted]:
+def rank_assignments() -> Topic[supervisor.RankAssignment]:
     """the first host's supervisor → those of the others: which ranks there shall be. Once a second, and on changes."""
-    return Topic("supervisor.ranks.wanted", supervisor.RanksWanted)
+    return Topic("supervisor.ranks.wanted", supervisor.RankAssignment)
 
 
-def ranks_held() -> Topic[supervisor.RanksHeld]:
-    """another host's supervisor → the first one's: what came of it. Once a second, and when a rank ends."""
-    return Topic("supervisor.ranks.held", supervisor.RanksHeld)
+def rank_status() -> Topic[supervisor.RankStatus]:
+    """another host's supervisor → the first one's: which of them it runs. Once a second, and when a rank ends."""
+    return Topic("supervisor.ranks.held", supervisor.RankStatus)
 
 
 def scaling() -> Topic[supervisor.Scale]:
-    """coordinator → the supervisor, answered with a `ScaleAnswer`."""
+    """coordinator → the supervisor, answered with a `ScaleReply`."""
     return Topic("supervisor.scale", supervisor.Scale, queue="supervisors")
 
 

@@ -14,8 +14,9 @@ import pytest
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
-from tests.broken_devices import end_if_broken, show_errors
-from tests.nats_server import NatsServer, nats_server
+from tests.support.cluster.nats_server import NatsServer, nats_server
+from tests.support.left_out import LeftOutReport
+from tests.support.worker.broken_devices import end_if_broken, show_errors
 
 # Before torch is imported: models of tests are too small for several threads, and tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,13 +34,22 @@ if not HAS_GPU:
 
 MOST_PROCESSES = 4
 """Each starts whole stacks, and has hundreds of MB of libraries."""
-LONGEST_FIRST = ("tests/integration/", "tests/faults/", "tests/unit/test_kernels_compile.py", "tests/unit/test_triton")
+LONGEST_FIRST = (
+    "tests/integration/",
+    "tests/faults/",
+    "tests/unit/worker/ops/triton/test_kernels_compile.py",
+    "tests/unit/worker/ops/triton/",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """How many processes run tests: one for each core; only one where there is a GPU, whose memory they would share."""
     return 1 if HAS_GPU else min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftOutReport(), "left-out-report")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

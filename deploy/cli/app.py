@@ -1,54 +1,131 @@
-"""The `baton` command line: what can be typed. Bodies live in their own modules and are imported when needed."""
+"""The `baton` command line: which commands there are. Each one's module is imported only when it is typed."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from deploy.cli import operate_commands, use_commands, watch_commands
-from deploy.cli.batch_command import batch
-from deploy.cli.errors import CommandError
-from deploy.cli.interrupts import raise_interrupt
-from deploy.cli.up_command import up
+from deploy.cli import end_at_once, raise_interrupt
+from deploy.errors import CommandError
 
-app = typer.Typer(
-    name="baton",
-    help="Large language models served as small actors on a NATS bus.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 RUN, USE, OPERATE = "Run", "Use", "Operate"
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASSED_ON: Mapping[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command that hands everything it does not know, `--help` too, to another program."""
 
-app.command(rich_help_panel=RUN)(up)
-app.command(rich_help_panel=RUN)(operate_commands.down)
-app.command(rich_help_panel=USE)(use_commands.chat)
-app.command(rich_help_panel=USE)(batch)
-app.command(rich_help_panel=USE, context_settings=PASSED_ON | {"help_option_names": []})(use_commands.bench)
-app.command(rich_help_panel=OPERATE)(operate_commands.ps)
-app.command(rich_help_panel=OPERATE)(watch_commands.top)
-app.command(rich_help_panel=OPERATE)(operate_commands.logs)
-app.command(rich_help_panel=OPERATE)(operate_commands.drain)
-app.command(rich_help_panel=OPERATE)(operate_commands.undrain)
-app.command(rich_help_panel=OPERATE)(operate_commands.scale)
-app.command(rich_help_panel=OPERATE)(operate_commands.nats_env)
-app.command(rich_help_panel=OPERATE)(watch_commands.record)
-app.command(rich_help_panel=OPERATE)(watch_commands.replay)
-app.command(rich_help_panel=OPERATE)(use_commands.doctor)
-app.command(rich_help_panel=OPERATE)(use_commands.version)
+
+class Listed(NamedTuple):
+    """A command as `baton --help` shows it, and where it is."""
+
+    panel: str
+    module: str
+    """It has a function of the command's name, with `_` for `-`."""
+    help: str
+    """The first paragraph of that function's docstring; a test compares them."""
+    settings: Mapping[str, Any] = {}
+
+
+COMMANDS: Mapping[str, Listed] = {
+    "up": Listed(
+        RUN,
+        "deploy.cli.up.command",
+        "Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer.",
+    ),
+    "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack."),
+    "chat": Listed(USE, "deploy.cli.chat", "Talk to the model in the terminal."),
+    "batch": Listed(
+        USE,
+        "deploy.cli.batch.command",
+        "Answer a file of requests in OpenAI's batch format; run it again to go on where it stopped.",
+    ),
+    "bench": Listed(
+        USE,
+        "deploy.cli.bench",
+        "Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels|"
+        "peers|gpu.",
+        PASSED_ON,
+    ),
+    "ps": Listed(OPERATE, "deploy.cli.ps", "Show every process of a stack: phase, load, uptime."),
+    "top": Listed(
+        OPERATE,
+        "deploy.cli.top.command",
+        "Watch the stack work: engines, where their time goes, queues, KV memory, tokens/s, hit rates.",
+    ),
+    "logs": Listed(
+        OPERATE,
+        "deploy.cli.logs",
+        "Show the services' log lines, merged in time order. Works on a stack that has ended, too.",
+    ),
+    "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish what it has and take no more."),
+    "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance take requests again."),
+    "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
+    "nats-env": Listed(
+        OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
+    ),
+    "record": Listed(OPERATE, "deploy.cli.journals", "Write what is said on the bus to a journal; Ctrl-C ends it."),
+    "replay": Listed(
+        OPERATE,
+        "deploy.cli.journals",
+        "Decide again what a scheduler's journal says was decided; show the first difference, with status 1.",
+    ),
+    "doctor": Listed(
+        OPERATE, "deploy.cli.doctor", "Check this machine and a running stack, and say what to do about what is wrong."
+    ),
+    "version": Listed(OPERATE, "deploy.cli.doctor", "Show versions."),
+}
+
+
+def loaded(name: str) -> TyperCommand:
+    """The whole command, with its options. Imports its module."""
+    listed = COMMANDS[name]
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    function = getattr(import_module(listed.module), name.replace("-", "_"))
+    app.command(name, context_settings=dict(listed.settings))(function)
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand), "one function is one command"
+    return command
+
+
+class _Commands(TyperGroup):
+    """Lists all commands by their first sentence, and loads the one that was typed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """As TyperGroup has it, which ends the program with a suggestion for a name that is none."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None or command is None:
+            return name, command, rest
+        end_at_once()
+        command = loaded(name)
+        raise_interrupt()
+        return name, command, rest
+
+
+def command_line() -> TyperGroup:
+    """All commands, none of which is loaded yet."""
+    return _Commands(
+        name="baton",
+        help="Large language models served as small actors on a NATS bus.",
+        commands={
+            name: TyperCommand(name, help=listed.help, rich_help_panel=listed.panel)
+            for name, listed in COMMANDS.items()
+        },
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
 
 def main() -> None:
-    """Runs the command that was typed; an expected failure is one line and a status."""
+    """Run the command that was typed; an expected failure is one line and a status."""
     raise_interrupt()
     logging.getLogger().addHandler(logging.NullHandler())  # what libraries log is not the user's concern
     try:
-        app()
+        command_line()()
     except CommandError as error:
         print(f"baton: {error}", file=sys.stderr)
         raise SystemExit(error.status) from None

@@ -1,47 +1,64 @@
-"""`baton bench`: runs `services.bench`, told where the running stack is; or starts a stack just for the run."""
+"""`baton bench`: runs `services.bench` against the running stack, or starts a stack just for the run."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, NoReturn
 
-from deploy.cli.detach import start_in_background
-from deploy.cli.down import stop_stack
-from deploy.cli.errors import CommandError
-from deploy.cli.stack_lookup import run_dir_of, running_stack
-from deploy.supervisor.log_files import LogFolder, log_files
-from deploy.supervisor.state_file import StackState, read_state
+import typer
+
+from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of, running_stack
+from deploy.errors import CommandError
+from deploy.model_choice import DEMO_MODEL, model_directory, model_folder
+from deploy.supervisor.background import stack_for_the_run
+from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
+from deploy.supervisor.state_file import StackState
+from shared.config import process_environment
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
 _MEASURES_NO_SERVER = ("prefixes", "kv")
+_CAMPAIGNS = ("gpu", "peers")
+"""They measure with the repository's tests and beside other engines: `tests/campaigns`, which is not installed."""
+DEMO = "demo"
+"""How the demo model is called, and as a shape."""
+_ENGINES, _DEVICE = ("idle", "speculation"), ("roofline", "kernels")
+"""What starts single engines, and what measures the device: they need a model, and no stack."""
+_PROMPTS = DEMO_MODEL.with_name("prompts.jsonl")
 _THEIR_USAGE = """
-Of the `baton` command alone:
+In a checkout of the repository, through this command:
 
-  idle          the share of its time in which a worker has nothing to do between steps
-  speculation   output tokens per second with each method of drafting, and without
-  roofline      a model's steps beside the device's limits, measured in the same run
-  kernels       single kernels beside torch's own operations and those limits
   peers         the whole ring and transformers' own continuous batching, under the same load
   gpu           all that is to be measured on a GPU, stage by stage, into one folder
 """
 
 
+def bench(
+    context: typer.Context,
+    up: Annotated[str | None, typer.Option(help="Start a stack with these arguments for this run.")] = None,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels|
+    peers|gpu.
+
+    All other arguments are passed on (baton bench serve --help).
+    """
+    run_bench(context.args, up, name, run_dir)
+
+
 def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | None) -> None:
     """Ends with the bench's own status. Raises CommandError."""
-    if argv and argv[0] == "peers":
-        from deploy.bench.peers import run_peers
-
-        run_peers(argv[1:], up)
-        return
-    own = _own_command(argv[0]) if argv else None
-    if own is not None:
-        own(argv[1:])
-        return
+    if argv and argv[0] in _CAMPAIGNS:
+        _campaign(argv, up)
+    if argv and argv[0] in (*_ENGINES, *_DEVICE):
+        raise SystemExit(_bench_of_a_part(argv))
     if not argv or argv[0] in ("-h", "--help"):
         status = _bench(argv)
         print(_THEIR_USAGE, end="", file=sys.stdout if argv else sys.stderr)
@@ -49,40 +66,65 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
     if argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:
-        raise SystemExit(_bench(told(argv, _found(name, run_dir))))
+        raise SystemExit(_bench(with_stack_flags(argv, _running_stack(name, run_dir))))
     with stack_for_the_run(shlex.split(up)) as state:
-        status = _bench(told(argv, state))
+        status = _bench(with_stack_flags(argv, state))
     raise SystemExit(status)
 
 
-def _own_command(name: str) -> Callable[[Sequence[str]], None] | None:
-    """What starts engines or workers of its own; imported only when asked for."""
-    match name:
-        case "idle":
-            from deploy.bench.idle import run_idle
+def _bench_of_a_part(argv: Sequence[str]) -> int:
+    """Runs it in this process, so that it ends what it started when this one is interrupted."""
+    from services.bench.__main__ import main
 
-            return run_idle
-        case "speculation":
-            from deploy.bench.speculation import run_speculation
-
-            return run_speculation
-        case "roofline":
-            from deploy.bench.roofline import run_roofline
-
-            return run_roofline
-        case "kernels":
-            from deploy.bench.kernels import run_kernels
-
-            return run_kernels
-        case "gpu":
-            from deploy.bench.campaign.command import run_gpu
-
-            return run_gpu
-        case _:
-            return None
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        return main(argv if {"-h", "--help"} & set(argv) else with_model(argv, Path(folder)))
 
 
-def told(argv: Sequence[str], state: StackState) -> list[str]:
+def with_model(argv: Sequence[str], folder: Path) -> list[str]:
+    """`argv` with a model's directory in place of what was typed: a repository's name, a shape's, or nothing. A
+    directory that has to be made is made in `folder`. Raises CommandError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--model", "--shape", "--load-format"):
+        parser.add_argument(flag)
+    known, rest = parser.parse_known_args(argv[1:])
+    flags = [argv[0], *rest]
+    if known.load_format is not None:
+        flags.append(f"--load-format={known.load_format}")
+    if argv[0] in _ENGINES:
+        directory = model_folder(known.model, known.load_format, folder)
+        flags.append(f"--nats-server={_nats_server()}")
+        if argv[0] == "speculation" and not any(each.split("=")[0] == "--prompts" for each in rest):
+            flags.append(f"--prompts={_PROMPTS}")
+    elif known.model is not None:
+        directory = model_directory(known.model, weights=False)
+    elif known.shape == DEMO or (known.shape is None and argv[0] == "roofline"):
+        return [*flags, f"--model={DEMO_MODEL}", f"--model-name={DEMO}"]
+    else:
+        return [*flags, *([] if known.shape is None else [f"--shape={known.shape}"])]
+    shape = [] if known.shape is None else [f"--shape={known.shape}"]
+    return [*flags, *shape, f"--model={directory}", f"--model-name={known.model or DEMO}"]
+
+
+def _nats_server() -> Path:
+    try:
+        return find_binary()
+    except NatsServerUnavailable as error:
+        raise CommandError(str(error)) from None
+
+
+def _campaign(argv: Sequence[str], up: str | None) -> NoReturn:
+    """Becomes the campaign's process, so that signals reach it. Raises CommandError without a repository."""
+    repository = Path(__file__).parents[2]
+    if not (repository / "tests" / "campaigns" / "__main__.py").is_file():
+        raise CommandError(f"baton bench {argv[0]} needs Baton's repository: run it in a checkout, after make setup")
+    ups = [] if up is None or argv[0] != "peers" else [f"--up={up}"]
+    environment = process_environment()
+    paths = [str(repository), *filter(None, [environment.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "tests.campaigns", argv[0], *ups, *argv[1:]]
+    os.execve(sys.executable, command, {**environment, "PYTHONPATH": os.pathsep.join(paths)})
+
+
+def with_stack_flags(argv: Sequence[str], state: StackState) -> list[str]:
     """`argv` with what is known of the stack put in where the user did not say it."""
     pids = {member.instance: member.pid for member in state.members} | {"nats-server": state.nats_pid}
     known = {
@@ -95,7 +137,7 @@ def told(argv: Sequence[str], state: StackState) -> list[str]:
     return [*argv, *(f"{flag}={value}" for flag, value in known.items() if value and flag not in given)]
 
 
-def _found(name: str, run_dir: Path | None) -> StackState:
+def _running_stack(name: str, run_dir: Path | None) -> StackState:
     try:
         return running_stack(name, run_dir)
     except CommandError:
@@ -103,27 +145,6 @@ def _found(name: str, run_dir: Path | None) -> StackState:
             f"no stack runs in {run_dir_of(name, run_dir)}; baton up starts one, --base-url names any other server, "
             'and --up "--model DIR" starts one for this run'
         ) from None
-
-
-@contextlib.contextmanager
-def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterator[StackState]:
-    """Ended with the context. What its processes said is written to `keep_logs`. Raises CommandError where it does not
-    start."""
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        run_dir = Path(folder)
-        try:
-            start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
-            state = read_state(run_dir)
-            if state is None:
-                raise CommandError("the stack ended as soon as it was ready")
-            try:
-                yield state
-            finally:
-                stop_stack(state, run_dir, now=True)
-        finally:
-            if keep_logs is not None:
-                said = (path.read_bytes() for path in log_files(LogFolder(run_dir).folder))
-                keep_logs.write_bytes(b"".join(said))
 
 
 def _bench(argv: Sequence[str]) -> int:

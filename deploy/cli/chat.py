@@ -7,13 +7,32 @@ import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from deploy.cli.errors import CommandError
-from deploy.cli.gateway_http import served_models, stream_chat
-from deploy.cli.stack_lookup import running_stack
+import typer
+
+from deploy.cli.gateway_client import served_models, stream_chat
+from deploy.cli.running_stack import DEFAULT, Name, RunDir, running_stack
+from deploy.errors import CommandError
 
 HELP = "/system TEXT sets the system prompt, /new forgets the conversation, /quit or Ctrl-D ends."
+
+
+def chat(
+    question: Annotated[str | None, typer.Argument(help="One question; without it a conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; the stack's own without it.")] = None,
+    url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server instead of a stack of ours.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="To be shown to the server.", envvar="BATON_API_KEY")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Talk to the model in the terminal."""
+    limits = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    converse(Chat.with_server(url, api_key, model, name, run_dir, system, limits), question)
 
 
 @dataclass(slots=True)
@@ -52,10 +71,10 @@ class Chat:
         return cls(url, key, model, given, system)
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """The answer, piece by piece; what was heard of it is kept in the history, if anything was."""
+        """The answer, piece by piece; what has arrived of it, if anything has, is kept in the history."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": question}
-        body = {"model": self.model, "messages": [*system, *self.history, asked], **self.settings}
+        message = {"role": "user", "content": question}
+        body = {"model": self.model, "messages": [*system, *self.history, message], **self.settings}
         answer: list[str] = []
         try:
             for piece in stream_chat(self.url, self.key, body):
@@ -63,7 +82,7 @@ class Chat:
                 yield piece
         finally:
             if answer:
-                self.history += [asked, {"role": "assistant", "content": "".join(answer)}]
+                self.history += [message, {"role": "assistant", "content": "".join(answer)}]
 
 
 def converse(chat: Chat, question: str | None) -> None:

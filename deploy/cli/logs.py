@@ -1,26 +1,128 @@
-"""`baton logs`: the services' log lines, coloured for people or as they are for scripts."""
+"""`baton logs`: the lines of all services in time order, of one service or one request, for people or for scripts."""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-from deploy.cli.errors import CommandError
-from deploy.cli.log_lines import LogLine, LogQuery, instance_of, matches, merged, parsed
+import msgspec
+import typer
+
+from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of
+from deploy.errors import CommandError
 from deploy.supervisor.log_files import log_files
 
-LOOK_EVERY = 0.2
+
+class LogQuery(NamedTuple):
+    """Which log lines to show; None: no restriction."""
+
+    service: str | None
+    """A service or an instance."""
+    request: str | None
+    """A request's id, the beginning that its choices have in common, or the client's own `X-Request-Id`."""
+    lines: int | None
+
+
+class LogLine(NamedTuple):
+    """One line of a process's log."""
+
+    time: str
+    """ISO 8601, UTC; what is no JSON (a traceback) has the time of the line before it."""
+    instance: str
+    text: str
+    fields: dict[str, Any] | None
+
+
+def parsed(instance: str, text: str, before: str) -> LogLine:
+    """The line, with its fields where it is JSON with a time; otherwise with the time `before`, of the line
+    before it."""
+    try:
+        fields = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return LogLine(before, instance, text, None)
+    if not isinstance(fields, dict) or not isinstance(fields.get("time"), str):
+        return LogLine(before, instance, text, None)
+    return LogLine(fields["time"], instance, text, fields)
+
+
+def lines_of(path: Path) -> Iterator[LogLine]:
+    """All lines of a log file, in order."""
+    instance, before = instance_of(path), ""
+    with path.open(errors="replace") as file:
+        for text in file:
+            line = parsed(instance, text.rstrip("\n"), before)
+            before = line.time
+            yield line
+
+
+def instance_of(path: Path) -> str:
+    """The instance whose log file this is, a rotated one included."""
+    return path.name.removesuffix(".1").removesuffix(".log")
+
+
+def matches(line: LogLine, query: LogQuery) -> bool:
+    """Whether the line matches the query. `query.lines` is ignored."""
+    if query.service is not None and query.service != line.instance:
+        service = line.fields.get("service") if line.fields else line.instance.rpartition("-")[0]
+        if service != query.service:
+            return False
+    return query.request is None or _is_about(line.fields, query.request)
+
+
+def _is_about(fields: dict[str, Any] | None, request: str) -> bool:
+    if fields is None:
+        return False
+    if fields.get("client_request") == request:
+        return True
+    named = (fields.get("request"), *(fields.get("requests") or ()))
+    return any(isinstance(each, str) and (each == request or each.startswith(f"{request}-")) for each in named)
+
+
+def ring_names(paths: Iterable[Path], request: str) -> frozenset[str]:
+    """`request`, and what the ring calls it where it is the client's own `X-Request-Id`: the gateway logs both."""
+    called = (line.fields for path in paths for line in lines_of(path) if line.fields)
+    return frozenset({request, *(f["request"] for f in called if f.get("client_request") == request)})
+
+
+def merged(paths: Iterable[Path], query: LogQuery) -> Iterable[LogLine]:
+    """In time order; each file is in order already, a rotated one continues in its successor."""
+    paths = list(paths)
+    names = [None] if query.request is None else sorted(ring_names(paths, query.request))
+    queries = [query._replace(request=name) for name in names]
+    by_time = heapq.merge(*(lines_of(path) for path in paths), key=lambda line: line.time)
+    wanted = (line for line in by_time if any(matches(line, each) for each in queries))
+    return wanted if query.lines is None else deque(wanted, maxlen=query.lines)
+
+
+# `baton logs`: the services' log lines, coloured for people or as they are for scripts.
+
+
+POLL_INTERVAL = 0.2
 COLOURS = {"debug": "2", "warning": "33", "error": "31", "critical": "31"}
 HIDDEN = frozenset({"time", "level", "service", "instance", "event"})
 
 
-def show_logs(folder: Path, query: LogQuery, *, follow: bool, as_json: bool) -> None:
+def logs(
+    service: Annotated[str | None, typer.Argument(help="A service or an instance; all without it.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    request: Annotated[str | None, typer.Option(help="Only lines about this request.")] = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many.")] = None,
+    as_json: AsJson = False,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Show the services' log lines, merged in time order. Works on a stack that has ended, too."""
+    query = LogQuery(service=service, request=request, lines=lines)
+    folder = run_dir_of(name, run_dir) / "logs"
     if not folder.is_dir():
         raise CommandError(f"no logs in {folder}")
-    tails = Tails(folder)
+    tails = LogFollower(folder)
     if follow:
         tails.go_to_end()
     coloured = sys.stdout.isatty()
@@ -33,7 +135,7 @@ def show_logs(folder: Path, query: LogQuery, *, follow: bool, as_json: bool) -> 
     with contextlib.suppress(KeyboardInterrupt):
         while follow:
             sys.stdout.flush()
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_INTERVAL)
             for line in sorted(tails.new_lines(), key=lambda line: line.time):
                 if matches(line, query):
                     _print(line, as_json, coloured)
@@ -48,7 +150,7 @@ def _instances(folder: Path) -> list[str]:
     return sorted({instance_of(path) for path in log_files(folder)})
 
 
-class Tails:
+class LogFollower:
     """Owns how far each log file was read. New files are read from their beginning."""
 
     def __init__(self, folder: Path) -> None:
@@ -57,9 +159,11 @@ class Tails:
         self._times: dict[Path, str] = {}
 
     def go_to_end(self) -> None:
+        """Skips everything that the files hold now."""
         self._read = {path: path.stat().st_size for path in self._folder.glob("*.log")}
 
     def new_lines(self) -> Iterator[LogLine]:
+        """Lines that were written since the last call, of one file after the other."""
         for path in sorted(self._folder.glob("*.log")):
             yield from self._new_lines_of(path)
 

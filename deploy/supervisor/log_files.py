@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-LARGEST_LOG = 16 * 2**20
+MAX_LOG_BYTES = 16 * 2**20
 """Bytes. A larger file is copied to `.1`, which replaces the former one, and emptied: what a process has open stays
 valid. Lines written between the copy and the emptying are lost."""
 
@@ -20,22 +20,25 @@ class LogFolder:
         self._previous = run_dir / "logs.previous"
 
     def begin_run(self) -> None:
+        """Makes an empty folder; the one of the run before becomes `logs.previous`."""
         if self.folder.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.folder.rename(self._previous)
         self.folder.mkdir(parents=True)
 
     def of(self, instance: str) -> Path:
+        """The log file of an instance, whether it is there or not."""
         return self.folder / f"{instance}.log"
 
     def bound(self) -> None:
         """Rotates every file that has grown too large."""
         for path in self.folder.glob("*.log"):
-            if path.stat().st_size > LARGEST_LOG:
+            if path.stat().st_size > MAX_LOG_BYTES:
                 shutil.copyfile(path, path.with_suffix(".log.1"))
                 os.truncate(path, 0)
 
     def last_lines(self, instance: str, count: int = 12) -> list[str]:
+        """At most the last `count` lines of an instance's log; none where there is no log."""
         return last_lines(self.of(instance), count)
 
 

@@ -21,6 +21,8 @@ KERNEL_ENDS_CHILDREN = sys.platform == "linux"
 
 
 class Exit(NamedTuple):
+    """A process that has ended, and its status as subprocess gives it: negative for a signal."""
+
     name: str
     status: int
 
@@ -67,6 +69,7 @@ class ChildProcesses:
         return ended
 
     def has_ended(self, name: str) -> bool:
+        """Whether no process of this name runs."""
         child = self._children.get(name)
         return child is None or child.poll() is not None
 
@@ -89,6 +92,7 @@ class ChildProcesses:
         self.exited()
 
     def close(self) -> None:
+        """Closes the pipe, which ends children that watch it."""
         os.close(self._pipe_write)
         os.close(self._pipe_read)
 
@@ -99,7 +103,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
     def before_exec() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the kernel was asked
+        if os.getppid() != parent:  # it died before prctl
             os._exit(1)
 
     return before_exec

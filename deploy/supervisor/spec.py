@@ -1,4 +1,4 @@
-"""What the user asked for: one frozen description of a stack."""
+"""One frozen description of a stack, with every choice made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.ids import ModelName, NodeId
 
 
 class OutsideBus(Struct, frozen=True, kw_only=True):
-    """A NATS server that somebody else runs. Its users and permissions are theirs."""
+    """An external NATS server. Its users and permissions are its operator's."""
 
     urls: tuple[str, ...]
     """May hold user:password@, so they reach the services by environment, never by flag."""
@@ -26,11 +26,11 @@ class HostsSpec(Struct, frozen=True, kw_only=True):
     port: int
     """Of its nats-server, unless there is one outside."""
     token: str | None = None
-    """What all hosts know and nobody else; None with a NATS server outside."""
+    """A secret of all hosts; None with a NATS server outside."""
 
 
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
-    """A Redis that somebody else runs."""
+    """An external Redis."""
 
     url: str
     """May hold a password, so it reaches the store by environment, never by flag."""
@@ -53,32 +53,37 @@ class StoreSpec(Struct, frozen=True, kw_only=True):
 
 
 class StackSpec(Struct, frozen=True, kw_only=True):
+    """A whole stack, with every choice made: what the supervisor runs."""
+
     name: str
     run_dir: Path
     model: Path
     """A directory with config.json, resolved."""
     served_model_name: ModelName
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str
+    """Address of the HTTP port."""
+    port: int
     """0 picks a free one."""
     counts: Counts = Counts()
     pp_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty: as even as can be."""
     store: StoreSpec = StoreSpec()
     settings: Mapping[str, Mapping[str, str]] = {}
-    """Service → key → value, as flags of that service. The key `*` speaks to every service."""
+    """Service → key → value, as flags of that service. The key `*` is for every service."""
     api_keys: tuple[str, ...] = ()
-    """What clients must show to the gateways; none: everybody is served."""
+    """Keys of which clients must send one; none: every client is served."""
     outside_bus: OutsideBus | None = None
     hosts: HostsSpec | None = None
     """None: this one only."""
-    namespace: str = "baton"
+    namespace: str
     config: Path | None = None
     """A TOML file that every service reads."""
-    log_level: str = "info"
-    drain_timeout: float = 30.0
-    start_timeout: float = 600.0
-    """Seconds until everybody must have been ready once."""
+    log_level: str
+    """Of the supervisor's own log."""
+    drain_timeout: float
+    """Seconds that requests get to finish at the end."""
+    start_timeout: float
+    """Seconds within which every process must become ready."""
     step_limit: float = 90.0
     """Seconds after which an engine that has work and finishes no step is restarted; above the scheduler's own."""
     silence_limit: float = 15.0

@@ -1,4 +1,4 @@
-"""Runs a whole stack: executes what the fleet decides, until it is told to stop. The shell of the supervisor."""
+"""Runs a whole stack until it is to stop: hands events to the supervisor's core and executes its commands."""
 
 from __future__ import annotations
 
@@ -12,50 +12,49 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
-from deploy.supervisor.bus_access import BusAccess
+from deploy.supervisor.command_executor import CommandExecutor
 from deploy.supervisor.core.events import (
-    Announce,
-    Answer,
+    AbortStart,
+    AnnounceDeath,
+    ClockTick,
     Command,
     Event,
-    Exited,
-    GiveUp,
-    Heard,
-    Kill,
-    ScaleAsked,
-    Spawned,
-    Stalled,
-    Start,
-    StopAsked,
-    Terminate,
-    Ticked,
+    KillProcess,
+    LifecycleReceived,
+    ProcessesStalled,
+    ProcessExited,
+    ProcessStarted,
+    ReplyToScale,
+    ScaleRequested,
+    StartProcess,
+    StopRequested,
+    TerminateProcess,
 )
-from deploy.supervisor.core.fleet import Fleet, StopDeadlines
-from deploy.supervisor.core.watch_clock import WatchClock
-from deploy.supervisor.core.watchdog import Watchdog, WatchLimits
-from deploy.supervisor.foreign_server import HOST, ForeignServer
-from deploy.supervisor.gateway_port import reserved_port
+from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
+from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
 from deploy.supervisor.hosts import hosts_of
-from deploy.supervisor.launch import Launch, service_command
+from deploy.supervisor.launch import CommandLineOf, service_command
 from deploy.supervisor.log_files import LogFolder
-from deploy.supervisor.orders import Orders
+from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.nats import BusAccess
+from deploy.supervisor.servers.redis import StoreAccess
+from deploy.supervisor.servers.server_process import HOST, ServerProcess
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import StackPhase, StackState, held, recorded, write_state
-from deploy.supervisor.store_access import StoreAccess
 from shared import topics
 from shared.bus import Bus
 from shared.config import process_environment
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.supervisor import Scale, ScaleAnswer
+from shared.messages.supervisor import Scale, ScaleReply
 from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
 TICK = 0.2
 LOG_BOUND_EVERY = 5.0
-HEARD_LIMIT = 10_000
+MAX_LIFECYCLES_QUEUED = 10_000
 """Lifecycle messages waiting; above it the bus's own bounded queue fills."""
 
 
@@ -72,23 +71,23 @@ class StartFailed(Exception):
 
 
 class Stack:
-    """Owns the fleet, the processes and the run directory. `run` returns when everything has ended."""
+    """Owns the supervisor's core, the processes and the run directory. `run` returns when everything has ended."""
 
-    def __init__(self, spec: StackSpec, launch: Launch = service_command) -> None:
+    def __init__(self, spec: StackSpec, launch: CommandLineOf = service_command) -> None:
         self.spec = spec
-        self.fleet = Fleet(spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0))
+        self.supervisor = Supervisor(spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0))
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
         self.children = ChildProcesses(process_environment())
         self._access = BusAccess(spec)
         self._store = StoreAccess(spec)
-        self._orders = Orders(spec, launch, self._access, self._store, self.children, self.logs)
-        self._hosts = hosts_of(spec, self.fleet, self._orders)
+        self._executor = CommandExecutor(spec, launch, self._access, self._store, self.children, self.logs)
+        self._hosts = hosts_of(spec, self.supervisor, self._executor)
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
-        self._watch_clock = WatchClock()
+        self._watch_clock = PauseFreeClock()
         self._failure: StartFailed | None = None
         self._started = time.time()
-        self._heard: asyncio.Queue[Lifecycle] = asyncio.Queue(HEARD_LIMIT)
+        self._lifecycles: asyncio.Queue[Lifecycle] = asyncio.Queue(MAX_LIFECYCLES_QUEUED)
         self._saved_phase: StackPhase | None = None
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
@@ -97,20 +96,22 @@ class Stack:
 
     @property
     def url(self) -> str:
+        """Where clients reach the gateways, from this machine."""
         host = HOST if self.spec.host in ("", "0.0.0.0", "::") else self.spec.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     @property
     def phase(self) -> StackPhase:
-        if self.fleet.stopping:
+        """Starting until all processes were ready once, then ready, and stopping from the first request to stop."""
+        if self.supervisor.stopping:
             return "stopping"
-        return "ready" if self.fleet.settled else "starting"
+        return "ready" if self.supervisor.settled else "starting"
 
     def stop(self) -> None:
         """Ends the stack in order; called again, faster; a third time, at once."""
         log.info("stop asked")
         self.stop_asked.set()
-        self._handle(StopAsked())
+        self._handle(StopRequested())
 
     async def run(self, beside: Sequence[Beside] = ()) -> None:
         """Serves until stopped; `beside` are run meanwhile and cancelled at the end.
@@ -140,11 +141,18 @@ class Stack:
             self.children.close()
 
     async def _serve(self, beside: Sequence[Beside]) -> None:
-        await self._bus.subscribe(topics.lifecycles(), self._heard.put)
-        await self._bus.answer(topics.scaling(), self._scale)
+        await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
+        await self._bus.serve(topics.scaling(), self._scale)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
-                waiting = (self._listen, self._announce, self._watch, self._start_deadline, self._mind_hosts, *beside)
+                waiting = (
+                    self._listen,
+                    lambda: self._executor.announce(self._bus),
+                    self._watch,
+                    self._start_deadline,
+                    self._run_hosts,
+                    *beside,
+                )
                 background = [tasks.create_task(each()) for each in waiting]
                 self._wake.set()
                 await self._ended.wait()
@@ -167,22 +175,19 @@ class Stack:
 
     # ---- what happens
 
-    async def _announce(self) -> None:
-        await self._orders.announce(self._bus)
-
-    async def _mind_hosts(self) -> None:
+    async def _run_hosts(self) -> None:
         if self._hosts is not None:
             await self._hosts.run(self._bus, self._handle, self.stop)
 
     async def _listen(self) -> None:
         while True:
-            message = await self._heard.get()
-            self._watchdog.heard(message, self._watch_clock.now(self._bus.liveness_now()))
-            self._handle(Heard(message))
+            message = await self._lifecycles.get()
+            self._watchdog.record_lifecycle(message, self._watch_clock.now(self._bus.liveness_now()))
+            self._handle(LifecycleReceived(message))
 
-    async def _scale(self, question: Scale) -> ScaleAnswer:
-        commands = self._handle(ScaleAsked(question.service, question.count))
-        answer = next(command.answer for command in commands if isinstance(command, Answer))
+    async def _scale(self, question: Scale) -> ScaleReply:
+        commands = self._handle(ScaleRequested(question.service, question.count))
+        answer = next(command.answer for command in commands if isinstance(command, ReplyToScale))
         log.info("scale", extra={"asked": question, "answer": answer})
         return answer
 
@@ -195,8 +200,8 @@ class Stack:
                     await self._wake.wait()
             self._wake.clear()
             self._reap()
-            self._judge()
-            self._handle(Ticked())
+            self._restart_stalled()
+            self._handle(ClockTick())
             if time.monotonic() - bounded_at > LOG_BOUND_EVERY:
                 bounded_at = time.monotonic()
                 self.logs.bound()
@@ -204,59 +209,61 @@ class Stack:
     def _reap(self) -> None:
         foreign = {server.name: server for server in self._foreign_servers()}
         for name, status in self.children.exited():
-            log.log(logging.INFO if self.fleet.stopping else logging.WARNING, "ended", extra=_of(name, status=status))
+            log.log(
+                logging.INFO if self.supervisor.stopping else logging.WARNING, "ended", extra=_of(name, status=status)
+            )
             if name in foreign:
                 foreign[name].exited(time.monotonic())
             else:
                 self._watchdog.forget(InstanceId(name))
-                self._handle(Exited(InstanceId(name), status))
+                self._handle(ProcessExited(InstanceId(name), status))
         restarted = [server for server in foreign.values() if server.restart_if_due(time.monotonic())]
         if restarted:
             self.save()
 
-    def _foreign_servers(self) -> list[ForeignServer]:
+    def _foreign_servers(self) -> list[ServerProcess]:
         return [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
 
-    def _judge(self) -> None:
+    def _restart_stalled(self) -> None:
         for instance, reason in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
             log.error("stalled", extra=_of(instance, reason=reason))
-            self._handle(Stalled(self._with_its_engine(instance)))
+            self._handle(ProcessesStalled(self._with_its_engine(instance)))
 
     def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:
-        seats = [member.seat for member in self.fleet.members()]
-        engine = next((seat.engine for seat in seats if seat.instance == instance), None)
-        return (instance,) if engine is None else tuple(s.instance for s in seats if s.engine == engine)
+        processes = [member.process for member in self.supervisor.members()]
+        engine = next((process.engine for process in processes if process.instance == instance), None)
+        return (instance,) if engine is None else tuple(s.instance for s in processes if s.engine == engine)
 
     async def _start_deadline(self) -> None:
         await asyncio.sleep(self.spec.start_timeout)
-        late = [m.seat for m in self.fleet.members() if not m.is_ready]
-        if not self.fleet.settled and late:
-            slowest = next((seat for seat in late if seat.service == "worker"), late[0])
+        late = [m.process for m in self.supervisor.members() if not m.is_ready]
+        if not self.supervisor.settled and late:
+            slowest = next((process for process in late if process.service == "worker"), late[0])
             self.give_up(slowest.instance, f"was not ready after {self.spec.start_timeout:g} s")
 
     # ---- what is done about it
 
     def _handle(self, event: Event) -> list[Command]:
-        commands = self.fleet.handle(event, time.monotonic())
+        commands = self.supervisor.handle(event, time.monotonic())
         for command in commands:
             self._execute(command)
         if commands and self._hosts is not None:
             self._hosts.changed.set()
-        if commands or isinstance(event, Exited | Spawned) or self.phase != self._saved_phase:
+        if commands or isinstance(event, ProcessExited | ProcessStarted) or self.phase != self._saved_phase:
             self.save()
-        if self.fleet.stopping and self.fleet.is_empty:
+        if self.supervisor.stopping and self.supervisor.is_empty:
             self._ended.set()
         return commands
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Start() | Terminate() | Kill() | Announce():
-                came_of_it = self._orders.carry_out(command, self.port)
-                if came_of_it is not None:
-                    self._handle(came_of_it)
-            case GiveUp(instance, status):
+            case StartProcess() | TerminateProcess() | KillProcess() | AnnounceDeath():
+                outcome = self._executor.execute(command, self.port)
+                if outcome is not None:
+                    self._handle(outcome)
+            case AbortStart(instance, status):
                 self.give_up(instance, f"ended with status {status}")
-            case Answer():
+            case ReplyToScale():
                 pass  # `_scale` sends it
             case _:
                 assert_never(command)
@@ -266,7 +273,7 @@ class Stack:
         if self._failure is None:
             self._failure = StartFailed(instance, reason, self.logs.of(instance), self.logs.last_lines(instance))
             for _ in range(2):
-                self._handle(StopAsked())
+                self._handle(StopRequested())
 
     def save(self) -> None:
         """Writes the state file."""
@@ -288,7 +295,7 @@ class Stack:
             redis_pid=redis.process.pid if redis else None,
             arenas=str(self._store.arenas) if self._store.arenas else None,
             started=self._started,
-            members=tuple(map(recorded, self.fleet.members())),
+            members=tuple(map(recorded, self.supervisor.members())),
         )
         write_state(self.spec.run_dir, state)
         self._saved_phase = state.phase

@@ -14,7 +14,7 @@ from typing import Literal, TextIO
 import msgspec
 from msgspec import Struct
 
-from deploy.supervisor.core.members import Member
+from deploy.supervisor.core.members import SupervisedProcess
 
 STATE = "state.json"
 LOCK = "lock"
@@ -25,6 +25,8 @@ StackPhase = Literal["starting", "ready", "stopping"]
 
 
 class MemberRecord(Struct, frozen=True, kw_only=True):
+    """A process of the stack, as the state file has it."""
+
     service: str
     instance: str
     pid: int | None
@@ -32,10 +34,11 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-def recorded(member: Member) -> MemberRecord:
-    seat = member.seat
+def recorded(member: SupervisedProcess) -> MemberRecord:
+    """A process as the state file has it."""
+    process = member.process
     return MemberRecord(
-        service=seat.service, instance=seat.instance, pid=member.pid, state=member.state, restarts=member.restarts
+        service=process.service, instance=process.instance, pid=member.pid, state=member.state, restarts=member.restarts
     )
 
 
@@ -71,6 +74,8 @@ class StackRunning(Exception):
 
 
 def default_run_dir(name: str, home: Path) -> Path:
+    """Where a stack of this name has its logs and state by default. Raises ValueError for a name that is
+    none."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"name {name!r}: 1 to 64 of A-Z a-z 0-9 _ . - are allowed")
     return home / ".local" / "state" / "baton" / name
@@ -83,7 +88,7 @@ def held(run_dir: Path) -> Iterator[None]:
     with (run_dir / LOCK).open("w") as lock:
         if not _locked(lock):
             raise StackRunning(str(run_dir))
-        (run_dir / STATE).unlink(missing_ok=True)  # of one that was killed: nobody shall take it for this one's
+        (run_dir / STATE).unlink(missing_ok=True)  # of one that was killed: it must not be taken for this one's
         try:
             yield
         finally:
@@ -91,7 +96,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def _locked(lock: TextIO) -> bool:
-    """Several tries: a reader that asks `is_held` holds the lock for a moment."""
+    """Several tries: a reader that calls `is_held` holds the lock for a moment."""
     for _ in range(LOCK_TRIES):
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

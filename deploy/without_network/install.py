@@ -15,6 +15,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.wheel.names import LIBRARY, library_package
 from deploy.without_network.needs import REPOSITORY, Project, project
 
 _INSTALL_SECONDS = 300
@@ -23,6 +24,7 @@ _STAMPS = (".runtime-installed", ".dev-installed", ".kernels-built")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or pip's own where it fails."""
     options = _parsed(argv)
     ours = project()
     venv.EnvBuilder(with_pip=False, clear=True).create(options.venv)
@@ -60,6 +62,10 @@ def _see_what_is_there(packages: Path) -> None:
 
 def _add_ourselves(packages: Path, python: Path, ours: Project) -> None:
     (packages / "baton-repository.pth").write_text(f"{REPOSITORY}\n")
+    library = {f"{packages}/{name}": content for name, content in library_package(LIBRARY).items()}
+    for path, content in library.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_bytes(content)
     described = packages / f"{ours.name.replace('-', '_')}-{ours.version}.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {ours.name}\nVersion: {ours.version}\n")

@@ -18,6 +18,8 @@ _LEFT_OUT_BEGINNINGS = ("nvidia-", "cuda-")
 
 
 class Project(NamedTuple):
+    """Baton as a package: its name, its version and what it requires."""
+
     name: str
     version: str
     requirements: tuple[str, ...]
@@ -41,6 +43,7 @@ def canonical(requirement: str) -> str:
 
 
 def comes_with_the_machine(name: str, there: Iterable[str]) -> bool:
+    """Whether a package is not fetched: it fits the machine's driver, or is in `there`, what the machine has."""
     return name in _LEFT_OUT or name.startswith(_LEFT_OUT_BEGINNINGS) or name in there
 
 

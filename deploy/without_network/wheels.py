@@ -16,9 +16,9 @@ from pathlib import Path
 
 from deploy.without_network.needs import canonical, comes_with_the_machine, names_in, project
 
-_OLDEST_GLIBC, _NEWEST_GLIBC = 5, 39
+_MIN_GLIBC, _MAX_GLIBC = 5, 39
 _PLATFORMS = (
-    *(f"manylinux_2_{minor}_x86_64" for minor in range(_NEWEST_GLIBC, _OLDEST_GLIBC - 1, -1)),
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(_MAX_GLIBC, _MIN_GLIBC - 1, -1)),
     "manylinux2014_x86_64",
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
@@ -29,6 +29,7 @@ _ROUNDS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 once every wheel is in the folder, 1 where one cannot be fetched."""
     options = _parsed(argv)
     there = names_in(options.there) | {canonical(each) for each in options.there_too}
     options.out.mkdir(parents=True, exist_ok=True)

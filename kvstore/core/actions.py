@@ -1,4 +1,4 @@
-"""What the store's core has done to the arenas: the shell carries it out, in this order."""
+"""The actions on arenas that the store's core decides; the node store carries them out in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shared.blocks import BlockHash
 
 
-class Claimed(NamedTuple):
+class ReserveSlot(NamedTuple):
     """A slot is reserved for this block, of which no head counts as written."""
 
     layout: str
@@ -20,8 +20,8 @@ class Claimed(NamedTuple):
     """The slot has no memory yet."""
 
 
-class Shown(NamedTuple):
-    """Committed: whoever asks finds it from now on."""
+class CommitSlot(NamedTuple):
+    """The block is written: it can be found from now on."""
 
     layout: str
     slot: int
@@ -30,16 +30,16 @@ class Shown(NamedTuple):
     used: int
 
 
-class Touched(NamedTuple):
-    """Used again; `used` is the order of use."""
+class TouchSlot(NamedTuple):
+    """The block was used again; `used` is the order of use."""
 
     layout: str
     slot: int
     used: int
 
 
-class Evicted(NamedTuple):
-    """Had to make room: offer it to the tiers below before the slot is used again."""
+class EvictBlock(NamedTuple):
+    """The block had to make room: offer it to the lower tier before the slot is used again."""
 
     layout: str
     slot: int
@@ -49,8 +49,8 @@ class Evicted(NamedTuple):
     """Seconds since it was last used."""
 
 
-class Dropped(NamedTuple):
-    """A committed block is of no use any more, or its contents are not what they were."""
+class DropBlock(NamedTuple):
+    """A committed block is of no use any more, or its checksums do not match."""
 
     layout: str
     slot: int
@@ -58,14 +58,14 @@ class Dropped(NamedTuple):
     tokens: int
 
 
-class Freed(NamedTuple):
-    """A slot is free that had shown no block."""
+class FreeSlot(NamedTuple):
+    """The slot is free; its block was never committed."""
 
     layout: str
     slot: int
 
 
-class Retired(NamedTuple):
+class RetireSlot(NamedTuple):
     """A reservation ended while its writers may still write: they see another generation, and the slot rests."""
 
     layout: str
@@ -73,7 +73,7 @@ class Retired(NamedTuple):
     generation: int
 
 
-class GivenBack(NamedTuple):
+class GiveMemoryBack(NamedTuple):
     """A free slot's memory is needed elsewhere. Late readers see another generation before they see zeros."""
 
     layout: str
@@ -81,4 +81,4 @@ class GivenBack(NamedTuple):
     generation: int
 
 
-Action = Claimed | Shown | Touched | Evicted | Dropped | Freed | Retired | GivenBack
+Action = ReserveSlot | CommitSlot | TouchSlot | EvictBlock | DropBlock | FreeSlot | RetireSlot | GiveMemoryBack

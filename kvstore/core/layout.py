@@ -16,8 +16,8 @@ pipeline writes and reads its layers of each head.
 
 What one head has of one layer is a *cell*, number head * layers + layer of the block. A slot's header is `SLOT_HEADER`,
 then one checksum for each cell: xxh3-64 over its bytes, 1 where that would be 0. The store is the only writer of
-headers, but for the checksums: whoever writes a cell's bytes writes its checksum afterwards. Reserving sets them to 0,
-so that a commit sees whether every cell was written.
+headers, but for the checksums: the rank that writes a cell's bytes writes its checksum afterwards. Reserving sets them
+to 0, so that a commit sees whether every cell was written.
 
 The state is written last and read first: one aligned 8-byte word, which x86-64 and arm64 store whole.
 """
@@ -37,7 +37,7 @@ PAGE = 4096
 LINE = 64
 """Bytes of a cache line: two slots' headers share none."""
 
-MAGIC = b"BATONKV2"
+ARENA_MAGIC = b"BATONKV2"
 FILE_HEADER = struct.Struct("<8sQQQQ")
 """MAGIC, arena id, slots, length of the layout that follows, and 0."""
 
@@ -69,7 +69,7 @@ SUFFIX = ".arena"
 
 
 def file_name(layout: KvLayout) -> str:
-    """Of its arena, in the store's directory."""
+    """Name of the layout's arena in the store's directory."""
     return f"{fingerprint(layout)}{SUFFIX}"
 
 
@@ -86,32 +86,36 @@ class Geometry(Struct, frozen=True, kw_only=True):
 
     @property
     def payload_bytes(self) -> int:
-        """Of one block, without what fills the last page."""
+        """Bytes of one block, without what fills the last page."""
         return self.cells * self.cell_bytes
 
     @property
     def file_bytes(self) -> int:
+        """Size of the whole file."""
         return self.payloads_at + self.slots * self.payload_stride
 
     def header_at(self, slot: int) -> int:
+        """Where a slot's header begins."""
         return PAGE + slot * self.header_stride
 
     def checksum_at(self, slot: int, cell: int) -> int:
+        """Where the checksum of one cell of a slot lies, 8 bytes long."""
         return self.header_at(slot) + LINE + cell * CHECKSUM.size
 
     def payload_at(self, slot: int, cell: int = 0) -> int:
+        """Where a cell of a slot's payload begins."""
         return self.payloads_at + slot * self.payload_stride + cell * self.cell_bytes
 
 
 def cell_bytes(layout: KvLayout) -> int:
-    """Of one KV head of one layer in one block. Raises UnknownDtype."""
+    """Bytes of one KV head of one layer in one block. Raises UnknownDtype."""
     if layout.dtype not in ITEM_BYTES:
         raise UnknownDtype(f"dtype {layout.dtype!r}: {', '.join(ITEM_BYTES)} are known")
     return 2 * BLOCK_SIZE * layout.head_dim * ITEM_BYTES[layout.dtype]
 
 
 def geometry(layout: KvLayout, slots: int) -> Geometry:
-    """The arena of `slots` blocks of `layout`. Raises UnknownDtype."""
+    """Sizes and places in an arena of `slots` blocks of `layout`. Raises UnknownDtype."""
     cells = layout.kv_heads * layout.layers
     per_cell = cell_bytes(layout)
     header_stride = LINE + _rounded(cells * CHECKSUM.size, LINE)

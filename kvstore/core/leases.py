@@ -1,4 +1,4 @@
-"""Who holds which blocks, and until when. No clock: time is an argument."""
+"""Which lease holds which blocks, and when it expires. No clock: time is an argument."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvstore.core.shelf import Block
+from kvstore.core.slot_table import StoredBlock
 from shared.ids import LeaseId
-from shared.messages.kvstore import Owner
+from shared.messages.kvstore import LeaseOwner
 
 MAX_LEASES = 65_536
-"""At a time. Above it nothing is found and nothing reserved: somebody does not release."""
+"""At a time. Beyond it nothing is found and nothing reserved: some owner does not release."""
 
 
 class LeaseKey(NamedTuple):
+    """Names a lease: its owner chooses the number, which is unique within one layout."""
+
     layout: str
-    owner: Owner
+    owner: LeaseOwner
     lease: LeaseId
 
 
 @dataclass(slots=True)
 class Lease:
+    """What one lease holds: blocks that its owner reads, and blocks that its owner writes."""
+
     key: LeaseKey
     expires: float
-    pinned: list[Block] = field(default_factory=list)
-    reserved: list[Block] = field(default_factory=list)
+    pinned: list[StoredBlock] = field(default_factory=list)
+    reserved: list[StoredBlock] = field(default_factory=list)
 
 
 class Leases:
@@ -34,17 +38,18 @@ class Leases:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._leases: dict[LeaseKey, Lease] = {}
-        """In the order in which they end."""
-        self._of_owner: defaultdict[Owner, set[LeaseKey]] = defaultdict(set)
+        """The leases in the order in which they expire."""
+        self._of_owner: defaultdict[LeaseOwner, set[LeaseKey]] = defaultdict(set)
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def get(self, key: LeaseKey) -> Lease | None:
+        """The lease of this name; None where there is none, or it has ended."""
         return self._leases.get(key)
 
     def open(self, key: LeaseKey, now: float) -> Lease | None:
-        """The lease of this name, begun or prolonged; None where there are too many."""
+        """Begins or prolongs the lease of this name; None where there are too many."""
         lease = self._leases.pop(key, None)
         if lease is None:
             if len(self._leases) >= MAX_LEASES:
@@ -56,6 +61,7 @@ class Leases:
         return lease
 
     def end(self, key: LeaseKey) -> Lease | None:
+        """Ends the lease and returns it; None where it had ended before."""
         lease = self._leases.pop(key, None)
         if lease is not None:
             mine = self._of_owner[key.owner]
@@ -64,10 +70,12 @@ class Leases:
                 del self._of_owner[key.owner]
         return lease
 
-    def of(self, owner: Owner) -> list[LeaseKey]:
+    def of(self, owner: LeaseOwner) -> list[LeaseKey]:
+        """The names of one owner's leases."""
         return list(self._of_owner.get(owner, ()))
 
     def expired(self, now: float) -> list[LeaseKey]:
+        """The names of leases that are over at `now`, which stay until `end`."""
         expired: list[LeaseKey] = []
         for key, lease in self._leases.items():
             if lease.expires > now:
@@ -76,4 +84,5 @@ class Leases:
         return expired
 
     def all(self) -> list[Lease]:
+        """Every lease, the one that ends first at the head."""
         return list(self._leases.values())

@@ -1,32 +1,43 @@
-"""Finds, reserves, shows and drops blocks. Owns all bookkeeping of a node's KV store; touches no memory, no clock."""
+"""Finds, reserves, commits and drops blocks. Owns all bookkeeping of a node's KV store; touches no memory, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from kvstore.core.actions import Action, Claimed, Dropped, Freed, GivenBack, Retired, Shown, Touched
-from kvstore.core.leases import Lease, LeaseKey, Leases
-from kvstore.core.room import MAX_EVICTIONS, Room
-from kvstore.core.shelf import Block, Shelf
+from kvstore.core.actions import (
+    Action,
+    CommitSlot,
+    DropBlock,
+    FreeSlot,
+    GiveMemoryBack,
+    ReserveSlot,
+    RetireSlot,
+    TouchSlot,
+)
+from kvstore.core.leases import LeaseKey, Leases
+from kvstore.core.memory_budget import MAX_EVICTIONS, MemoryBudget
+from kvstore.core.slot_table import SlotTable, StoredBlock
 from shared.blocks import BlockHash
-from shared.messages.kvstore import Owner
+from shared.messages.kvstore import LeaseOwner
 
 
-class Wanted(NamedTuple):
-    """A block that somebody would write."""
+class BlockToWrite(NamedTuple):
+    """A block for which a slot is requested."""
 
     hash: BlockHash
     parent: BlockHash
     tokens: int
 
 
-class Slot(NamedTuple):
+class SlotRef(NamedTuple):
+    """Where a block lies, and in which generation of the slot."""
+
     number: int
     generation: int
 
 
-class Recovered(NamedTuple):
+class RecoveredHeader(NamedTuple):
     """A slot's header, as it was found in the file."""
 
     slot: int
@@ -39,236 +50,226 @@ class Recovered(NamedTuple):
     used: int
 
 
-class Store:
+class StoreCore:
     """Owns index, slots and leases of every layout, under one budget of memory.
 
-    Every method that changes something answers with the actions that make it so in the arenas.
+    Every method that changes something returns the actions that apply the change to the arenas.
     """
 
     def __init__(self, budget: int, lease_seconds: float) -> None:
-        self.room = Room(budget)
+        self.budget = MemoryBudget(budget)
         self.leases = Leases(lease_seconds)
         self._uses = 0
 
     # ---- layouts
 
-    def add(self, shelf: Shelf) -> None:
-        self.room.shelves[shelf.layout] = shelf
+    def add(self, table: SlotTable) -> None:
+        """A layout's arena is there from now on."""
+        self.budget.tables[table.layout] = table
 
     def remove(self, layout: str) -> None:
-        """Forgets a layout of which nobody holds anything."""
-        shelf = self.room.shelves.pop(layout)
-        assert not shelf.pinned
-        assert not shelf.reserved
+        """Forgets a layout none of whose blocks is held by a lease."""
+        table = self.budget.tables.pop(layout)
+        assert not table.pinned
+        assert not table.reserved
 
     def least_used(self) -> str | None:
-        """The layout, of those of which nobody holds anything, whose newest block is the oldest."""
-        idle = [shelf for shelf in self.room.shelves.values() if not shelf.pinned and not shelf.reserved]
-        ages = {shelf.layout: max((block.used for block in shelf.blocks.values()), default=0) for shelf in idle}
+        """The least recently used layout (by its newest block) none of whose blocks is held by a lease."""
+        idle = [table for table in self.budget.tables.values() if not table.pinned and not table.reserved]
+        ages = {table.layout: max((block.used for block in table.blocks.values()), default=0) for table in idle}
         return min(ages, key=ages.__getitem__, default=None)
 
-    def shelf(self, layout: str) -> Shelf | None:
-        return self.room.shelves.get(layout)
+    def table(self, layout: str) -> SlotTable | None:
+        """The slots of a layout; None for one that is not attached."""
+        return self.budget.tables.get(layout)
 
-    def recover(self, shelf: Shelf, headers: Iterable[Recovered], now: float) -> list[Action]:
+    def recover(self, table: SlotTable, headers: Iterable[RecoveredHeader], now: float) -> list[Action]:
         """Takes in what a former store left in a file. Slots that were being written rest for as long as a lease."""
         out: list[Action] = []
+        blocks: dict[BlockHash, StoredBlock] = {}
+        resting: list[int] = []
         for header in headers:
-            shelf.generations[header.slot] = header.generation
-            if header.committed and header.hash not in shelf.blocks:
-                self._take_over(shelf, header, now)
+            table.generations[header.slot] = header.generation
+            if header.committed and header.hash not in blocks:
+                blocks[header.hash] = self._recovered_block(header, now)
             elif header.reserved:
-                self._retire(shelf, header.slot, now, out)
+                resting.append(header.slot)
+                out.append(RetireSlot(table.layout, header.slot, table.next_generation(header.slot)))
             elif header.generation:
                 # It may still have memory, and late readers.
-                out.append(GivenBack(shelf.layout, header.slot, shelf.next_generation(header.slot)))
-        held = {block.slot for block in shelf.blocks.values()} | {resting.slot for resting in shelf.resting}
-        shelf.absent = [slot for slot in shelf.absent if slot not in held]
+                out.append(GiveMemoryBack(table.layout, header.slot, table.next_generation(header.slot)))
+        table.recover(blocks.values(), resting, now + self.leases.seconds)
         return out
 
-    def _take_over(self, shelf: Shelf, header: Recovered, now: float) -> None:
+    def _recovered_block(self, header: RecoveredHeader, now: float) -> StoredBlock:
         self._uses = max(self._uses, header.used)
-        block = Block(header.hash, header.parent, header.tokens, header.slot, committed=True, checked=False)
+        block = StoredBlock(header.hash, header.parent, header.tokens, header.slot, committed=True, checked=False)
         block.used, block.used_at = header.used, now
-        shelf.expect_child(header.parent)
-        shelf.put(block)
+        return block
 
     # ---- finding
 
-    def unchecked(self, layout: str, hashes: Sequence[BlockHash]) -> list[Block]:
-        """Those of the leading run whose checksums must be compared before they are given to anybody."""
-        return [block for block in self.room.shelves[layout].run(hashes) if not block.checked]
+    def unchecked(self, layout: str, hashes: Sequence[BlockHash]) -> list[StoredBlock]:
+        """Those of the leading run whose checksums must be compared before they are given to a reader."""
+        return [block for block in self.budget.tables[layout].leading_run(hashes) if not block.checked]
 
-    def checked(self, layout: str, block: Block, sound: bool) -> list[Action]:
-        """The outcome. A block that is not what it was is dropped."""
+    def checked(self, layout: str, block: StoredBlock, sound: bool) -> list[Action]:
+        """Records the outcome of comparing checksums. A block that is not sound is dropped."""
         block.checked = True
-        return [] if sound else self._drop(self.room.shelves[layout], block)
+        return [] if sound else self._drop(self.budget.tables[layout], block)
 
-    def find(self, key: LeaseKey, hashes: Sequence[BlockHash], now: float) -> tuple[list[Slot], list[Action]]:
+    def find(self, key: LeaseKey, hashes: Sequence[BlockHash], now: float) -> tuple[list[SlotRef], list[Action]]:
         """The leading run of `hashes` that is here and checked, pinned under the lease."""
-        shelf = self.room.shelves[key.layout]
-        run = checked_run(shelf, hashes)
+        table = self.budget.tables[key.layout]
+        run = table.checked_run(hashes)
         lease = self.leases.open(key, now) if run else None
         if lease is None:
             return [], []
-        self.pin(shelf, run)
+        self.pin(table, run)
         lease.pinned += run
-        return [Slot(block.slot, shelf.generations[block.slot]) for block in run], self._touch(shelf, run, now)
+        return [SlotRef(block.slot, table.generations[block.slot]) for block in run], self._touch(table, run, now)
 
-    def pin(self, shelf: Shelf, run: Iterable[Block]) -> None:
+    def pin(self, table: SlotTable, run: Iterable[StoredBlock]) -> None:
         """Keeps blocks from going until `unpin`, lease or not."""
         for block in run:
-            shelf.pin(block)
+            table.pin(block)
 
-    def unpin(self, shelf: Shelf, run: Iterable[Block]) -> list[Action]:
+    def unpin(self, table: SlotTable, run: Iterable[StoredBlock]) -> list[Action]:
+        """Takes the pins of `pin` off. Blocks that were doomed meanwhile are dropped with their last pin."""
         out: list[Action] = []
         for block in run:
-            shelf.unpin(block)
+            table.unpin(block)
             if block.doomed and not block.pins:
-                out += self._drop(shelf, block)
+                out += self._drop(table, block)
         return out
 
     # ---- writing
 
-    def reserve(self, key: LeaseKey, wanted: Sequence[Wanted], now: float) -> tuple[list[Slot | None], list[Action]]:
+    def reserve(
+        self, key: LeaseKey, wanted: Sequence[BlockToWrite], now: float
+    ) -> tuple[list[SlotRef | None], list[Action]]:
         """A slot for each block; None where it is here, is being written, or finds no room (nor does any behind it)."""
-        shelf = self.room.shelves[key.layout]
+        table = self.budget.tables[key.layout]
         lease = self.leases.open(key, now)
         if lease is None:
             return [None] * len(wanted), []
         # What is here already is in use at this moment: the new blocks are not to push it out.
-        out = self._touch(shelf, [block for each in wanted if (block := shelf.found(each.hash)) is not None], now)
-        evictions = self.room.evictions + MAX_EVICTIONS
-        slots: list[Slot | None] = []
+        out = self._touch(table, [block for each in wanted if (block := table.find(each.hash)) is not None], now)
+        evictions = self.budget.evictions + MAX_EVICTIONS
+        slots: list[SlotRef | None] = []
         full = False
         for each in wanted:
-            here = each.hash in shelf.blocks
-            block = None if here or full else self._claim(shelf, each, now, evictions, out)
+            here = each.hash in table.blocks
+            block = None if here or full else self._reserve_slot(table, each, now, evictions, out)
             full = full or (block is None and not here)
             if block is not None:
                 lease.reserved.append(block)
-            slots.append(None if block is None else Slot(block.slot, shelf.generations[block.slot]))
+            slots.append(None if block is None else SlotRef(block.slot, table.generations[block.slot]))
         if not lease.reserved and not lease.pinned:
             self.leases.end(key)
         return slots, out
 
-    def _claim(self, shelf: Shelf, wanted: Wanted, now: float, evictions: int, out: list[Action]) -> Block | None:
+    def _reserve_slot(
+        self, table: SlotTable, wanted: BlockToWrite, now: float, evictions: int, out: list[Action]
+    ) -> StoredBlock | None:
         # The parent must not be what makes room for its own child.
-        shelf.expect_child(wanted.parent)
-        taken = self.room.take(shelf, now, evictions, out)
+        table.expect_child(wanted.parent)
+        taken = self.budget.reserve(table, now, evictions, out)
         if taken is None:
-            shelf.child_gone(wanted.parent)
+            table.forget_child(wanted.parent)
             return None
         slot, fresh = taken
-        block = Block(wanted.hash, wanted.parent, wanted.tokens, slot)
-        shelf.put(block)
-        out.append(Claimed(shelf.layout, slot, shelf.next_generation(slot), *wanted, fresh))
+        block = StoredBlock(wanted.hash, wanted.parent, wanted.tokens, slot)
+        table.put(block)
+        out.append(ReserveSlot(table.layout, slot, table.next_generation(slot), *wanted, fresh))
         return block
 
     def no_memory(self, key: LeaseKey, slot: int, now: float) -> list[Action]:
-        """The system has no memory for a slot just reserved, so it is not; for a while, what there is must do."""
-        shelf = self.room.shelves[key.layout]
+        """Undoes the reservation of a slot for which the system has no memory; no more is taken for a while."""
+        table = self.budget.tables[key.layout]
         lease = self.leases.get(key)
         assert lease is not None
         block = next(block for block in lease.reserved if block.slot == slot)
         lease.reserved.remove(block)
-        shelf.take_out(block)
-        shelf.absent.append(slot)
-        self.room.refused(now)
+        table.unreserve(block)
+        self.budget.record_shortage(now)
         if not lease.reserved and not lease.pinned:
             self.leases.end(key)
-        return [Freed(shelf.layout, slot)]
+        return [FreeSlot(table.layout, slot)]
 
-    def being_written(self, key: LeaseKey) -> list[int]:
+    def reserved_slots(self, key: LeaseKey) -> list[int]:
         """The slots reserved under this lease."""
         lease = self.leases.get(key)
         return [] if lease is None else [block.slot for block in lease.reserved]
 
     def commit(self, key: LeaseKey, whole: Collection[int], now: float) -> tuple[int, list[Action]]:
-        """Ends the lease and shows those of its blocks whose slots are `whole`. How many, and what it takes."""
+        """Ends the lease and commits those of its blocks whose slots are `whole`. Returns how many, and the actions."""
         lease = self.leases.end(key)
         if lease is None:
             return 0, []
-        shelf = self.room.shelves[key.layout]
-        shown = [block for block in lease.reserved if block.slot in whole]
+        table = self.budget.tables[key.layout]
+        written = [block for block in lease.reserved if block.slot in whole]
         out: list[Action] = []
-        for block in shown:
-            shelf.commit(block)
+        for block in written:
             self._uses += 1
-            shelf.touch(block, self._uses, now)
-            out.append(Shown(shelf.layout, block.slot, block.hash, block.tokens, block.used))
-        out += self._take_back([block for block in lease.reserved if block.slot not in whole], shelf)
-        return len(shown), out + self.unpin(shelf, lease.pinned)
+            table.commit(block, self._uses, now)
+            out.append(CommitSlot(table.layout, block.slot, block.hash, block.tokens, block.used))
+        out += self._take_back([block for block in lease.reserved if block.slot not in whole], table)
+        return len(written), out + self.unpin(table, lease.pinned)
 
     # ---- ending
 
     def release(self, key: LeaseKey, drop: Collection[BlockHash] = ()) -> list[Action]:
-        """Ends the lease by its owner's word: nobody writes to what was reserved any more."""
+        """Ends the lease at its owner's request, which writes to reserved slots no more. Pinned blocks in `drop` are
+        dropped."""
         lease = self.leases.end(key)
         if lease is None:
             return []
-        shelf = self.room.shelves[key.layout]
+        table = self.budget.tables[key.layout]
         for block in lease.pinned:
             block.doomed = block.doomed or block.hash in drop
-        return self._take_back(lease.reserved, shelf) + self.unpin(shelf, lease.pinned)
+        return self._take_back(lease.reserved, table) + self.unpin(table, lease.pinned)
 
-    def owner_gone(self, owner: Owner, now: float) -> list[Action]:
-        """The owner's process has ended; its ranks may not know yet."""
+    def owner_gone(self, owner: LeaseOwner, now: float) -> list[Action]:
+        """Ends all leases of a process that has ended. Reserved slots rest, as its ranks may still write to them."""
         return [action for key in self.leases.of(owner) for action in self._abandon(key, now)]
 
     def time_passed(self, now: float) -> list[Action]:
         """Ends the leases that have run out, frees the slots that have rested."""
-        self.room.time_passed(now)
+        self.budget.update(now)
         out = [action for key in self.leases.expired(now) for action in self._abandon(key, now)]
-        for shelf in self.room.shelves.values():
-            out += [Freed(shelf.layout, slot) for slot in shelf.rested(now)]
+        for table in self.budget.tables.values():
+            out += [FreeSlot(table.layout, slot) for slot in table.end_rests(now)]
         return out
 
     def _abandon(self, key: LeaseKey, now: float) -> list[Action]:
-        lease = self._ended(key)
-        shelf = self.room.shelves[key.layout]
-        out: list[Action] = []
-        for block in lease.reserved:
-            shelf.take_out(block)
-            self._retire(shelf, block.slot, now, out)
-        return out + self.unpin(shelf, lease.pinned)
-
-    def _ended(self, key: LeaseKey) -> Lease:
         lease = self.leases.end(key)
         assert lease is not None
-        return lease
+        table = self.budget.tables[key.layout]
+        out: list[Action] = []
+        for block in lease.reserved:
+            table.rest_block(block, now + self.leases.seconds)
+            out.append(RetireSlot(table.layout, block.slot, table.next_generation(block.slot)))
+        return out + self.unpin(table, lease.pinned)
 
-    def _retire(self, shelf: Shelf, slot: int, now: float, out: list[Action]) -> None:
-        shelf.rest(slot, now + self.leases.seconds)
-        out.append(Retired(shelf.layout, slot, shelf.next_generation(slot)))
-
-    def _take_back(self, blocks: Iterable[Block], shelf: Shelf) -> list[Action]:
+    def _take_back(self, blocks: Iterable[StoredBlock], table: SlotTable) -> list[Action]:
         out: list[Action] = []
         for block in blocks:
-            shelf.take_out(block)
-            shelf.free.append(block.slot)
-            out.append(Freed(shelf.layout, block.slot))
+            table.free_block(block)
+            out.append(FreeSlot(table.layout, block.slot))
         return out
 
-    def _drop(self, shelf: Shelf, block: Block) -> list[Action]:
+    def _drop(self, table: SlotTable, block: StoredBlock) -> list[Action]:
         block.doomed = True
         if block.pins:
             return []
-        shelf.take_out(block)
-        shelf.free.append(block.slot)
-        return [Dropped(shelf.layout, block.slot, block.hash, block.tokens)]
+        table.free_block(block)
+        return [DropBlock(table.layout, block.slot, block.hash, block.tokens)]
 
-    def _touch(self, shelf: Shelf, run: Sequence[Block], now: float) -> list[Action]:
+    def _touch(self, table: SlotTable, run: Sequence[StoredBlock], now: float) -> list[Action]:
         out: list[Action] = []
         for block in run:
             self._uses += 1
-            shelf.touch(block, self._uses, now)
-            out.append(Touched(shelf.layout, block.slot, block.used))
+            table.touch(block, self._uses, now)
+            out.append(TouchSlot(table.layout, block.slot, block.used))
         return out
-
-
-def checked_run(shelf: Shelf, hashes: Sequence[BlockHash]) -> list[Block]:
-    """The leading run of `hashes`, up to the first block that nobody has compared with its checksums."""
-    run = shelf.run(hashes)
-    unchecked = next((at for at, block in enumerate(run) if not block.checked), len(run))
-    return run[:unchecked]

@@ -1,4 +1,4 @@
-"""Pulls blocks from the stores of other nodes. Whatever does not come, or not as it left, is a miss and is counted."""
+"""Pulls blocks from the stores of other nodes. Blocks that do not come, or do not match their checksums, are misses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
-from kvstore import tier_metrics as metrics
-from kvstore.carried import CarriedBlock, Shape, is_sound
-from kvstore.transfer.rpc import CHANNEL_OPTIONS, Block, Chunk, FetchRequest, fetch_call
-from kvstore.transfer.tls import TransferTls
+from kvstore import metrics
+from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
+from kvstore.transfer.rpc import CHANNEL_OPTIONS, TransferTls, fetch_call
+from kvstore.transfer.transfer_pb2 import Block, Chunk, FetchRequest
 from shared.blocks import BlockHash
 from shared.ids import NodeId
 
@@ -25,11 +25,11 @@ MAX_CHANNELS = 64
 
 
 class Spoiled(Exception):
-    """What came is not what was asked for; the text says why."""
+    """The received data is not what was requested; the text says why."""
 
 
 class TransferClient:
-    """Owns the connections to the stores of other nodes, whose addresses others know."""
+    """Owns the connections to the stores of other nodes, whose addresses `address_of` gives."""
 
     def __init__(self, address_of: Callable[[NodeId], str | None], tls: TransferTls | None = None) -> None:
         """`address_of` answers with "host:port", and None for a node whose store is not there or sends nothing."""
@@ -46,27 +46,27 @@ class TransferClient:
                 await self._channels.popitem()[1].close()
 
     async def fetch(
-        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: Shape
-    ) -> AsyncGenerator[CarriedBlock, None]:
+        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
+    ) -> AsyncGenerator[InFlightBlock, None]:
         """The leading run of `hashes` that the store of `source` sends, checked. The caller sets the deadline and
         closes the iterator: closing cancels, and frees what is pinned over there."""
         address = self._address_of(source)
         if address is None:
-            metrics.FAILED.labels(TIER, "unknown").inc()
+            metrics.TIER_FAILED.labels(TIER, "unknown").inc()
             return
         call = fetch_call(await self._channel(address), FetchRequest(layout=layout, hashes=b"".join(hashes)))
         try:
             async for block in _blocks(call, hashes, shape):
-                metrics.HITS.labels(TIER).inc()
-                metrics.BYTES_IN.labels(TIER).inc(len(block.payload))
+                metrics.TIER_HITS.labels(TIER).inc()
+                metrics.TIER_BYTES_IN.labels(TIER).inc(len(block.payload))
                 yield block
         except Spoiled as error:
-            metrics.SPOILED.labels(TIER).inc()
+            metrics.TIER_SPOILED.labels(TIER).inc()
             log.warning("spoiled blocks from another node", extra={"node": source, "error": str(error)})
         except grpc.aio.AioRpcError as error:
-            metrics.FAILED.labels(TIER, error.code().name.lower()).inc()
+            metrics.TIER_FAILED.labels(TIER, error.code().name.lower()).inc()
         except asyncio.CancelledError:
-            metrics.FAILED.labels(TIER, "late").inc()
+            metrics.TIER_FAILED.labels(TIER, "late").inc()
             # gRPC raises it, too, where a connection is closed on this side; that is no reason to end the task.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
@@ -74,7 +74,7 @@ class TransferClient:
             call.cancel()
 
     async def _channel(self, address: str) -> grpc.aio.Channel:
-        """Opened at first use; gRPC connects again by itself, and says at once that nobody is there meanwhile."""
+        """Opened at first use; gRPC reconnects by itself, and meanwhile fails calls at once."""
         if address in self._channels:
             self._channels.move_to_end(address)
             return self._channels[address]
@@ -88,8 +88,8 @@ class TransferClient:
         return channel
 
 
-async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: Shape) -> AsyncGenerator[CarriedBlock, None]:
-    """Puts chunks together. Raises Spoiled, and what gRPC raises."""
+async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
+    """Puts chunks together to blocks. Raises Spoiled, and what gRPC raises."""
     for name in hashes:
         first = await call.read()
         if first is grpc.aio.EOF:
@@ -103,7 +103,7 @@ async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: Shape) -> Async
         yield block
 
 
-async def _payload(call: Any, first: Chunk, shape: Shape) -> bytearray:
+async def _payload(call: Any, first: Chunk, shape: BlockShape) -> bytearray:
     if not first.HasField("begins"):
         raise Spoiled("a payload without a block")
     payload = bytearray(first.payload)
@@ -115,5 +115,5 @@ async def _payload(call: Any, first: Chunk, shape: Shape) -> bytearray:
     return payload
 
 
-def _block(begins: Block, payload: bytearray) -> CarriedBlock:
-    return CarriedBlock(BlockHash(begins.hash), begins.parent, begins.tokens, begins.checksums, payload)
+def _block(begins: Block, payload: bytearray) -> InFlightBlock:
+    return InFlightBlock(BlockHash(begins.hash), begins.parent, begins.tokens, begins.checksums, payload)

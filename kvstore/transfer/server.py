@@ -1,36 +1,43 @@
-"""Sends this store's blocks to the stores of other nodes, who ask for them. Knows the arena only as a `Lender`."""
+"""Sends this store's blocks to the stores of other nodes, which fetch them. Knows the arena only as a `BlockLender`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import grpc
 
-from kvstore import tier_metrics as metrics
-from kvstore.carried import CarriedBlock
-from kvstore.tiers import Lender
+from kvstore import metrics
+from kvstore.arena.in_flight_block import InFlightBlock
 from kvstore.transfer.rpc import (
     CHUNK_BYTES,
-    LONGEST_SECONDS,
+    MAX_FETCH_SECONDS,
     SERVER_OPTIONS,
-    Block,
-    Chunk,
-    FetchRequest,
     Sending,
+    TransferTls,
     handler,
     host_and_port,
 )
-from kvstore.transfer.tls import TransferTls
+from kvstore.transfer.transfer_pb2 import Block, Chunk, FetchRequest
 from shared.blocks import HASH_BYTES, BlockHash, split_hashes
 
 TIER = "peer"
 MAX_SENDING = 16
-"""Fetches served at a time; the next one is refused, which is a miss to who asks."""
+"""Fetches served at a time; the next one is refused, which is a miss to its sender."""
 LENT_BLOCKS = 32
 """Pinned at a time for one Fetch, however many it asks for."""
 STOP_SECONDS = 1.0
+
+
+class BlockLender(Protocol):
+    """What the server requires of the store whose blocks it sends."""
+
+    def lend(self, layout: str, hashes: Sequence[BlockHash]) -> AbstractContextManager[Sequence[InFlightBlock]] | None:
+        """The leading run of `hashes` in the arena, checked, and pinned until the context is left. None: no blocks of
+        that layout are here. Called on the store's event loop; bound how long and how many."""
 
 
 class CannotListen(Exception):
@@ -40,7 +47,7 @@ class CannotListen(Exception):
 class TransferServer:
     """Owns the gRPC server. What is being sent is pinned, and no longer than it is being sent."""
 
-    def __init__(self, lender: Lender, tls: TransferTls | None = None, max_sending: int = MAX_SENDING) -> None:
+    def __init__(self, lender: BlockLender, tls: TransferTls | None = None, max_sending: int = MAX_SENDING) -> None:
         self._lender = lender
         self._tls = tls
         self._max_sending = max_sending
@@ -49,7 +56,7 @@ class TransferServer:
         self.sending = 0
 
     async def start(self, host: str, port: int) -> int:
-        """Listens; answers with the port, which 0 leaves to the system. Raises CannotListen."""
+        """Listens, and returns the port; 0 lets the system choose one. Raises CannotListen."""
         where = host_and_port(host, port)
         try:
             if self._tls is None:
@@ -62,7 +69,7 @@ class TransferServer:
         return int(bound)
 
     async def stop(self) -> None:
-        """Ends what is being sent, after a moment."""
+        """Stops listening; fetches under way are ended after STOP_SECONDS."""
         await self._server.stop(STOP_SECONDS)
 
     async def _fetch(self, request: FetchRequest, context: Sending) -> None:
@@ -72,7 +79,7 @@ class TransferServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.hashes)} bytes of hashes")
         try:
             with self._counted():
-                async with asyncio.timeout(LONGEST_SECONDS):
+                async with asyncio.timeout(MAX_FETCH_SECONDS):
                     await self._send_run(request.layout, list(split_hashes(request.hashes)), context)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the blocks are not held for you any longer")
@@ -97,16 +104,17 @@ class TransferServer:
             self.sending -= 1
 
 
-async def _send(blocks: Sequence[CarriedBlock], context: Sending) -> None:
-    """Writing waits while the other side's window is closed: whoever reads slowly is sent to slowly."""
+async def _send(blocks: Sequence[InFlightBlock], context: Sending) -> None:
+    """Writing waits while the receiver's window is full, so a slow reader is sent to slowly."""
     for block in blocks:
         for chunk in chunks(block):
             await context.write(chunk)
-        metrics.STORED.labels(TIER).inc()
-        metrics.BYTES_OUT.labels(TIER).inc(len(block.payload))
+        metrics.TIER_STORED.labels(TIER).inc()
+        metrics.TIER_BYTES_OUT.labels(TIER).inc(len(block.payload))
 
 
-def chunks(block: CarriedBlock) -> Iterator[Chunk]:
+def chunks(block: InFlightBlock) -> Iterator[Chunk]:
+    """The block as it is sent: what names it, then its payload in pieces of CHUNK_BYTES at the most."""
     view = memoryview(block.payload)
     begins = Block(hash=block.hash, parent=block.parent, tokens=block.tokens, checksums=block.checksums)
     yield Chunk(begins=begins, payload=bytes(view[:CHUNK_BYTES]))

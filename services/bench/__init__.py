@@ -1,1 +1,1 @@
-"""Load generators for any OpenAI-compatible server. `python -m services.bench serve|latency|throughput`."""
+"""Benchmarks: load generators for any OpenAI-compatible server, and measurements of single parts of this one."""

@@ -1,39 +1,65 @@
-"""`python -m services.bench serve|latency|throughput|interference|prefixes|kv …`."""
+"""`python -m services.bench COMMAND …`: the table of benchmarks. Each one's module is imported when it is run.
+
+The `baton` command adds what only it knows: where the running stack is, the demo model, the nats-server.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NamedTuple
 
-USAGE = """usage: python -m services.bench COMMAND [--help] [flags]
 
-  serve         requests at a rate or a concurrency, streamed: TTFT, TPOT, ITL, end-to-end latency, throughput
-  latency       one batch of equal requests, repeated
-  throughput    every request at once: tokens per second
-  interference  inter-token latency of steady streams while long prompts arrive
-  prefixes      how much a file of prompts repeats their beginnings; needs no server
-  kv            bytes per second of each way that KV blocks go; needs no server
-"""
-COMMANDS = {
-    "serve": "serve",
-    "latency": "latency",
-    "throughput": "throughput",
-    "interference": "interference",
-    "prefixes": "prefixes",
-    "kv": "kv_speed",
+class Benchmark(NamedTuple):
+    """One command, and the function that runs it."""
+
+    function: str
+    """`module:function` in this package; it gets the flags and gives the exit code."""
+    help: str
+
+
+BENCHMARKS = {
+    "serve": Benchmark(
+        "serve:main", "requests at a rate or a concurrency, streamed: TTFT, TPOT, ITL, end-to-end latency, throughput"
+    ),
+    "latency": Benchmark("batch:latency_main", "one batch of equal requests, repeated"),
+    "throughput": Benchmark("batch:throughput_main", "every request at once: tokens per second"),
+    "interference": Benchmark("interference:main", "inter-token latency of steady streams while long prompts arrive"),
+    "prefixes": Benchmark(
+        "prefixes.command:main", "how much a file of prompts repeats their beginnings; needs no server"
+    ),
+    "kv": Benchmark("kv.command:main", "bytes per second of each way that KV blocks go; needs no server"),
+    "idle": Benchmark(
+        "engine.idle:main", "the share of its time in which a worker has nothing to do between steps; starts engines"
+    ),
+    "speculation": Benchmark(
+        "engine.speculation:main", "output tokens per second with each method of drafting and without; starts engines"
+    ),
+    "roofline": Benchmark(
+        "device.roofline:main", "a model's steps beside the device's limits, measured in the same run; needs no server"
+    ),
+    "kernels": Benchmark(
+        "device.kernels:main", "single kernels beside torch's own operations and those limits; needs no server"
+    ),
 }
-"""Each one's module in this package, which has a `main`."""
+
+
+def usage() -> str:
+    """The list of commands, one line each."""
+    lines = [f"  {name:<14}{benchmark.help}" for name, benchmark in BENCHMARKS.items()]
+    return "\n".join(["usage: python -m services.bench COMMAND [--help] [flags]", "", *lines, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 where every request succeeded, 2 where the flags are wrong."""
     command, *flags = list(sys.argv[1:] if argv is None else argv) or [""]
-    if command in COMMANDS:
-        chosen: Callable[[Sequence[str]], int] = import_module(f"services.bench.{COMMANDS[command]}").main
-        return chosen(flags)
+    if command in BENCHMARKS:
+        module, _, function = BENCHMARKS[command].function.partition(":")
+        run: Callable[[Sequence[str]], int] = getattr(import_module(f"services.bench.{module}"), function)
+        return run(flags)
     helped = command in ("-h", "--help")
-    print(USAGE, end="", file=sys.stdout if helped else sys.stderr)
+    print(usage(), end="", file=sys.stdout if helped else sys.stderr)
     return 0 if helped else 2
 
 

@@ -6,49 +6,59 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from services.bench.api import Api, ApiError, Prompt
-from services.bench.arrivals import arrivals
-from services.bench.core.interference_figures import Window, begun, interference_figures
-from services.bench.core.outcome import Outcome, Run
-from services.bench.core.processor_time import Share
-from services.bench.core.statistics import mean, percent_name, percentile
-from services.bench.core.table import WIDTH, line, rule, share_lines
-from services.bench.datasets.choice import make_writer
-from services.bench.datasets.random_lengths import random_prompts
-from services.bench.interference_plot import plot_interference, read_results
-from services.bench.load import Load
+import msgspec
+
+from services.bench.client.api import Api, BenchRequest
+from services.bench.client.load import LoadGenerator, arrivals
+from services.bench.client.processor_time import CpuShare
+from services.bench.datasets.single_turn import random_prompts
+from services.bench.datasets.writers import make_writer
+from services.bench.errors import BenchError, exit_code_of_task
+from services.bench.interference_figures import Window, all_streaming_at, interference_figures
 from services.bench.options import (
-    OutputOptions,
     TargetOptions,
     fields,
     natural,
+    parse,
     parser,
     percent_list,
     positive,
     whole,
 )
-from services.bench.plotting import check_plot
+from services.bench.report import (
+    INCHES,
+    WIDTH,
+    OutputOptions,
+    Report,
+    blank_figure,
+    check_plot,
+    line,
+    rule,
+    save,
+    share_lines,
+)
 from services.bench.session import (
     explain_failures,
     measured,
-    provenance,
-    report,
-    run_to_exit_code,
+    of_the_server,
     server_processes,
     session,
     warm_up,
 )
+from services.bench.statistics import BenchResult, RequestOutcome, mean, percent_name, percentile
 
 PROMPTS_PER_STREAM = 8
-"""Different ones, then the same again: short prompts that are cached disturb nobody."""
+"""Different prompts first, then the same again: short prompts that are cached do not disturb the streams."""
 
 
 class InterferenceOptions(NamedTuple):
+    """The flags of `bench interference`. Lengths are tokens, times seconds."""
+
     target: TargetOptions
     output: OutputOptions
     streams: int
@@ -94,16 +104,18 @@ def interference_options(argv: Sequence[str] | None) -> InterferenceOptions:
     made.add_argument(
         "--beside", type=Path, nargs="+", default=[], metavar="RESULT", help="earlier results to plot too"
     )
-    return InterferenceOptions(**fields(made, made.parse_args(argv), InterferenceOptions._fields))
+    return InterferenceOptions(**fields(made, parse(made, argv), InterferenceOptions._fields))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 where every request succeeded. `argv` are the flags, without a program's name."""
     options = interference_options(argv)
-    return run_to_exit_code(lambda: interference(options))
+    return exit_code_of_task(lambda: interference(options))
 
 
 async def interference(options: InterferenceOptions) -> int:
+    """The exit code: 0 where every long prompt was answered. Raises BenchError where a stream fails or nothing is
+    steady."""
     check_plot(options.plot)
     earlier = read_results(options.beside)
     async with session(options.target, options.ignore_eos) as api:
@@ -111,7 +123,9 @@ async def interference(options: InterferenceOptions) -> int:
         processes = server_processes(options.target.base_url, options.cpu, options.pids)
         long_ones, shares = await measured(load.run, len(load.starts), "long prompts", options.output, processes)
     result = _result(options, api, load, long_ones, shares)
-    report(options.output, result, "\n".join([*_lines(result, options.percentiles), *share_lines(shares), "=" * WIDTH]))
+    Report(options.output).end(
+        result, "\n".join([*_lines(result, options.percentiles), *share_lines(shares), "=" * WIDTH])
+    )
     explain_failures(long_ones)
     if options.plot is not None:
         plot_interference(options.plot, [*earlier, {**result, "label": options.output.label or "this run"}])
@@ -119,34 +133,38 @@ async def interference(options: InterferenceOptions) -> int:
 
 
 class _Interference:
-    """Owns one run: what the steady streams said, and when it began."""
+    """Owns one run: the outcomes of the steady streams, and its start time."""
 
-    def __init__(self, options: InterferenceOptions, api: Api, short: list[Prompt], long: list[Prompt]) -> None:
+    def __init__(
+        self, options: InterferenceOptions, api: Api, short: list[BenchRequest], long: list[BenchRequest]
+    ) -> None:
         self._options, self._api = options, api
         self._short = itertools.cycle(short)
         rate = arrivals(len(long), options.long_rate, options.burstiness, Random(options.seed))
         self.starts = [options.quiet + start for start in rate if start < options.duration]
         self._long = long[: len(self.starts)]
         self.window = Window(0.0, 0.0, 0.0)
-        self.firsts: list[Outcome] = []
+        self.firsts: list[RequestOutcome] = []
         """The first request of each stream."""
-        self.steady: list[Outcome] = []
+        self.steady: list[RequestOutcome] = []
 
-    async def run(self, done: Callable[[Outcome], None]) -> Run:
-        """The outcomes of the long prompts. Raises ApiError where a stream fails: nothing would be steady."""
+    async def run(self, done: Callable[[RequestOutcome], None]) -> BenchResult:
+        """The outcomes of the long prompts. Raises BenchError where a stream fails: nothing would be steady."""
         begin = time.perf_counter()
         disturbed = begin + self._options.quiet
         self.window = Window(begin, disturbed, disturbed + self._options.duration)
         streams = [asyncio.create_task(self._stream()) for _ in range(self._options.streams)]
         try:
-            run = await Load(self._api.stream, None, done).run(self._long, self.starts)
+            run = await LoadGenerator(self._api.stream, None, done).run(self._long, self.starts)
             await asyncio.gather(*streams)
         finally:
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-        if begun(self.firsts) >= disturbed:
-            raise ApiError("the streams had not all begun when the first long prompt came: a longer --quiet is needed")
+        if all_streaming_at(self.firsts) >= disturbed:
+            raise BenchError(
+                "the streams had not all begun when the first long prompt came: a longer --quiet is needed"
+            )
         return run
 
     async def _stream(self) -> None:
@@ -154,7 +172,7 @@ class _Interference:
         while time.perf_counter() < self.window.end:
             outcome = await self._api.stream(next(self._short))
             if outcome.error is not None:
-                raise ApiError(f"a steady stream: {outcome.error}")
+                raise BenchError(f"a steady stream: {outcome.error}")
             self.steady.append(outcome)
             if first:
                 self.firsts.append(outcome)
@@ -174,12 +192,12 @@ async def _prepared(options: InterferenceOptions, api: Api) -> _Interference:
 
 
 def _result(
-    options: InterferenceOptions, api: Api, load: _Interference, long_ones: Run, shares: Sequence[Share]
+    options: InterferenceOptions, api: Api, load: _Interference, long_ones: BenchResult, shares: Sequence[CpuShare]
 ) -> dict[str, Any]:
     ttfts = [outcome.ttft for outcome in long_ones.completed]
     shape = ("streams", "stream_input_len", "stream_output_len", "long_input_len", "long_output_len", "long_rate")
     return {
-        **provenance(api, options.output.label),
+        **of_the_server(api),
         **{name: getattr(options, name) for name in shape},
         "quiet_seconds": options.quiet,
         "disturbed_seconds": options.duration,
@@ -188,7 +206,9 @@ def _result(
         "mean_long_ttft_ms": mean(ttfts) * 1000,
         "median_long_ttft_ms": percentile(ttfts, 50) * 1000,
         **{f"p{percent_name(p)}_long_ttft_ms": percentile(ttfts, p) * 1000 for p in options.percentiles},
-        **interference_figures(load.steady, begun(load.firsts), load.window, sorted({99.0, *options.percentiles})),
+        **interference_figures(
+            load.steady, all_streaming_at(load.firsts), load.window, sorted({99.0, *options.percentiles})
+        ),
         "client_cpu_s": long_ones.client_cpu,
         "server_cpu": [share._asdict() for share in shares],
     }
@@ -216,3 +236,40 @@ def _lines(result: dict[str, Any], percents: Sequence[float]) -> list[str]:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# The plot of `bench interference`: inter-token latency over time, beside that of earlier runs.
+
+
+NEEDED = ("timeline", "quiet_seconds", "disturbed")
+
+
+def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The results of earlier runs. Raises BenchError if a file is not one."""
+    results = []
+    for path in paths:
+        try:
+            result = msgspec.json.decode(path.read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            raise BenchError(f"--beside {path}: {error}") from None
+        if not isinstance(result, dict) or not all(key in result for key in NEEDED):
+            raise BenchError(f"--beside {path}: no result of bench interference")
+        results.append({**result, "label": result.get("label") or path.stem})
+    return results
+
+
+def plot_interference(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """One panel each, on the same scale. Raises BenchError."""
+    figure = blank_figure(len(results), panel_width=1.5 * INCHES)
+    panels = figure.subplots(1, len(results), sharex=True, sharey=True, squeeze=False)[0]
+    for panel, result in zip(panels, results, strict=True):
+        seconds = [each["second"] for each in result["timeline"]]
+        for key, said in (("max_itl_ms", "longest"), ("median_itl_ms", "median")):
+            panel.plot(seconds, [each[key] for each in result["timeline"]], ".", markersize=4, label=said)
+        panel.axvline(result["quiet_seconds"], linestyle="--", color="gray", linewidth=1)
+        panel.axhline(result["disturbed"]["p99_itl_ms"], linestyle=":", color="black", linewidth=1)
+        panel.set(xlabel="s (dashed: long prompts begin; dotted: their ITL p99)", title=result.get("label") or "")
+        panel.set_yscale("log")
+    panels[0].set_ylabel("inter-token latency in ms")
+    panels[0].legend()
+    save(figure, path)

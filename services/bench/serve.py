@@ -4,59 +4,101 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from services.bench.api import Api, Prompt
-from services.bench.arrivals import arrivals
-from services.bench.conversations import conversation
-from services.bench.core.cache_figures import cache_figures, turn_figures
-from services.bench.core.outcome import Outcome, Run
-from services.bench.core.processor_time import Share
-from services.bench.core.statistics import summary
-from services.bench.core.table import serve_table
-from services.bench.datasets.choice import make_conversations, make_prompts
-from services.bench.load import Load
-from services.bench.serve_options import ServeOptions, serve_options
+from services.bench.client.api import Api, BenchRequest
+from services.bench.client.load import LoadGenerator, arrivals
+from services.bench.client.processor_time import CpuShare
+from services.bench.datasets.multi_turn import ConversationScript, conversation, scripts
+from services.bench.datasets.single_turn import (
+    random_prompts,
+    read_conversations,
+    shared_prefix_prompts,
+    sharegpt_prompts,
+)
+from services.bench.datasets.writers import (
+    LocalTokenizer,
+    PromptWriter,
+    TextWriter,
+    make_writer,
+)
+from services.bench.errors import exit_code_of_task
+from services.bench.options import ServeOptions, serve_options
+from services.bench.report import WIDTH, Report, Table, line, rule, share_lines
 from services.bench.session import (
     explain_failures,
     measured,
-    provenance,
-    report,
-    run_to_exit_code,
+    of_the_server,
     server_processes,
     session,
     warm_up,
+)
+from services.bench.statistics import (
+    METRICS,
+    BenchResult,
+    Metric,
+    RequestOutcome,
+    cache_figures,
+    percent_name,
+    summary,
+    turn_figures,
+)
+
+TITLES: dict[Metric, str] = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+COUNTS = (
+    ("Successful requests:", "completed"),
+    ("Failed requests:", "failed"),
+    ("Maximum request concurrency:", "max_concurrency"),
+    ("Request rate configured (RPS):", "request_rate"),
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Request goodput (req/s):", "request_goodput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+    ("Peak concurrent requests:", "max_concurrent_requests"),
+    ("Total token throughput (tok/s):", "total_token_throughput"),
+    ("Client CPU (s):", "client_cpu_s"),
+    ("Client CPU per output token (us):", "client_cpu_us_per_token"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 where every request succeeded. `argv` are the flags, without a program's name."""
     options = serve_options(argv)
-    return run_to_exit_code(lambda: serve(options))
+    return exit_code_of_task(lambda: serve(options))
 
 
 async def serve(options: ServeOptions) -> int:
+    """The exit code: 0 where every request succeeded. Raises BenchError where the server is not there or the warm-up
+    fails."""
     async with session(options.target, options.ignore_eos) as api:
         work = await _work(options, api)
         await warm_up(api.stream, work.warm_up)
         run, shares = await _measure(options, work)
     result = _result(options, api, run, shares)
-    report(options.output, result, serve_table(result, options.percentiles, shares))
+    Report(options.output).end(result, serve_table(result, options.percentiles, shares))
     explain_failures(run)
     _compare_lengths(work.prompts, run)
     return 1 if run.failed else 0
 
 
 class _Work(NamedTuple):
-    """What a dataset comes to: what to ask before, and what each client does."""
+    """The load of a dataset: the requests of the warm-up, and those of each client."""
 
-    warm_up: list[Prompt]
+    warm_up: list[BenchRequest]
     clients: int
-    load: Callable[[Callable[[Outcome], None], Sequence[float]], Awaitable[Run]]
-    """Gets what to tell each outcome, and when each client starts."""
-    prompts: list[Prompt]
+    load: Callable[[Callable[[RequestOutcome], None], Sequence[float]], Awaitable[BenchResult]]
+    """Called with a callback for outcomes and the start time of each client."""
+    prompts: list[BenchRequest]
     """Where they are known before."""
 
 
@@ -65,8 +107,8 @@ async def _work(options: ServeOptions, api: Api) -> _Work:
         return await _multi_turn(options, api)
     made = await make_prompts(options, api)
 
-    async def load(done: Callable[[Outcome], None], starts: Sequence[float]) -> Run:
-        return await Load(api.stream, options.max_concurrency, done).run(made.measured, starts)
+    async def load(done: Callable[[RequestOutcome], None], starts: Sequence[float]) -> BenchResult:
+        return await LoadGenerator(api.stream, options.max_concurrency, done).run(made.measured, starts)
 
     return _Work(made.warm_up, len(made.measured), load, made.measured)
 
@@ -74,30 +116,30 @@ async def _work(options: ServeOptions, api: Api) -> _Work:
 async def _multi_turn(options: ServeOptions, api: Api) -> _Work:
     made = await make_conversations(options, api)
 
-    async def ask(prompt: Prompt) -> Outcome:
+    async def ask(prompt: BenchRequest) -> RequestOutcome:
         return await api.stream(prompt, keep_text=True)
 
-    async def load(done: Callable[[Outcome], None], starts: Sequence[float]) -> Run:
+    async def load(done: Callable[[RequestOutcome], None], starts: Sequence[float]) -> BenchResult:
         sessions = [conversation(script, api.endpoint == "chat") for script in made.measured]
-        return await Load(ask, options.max_concurrency, done).run_sessions(sessions, starts)
+        return await LoadGenerator(ask, options.max_concurrency, done).run_sessions(sessions, starts)
 
     return _Work(made.warm_up, len(made.measured), load, [])
 
 
-async def _measure(options: ServeOptions, work: _Work) -> tuple[Run, list[Share]]:
+async def _measure(options: ServeOptions, work: _Work) -> tuple[BenchResult, list[CpuShare]]:
     starts = arrivals(work.clients, options.request_rate, options.burstiness, Random(options.seed))
     processes = server_processes(options.target.base_url, options.cpu, options.pids)
 
-    async def load(done: Callable[[Outcome], None]) -> Run:
+    async def load(done: Callable[[RequestOutcome], None]) -> BenchResult:
         return await work.load(done, starts)
 
     return await measured(load, options.num_prompts, "requests", options.output, processes)
 
 
-def _result(options: ServeOptions, api: Api, run: Run, shares: Sequence[Share]) -> dict[str, Any]:
+def _result(options: ServeOptions, api: Api, run: BenchResult, shares: Sequence[CpuShare]) -> dict[str, Any]:
     rate = options.request_rate
     result = {
-        **provenance(api, options.output.label),
+        **of_the_server(api),
         "tokenizer_id": str(options.tokenizer) if options.tokenizer else None,
         "dataset": options.dataset,
         "num_prompts": options.num_prompts,
@@ -117,7 +159,7 @@ def _result(options: ServeOptions, api: Api, run: Run, shares: Sequence[Share]) 
     return {**result, **_details(run)} if options.output.detailed else result
 
 
-def _details(run: Run) -> dict[str, Any]:
+def _details(run: BenchResult) -> dict[str, Any]:
     """Each request's figures, in the order of the requests; in seconds, as in vLLM's result."""
     outcomes = run.outcomes
     return {
@@ -131,8 +173,8 @@ def _details(run: Run) -> dict[str, Any]:
     }
 
 
-def _compare_lengths(prompts: Sequence[Prompt], run: Run) -> None:
-    """Says so where the server did not count or generate what was asked for."""
+def _compare_lengths(prompts: Sequence[BenchRequest], run: BenchResult) -> None:
+    """Warns if the server did not count or generate the requested number of tokens."""
     if not prompts:
         return
     pairs = [(p, o) for p, o in zip(prompts, run.outcomes, strict=True) if o.error is None]
@@ -143,6 +185,107 @@ def _compare_lengths(prompts: Sequence[Prompt], run: Run) -> None:
     if shorter:
         text = f"bench: {shorter} of {len(pairs)} answers ended early; --ignore-eos gives every answer its full length"
         print(text, file=sys.stderr)
+
+
+def serve_table(result: Mapping[str, Any], percents: Sequence[float], shares: Sequence[CpuShare]) -> str:
+    """`result` is what `statistics.summary` made, with the options of the run."""
+    lines = [rule(" Serving Benchmark Result ", "=")]
+    lines += [line(title, result[key]) for title, key in COUNTS if result.get(key) is not None]
+    for metric in METRICS:
+        lines.append(rule(TITLES[metric]))
+        names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
+        lines += [line(f"{name.capitalize()} {metric.upper()} (ms):", result[f"{name}_{metric}_ms"]) for name in names]
+    lines += _cache_lines(result, percents) + _turn_lines(result.get("turns", []), percents)
+    return "\n".join([*lines, *share_lines(shares), "=" * WIDTH])
+
+
+def _cache_lines(result: Mapping[str, Any], percents: Sequence[float]) -> list[str]:
+    """Nothing where the server does not tell of cached tokens."""
+    if "cache_hit_rate" not in result:
+        return []
+    lines = [rule("Prefix cache"), line("Cached prompt tokens:", result["total_cached_tokens"])]
+    lines += [line("Cache hit rate (% of prompt tokens):", 100 * (result["cache_hit_rate"] or 0.0))]
+    names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
+    for kind, said in (("cached", "half or more cached"), ("uncached", "less than half cached")):
+        lines.append(line(f"Requests {said}:", result[f"{kind}_requests"]))
+        times = [(name, result[f"{name}_{kind}_ttft_ms"]) for name in names]
+        lines += [line(f"{name.capitalize()} TTFT of these (ms):", ms) for name, ms in times if ms is not None]
+    return lines
+
+
+def _turn_lines(turns: Sequence[Mapping[str, Any]], percents: Sequence[float]) -> list[str]:
+    if not turns:
+        return []
+    last = f"p{percent_name(percents[-1])}" if percents else "mean"
+    rows = []
+    for turn in turns:
+        hit = "-" if turn["cache_hit_rate"] is None else f"{100 * turn['cache_hit_rate']:.1f}"
+        times = f"{turn['median_ttft_ms']:.1f}", f"{turn[f'{last}_ttft_ms']:.1f}"
+        rows.append((f"{turn['turn']}", f"{turn['completed']}", f"{turn['mean_input_tokens']:.0f}", hit, *times))
+    heads = ("turn", "requests", "in tok", "hit %", "TTFT p50", last)
+    return [rule("By turn (ms)"), *Table(heads, rows, names=0).lines()]
+
+
+class Prompts(NamedTuple):
+    """The requests of a run without conversations."""
+
+    warm_up: list[BenchRequest]
+    """Others than the measured ones, so that these do not find themselves cached."""
+    measured: list[BenchRequest]
+
+
+class Conversations(NamedTuple):
+    """The conversations of a run, and requests to warm up with."""
+
+    warm_up: list[BenchRequest]
+    measured: list[ConversationScript]
+
+
+async def make_prompts(options: ServeOptions, api: Api) -> Prompts:
+    """The prompts of one run; the same for the same options and tokenizer. Raises BenchError."""
+    random = Random(options.seed)
+    if options.dataset == "sharegpt":
+        return await _sharegpt(options, api, random)
+    writer = await make_writer(api, options.text, options.tokenizer, options.vocab_size)
+    if options.dataset == "shared-prefix":
+        return await _shared_prefix(options, writer, random)
+    warm_up = await random_prompts(writer, options.warmup, options.input_len, options.output_len, 0.0, random)
+    measured = await random_prompts(
+        writer, options.num_prompts, options.input_len, options.output_len, options.range_ratio, random
+    )
+    return Prompts(warm_up, measured)
+
+
+async def _sharegpt(options: ServeOptions, api: Api, random: Random) -> Prompts:
+    assert options.dataset_path is not None
+    count = LocalTokenizer(options.tokenizer).count if options.tokenizer else api.count
+    prompts = await sharegpt_prompts(
+        read_conversations(options.dataset_path),
+        count,
+        options.warmup + options.num_prompts,
+        api.endpoint == "chat",
+        options.sharegpt_output_len,
+        random,
+    )
+    return Prompts(prompts[: options.warmup], prompts[options.warmup :])
+
+
+async def _shared_prefix(options: ServeOptions, writer: PromptWriter, random: Random) -> Prompts:
+    other = options.prefixes._replace(prefixes=1)
+    return Prompts(
+        await shared_prefix_prompts(writer, other, options.warmup, random),
+        await shared_prefix_prompts(writer, options.prefixes, options.num_prompts, random),
+    )
+
+
+async def make_conversations(options: ServeOptions, api: Api) -> Conversations:
+    """What users say in the conversations of one run; as `make_prompts`."""
+    random, chat = Random(options.seed), api.endpoint == "chat"
+    writer = await make_writer(api, True, options.tokenizer, None)
+    assert isinstance(writer, TextWriter), "asked for text"
+    others = await scripts(writer, options.turns._replace(turns=1), options.warmup, random)
+    measured = await scripts(writer, options.turns, options.num_conversations, random)
+    return Conversations([script.prompt([], chat) for script in others], measured)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from shared.config import load_or_exit
 
 
 def build(config: CoordinatorConfig, bus: Bus) -> CoordinatorActor:
+    """The coordinator that `config` describes, on `bus`."""
     return CoordinatorActor(
-        bus, config.instance_id(), config.limits(), config.routing(), scale_timeout=config.scale_timeout
+        bus, config.instance_id(), config.limits(), config.router(), scale_timeout=config.scale_timeout
     )
 
 
 def main() -> None:
+    """Serves until it is stopped; exits with 2 where the settings are wrong."""
     config = load_or_exit("coordinator", CoordinatorConfig)
     run_service(config, lambda bus: build(config, bus), "coordinator")
 

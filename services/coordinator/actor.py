@@ -1,4 +1,4 @@
-"""The coordinator's shell: bus in, core asked, bus out."""
+"""The coordinator's shell: receives messages, asks the core, sends what it answers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any, assert_never
 import msgspec
 
 from services.coordinator import admin, metrics
-from services.coordinator.core.actions import Action, CancelAt, Moment, Place, Tell
+from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.limits import Limits
-from services.coordinator.core.routing import Routing
+from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared import topics
-from shared.actor import Actor, Hears, Tick
+from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
-from shared.ids import InstanceId
+from shared.ids import GatewayId, InstanceId
 from shared.messages.coordinator import PlacementMade, Route, Withdraw
-from shared.messages.gateway import Failed, Placed, Queued, Rejected
-from shared.messages.kv_events import DumpRequest, KvDump, KvEvents
+from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
+from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Generate
+from shared.messages.scheduler import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +37,8 @@ class CoordinatorActor(Actor):
         self,
         bus: Bus,
         instance: InstanceId,
-        limits: Limits,
-        routing: Routing | None = None,
+        limits: CoordinatorLimits,
+        settings: RouterSettings | None = None,
         *,
         scale_timeout: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -48,143 +47,140 @@ class CoordinatorActor(Actor):
         self._clock = clock
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
-        self.core = Coordinator(instance, limits, routing, turn=turn, since=bus.liveness_now())
+        self.core = Coordinator(instance, limits, settings, turn=turn, since=bus.liveness_now())
         self._index_gauges = metrics.IndexGauges()
         self._admin = admin.Admin(bus, self.core.fleet.registry, scale_timeout)
 
-    def hears(self) -> Sequence[Hears[Any]]:
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """Routes are shared out among coordinators; everything else goes to each of them."""
         return [
-            Hears(topics.route(), intake=True),
-            Hears(topics.withdrawals()),
-            Hears(topics.placements()),
-            Hears(topics.lifecycles()),
-            Hears(topics.all_kv_events()),
-            Hears(topics.kv_dumps(self.instance)),
+            TopicSubscription(topics.route(), intake=True),
+            TopicSubscription(topics.withdrawals()),
+            TopicSubscription(topics.placements()),
+            TopicSubscription(topics.lifecycles()),
+            TopicSubscription(topics.all_kv_events()),
+            TopicSubscription(topics.kv_dumps(self.instance)),
         ]
 
     async def set_up(self) -> None:
+        """Offers the operators' endpoints, `admin.*`."""
         await self.bus.serve_micro(admin.NAME, admin.VERSION, admin.DESCRIPTION, self._admin.endpoints())
 
     async def handle(self, message: Any) -> None:
+        """One message to the core, and what the core answers to the bus. Raises TypeError for a message that no topic
+        of a coordinator carries."""
+        at = Moment(self._clock(), self.bus.liveness_now())
         match message:
             case Route():
-                await self._send(self._decide(message))
+                await self._send(self._route(message, at))
             case Withdraw():
                 if self.core.withdraw(message):
                     log.info("withdrawn", extra={"request": message.request, "attempt": message.attempt})
             case PlacementMade():
-                self.core.placed_elsewhere(message, self._moment())
+                self.core.record_announcement(message, at)
             case KvEvents() | KvDump():
-                self.core.blocks_changed(message, self._moment())
-                await self._ask_for_dumps()
+                self.core.blocks_changed(message, at)
+                await self._request_dumps(at)
             case Lifecycle():
-                await self._send(self.core.lifecycle(message, self._moment()))
-                await self._ask_for_dumps()
+                await self._send(self.core.lifecycle(message, at))
+                await self._request_dumps(at)
             case Tick():
-                await self._send(self.core.time_passed(self._moment()))
-                await self._ask_for_dumps()
+                await self._send(self.core.time_passed(at))
+                await self._request_dumps(at)
                 self._index_gauges.show(self.core.sources)
             case Undelivered():
-                await self._returned(message)
+                await self._send(self._undelivered(message.message, at))
             case _:
-                raise TypeError(f"a coordinator hears no {type(message).__name__}")
-        metrics.WAITING.set(len(self.core.line))
+                raise TypeError(f"a coordinator takes no {type(message).__name__}")
+        metrics.WAITING.set(len(self.core.queue))
 
-    async def drained(self) -> None:
-        await self._hand_over()
+    async def on_drain(self) -> None:
+        """Gives the queue to another coordinator, where there is one."""
+        for route in self.core.release_queue():
+            log.info("handed over", extra={"request": route.generation.request})
+            await self.bus.publish(topics.route(), route, confirm=True)
 
     async def tear_down(self) -> None:
-        """Whoever still waits is told so, and may be dispatched again."""
-        for generation in self.core.line.clear():
-            failed = Failed(generation.request, generation.attempt, "the coordinator that it waited at has stopped")
+        """Fails the requests that still wait, so that their gateways dispatch them again."""
+        for generation in self.core.queue.clear():
+            failed = RequestFailed(
+                generation.request, generation.attempt, "the coordinator that it waited at has stopped"
+            )
             await self.bus.publish(topics.gateway_inbox(generation.gateway), failed)
 
     def is_idle(self) -> bool:
-        return not len(self.core.line)
+        """Whether no request waits here."""
+        return not self.core.queue
 
     def load(self) -> int:
-        return len(self.core.line)
+        """Requests that wait here."""
+        return len(self.core.queue)
 
-    def _moment(self) -> Moment:
-        return Moment(self._clock(), self.bus.liveness_now())
-
-    def _decide(self, route: Route) -> list[Action]:
+    def _route(self, route: Route, at: Moment) -> list[Action]:
         with metrics.DECISION.time():
-            actions = self.core.route(route, self._moment())
+            actions = self.core.route(route, at)
         extra = {"request": route.generation.request, "attempt": route.generation.attempt}
         if not actions:
             metrics.STALE.inc()
             log.info("stale", extra=extra)
-        elif route.generation.request in self.core.line:
+        elif self.core.queue and route.generation.request in self.core.queue:
             log.info("queued", extra=extra)
         return actions
 
-    async def _ask_for_dumps(self) -> None:
-        for source in self.core.dumps_wanted(self._moment()):
+    async def _request_dumps(self, at: Moment) -> None:
+        for source in self.core.dumps_due(at):
             log.info("asks for a dump", extra={"source": source})
-            await self.bus.publish(topics.kv_dump_requests(source), DumpRequest(self.instance))
+            await self.bus.publish(topics.kv_dump_requests(source), KvDumpRequest(self.instance))
 
-    async def _returned(self, undelivered: Undelivered) -> None:
-        match undelivered.message:
-            case Generate() as generate:
-                await self._send(self._lost_engine(generate))
-            case Placed() | Queued() | Rejected() as told:
-                log.warning("gateway gone", extra={"request": told.request, "attempt": told.attempt})
-                await self._send(self.core.gateway_unreachable(told))
-            case Route() as route:
-                await self._send(self.core.route(route, self._moment()))
-            case other:
-                log.warning("undelivered", extra={"message_type": type(other).__name__})
-
-    def _lost_engine(self, generate: Generate) -> list[Action]:
-        request = generate.generation.request
-        engine = self.core.engine_of(request)
-        metrics.UNREACHABLE.labels(engine or "unknown").inc()
-        log.warning("engine unreachable", extra={"request": request, "engine": engine})
-        return self.core.engine_unreachable(generate, self._moment())
-
-    async def _hand_over(self) -> None:
-        for route in self.core.hand_over():
-            log.info("handed over", extra={"request": route.generation.request})
-            await self.bus.publish(topics.route(), route, confirm=True)
+    def _undelivered(self, message: object, at: Moment) -> list[Action]:
+        """What follows from a message that had no subscriber."""
+        match message:
+            case GenerateRequest(generation):
+                engine = self.core.engine_of(generation.request)
+                metrics.UNREACHABLE.labels(engine or "unknown").inc()
+                log.warning("engine unreachable", extra={"request": generation.request, "engine": engine})
+                return self.core.engine_unreachable(message, at)
+            case RequestPlaced() | RequestQueued() | RequestRejected():
+                log.warning("gateway gone", extra={"request": message.request, "attempt": message.attempt})
+                return self.core.gateway_unreachable(message)
+            case Route():
+                return self.core.route(message, at)
+            case _:
+                log.warning("undelivered", extra={"message_type": type(message).__name__})
+                return []
 
     async def _send(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Place():
+                case PlaceRequest():
                     await self._place(action)
-                case Tell(gateway, message):
-                    if isinstance(message, Rejected):
-                        _note_rejection(message)
-                    await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
-                case CancelAt(engine, cancel):
+                case NotifyGateway(gateway, message):
+                    await self._notify(gateway, message)
+                case CancelOnEngine(engine, cancel):
                     await self.bus.publish(topics.engine_control(engine), cancel)
                 case _:
                     assert_never(action)
 
-    async def _place(self, action: Place) -> None:
-        generation, placed = action.generate.generation, action.placed
-        gateway = topics.gateway_inbox(generation.gateway)
+    async def _place(self, action: PlaceRequest) -> None:
+        generate, generation = action.generate, action.generate.generation
+        request, attempt = generation.request, generation.attempt
         try:
-            await self.bus.publish(topics.engine_requests(action.engine), action.generate, confirm=True)
+            await self.bus.publish(topics.engine_requests(action.engine), generate, confirm=True)
         except PayloadTooLarge as error:
-            rejected = Rejected(
-                request=generation.request, attempt=generation.attempt, kind="too_large", message=str(error)
-            )
-            _note_rejection(rejected)
-            await self.bus.publish(gateway, rejected, confirm=True)
+            rejected = RequestRejected(request=request, attempt=attempt, kind="too_large", message=str(error))
+            await self._notify(generation.gateway, rejected)
             return
-        if action.told is not None:
-            await self.bus.publish(topics.placements(), action.told)
-        await self.bus.publish(gateway, placed, confirm=True)
-        metrics.PLACEMENTS.labels(action.engine).inc()
-        metrics.note_routed(action, self.core.routing.policy)
-        metrics.WAITED.observe(action.waited)
-        routed = {"decode_on": action.generate.decode_on, "predicted_cached": action.generate.predicted_cached}
-        log.info("placed", extra=msgspec.structs.asdict(placed) | routed)
+        if action.announcement is not None:
+            await self.bus.publish(topics.placements(), action.announcement)
+        placed = RequestPlaced(request, attempt, action.engine, generate.detokenizer)
+        await self.bus.publish(topics.gateway_inbox(generation.gateway), placed, confirm=True)
+        metrics.record_placement(action, self.core.settings.policy)
+        extra = {"decode_on": generate.decode_on, "predicted_cached": generate.predicted_cached}
+        log.info("placed", extra=msgspec.structs.asdict(placed) | extra)
 
-
-def _note_rejection(message: Rejected) -> None:
-    metrics.REJECTIONS.labels(message.kind).inc()
-    extra = {"request": message.request, "attempt": message.attempt, "kind": message.kind, "reason": message.message}
-    log.info("rejected", extra=extra)
+    async def _notify(self, gateway: GatewayId, message: RequestQueued | RequestRejected) -> None:
+        if isinstance(message, RequestRejected):
+            metrics.REJECTIONS.labels(message.kind).inc()
+            extra = {"request": message.request, "attempt": message.attempt, "kind": message.kind}
+            log.info("rejected", extra=extra | {"reason": message.message})
+        await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)

@@ -9,20 +9,28 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
-from services.coordinator.core.drain_rules import drain_refusal
 from shared import topics
-from shared.bus import AnswerError, AnswerTimeout, Bus, Endpoint, EndpointError, NoResponders
+from shared.bus import Bus, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
 from shared.ids import InstanceId, NodeId
-from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Role, Service, StoreReport, Undrain
-from shared.messages.supervisor import Scale, ScaleAnswer, Scaled, ScaleRefused
+from shared.messages.lifecycle import (
+    Drain,
+    EngineReport,
+    InstanceControl,
+    Lifecycle,
+    Role,
+    Service,
+    StoreReport,
+    Undrain,
+)
+from shared.messages.supervisor import Scale, ScaleRefusal, ScaleReply, ScaleResult
 from shared.registry import Registry
 
 NAME = "baton-admin"
 VERSION = "1.0.0"
 DESCRIPTION = "Operates a Baton cluster: list, drain, undrain, scale."
 
-MOST = 256
-"""Instances of one service that can be asked for."""
+MAX_INSTANCES = 256
+"""The most instances of one service that an operator can request."""
 
 R = TypeVar("R")
 Scalable = Literal["tokenizer", "detokenizer", "gateway", "coordinator", "engines", "prefill", "decode"]
@@ -31,25 +39,33 @@ POOLS: dict[str, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "d
 
 
 class ListRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.list`: everything, or one service."""
+
     service: str | None = None
 
 
 class DrainRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.drain`; `force` drains the last of its kind, too."""
+
     instance: str
     force: bool = False
 
 
 class UndrainRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.undrain`."""
+
     instance: str
 
 
 class ScaleRequest(Struct, forbid_unknown_fields=True):
+    """The body of `admin.scale`: how many of a service there shall be."""
+
     service: Scalable
     count: int
 
 
 class Admin:
-    """Reads the registry, which the coordinator's core owns, and sends what operators ask for."""
+    """Answers operators from the registry, which the coordinator's core owns, and sends what they ask for."""
 
     def __init__(
         self, bus: Bus, registry: Registry, scale_timeout: float, wall_clock: Callable[[], float] = time.time
@@ -60,6 +76,7 @@ class Admin:
         self._wall_clock = wall_clock
 
     def endpoints(self) -> dict[str, Endpoint]:
+        """By subject, without the namespace. Each raises EndpointError for what it refuses, with an HTTP status."""
         return {
             f"{topics.ADMIN}.list": self.list,
             f"{topics.ADMIN}.drain": self.drain,
@@ -69,18 +86,18 @@ class Admin:
 
     async def list(self, body: bytes) -> bytes:
         """`{}` or `{"service": "scheduler"}` → `{"instances": [...]}`, everything that is known of each."""
-        request = _parsed(body, ListRequest)
+        request = _parse(body, ListRequest)
         if request.service is not None and request.service not in get_args(Service):
             raise EndpointError(400, f"service: {request.service!r} is none of {', '.join(get_args(Service))}")
         now = self._wall_clock()
         shown = [life for life in self._registry.all() if request.service in (None, life.service)]
         shown.sort(key=lambda life: (life.service, life.instance))
-        return msgspec.json.encode({"instances": [_described(life, now) for life in shown]})
+        return msgspec.json.encode({"instances": [_describe(life, now) for life in shown]})
 
     async def drain(self, body: bytes) -> bytes:
         """`{"instance": "engine-1", "force": false}`: it finishes what it has and takes no more. Also of a whole pool,
         `{"instance": "prefill"}`."""
-        request = _parsed(body, DrainRequest)
+        request = _parse(body, DrainRequest)
         found = self._find(request.instance)
         refused = drain_refusal(self._registry, found)
         if refused is not None and not request.force:
@@ -89,25 +106,25 @@ class Admin:
 
     async def undrain(self, body: bytes) -> bytes:
         """`{"instance": "engine-1"}`: it takes requests again. Also of a whole pool."""
-        instance = _parsed(body, UndrainRequest).instance
+        instance = _parse(body, UndrainRequest).instance
         return await self._control(instance, self._find(instance), Undrain(), "undrain")
 
     async def scale(self, body: bytes) -> bytes:
         """`{"service": "tokenizer", "count": 2}` → what the supervisor starts and stops for it."""
-        request = _parsed(body, ScaleRequest)
-        if not 0 <= request.count <= MOST:
-            raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MOST} are")
+        request = _parse(body, ScaleRequest)
+        if not 0 <= request.count <= MAX_INSTANCES:
+            raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MAX_INSTANCES} are")
         question = Scale(request.service, request.count)
         try:
-            answer: ScaleAnswer = await self._bus.ask(topics.scaling(), question, ScaleAnswer, self._scale_timeout)
+            answer: ScaleReply = await self._bus.request(topics.scaling(), question, ScaleReply, self._scale_timeout)
         except NoResponders:
             raise EndpointError(503, "no supervisor listens; scale where the processes were started") from None
-        except (AnswerTimeout, AnswerError) as error:
+        except (ReplyTimeout, ReplyError) as error:
             raise EndpointError(503, f"the supervisor did not answer: {error}") from None
         match answer:
-            case Scaled(started, stopping):
+            case ScaleResult(started, stopping):
                 return msgspec.json.encode({"service": request.service, "started": started, "stopping": stopping})
-            case ScaleRefused(message):
+            case ScaleRefusal(message):
                 raise EndpointError(409, message)
 
     def _find(self, name: str) -> Sequence[Lifecycle]:
@@ -120,7 +137,7 @@ class Admin:
         return found
 
     async def _control(self, name: str, found: Sequence[Lifecycle], message: InstanceControl, asked: str) -> bytes:
-        """`phase` is that of the first, `load` what all of them have in hand."""
+        """`phase` is that of the first, `load` the requests of all of them."""
         for instance in {life.instance for life in found}:
             await self._bus.publish(topics.instance_control(InstanceId(instance)), message)
         return msgspec.json.encode(
@@ -139,7 +156,7 @@ def _of_pool(everyone: Sequence[Lifecycle], role: Role | None) -> list[Lifecycle
     return [life for life in everyone if life.engine is not None and role is not None and life.engine.role == role]
 
 
-def _parsed(body: bytes, type_: type[R]) -> R:
+def _parse(body: bytes, type_: type[R]) -> R:
     try:
         return msgspec.json.decode(body.strip() or b"{}", type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -147,7 +164,7 @@ def _parsed(body: bytes, type_: type[R]) -> R:
         raise EndpointError(400, f"{error}; a JSON object is expected, its fields may be {names}") from None
 
 
-def _described(life: Lifecycle, now: float) -> dict[str, Any]:
+def _describe(life: Lifecycle, now: float) -> dict[str, Any]:
     """`life` as JSON with field names, for people and scripts."""
     return {
         "service": life.service,
@@ -161,9 +178,9 @@ def _described(life: Lifecycle, now: float) -> dict[str, Any]:
         "metrics_port": life.metrics_port,
         "role": life.engine.role if life.engine is not None else None,
         "node": _node_of(life),
-        "engine": _named(life.engine),
-        "worker": _named(life.worker),
-        "store": _store(life.store),
+        "engine": _as_dict(life.engine),
+        "worker": _as_dict(life.worker),
+        "store": _describe_store(life.store),
     }
 
 
@@ -173,9 +190,9 @@ def _node_of(life: Lifecycle) -> NodeId | None:
     return report.node if report is not None else None
 
 
-def _store(report: StoreReport | None) -> dict[str, Any] | None:
-    """With the shares that people want to see: of its slots that hold a block, of the blocks asked for that it had."""
-    named = _named(report)
+def _describe_store(report: StoreReport | None) -> dict[str, Any] | None:
+    """With two shares: of its slots that hold a block, and of the blocks that were looked up and found."""
+    named = _as_dict(report)
     if report is None or named is None:
         return None
     asked = report.hits + report.misses
@@ -186,9 +203,48 @@ def _store(report: StoreReport | None) -> dict[str, Any] | None:
     }
 
 
-def _named(report: Struct | None) -> dict[str, Any] | None:
-    """An `array_like` struct as a dictionary; the structs within it too."""
+def _as_dict(report: Struct | None) -> dict[str, Any] | None:
+    """An `array_like` struct as a dictionary, and so the structs within it; None for None."""
     if report is None:
         return None
     values = msgspec.structs.asdict(report)
-    return {key: _named(value) if isinstance(value, Struct) else value for key, value in values.items()}
+    return {key: _as_dict(value) if isinstance(value, Struct) else value for key, value in values.items()}
+
+
+# Which drains are refused unless they are forced.
+
+
+def drain_refusal(registry: Registry, leaving: Sequence[Lifecycle]) -> str | None:
+    """Why draining all of `leaving` would stop the serving; None where it would not."""
+    return next(filter(None, (_refusal(registry, life, leaving) for life in leaving)), None)
+
+
+def _refusal(registry: Registry, life: Lifecycle, leaving: Sequence[Lifecycle]) -> str | None:
+    if life.worker is not None:
+        return f"{life.instance} is a rank of {life.worker.engine}; drain that engine instead"
+    if life.phase != "ready" or (life.engine is not None and not _decodes(life.engine)):
+        return None
+    alike, gone = _alike(life), {each.instance for each in leaving}
+    if any(alike(other) for other in registry.all(life.service, "ready") if other.instance not in gone):
+        return None
+    last = f"{life.instance} is" if len(gone) == 1 else f"{', '.join(sorted(gone))} are"
+    return f"{last} the last ready {_kind_of(life)}; start another one first, or use force"
+
+
+def _kind_of(life: Lifecycle) -> str:
+    if life.engine is None:
+        return "engine" if life.service == "scheduler" else life.service
+    return f"engine of model {life.engine.model.name} that decodes"
+
+
+def _decodes(engine: EngineReport) -> bool:
+    """Prefill engines are never the last: the others compute prompts, too."""
+    return engine.role != "prefill"
+
+
+def _alike(life: Lifecycle) -> Callable[[Lifecycle], bool]:
+    """Whether another instance of the same service could take over from `life`."""
+    if life.engine is None:
+        return lambda other: True
+    model = life.engine.model.name
+    return lambda other: other.engine is not None and other.engine.model.name == model and _decodes(other.engine)

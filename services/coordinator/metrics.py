@@ -1,12 +1,12 @@
-"""What a coordinator counts."""
+"""The metrics of a coordinator, for Prometheus."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.coordinator.core.actions import Place
+from services.coordinator.core.actions import PlaceRequest
 from services.coordinator.core.kv_sources import KvSources
-from services.coordinator.core.routing import Policy
+from services.coordinator.core.settings import Policy
 
 PLACEMENTS = Counter("baton_coordinator_placements_total", "Requests placed, by engine.", ["engine"])
 REJECTIONS = Counter("baton_coordinator_rejections_total", "Requests rejected, by kind.", ["kind"])
@@ -45,30 +45,34 @@ DUMP_REQUESTS = Counter("baton_router_dump_requests_total", "Times that a source
 DUMPS = Counter("baton_router_dumps_total", "Complete answers to that.")
 
 
-def note_routed(place: Place, policy: Policy) -> None:
-    """Counts what was expected of a placement."""
-    reuse = place.reuse
-    ROUTED.labels(policy, "local" if place.generate.decode_on is None else "disaggregated").inc()
-    PREDICTED_CACHED.inc(place.generate.predicted_cached)
-    parts = {"device": reuse.device, "store": reuse.stored, "remote": reuse.remote}
-    for where, blocks in {**parts, "nowhere": place.blocks - reuse.blocks}.items():
-        BLOCKS.labels(policy, where).inc(blocks)
+def record_placement(action: PlaceRequest, policy: Policy) -> None:
+    """Counts a placement that reached its engine: how long it had waited, and what was expected of its engine."""
+    reuse = action.reuse
+    PLACEMENTS.labels(action.engine).inc()
+    WAITED.observe(action.waited)
+    ROUTED.labels(policy, "local" if action.generate.decode_on is None else "disaggregated").inc()
+    PREDICTED_CACHED.inc(action.generate.predicted_cached)
+    BLOCKS.labels(policy, "device").inc(reuse.device)
+    BLOCKS.labels(policy, "store").inc(reuse.stored)
+    BLOCKS.labels(policy, "remote").inc(reuse.remote)
+    BLOCKS.labels(policy, "nowhere").inc(action.blocks - reuse.blocks)
 
 
 class IndexGauges:
-    """Owns what was shown of the sources last, so that their running totals become counters."""
+    """Owns the totals of the sources that were published last, so that their differences go to counters."""
 
     def __init__(self) -> None:
-        self._shown: dict[Counter, int] = {}
+        self._published: dict[Counter, int] = {}
 
     def show(self, sources: KvSources) -> None:
+        """Publishes the size of the prefix map, and what has been counted since the last call."""
         INDEX_BLOCKS.set(len(sources.map))
         INDEX_SOURCES.set(len(sources))
-        self._raise(FORGOTTEN, sources.map.forgotten)
-        self._raise(GAPS, sources.gaps)
-        self._raise(DUMP_REQUESTS, sources.requests.asked)
-        self._raise(DUMPS, sources.dumps)
-
-    def _raise(self, counter: Counter, total: int) -> None:
-        counter.inc(total - self._shown.get(counter, 0))
-        self._shown[counter] = total
+        for counter, total in (
+            (FORGOTTEN, sources.map.forgotten),
+            (GAPS, sources.gaps),
+            (DUMP_REQUESTS, sources.requests.asked),
+            (DUMPS, sources.dumps),
+        ):
+            counter.inc(total - self._published.get(counter, 0))
+            self._published[counter] = total

@@ -7,26 +7,28 @@ from pathlib import Path
 
 from services.detokenizer.actor import DetokenizerActor
 from services.detokenizer.config import DetokenizerConfig
-from services.detokenizer.core.kinds import text_vocabulary
 from services.detokenizer.core.text import TextVocabulary
+from services.detokenizer.core.vocabularies import text_vocabulary
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
-from shared.model_files import ModelNotFound, resolve_model
-from shared.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
+from shared.models.model_files import ModelNotFound, resolve_model
+from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
 
 
 def load(folder: Path) -> TextVocabulary:
-    """Raises TokenizerUnusable."""
+    """The vocabulary of the model in `folder`. Raises TokenizerUnusable."""
     tokenizer = load_tokenizer(folder).tokenizer
     return text_vocabulary(tokenizer, special_ids(tokenizer))
 
 
 def build(config: DetokenizerConfig, vocabulary: TextVocabulary, bus: Bus) -> DetokenizerActor:
+    """The detokenizer that `config` describes, on `bus`."""
     return DetokenizerActor(bus, config.instance_id(), config.model_name(), vocabulary, config.max_streams)
 
 
 def main() -> None:
+    """Serves until it is stopped; exits with 2 where the settings or the model's files are wrong."""
     config = load_or_exit("detokenizer", DetokenizerConfig)
     try:
         vocabulary = load(resolve_model(config.model, weights=False))

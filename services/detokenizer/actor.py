@@ -1,4 +1,4 @@
-"""The detokenizer's shell: token batches in, the core asked, messages out."""
+"""The detokenizer's shell: receives token batches, asks the core, sends what it answers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from typing import Any, assert_never
 
 from services.detokenizer import metrics
-from services.detokenizer.core.actions import Action, EngineGone, GatewayGone, StreamUnclaimed, ToEngine, ToGateway
+from services.detokenizer.core.actions import Action, EngineLost, GatewayLost, StreamOrphaned, ToEngine, ToGateway
 from services.detokenizer.core.detokenizer import MAX_STREAMS, Detokenizer
+from services.detokenizer.core.stream_probes import NoReply, StreamProbe, StreamProbes
 from services.detokenizer.core.text import TextVocabulary
-from services.detokenizer.core.unclaimed import Ask, NoAnswer, Unclaimed
 from shared import topics
-from shared.actor import Actor, Hears, Tick
+from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName, new_incarnation
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import Deltas, Failed, GatewayMessage
+from shared.messages.gateway import Deltas, GatewayMessage, RequestFailed
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Cancel, DetokenizerLost, ProbeReply, SchedulerControl, StopMatched
-from shared.registry import Gone, Registry
+from shared.messages.scheduler import Cancel, Probe, ProbeReply, SchedulerControl, StopMatched, TokenBatchLost
+from shared.registry import InstanceGone, Registry
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ SILENCE = 10.0
 """Seconds until a silent engine or gateway counts as gone here. Longer than elsewhere: dropping what they left is
 housekeeping, while the gateways notice a dead engine sooner, and a dead gateway takes no deltas."""
 
-ASK_EVERY = 1.0
+PROBE_INTERVAL = 1.0
 """Seconds between two looks at streams that have moved and are silent."""
-ANSWER_SECONDS = 1.0
+PROBE_REPLY_TIMEOUT = 1.0
 
 
 class DetokenizerActor(Actor):
@@ -53,90 +53,103 @@ class DetokenizerActor(Actor):
         self._id = DetokenizerId(instance)
         self.core = Detokenizer(self._id, new_incarnation(), model, vocabulary, max_streams)
         self._registry = Registry(SILENCE)
-        self._unclaimed = Unclaimed()
-        self._published = metrics.Published()
+        self._probes = StreamProbes()
+        self._published = metrics.PublishedCounters()
 
-    def hears(self) -> Sequence[Hears[Any]]:
-        # No intake: a coordinator gives a draining detokenizer no more requests, and those that it has need it.
-        peers = [Hears(topics.lifecycles("scheduler")), Hears(topics.lifecycles("gateway"))]
-        return [Hears(topics.detokenizer_tokens(self._id)), *peers]
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """Token batches, and the heartbeats of engines and gateways.
+
+        Nothing is an intake: a coordinator gives a draining detokenizer no more requests, and those that it has need
+        their batches.
+        """
+        peers = [TopicSubscription(topics.lifecycles("scheduler")), TopicSubscription(topics.lifecycles("gateway"))]
+        return [TopicSubscription(topics.detokenizer_tokens(self._id)), *peers]
 
     async def handle(self, message: Any) -> None:
+        """One message to the core, and what the core answers to the bus. Raises TypeError for a message that no topic
+        of a detokenizer carries."""
         match message:
             case TokenBatch():
-                await self._batch(message)
+                started = time.perf_counter()
+                for opened in message.opened:
+                    extra = {"request": opened.request, "attempt": opened.attempt, "engine": message.engine}
+                    log.info("opened", extra=extra)
+                await self._send(self.core.handle(message))
+                metrics.SECONDS.observe(time.perf_counter() - started)
             case Lifecycle():
-                gone = self._registry.heard(message, self.bus.liveness_now())
-                await self._mourn([gone] if gone is not None else [])
+                gone = self._registry.record_lifecycle(message, self.bus.liveness_now())
+                if gone is not None:
+                    await self._drop(gone)
             case Tick():
-                await self._mourn(self._registry.expire(message.alive_now))
+                for gone in self._registry.expire(message.alive_now):
+                    await self._drop(gone)
+                self._published.update(self.core.counters)
             case Undelivered():
-                await self._returned(message)
+                await self._undelivered(message)
             case _:
-                raise TypeError(f"a detokenizer hears no {type(message).__name__}")
+                raise TypeError(f"a detokenizer takes no {type(message).__name__}")
         metrics.STREAMS.set(len(self.core.streams))
-        self._published.update(self.core.tally)
 
     async def background(self) -> None:
         """Asks after streams that moved to an engine from which nothing comes, one after the other."""
         while True:
-            await asyncio.sleep(ASK_EVERY)
-            for ask in self._unclaimed.due(self.core.streams.values(), self.bus.liveness_now()):
-                answer = await self._answer(ask)
-                if self._unclaimed.answered(ask, answer, self.bus.liveness_now()):
-                    log.warning("unclaimed", extra={"request": ask.probe.request, "engine": ask.engine})
-                    await self._send(self.core.handle(StreamUnclaimed(ask.probe.request, ask.probe.attempt)))
+            await asyncio.sleep(PROBE_INTERVAL)
+            for probe in self._probes.due(self.core.streams.values(), self.bus.liveness_now()):
+                reply = await self._ask(probe)
+                if self._probes.replied(probe, reply, self.bus.liveness_now()):
+                    log.warning("unclaimed", extra={"request": probe.request, "engine": probe.engine})
+                    await self._send(self.core.end_streams(StreamOrphaned(probe.request, probe.attempt)))
 
-    async def _answer(self, ask: Ask) -> ProbeReply | NoAnswer:
-        topic = topics.engine_probes(ask.engine)
+    async def _ask(self, probe: StreamProbe) -> ProbeReply | NoReply:
+        topic = topics.engine_probes(probe.engine)
         try:
-            reply: ProbeReply = await self.bus.ask(topic, ask.probe, ProbeReply, ANSWER_SECONDS)
+            question = Probe(probe.request, probe.attempt)
+            reply: ProbeReply = await self.bus.request(topic, question, ProbeReply, PROBE_REPLY_TIMEOUT)
         except NoResponders:
             return "nobody there"
         except BusError:
-            return "no answer in time"
+            return "no reply in time"
         return reply
 
+    async def tear_down(self) -> None:
+        """Publishes what was counted since the last tick."""
+        self._published.update(self.core.counters)
+
     def is_idle(self) -> bool:
+        """Whether no stream is open here."""
         return not self.core.streams
 
     def load(self) -> int:
+        """Streams that are open here."""
         return len(self.core.streams)
 
-    async def _batch(self, batch: TokenBatch) -> None:
-        started = time.perf_counter()
-        for opened in batch.opened:
-            log.info("opened", extra={"request": opened.request, "attempt": opened.attempt, "engine": batch.engine})
-        await self._send(self.core.handle(batch))
-        metrics.SECONDS.observe(time.perf_counter() - started)
+    async def _drop(self, gone: InstanceGone) -> None:
+        last, reason = gone
+        if last.service == "scheduler":
+            await self._send(self.core.end_streams(EngineLost(EngineId(last.instance), reason)))
+        elif last.service == "gateway":
+            await self._send(self.core.end_streams(GatewayLost(GatewayId(last.instance), reason)))
 
-    async def _mourn(self, gone: Sequence[Gone]) -> None:
-        for last, reason in gone:
-            if last.service == "scheduler":
-                await self._send(self.core.handle(EngineGone(EngineId(last.instance), reason)))
-            elif last.service == "gateway":
-                await self._send(self.core.handle(GatewayGone(GatewayId(last.instance), reason)))
-
-    async def _returned(self, undelivered: Undelivered) -> None:
-        """Nobody took a gateway's deltas: it is gone, and so is what it asked for."""
+    async def _undelivered(self, undelivered: Undelivered) -> None:
+        """A gateway's deltas had no subscriber: it is gone, and its requests are of no use."""
         gateways = {stream.opened.gateway for stream in self.core.streams.values()}
         for gateway in gateways:
             if topics.gateway_inbox(gateway) == undelivered.topic:
                 log.warning("gateway gone", extra={"gateway": gateway})
-                await self._send(self.core.handle(GatewayGone(gateway, "took no deltas")))
+                await self._send(self.core.end_streams(GatewayLost(gateway, "took no deltas")))
 
     async def _send(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case ToGateway(gateway, message):
-                    await self._tell_gateway(gateway, message)
+                    await self._send_to_gateway(gateway, message)
                 case ToEngine(engine, message):
-                    _note(message)
+                    _log_control(message)
                     await self.bus.publish(topics.engine_control(engine), message)
                 case _:
                     assert_never(action)
 
-    async def _tell_gateway(self, gateway: GatewayId, message: GatewayMessage) -> None:
+    async def _send_to_gateway(self, gateway: GatewayId, message: GatewayMessage) -> None:
         try:
             await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=isinstance(message, Deltas))
         except PayloadTooLarge as error:
@@ -146,28 +159,28 @@ class DetokenizerActor(Actor):
             for delta in message.deltas:
                 if delta.finish is not None:
                     log.info("finished", extra={"request": delta.request, "finish": delta.finish})
-        elif isinstance(message, Failed):
+        elif isinstance(message, RequestFailed):
             log.warning("failed", extra={"request": message.request, "why": message.reason})
 
     async def _give_up(self, gateway: GatewayId, message: GatewayMessage, error: PayloadTooLarge) -> None:
         """Only log-probabilities of very many requests at once come to this. The gateway will see a gap in the
-        numbers, so every request of its fails."""
+        numbers, so all of its requests fail."""
         log.error("deltas too large", extra={"gateway": gateway, "error": str(error)})
         if isinstance(message, Deltas):
             reason = "the deltas were too large to send"
-            await self._send(self.core.handle(GatewayGone(gateway, reason)))
+            await self._send(self.core.end_streams(GatewayLost(gateway, reason)))
             for delta in message.deltas:
                 if delta.finish is not None:
-                    await self._tell_gateway(gateway, Failed(delta.request, delta.attempt, reason))
+                    await self._send_to_gateway(gateway, RequestFailed(delta.request, delta.attempt, reason))
 
 
-def _note(message: SchedulerControl) -> None:
+def _log_control(message: SchedulerControl) -> None:
     match message:
         case StopMatched():
             log.info("stop string", extra={"request": message.request})
         case Cancel():
             log.info("cancelled", extra={"request": message.request})
-        case DetokenizerLost():
+        case TokenBatchLost():
             log.warning("tokens missed")
         case _:
             assert_never(message)

@@ -1,10 +1,10 @@
-"""What a detokenizer counts."""
+"""The metrics of a detokenizer, for Prometheus."""
 
 from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.detokenizer.core.tally import Tally
+from services.detokenizer.core.actions import DetokenizerCounters
 
 STREAMS = Gauge("baton_detokenizer_streams", "Requests whose text is being made.")
 TOKENS = Counter("baton_detokenizer_tokens_total", "Tokens turned into text.")
@@ -20,22 +20,21 @@ SECONDS = Histogram(
 )
 
 
-class Published:
-    """Owns what of a tally has been published."""
+class PublishedCounters:
+    """Owns what of the core's counters has been published."""
 
     def __init__(self) -> None:
-        self._so_far = Tally()
+        self._published: dict[Counter, int] = {}
 
-    def update(self, tally: Tally) -> None:
-        before = self._so_far
-        for counter, now, then in (
-            (TOKENS, tally.tokens, before.tokens),
-            (STOPPED, tally.stopped, before.stopped),
-            (UNKNOWN, tally.unknown, before.unknown),
-            (STALE, tally.stale, before.stale),
-            (GAPS, tally.gaps, before.gaps),
-            (FAILED, tally.failed, before.failed),
+    def update(self, counters: DetokenizerCounters) -> None:
+        """Publishes what was counted since the last call."""
+        for counter, total in (
+            (TOKENS, counters.tokens),
+            (STOPPED, counters.stopped),
+            (UNKNOWN, counters.unknown),
+            (STALE, counters.stale),
+            (GAPS, counters.gaps),
+            (FAILED, counters.failed),
         ):
-            if now != then:
-                counter.inc(now - then)
-        self._so_far = Tally(tally.tokens, tally.stopped, tally.unknown, tally.stale, tally.gaps, tally.failed)
+            counter.inc(total - self._published.get(counter, 0))
+            self._published[counter] = total

@@ -1,1 +1,1 @@
-"""The gateway: the only service that clients see. Speaks the OpenAI API and supervises every request."""
+"""The gateway: OpenAI's HTTP API in front of the other services, and the supervision of every open request."""

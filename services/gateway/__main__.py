@@ -9,6 +9,7 @@ from shared.config import load_or_exit
 
 
 def main() -> None:
+    """Serves until the process receives a stop signal. Exits with a message if the configuration is invalid."""
     config = load_or_exit("gateway", GatewayConfig)
     run_service(config, lambda bus: Gateway(bus, config), "gateway")
 

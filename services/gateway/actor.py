@@ -1,4 +1,4 @@
-"""The gateway's shell: what it hears on the bus, and the HTTP server's life."""
+"""The gateway as an actor: its subscriptions, and when its HTTP server listens."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.config import GatewayConfig
-from services.gateway.core.ring import NEEDED
-from services.gateway.desk import Desk
+from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
+from services.gateway.request_table import RequestTable
 from shared import topics
-from shared.actor import Actor, Hears, Tick
+from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
 from shared.ids import GatewayId
-from shared.messages.gateway import Deltas, Failed, Placed, Queued, Rejected
+from shared.messages.gateway import Deltas, RequestFailed, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.lifecycle import Lifecycle, Phase
 
 log = logging.getLogger(__name__)
 
-CLOSE_PATIENCE = 1.0
-"""Seconds at the very end for clients to read what was written."""
+CLOSE_TIMEOUT = 1.0
+"""Seconds at the end for clients to read what was written."""
 
 
 class Gateway(Actor):
@@ -31,13 +31,13 @@ class Gateway(Actor):
     tick_every = 0.25
 
     def __init__(self, bus: Bus, config: GatewayConfig, *, listens: bool = True) -> None:
-        """Without `listens` there is no port: `app` is called by whoever made this."""
+        """Without `listens` there is no port: the owner calls `app` itself."""
         super().__init__(bus, config.instance_id())
         self._listens = listens
         self._gateway = GatewayId(self.instance)
-        self.desk = Desk(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
+        self.requests = RequestTable(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
         self.app = build_app(
-            self.desk,
+            self.requests,
             config.stream_settings(),
             max_body=config.max_body,
             keys=config.api_keys,
@@ -49,14 +49,20 @@ class Gateway(Actor):
         )
         self._ticks = 0
 
-    def hears(self) -> Sequence[Hears[Any]]:
-        return [Hears(topics.gateway_inbox(self._gateway)), *(Hears(topics.lifecycles(service)) for service in NEEDED)]
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """Its inbox, and the lifecycles of the services that it needs."""
+        return [
+            TopicSubscription(topics.gateway_inbox(self._gateway)),
+            *(TopicSubscription(topics.lifecycles(service)) for service in REQUIRED_SERVICES),
+        ]
 
     async def set_up(self) -> None:
+        """Starts to listen. Raises SystemExit where the port is taken."""
         await self._listen()
 
     async def background(self) -> None:
-        await self.desk.probes.run()
+        """Sends probes to engines."""
+        await self.requests.prober.run()
 
     async def _listen(self) -> None:
         if not self._listens:
@@ -69,41 +75,45 @@ class Gateway(Actor):
         log.info("listening", extra={"port": self.server.port})
 
     async def handle(self, message: Any) -> None:
+        """Takes one message of the bus."""
         match message:
-            case Deltas() | Placed() | Queued() | Rejected() | Failed():
-                await self.desk.take(message)
+            case Deltas() | RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
+                await self.requests.handle(message)
             case Lifecycle():
-                await self.desk.heard(message)
+                await self.requests.record_lifecycle(message)
             case Tick():
-                await self._tick(message)
+                self._ticks += 1
+                if self._ticks % 4 == 0:
+                    await self.server.refresh_date()
+                await self.requests.tick(message.now)
             case Undelivered():
-                await self.desk.undelivered(message.message)
+                await self.requests.record_undelivered(message.message)
             case _:
                 raise AssertionError(message)
 
-    async def _tick(self, tick: Tick) -> None:
-        self._ticks += 1
-        if self._ticks % 4 == 0:
-            await self.server.refresh_date()
-        await self.desk.tick(tick.now)
-
-    async def drained(self) -> None:
-        self.desk.accepting = False
+    async def on_drain(self) -> None:
+        """Takes no new requests; open ones go on."""
+        self.requests.accepting = False
         self.server.stop_listening()
 
-    async def undrained(self) -> None:
-        self.desk.accepting = True
+    async def on_undrain(self) -> None:
+        """Takes requests again."""
+        self.requests.accepting = True
         await self._listen()
 
     async def tear_down(self) -> None:
-        self.desk.stop()
-        await self.server.close(CLOSE_PATIENCE)
+        """Fails what is still open, and closes all connections."""
+        self.requests.stop()
+        await self.server.close(CLOSE_TIMEOUT)
 
     def is_idle(self) -> bool:
-        return self.desk.idle
+        """Whether no response is open."""
+        return self.requests.idle
 
-    def wanted_phase(self) -> Phase:
-        return "ready" if self.desk.not_serving() is None else "starting"
+    def target_phase(self) -> Phase:
+        """`ready` while requests can be served."""
+        return "ready" if self.requests.not_serving() is None else "starting"
 
     def load(self) -> int:
-        return len(self.desk)
+        """Open requests."""
+        return len(self.requests)

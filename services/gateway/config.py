@@ -1,4 +1,4 @@
-"""What the gateway is told at its start."""
+"""The gateway's settings."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.gateway.api.job import Limits
-from services.gateway.core.policy import Policy
-from services.gateway.http.generate import StreamSettings
-from services.gateway.tools.plan import ParserChoice
-from shared.config import ByteSize, Port, ServiceConfig
+from services.gateway.api.generation import RequestLimits
+from services.gateway.core.open_request import RetryPolicy
+from services.gateway.http.endpoints import StreamSettings
+from services.gateway.parsing.output_parser import ParserChoice
+from shared.config import ServiceConfig
+from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 Seconds = Annotated[float, Meta(gt=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="HTTP port; 0 picks a free one.")] = 8000
+    """The settings of one gateway process; each is a flag, an environment variable and a TOML key."""
+
+    host: Annotated[str, Meta(description="Address of the HTTP port."), UpOption(placed=True)] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="HTTP port; 0 picks a free one."), UpOption(placed=True)] = 8000
     reuse_port: Annotated[bool, Meta(description="Share the port with other gateway processes.")] = False
     api_keys: Annotated[
-        tuple[str, ...], Meta(description="Keys of which clients must send one; none: no keys are asked for.")
+        tuple[str, ...],
+        Meta(description="Keys of which clients must send one; none: no key is required."),
+        UpOption(name="api_key", placed=True, environment="BATON_API_KEY"),
+        ContainerVariable(),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...], Meta(description="Web origins that browsers may call from; * for all.")
@@ -31,39 +37,43 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_body: Annotated[ByteSize, Meta(description="Size of a request's body; above it: 413.")] = 16 * 2**20
     max_choices: Annotated[Positive, Meta(description="Prompts times n in one request.")] = 128
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
-    max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Most likely tokens told beside each.")] = 20
+    max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Most likely tokens reported beside each.")] = 20
     allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"],
         Meta(description="How the model writes tool calls; auto: as its chat template shows."),
+        UpOption("Model"),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
-        Meta(description="How the model writes its thoughts; auto: as its chat template shows."),
+        Meta(description="How the model writes its reasoning; auto: as its chat template shows."),
+        UpOption("Model"),
     ] = "auto"
     attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 6
-    silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is asked about a request.")] = 2.0
-    placement_s: Annotated[Seconds, Meta(description="Time to hear where a request went, before another try.")] = 5.0
+    silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is probed about a request.")] = 2.0
+    placement_s: Annotated[Seconds, Meta(description="Time for a request to be placed, before another try.")] = 5.0
     queue_s: Annotated[Seconds, Meta(description="How long a request waits for an engine; then 503.")] = 120.0
     request_s: Annotated[Seconds, Meta(description="How long a request may take in all.")] = 3600.0
     keep_alive_s: Annotated[Seconds, Meta(description="Silence in a stream before a comment is sent.")] = 15.0
     unread_limit: Annotated[
-        ByteSize, Meta(description="What a streaming client may leave unread before it is cut off.")
+        ByteSize, Meta(description="What a streaming client may leave unread before its connection is closed.")
     ] = 2**20
     read_timeout_s: Annotated[Seconds, Meta(description="How long a client may take to read an answer's end.")] = 60.0
 
-    def policy(self) -> Policy:
-        return Policy(
+    def policy(self) -> RetryPolicy:
+        """Returns the deadlines and the limits of retries."""
+        return RetryPolicy(
             silence_s=self.silence_s,
             placement_s=self.placement_s,
             queue_s=self.queue_s,
             request_s=self.request_s,
             attempts=self.attempts,
-            attempts_in_all=max(self.attempts, Policy().attempts_in_all),
+            attempts_in_all=max(self.attempts, RetryPolicy().attempts_in_all),
         )
 
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> RequestLimits:
+        """Returns what a single request may ask for."""
+        return RequestLimits(
             max_choices=self.max_choices,
             max_stop=self.max_stop,
             max_logprobs=self.max_logprobs,
@@ -71,7 +81,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         )
 
     def parsers(self) -> ParserChoice:
+        """Returns how outputs are parsed."""
         return ParserChoice(self.tool_call_parser, self.reasoning_parser)
 
     def stream_settings(self) -> StreamSettings:
+        """Returns the limits of sending a response."""
         return StreamSettings(self.keep_alive_s, self.unread_limit, self.read_timeout_s)

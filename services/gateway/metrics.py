@@ -1,7 +1,7 @@
-"""What the gateway measures: what users feel (TTFT, ITL, TPOT, end to end), tokens, errors, attempts.
+"""What the gateway measures: latencies of users (TTFT, ITL, TPOT, end to end), tokens, errors, attempts.
 
-Latencies are counted by a histogram of our own: `prometheus_client`'s takes two locks for each observation, which at
-one observation per streamed token is a visible part of the gateway's work.
+Latencies use a histogram of our own: that of `prometheus_client` takes two locks for each observation, which at one
+observation per streamed token is a visible part of the gateway's work.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
+        """Counts one observation."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum."""
-        total, shown = 0, []
+        """Returns cumulative counts by upper bound, and the sum of all observations."""
+        total, cumulative = 0, []
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
-            shown.append((bound, float(total)))
-        return shown, self._sum
+            cumulative.append((bound, float(total)))
+        return cumulative, self._sum
 
 
 class ModelMeters:
@@ -64,12 +65,13 @@ class Meters(Collector):
         self._models: dict[str, ModelMeters] = {}
 
     def of(self, model: str) -> ModelMeters:
-        """Models come from engines' announcements, so their number is bounded by the operator."""
+        """Returns a model's figures. Models come from engines' announcements, so the operator bounds their number."""
         if model not in self._models:
             self._models[model] = ModelMeters()
         return self._models[model]
 
     def collect(self) -> Iterator[Metric]:
+        """Yields all metrics, as `prometheus_client` asks for them."""
         for attribute, name, text in _HISTOGRAMS:
             histogram = HistogramMetricFamily(f"baton_gateway_{name}_seconds", text, labels=["model"])
             for model, meters in self._models.items():

@@ -1,34 +1,42 @@
-"""`LLM`: a model to be called like a function, with vLLM's names."""
+"""`LLM`: a model that is called like a function, with vLLM's names."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
+import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from services.offline.engine_thread import EngineThread
 from services.offline.errors import EngineFailed, InvalidRequest
-from services.offline.in_process import Answer
+from services.offline.local_cluster import LocalAnswer
 from services.offline.outputs import RequestOutput, request_output, tokens_with_logprobs
-from services.offline.params import SamplingParams
-from services.offline.progress import progress_bar
-from services.offline.prompts import Asked, Message, Prompt, asked, conversations, params_for
-from services.offline.settings import EngineSettings, configs, named
+from services.offline.requests import (
+    Message,
+    Prompt,
+    PromptRequest,
+    SamplingParams,
+    conversations,
+    params_for,
+    prompt_requests,
+)
+from services.offline.settings import EngineSettings, model_name, service_configs
 from shared.error_groups import innermost
 
-PER_SEQUENCE = 2
-"""Sequences at the engine for each that it can run: the next ones wait there, not here."""
+REQUESTS_PER_SEQUENCE = 2
+"""Requests in flight for each sequence that the engine can run, so that the next ones wait at the engine."""
 
 
 class LLM:
-    """Owns one engine, in this process but for its ranks where there are several.
+    """Owns one engine in this process; several ranks are processes of their own.
 
-    Calls block until all is generated; give many prompts in one call.
-
-    Ends with `close()`, with its `with` block, or with the interpreter.
+    Calls block until everything is generated, so give many prompts in one call. The engine ends with `close()`, with
+    its `with` block, or with the interpreter.
     """
 
     def __init__(
@@ -51,13 +59,14 @@ class LLM:
         progress: bool = True,
         start_timeout: float = 600.0,
     ) -> None:
-        """Returns when the model is loaded. `settings` are those of `baton up --set`: {"scheduler.run_ahead": 0}.
+        """Returns when the model is loaded. `settings` are those of `baton up --set`: {"scheduler.run_ahead": 0};
+        `start_timeout` is in seconds.
 
-        Raises EngineFailed where it cannot be, InvalidRequest for a setting that is not allowed.
+        Raises EngineFailed where the model cannot be loaded, InvalidRequest for a setting that is not allowed.
         """
-        self.model = named(model, served_model_name)
+        self.model = model_name(model, served_model_name)
         self._progress = progress
-        self._window = PER_SEQUENCE * max_num_seqs
+        self._window = REQUESTS_PER_SEQUENCE * max_num_seqs
         chosen = EngineSettings(
             model=model,
             served_model_name=self.model,
@@ -75,10 +84,10 @@ class LLM:
             more=settings or {},
         )
         self._texts: dict[int, str] = {}
-        """Of single tokens, as far as log-probabilities have shown them; no more than the vocabulary."""
-        self._engine = EngineThread(configs(chosen), start_timeout)
+        """Text of single tokens that log-probabilities have named, by id; bounded by the vocabulary."""
+        self._engine = EngineThread(service_configs(chosen), start_timeout)
         self._end = weakref.finalize(self, self._engine.close)
-        self._end.atexit = False  # the engine knows how to leave then
+        self._end.atexit = False  # the engine has an exit handler of its own
 
     def generate(
         self,
@@ -87,12 +96,12 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt; answers in their order. `params`: one for all, or one for each.
+        """Continues each prompt; returns the outputs in their order. `params`: one for all, or one for each.
 
-        Raises InvalidRequest for the first request that cannot be served; the others are given up then.
+        Raises InvalidRequest for the first request that cannot be served, and cancels the others; EngineFailed where
+        the engine ends.
         """
-        wanted = asked(prompts, params)
-        return self._all(wanted, self._progress if progress is None else progress)
+        return self._run(prompt_requests(prompts, params), progress)
 
     def chat(
         self,
@@ -106,11 +115,10 @@ class LLM:
         continue_final_message: bool = False,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, rendered by the model's chat template. Raises as `generate` does.
+        """Answers one conversation or several, rendered by the model's chat template. Raises what `generate` raises.
 
-        The text is as the model wrote it: calls of tools and thoughts are not taken apart.
+        The text is as the model wrote it: tool calls and reasoning are not parsed.
         """
-        each = conversations(messages)
         template = {
             "tools": tools,
             "chat_template": chat_template,
@@ -119,14 +127,15 @@ class LLM:
             "continue_final_message": continue_final_message,
         }
         fields = {name: value for name, value in template.items() if value is not None}
-        prompts = self._engine.wait(self._rendered(each, fields))
-        wanted = [Asked(ids, how) for ids, how in zip(prompts, params_for(len(each), params), strict=True)]
-        return self._all(wanted, self._progress if progress is None else progress)
+        each = conversations(messages)
+        prompts = self._engine.wait(self._render(each, fields))
+        requests = [PromptRequest(ids, own) for ids, own in zip(prompts, params_for(len(each), params), strict=True)]
+        return self._run(requests, progress)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens that a prompt becomes."""
+        """Returns the token ids that a prompt becomes. Raises EngineFailed."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
-        tokens: list[int] = self._engine.wait(self._asked("/tokenize", body))["tokens"]
+        tokens: list[int] = self._engine.wait(self._post("/tokenize", body))["tokens"]
         return tokens
 
     def close(self) -> None:
@@ -139,67 +148,72 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    async def call(self, method: str, path: str, body: bytes, request_id: str | None = None) -> Answer:
-        """For whoever has requests of the OpenAI API already: what the server would answer. From any event loop."""
-        future = self._engine.submit(self._engine.call(method, path, body, request_id))
+    async def call(self, method: str, path: str, body: bytes, request_id: str | None = None) -> LocalAnswer:
+        """Returns what the server would answer to a request of the OpenAI API, not streamed. From any event loop.
+
+        Raises EngineFailed where the engine ends.
+        """
+        future = self._engine.submit(self._engine.cluster.call(method, path, body, request_id))
         return await asyncio.wrap_future(future)
 
-    # ---- on the engine's loop
+    def _run(self, requests: list[PromptRequest], progress: bool | None) -> list[RequestOutput]:
+        with progress_bar(len(requests), self._progress if progress is None else progress) as done:
+            return self._engine.wait(self._generate(requests, done))
 
-    def _all(self, wanted: list[Asked], progress: bool) -> list[RequestOutput]:
-        with progress_bar(len(wanted), progress) as done:
-            return self._engine.wait(self._generated(wanted, done))
+    # On the engine's event loop.
 
-    async def _generated(self, wanted: list[Asked], done: Callable[[int], None]) -> list[RequestOutput]:
-        """In the order given; as many at a time as keep the engine busy."""
-        places = asyncio.Semaphore(self._window)
+    async def _generate(self, requests: list[PromptRequest], done: Callable[[int], None]) -> list[RequestOutput]:
+        """All outputs in order; as many requests at a time as keep the engine busy. The first error ends the others."""
+        in_flight = asyncio.Semaphore(self._window)
 
-        async def one(request: Asked) -> RequestOutput:
-            async with places:
-                output = await self._one(request)
+        async def generate(request: PromptRequest) -> RequestOutput:
+            async with in_flight:
+                output = await self._complete(request)
             done(sum(len(choice.token_ids) for choice in output.outputs))
             return output
 
-        return await _first_error(one(request) for request in wanted)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(generate(request)) for request in requests]
+        except BaseExceptionGroup as errors:
+            raise innermost(errors) from None
+        return [task.result() for task in running]
 
-    async def _one(self, request: Asked) -> RequestOutput:
-        longest = await self._room(request) if request.params.max_tokens is None else None
-        answer = await self._asked("/v1/completions", request.body(self.model, longest))
-        text = request.text
-        if text is None:
-            text = await self._decoded(answer["choices"][0]["prompt_token_ids"])
+    async def _complete(self, request: PromptRequest) -> RequestOutput:
+        max_tokens = await self._room(request) if request.params.max_tokens is None else None
+        answer = await self._post("/v1/completions", request.body(self.model, max_tokens))
+        if isinstance(request.prompt, str):
+            text = request.prompt
+        else:
+            text = await self._decode(answer["choices"][0]["prompt_token_ids"])
         for token in tokens_with_logprobs(answer) - self._texts.keys():
-            self._texts[token] = await self._decoded([token])
+            self._texts[token] = await self._decode([token])
         return request_output(answer, text, self._texts, request.params.logprobs or 0)
 
-    async def _decoded(self, tokens: list[int]) -> str:
-        text: str = (await self._asked("/detokenize", {"model": self.model, "tokens": tokens}))["prompt"]
+    async def _decode(self, tokens: list[int]) -> str:
+        text: str = (await self._post("/detokenize", {"model": self.model, "tokens": tokens}))["prompt"]
         return text
 
-    async def _room(self, request: Asked) -> int:
-        """Tokens that the context holds beside the prompt."""
+    async def _room(self, request: PromptRequest) -> int:
+        """How many tokens the context holds beside the prompt."""
         if isinstance(request.prompt, str):
-            count = int((await self._asked("/tokenize", {"model": self.model, "prompt": request.prompt}))["count"])
+            count = int((await self._post("/tokenize", {"model": self.model, "prompt": request.prompt}))["count"])
         else:
             count = len(request.prompt)
         kept = request.params.truncate_prompt_tokens
-        return max(1, self._engine.context - (count if kept is None or kept < 0 else min(count, kept)))
+        return max(1, self._engine.cluster.context - (count if kept is None or kept < 0 else min(count, kept)))
 
-    async def _rendered(self, each: list[list[Message]], fields: Mapping[str, Any]) -> list[list[int]]:
-        async def one(messages: list[Message]) -> list[int]:
-            body = {"model": self.model, "messages": messages, **fields}
-            tokens: list[int] = (await self._asked("/tokenize", body))["tokens"]
-            return tokens
+    async def _render(self, each: list[list[Message]], fields: Mapping[str, Any]) -> list[list[int]]:
+        bodies = ({"model": self.model, "messages": messages, **fields} for messages in each)
+        return [(await self._post("/tokenize", body))["tokens"] for body in bodies]
 
-        return [await one(messages) for messages in each]
-
-    async def _asked(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The gateway's answer. Raises InvalidRequest for what it refuses, EngineFailed for what it cannot do."""
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The gateway's answer. Raises InvalidRequest for an error of the request, EngineFailed for any other."""
         try:
             encoded = msgspec.json.encode(body)
         except TypeError as error:
             raise InvalidRequest(str(error)) from None
-        answer = await self._engine.call("POST", path, encoded)
+        answer = await self._engine.cluster.call("POST", path, encoded)
         found: dict[str, Any] = msgspec.json.decode(answer.body)
         if answer.status == 200:
             return found
@@ -209,11 +223,30 @@ class LLM:
         raise EngineFailed(refusal["message"])
 
 
-async def _first_error(works: Iterable[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
-    """All results in order; the first error gives up all the others."""
+@contextlib.contextmanager
+def progress_bar(total: int, wanted: bool, title: str = "generating") -> Iterator[Callable[[int], None]]:
+    """Yields a function to call, from any thread, with the number of output tokens of each finished request.
+
+    Shows a progress bar on standard error; nothing where that is no terminal, or where `rich` is not installed.
+    """
+    if not wanted or not sys.stderr.isatty():
+        yield lambda tokens: None
+        return
     try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in works]
-    except BaseExceptionGroup as errors:
-        raise innermost(errors) from None
-    return [task.result() for task in running]
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda tokens: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        started, produced = time.monotonic(), 0
+
+        def done(tokens: int) -> None:
+            nonlocal produced
+            produced += tokens
+            rate = produced / max(1e-3, time.monotonic() - started)
+            bar.update(task, advance=1, description=f"{title}, {rate:,.0f} tokens/s")
+
+        yield done

@@ -1,4 +1,4 @@
-"""What offline generation answers: vLLM's objects, filled from the gateway's own answer."""
+"""The results of offline generation: vLLM's classes, filled from the gateway's JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
+    """The log-probability of one token at one position."""
+
     logprob: float
     rank: int | None
-    """1 is the most likely token; None where it is not among those asked for."""
+    """1 is the most likely token; None if the token is not among the requested most likely ones."""
     decoded_token: str | None
 
 
@@ -31,6 +33,7 @@ class CompletionOutput:
     logprobs: Logprobs | None
 
     def finished(self) -> bool:
+        """Returns whether the choice has ended, which it always has."""
         return self.finish_reason is not None
 
 
@@ -44,68 +47,65 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int
-    """Of the prompt, those that did not have to be computed."""
+    """Tokens of the prompt that were found in the cache."""
     finished: bool = True
 
 
 def tokens_with_logprobs(answer: dict[str, Any]) -> set[int]:
-    """The ids whose text `request_output` will want to know."""
-    shown = [choice["logprobs"] for choice in answer["choices"] if choice["logprobs"] is not None]
-    chosen = {_id(token) for columns in shown for token in columns["tokens"]}
-    return chosen | {_id(token) for columns in shown for top in columns["top_logprobs"] for token in top or ()}
+    """Returns the token ids whose text `request_output` needs."""
+    logprobs = [choice["logprobs"] for choice in answer["choices"] if choice["logprobs"] is not None]
+    chosen = {_id(token) for columns in logprobs for token in columns["tokens"]}
+    return chosen | {_id(token) for columns in logprobs for top in columns["top_logprobs"] for token in top or ()}
 
 
-def request_output(answer: dict[str, Any], prompt: str | None, texts: Mapping[int, str], most: int) -> RequestOutput:
-    """From the body of an answer that holds token ids; `texts` of tokens by id; `most` likely tokens were asked for."""
+def request_output(answer: dict[str, Any], prompt: str | None, texts: Mapping[int, str], top: int) -> RequestOutput:
+    """Returns the output for one prompt, from a body that contains token ids. `texts`: of tokens, by id; `top`: how
+    many most likely tokens were requested at each position."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    scored = choices[0].get("prompt_logprobs")
     return RequestOutput(
         request_id=answer["id"],
         prompt=prompt,
         prompt_token_ids=choices[0]["prompt_token_ids"],
-        prompt_logprobs=_prompt_logprobs(choices[0].get("prompt_logprobs")),
-        outputs=[_choice(choice, texts, most) for choice in choices],
+        prompt_logprobs=None if scored is None else _prompt_logprobs(scored),
+        outputs=[
+            CompletionOutput(
+                index=choice["index"],
+                text=choice["text"],
+                token_ids=choice["token_ids"],
+                finish_reason=choice["finish_reason"],
+                stop_reason=choice["stop_reason"],
+                logprobs=None if choice["logprobs"] is None else _logprobs(choice["logprobs"], texts, top),
+            )
+            for choice in choices
+        ],
         num_cached_tokens=answer["usage"]["prompt_tokens_details"]["cached_tokens"],
     )
 
 
-def _choice(choice: dict[str, Any], texts: Mapping[int, str], most: int) -> CompletionOutput:
-    return CompletionOutput(
-        index=choice["index"],
-        text=choice["text"],
-        token_ids=choice["token_ids"],
-        finish_reason=choice["finish_reason"],
-        stop_reason=choice["stop_reason"],
-        logprobs=_logprobs(choice["logprobs"], texts, most),
-    )
-
-
-def _logprobs(shown: dict[str, Any] | None, texts: Mapping[int, str], most: int) -> Logprobs | None:
-    """The columns of a completion whose tokens are shown as `token_id:N`."""
-    if shown is None:
-        return None
-    columns = zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], strict=True)
-    return [_position(_id(token), logprob, top or {}, texts, most) for token, logprob, top in columns]
+def _logprobs(body: dict[str, Any], texts: Mapping[int, str], top: int) -> Logprobs:
+    """From the columns of a completion whose tokens are named `token_id:N`."""
+    columns = zip(body["tokens"], body["token_logprobs"], body["top_logprobs"], strict=True)
+    return [_position(_id(token), logprob, likely or {}, texts, top) for token, logprob, likely in columns]
 
 
 def _position(
-    chosen: int, logprob: float, top: dict[str, float], texts: Mapping[int, str], most: int
+    chosen: int, logprob: float, likely: dict[str, float], texts: Mapping[int, str], top: int
 ) -> dict[int, Logprob]:
-    """The chosen token first. It is among `top` whether or not it is one of the most likely, and then comes last."""
-    ranked = sorted(((_id(token), each) for token, each in top.items()), key=lambda pair: -pair[1])
-    shown = {
-        token: Logprob(each, rank if rank <= most else None, texts.get(token))
+    """The chosen token comes first. The gateway adds it to `likely` where it is not one of the `top`, as the last."""
+    ranked = sorted(((_id(token), each) for token, each in likely.items()), key=lambda pair: -pair[1])
+    entries = {
+        token: Logprob(each, rank if rank <= top else None, texts.get(token))
         for rank, (token, each) in enumerate(ranked, 1)
     }
-    return {chosen: shown.pop(chosen, Logprob(logprob, None, texts.get(chosen))), **shown}
+    return {chosen: entries.pop(chosen, Logprob(logprob, None, texts.get(chosen))), **entries}
 
 
 def _id(token: str) -> int:
     return int(token.removeprefix("token_id:"))
 
 
-def _prompt_logprobs(shown: list[dict[str, Any] | None] | None) -> list[dict[int, Logprob] | None] | None:
-    if shown is None:
-        return None
+def _prompt_logprobs(positions: list[dict[str, Any] | None]) -> list[dict[int, Logprob] | None]:
     return [
         None
         if position is None
@@ -113,5 +113,5 @@ def _prompt_logprobs(shown: list[dict[str, Any] | None] | None) -> list[dict[int
             int(token): Logprob(each["logprob"], each.get("rank"), each.get("decoded_token"))
             for token, each in position.items()
         }
-        for position in shown
+        for position in positions
     ]

@@ -1,4 +1,4 @@
-"""From the arguments of `LLM` to each service's configuration, checked as flags of that service are."""
+"""Turns the arguments of `LLM` into each service's configuration, checked like that service's flags."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from shared.config import ConfigError, ServiceConfig, load_config
 C = TypeVar("C", bound=ServiceConfig)
 
 ENGINE = "engine-1"
-LONG = 30 * 86_400
-"""Seconds: nobody waits at the other end of a connection, so patience costs nothing."""
-MANY = 2**20
+NO_TIMEOUT = 30 * 86_400
+"""Seconds: no client waits at the other end of a connection, so a long timeout costs nothing."""
+NO_LIMIT = 2**20
 
-PATIENT: dict[str, dict[str, object]] = {
+OFFLINE_DEFAULTS: dict[str, dict[str, object]] = {
     "gateway": {
-        "max_open_requests": MANY,
-        "max_connections": MANY,
+        "max_open_requests": NO_LIMIT,
+        "max_connections": NO_LIMIT,
         "max_choices": 4096,
         "max_body": 2**30,
         "max_logprobs": 100,
         "allow_request_template": True,
         "placement_s": 600,
-        "queue_s": LONG,
-        "request_s": LONG,
+        "queue_s": NO_TIMEOUT,
+        "request_s": NO_TIMEOUT,
     },
-    "coordinator": {"queue_limit": MANY, "queue_timeout": LONG},
-    "scheduler": {"max_waiting": MANY, "step_timeout_s": 600},
+    "coordinator": {"queue_limit": NO_LIMIT, "queue_timeout": NO_TIMEOUT},
+    "scheduler": {"max_waiting": NO_LIMIT, "step_timeout_s": 600},
     "worker": {},
     "tokenizer": {},
-    "detokenizer": {"max_streams": MANY},
+    "detokenizer": {"max_streams": NO_LIMIT},
 }
-"""What differs from serving: no client is turned away here, as all of them are ours and come no faster than they can
-be taken."""
+"""What differs from serving: no request is refused for lack of capacity, as `LLM` sends no more than can be taken."""
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
-    """What the model is and what it may take."""
+    """The arguments of `LLM`: which model, and what it may use."""
 
     model: str
     served_model_name: str
@@ -69,7 +68,9 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """`SERVICE.KEY` → value: any setting of a service, as `baton up --set` takes it."""
 
 
-class Configs(NamedTuple):
+class ServiceConfigs(NamedTuple):
+    """One configuration for each process that a stack would have."""
+
     gateway: GatewayConfig
     tokenizer: TokenizerConfig
     coordinator: CoordinatorConfig
@@ -78,10 +79,10 @@ class Configs(NamedTuple):
     detokenizer: DetokenizerConfig
 
 
-def configs(settings: EngineSettings) -> Configs:
-    """Raises InvalidRequest naming key and value."""
-    world_size = _ranks(settings)
-    own = _assigned(settings.more)
+def service_configs(settings: EngineSettings) -> ServiceConfigs:
+    """Returns every service's configuration. Raises InvalidRequest, which names the key and its value."""
+    world_size = _world_size(settings)
+    own = _by_service(settings.more)
     names = {"model": settings.model, "served_model_name": settings.served_model_name}
     worker = {
         **names,
@@ -97,7 +98,7 @@ def configs(settings: EngineSettings) -> Configs:
         "max_batch_tokens": settings.max_batch_tokens,
         "world_size": world_size,
         "pp": settings.pipeline_parallel_size,
-        "rendezvous": _meeting_place() if world_size > 1 else None,
+        "rendezvous": _rendezvous() if world_size > 1 else None,
     }
     scheduler = {
         "max_running": settings.max_num_seqs,
@@ -106,9 +107,11 @@ def configs(settings: EngineSettings) -> Configs:
     }
 
     def made(service: str, type_: type[C], instance: str, given: Mapping[str, object]) -> C:
-        return _made(service, type_, {"instance": instance, **PATIENT[service], **given, **own.get(service, {})})
+        return _made(
+            service, type_, {"instance": instance, **OFFLINE_DEFAULTS[service], **given, **own.get(service, {})}
+        )
 
-    return Configs(
+    return ServiceConfigs(
         gateway=made("gateway", GatewayConfig, "gateway-1", {}),
         tokenizer=made("tokenizer", TokenizerConfig, "tokenizer-1", names),
         coordinator=made("coordinator", CoordinatorConfig, "coordinator-1", {}),
@@ -120,8 +123,8 @@ def configs(settings: EngineSettings) -> Configs:
     )
 
 
-def _ranks(settings: EngineSettings) -> int:
-    """How many. Raises InvalidRequest."""
+def _world_size(settings: EngineSettings) -> int:
+    """How many ranks. Raises InvalidRequest."""
     sizes = {
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
@@ -132,17 +135,19 @@ def _ranks(settings: EngineSettings) -> int:
     return settings.tensor_parallel_size * settings.pipeline_parallel_size
 
 
-def _meeting_place() -> str:
-    """A file that is not there: the ranks make it, and the last one removes it."""
+def _rendezvous() -> str:
+    """A file that does not exist yet: the ranks create it, and the last one removes it."""
     return f"file://{tempfile.gettempdir()}/baton-{uuid.uuid4().hex}"
 
 
-def _assigned(more: Mapping[str, object]) -> dict[str, dict[str, object]]:
+def _by_service(more: Mapping[str, object]) -> dict[str, dict[str, object]]:
     assigned: dict[str, dict[str, object]] = {}
     for target, value in more.items():
         service, dot, key = target.partition(".")
-        if not dot or service not in PATIENT:
-            raise InvalidRequest(f"settings: {target!r} is not allowed; SERVICE.KEY of {', '.join(PATIENT)}", target)
+        if not dot or service not in OFFLINE_DEFAULTS:
+            raise InvalidRequest(
+                f"settings: {target!r} is not allowed; SERVICE.KEY of {', '.join(OFFLINE_DEFAULTS)}", target
+            )
         assigned.setdefault(service, {})[key.replace("-", "_")] = value
     return assigned
 
@@ -168,7 +173,7 @@ def _flag(key: str, value: Any) -> str:
     return f"--{name}={value}"
 
 
-def named(model: str, served_model_name: str | None) -> str:
-    """What answers call the model: by default its directory's name, or the repository's."""
+def model_name(model: str, served_model_name: str | None) -> str:
+    """Returns the model's name in answers: by default that of its directory or repository."""
     folder = Path(model).expanduser()
     return served_model_name or (folder.resolve().name if folder.is_dir() else model)

@@ -10,6 +10,7 @@ from shared.config import load_or_exit
 
 
 def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
+    """The actor as it is configured, not started yet."""
     return SchedulerActor(
         bus,
         config.instance_id(),
@@ -22,6 +23,7 @@ def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
 
 
 def main() -> None:
+    """Runs the scheduler until it is stopped. Exits with a message where the configuration is wrong."""
     config = load_or_exit("scheduler", SchedulerConfig)
     run_service(config, lambda bus: build(config, bus), "scheduler")
 

@@ -1,4 +1,4 @@
-"""The scheduler's shell: bus in, core asked, bus out."""
+"""The scheduler's actor: messages in from the bus, decided by the core, its outputs out to the bus."""
 
 from __future__ import annotations
 
@@ -11,60 +11,59 @@ from typing import Any, assert_never
 
 from services.scheduler import metrics
 from services.scheduler.core.events import (
-    AskStore,
     DetokenizerGone,
+    EndProcess,
     Event,
+    ForwardControl,
     GatewayGone,
-    GiveUp,
-    NotTaken,
+    HandOverRefused,
     Output,
-    PassOn,
     PeerChanged,
     RankProgress,
-    Relay,
     ReleaseLease,
+    SendHandOver,
     SendPlan,
+    SendStoreRequest,
+    SendToGateway,
     SendTokens,
     StoreGone,
-    StoreHere,
-    TellGateway,
+    StoreReady,
     TimePassed,
     WorkersLost,
 )
 from services.scheduler.core.invariants import check
-from services.scheduler.core.limits import Limits
-from services.scheduler.core.ranks import Ranks, Unequal
-from services.scheduler.core.site import Site
+from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import KvPublisher
-from services.scheduler.store_questions import StoreQuestions
+from services.scheduler.store_requests import StoreRequests
+from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
 from shared import topics
-from shared.actor import Actor, Hears, Tick
+from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId, new_incarnation
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import Failed, Placed, Rejected
-from shared.messages.kv_events import DumpRequest
-from shared.messages.kvstore import Owner
+from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.kv_events import KvDumpRequest
+from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role, Service
-from shared.messages.scheduler import Generate, Probe, ProbeReply, StepFinished
+from shared.messages.scheduler import GenerateRequest, Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
-from shared.registry import Gone, Registry
+from shared.registry import InstanceGone, Registry
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY = 30.0
+CHECK_INTERVAL = 30.0
 """Seconds between two looks at the invariants of an idle engine: they take a while on a large pool."""
 
-OTHERS_SILENCE = 10.0
+PEER_TIMEOUT = 10.0
 """Seconds. That a detokenizer is gone shows at once, by messages that come back; for a gateway that is gone we only
 compute in vain. So neither need be declared dead early for being slow."""
 
 ALARM_RESOLUTION = 0.001
 """Seconds: timers are no finer."""
 
-HEEDED: tuple[Service, ...] = ("worker", "scheduler", "detokenizer", "gateway", "kvstore")
-"""Whose lives matter here."""
+WATCHED_SERVICES: tuple[Service, ...] = ("worker", "scheduler", "detokenizer", "gateway", "kvstore")
+"""Services whose lifecycles matter here."""
 
 
 class EngineWedged(Exception):
@@ -81,7 +80,7 @@ class SchedulerActor(Actor):
         self,
         bus: Bus,
         instance: InstanceId,
-        limits: Limits,
+        limits: EngineLimits,
         *,
         world_size: int | None = None,
         role: Role = "mixed",
@@ -90,85 +89,94 @@ class SchedulerActor(Actor):
     ) -> None:
         super().__init__(bus, instance)
         self.engine_id = EngineId(instance)
-        site = Site(role, node, Owner(instance, self.incarnation))
-        start = EngineStart(self.engine_id, new_incarnation(), limits, site)
+        engine_role = EngineRole(role, node, LeaseOwner(instance, self.incarnation))
+        start = EngineStart(self.engine_id, new_incarnation(), limits, engine_role)
         self.core = start.core()
         self._journal = None if journal is None else DecisionJournal(journal, start, self.core)
-        self._decide = self.core.handle if self._journal is None else self._journal.handle
-        self._store = StoreQuestions(bus, node, self._tell) if node is not None else None
-        self._ranks = Ranks(self.engine_id, world_size)
-        self._others = Registry(OTHERS_SILENCE)
+        self._handle_event = self.core.handle if self._journal is None else self._journal.handle
+        self._store = StoreRequests(bus, node, self._decide) if node is not None else None
+        self._ranks = WorkerRanks(self.engine_id, world_size)
+        self._others = Registry(PEER_TIMEOUT)
         """Gateways, detokenizers, other engines and the store."""
         self._gauges = metrics.EngineGauges()
         self._kv = KvPublisher(bus, instance)
-        self._unequal: Unequal | None = None
+        self._unequal_ranks: UnequalRanks | None = None
         self._outbox: deque[Output] = deque()
         self._sending = False
         self._alarm = asyncio.Event()
         self._alarm_at: float | None = None
-        self._worked_since_check = False
+        self._check_due = False
         self._checked_at = 0.0
 
-    def hears(self) -> Sequence[Hears[Any]]:
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """Requests, results of the workers, control, probes, dumps of block events, and lifecycles."""
         return [
-            Hears(topics.engine_requests(self.engine_id), intake=True),
-            Hears(topics.engine_results(self.engine_id)),
-            Hears(topics.engine_control(self.engine_id)),
-            Hears(topics.engine_probes(self.engine_id), asked=True),
-            Hears(topics.kv_dump_requests(self.instance)),
-            *(Hears(topics.lifecycles(service)) for service in HEEDED),
+            TopicSubscription(topics.engine_requests(self.engine_id), intake=True),
+            TopicSubscription(topics.engine_results(self.engine_id)),
+            TopicSubscription(topics.engine_control(self.engine_id)),
+            TopicSubscription(topics.engine_probes(self.engine_id), request=True),
+            TopicSubscription(topics.kv_dump_requests(self.instance)),
+            *(TopicSubscription(topics.lifecycles(service)) for service in WATCHED_SERVICES),
         ]
 
     async def handle(self, message: Any) -> None:
+        """Passes a message to the core, and sends the core's outputs. Raises EngineWedged."""
         match message:
             case Lifecycle():
-                await self._lifecycle(message)
+                await self._handle_lifecycle(message)
             case Tick(_, alive_now):
                 await self._tick(alive_now)
             case Undelivered():
-                await self._returned(message)
-            case DumpRequest():
-                self._kv.asked(message)
+                await self._record_undelivered(message)
+            case KvDumpRequest():
+                self._kv.request_dump(message)
             case _:
-                await self._tell(message)
+                await self._decide(message)
 
-    async def answer(self, question: Probe) -> ProbeReply:
-        return self.core.probe(question.request, question.attempt)
+    async def respond(self, request: Probe) -> ProbeReply:
+        """The state of an attempt, as the engine knows it."""
+        return self.core.probe(request.request, request.attempt)
 
     async def tear_down(self) -> None:
-        await self._tell(WorkersLost("the engine was stopped"))
+        """Fails what is left, so that it is tried again elsewhere."""
+        await self._decide(WorkersLost("the engine was stopped"))
         if self._journal is not None:
             self._journal.close()
 
     def is_idle(self) -> bool:
+        """Whether no request is in hand, and no block is on its way to the store."""
         return self.core.idle
 
-    def wanted_phase(self) -> Phase:
-        return "ready" if self.core.serving is not None else "starting"
+    def target_phase(self) -> Phase:
+        """Ready while there are workers."""
+        return "ready" if self.core.epoch is not None else "starting"
 
     def load(self) -> int:
+        """Requests that have not ended."""
         return len(self.core.requests)
 
     def engine_report(self) -> EngineReport | None:
+        """The engine's load, for coordinators; None while there are no workers."""
         return self.core.report()
 
-    async def _tell(self, event: Event) -> None:
+    async def _decide(self, event: Event) -> None:
+        """Passes the event to the core, and sends the core's outputs."""
         started = time.perf_counter()
-        outputs = self._decide(event, self.bus.liveness_now())
+        outputs = self._handle_event(event, self.bus.liveness_now())
         if isinstance(event, StepFinished):
-            self._worked_since_check = True
+            self._check_due = True
             metrics.STEPS.inc()
             metrics.DECISION.observe(time.perf_counter() - started)
-        elif isinstance(event, Generate):
+        elif isinstance(event, GenerateRequest):
             metrics.PREDICTED_CACHED.inc(event.predicted_cached)
         self._outbox += outputs
-        self._kv.look(self.core)
+        self._kv.update(self.core)
         self._set_alarm()
         if not self._sending:
-            await self._empty_outbox()
+            await self._send_outbox()
 
-    async def _empty_outbox(self) -> None:
-        """Sends in order, whoever put it in: inbox and alarm are two tasks, and a detokenizer counts our messages."""
+    async def _send_outbox(self) -> None:
+        """Sends in the order of decisions. Inbox and alarm are two tasks, and a detokenizer counts our messages."""
         self._sending = True
         try:
             while self._outbox:
@@ -177,7 +185,7 @@ class SchedulerActor(Actor):
             self._sending = False
 
     def _set_alarm(self) -> None:
-        """Rings when the core wants to plan ahead; soon after at the latest, as the bus's clock may stand still."""
+        """Sets a timer for the core's next plan. It may fire a little late, as the bus's clock may be paused."""
         due = self.core.plan_due
         if due is None or self._alarm_at == due:
             return
@@ -186,6 +194,7 @@ class SchedulerActor(Actor):
         asyncio.get_running_loop().call_later(delay, self._alarm.set)
 
     async def background(self) -> None:
+        """Publishes block events, plans when that is due, and carries requests to the store, until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._kv.run())
             tasks.create_task(self._plan_when_due())
@@ -197,7 +206,7 @@ class SchedulerActor(Actor):
             await self._alarm.wait()
             self._alarm.clear()
             self._alarm_at = None
-            await self._tell(TimePassed())
+            await self._decide(TimePassed())
 
     async def _send(self, output: Output) -> None:
         match output:
@@ -206,145 +215,147 @@ class SchedulerActor(Actor):
                     metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
             case SendTokens(detokenizer, batch):
-                metrics.note_batch(batch)
-                _log_batch(batch)
+                _record_batch(batch)
                 await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)
-            case TellGateway(gateway, message):
-                _note_word(message)
+            case SendToGateway(gateway, message):
+                _record_answer(message)
                 await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
-            case AskStore() | ReleaseLease() | PassOn() | Relay():
-                await self._send_aside(output)
-            case GiveUp(reason):
+            case SendStoreRequest() | ReleaseLease() | SendHandOver() | ForwardControl():
+                await self._send_elsewhere(output)
+            case EndProcess(reason):
                 await self.bus.flush()
                 raise EngineWedged(reason)
             case _:
                 assert_never(output)
 
-    async def _send_aside(self, output: AskStore | ReleaseLease | PassOn | Relay) -> None:
+    async def _send_elsewhere(self, output: SendStoreRequest | ReleaseLease | SendHandOver | ForwardControl) -> None:
         """To the node's store, and to other engines."""
-        node = self.core.site.node
+        node = self.core.role.node
         match output:
-            case AskStore():
+            case SendStoreRequest():
                 assert self._store is not None, "only with a node there is a store to ask"
-                self._store.ask(output)
+                self._store.send(output)
             case ReleaseLease(release):
                 assert node is not None, "only with a node there are leases"
                 await self.bus.publish(topics.kvstore_releases(node), release)
-            case PassOn():
-                await self._pass_on(output)
-            case Relay(engine, message):
+            case SendHandOver():
+                await self._send_hand_over(output)
+            case ForwardControl(engine, message):
                 await self.bus.publish(topics.engine_control(engine), message)
             case _:
                 assert_never(output)
 
-    async def _pass_on(self, output: PassOn) -> None:
+    async def _send_hand_over(self, output: SendHandOver) -> None:
         try:
             await self.bus.publish(topics.engine_requests(output.engine), output.generate, confirm=True)
         except PayloadTooLarge:
-            await self._tell(NotTaken(output.generate, output.engine))
+            await self._decide(HandOverRefused(output.generate, output.engine))
 
-    # ---- who lives
+    # ---- lifecycles of other processes
 
-    async def _lifecycle(self, life: Lifecycle) -> None:
+    async def _handle_lifecycle(self, life: Lifecycle) -> None:
         now = self.bus.liveness_now()
         match life.service:
             case "worker":
-                await self._worker_heard(life, now)
+                await self._record_worker_lifecycle(life, now)
             case "gateway" | "detokenizer":
-                gone = self._others.heard(life, now)
+                gone = self._others.record_lifecycle(life, now)
                 if gone is not None:
-                    await self._gone(gone)
+                    await self._record_gone(gone)
             case "scheduler" if life.instance != self.instance:
-                await self._peer_heard(life, now)
-            case "kvstore" if life.store is not None and life.store.node == self.core.site.node:
-                await self._store_heard(life, now)
+                await self._record_peer_lifecycle(life, now)
+            case "kvstore" if life.store is not None and life.store.node == self.core.role.node:
+                await self._record_store_lifecycle(life, now)
             case _:
                 pass
 
-    async def _peer_heard(self, life: Lifecycle, now: float) -> None:
-        self._others.heard(life, now)
-        await self._peer(EngineId(life.instance), takes=life.phase == "ready")
+    async def _record_peer_lifecycle(self, life: Lifecycle, now: float) -> None:
+        self._others.record_lifecycle(life, now)
+        await self._record_peer(EngineId(life.instance), takes=life.phase == "ready")
 
-    async def _peer(self, engine: EngineId, *, takes: bool) -> None:
-        if self.core.peers.take_over(engine) != takes:
-            await self._tell(PeerChanged(engine, takes))
+    async def _record_peer(self, engine: EngineId, *, takes: bool) -> None:
+        if self.core.takes_over(engine) != takes:
+            await self._decide(PeerChanged(engine, takes))
 
-    async def _store_heard(self, life: Lifecycle, now: float) -> None:
-        gone = self._others.heard(life, now)
+    async def _record_store_lifecycle(self, life: Lifecycle, now: float) -> None:
+        gone = self._others.record_lifecycle(life, now)
         if life.phase == "ready":
-            await self._tell(StoreHere(life.incarnation))
+            await self._decide(StoreReady(life.incarnation))
         elif gone is not None:
-            await self._gone(gone)
+            await self._record_gone(gone)
 
-    async def _worker_heard(self, life: Lifecycle, now: float) -> None:
-        await self._workers_lost(self._ranks.heard(life, now))
+    async def _record_worker_lifecycle(self, life: Lifecycle, now: float) -> None:
+        await self._lose_workers(self._ranks.record_lifecycle(life, now))
         report = life.worker
-        if self.core.serving is None:
+        if self.core.epoch is None:
             await self._assemble()
         elif report is not None and self._ranks.is_member(life):
             progress = RankProgress(report.rank, report.epoch, report.received, report.published, report.transfers)
-            await self._tell(progress)
+            await self._decide(progress)
 
     async def _assemble(self) -> None:
         workers = self._ranks.assemble()
-        if isinstance(workers, Unequal):
-            if workers != self._unequal:
+        if isinstance(workers, UnequalRanks):
+            if workers != self._unequal_ranks:
                 log.error("ranks differ", extra={"cards": workers.difference})
-            self._unequal = workers
+            self._unequal_ranks = workers
         elif workers is not None:
             log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
-            await self._tell(workers)
+            await self._decide(workers)
 
-    async def _workers_lost(self, reason: str | None) -> None:
-        if reason is not None and self.core.serving is not None:
+    async def _lose_workers(self, reason: str | None) -> None:
+        if reason is not None and self.core.epoch is not None:
             metrics.EPOCHS.inc()
             log.error("workers lost", extra={"reason": reason})
-            await self._tell(WorkersLost(reason))
+            await self._decide(WorkersLost(reason))
 
-    async def _gone(self, gone: Gone) -> None:
+    async def _record_gone(self, gone: InstanceGone) -> None:
         log.warning("gone", extra={"instance_gone": gone.last.instance, "reason": gone.reason})
         match gone.last.service:
             case "gateway":
-                await self._tell(GatewayGone(GatewayId(gone.last.instance)))
+                await self._decide(GatewayGone(GatewayId(gone.last.instance)))
             case "kvstore":
-                await self._tell(StoreGone())
+                await self._decide(StoreGone())
             case "scheduler":
-                await self._peer(EngineId(gone.last.instance), takes=False)
+                await self._record_peer(EngineId(gone.last.instance), takes=False)
             case _:
-                await self._tell(DetokenizerGone(DetokenizerId(gone.last.instance)))
+                await self._decide(DetokenizerGone(DetokenizerId(gone.last.instance)))
 
-    async def _returned(self, undelivered: Undelivered) -> None:
+    async def _record_undelivered(self, undelivered: Undelivered) -> None:
         match undelivered.message:
             case StepPlan(epoch=epoch):
-                serving = self.core.serving
-                if serving is not None and serving.steps.epoch == epoch:
+                if self.core.epoch == epoch:
                     self._ranks.forget()
-                    await self._workers_lost("no worker takes plans")
+                    await self._lose_workers("no worker takes plans")
             case TokenBatch():
                 detokenizer = undelivered.topic.subject.split(".")[1]
-                await self._tell(DetokenizerGone(DetokenizerId(detokenizer)))
-            case Generate():
+                await self._decide(DetokenizerGone(DetokenizerId(detokenizer)))
+            case GenerateRequest():
                 engine = undelivered.topic.subject.split(".")[1]
-                await self._tell(NotTaken(undelivered.message, EngineId(engine)))
+                await self._decide(HandOverRefused(undelivered.message, EngineId(engine)))
             case _:
                 log.info("undelivered", extra={"subject": undelivered.topic.subject})
 
     # ---- time
 
     async def _tick(self, alive_now: float) -> None:
-        await self._workers_lost(self._ranks.expire(alive_now))
+        await self._lose_workers(self._ranks.expire(alive_now))
         for gone in self._others.expire(alive_now):
-            await self._gone(gone)
-        await self._tell(TimePassed())
-        self._gauges.show(self.core)
-        if self.is_idle() and self._worked_since_check and alive_now - self._checked_at > CHECK_EVERY:
-            self._checked_at, self._worked_since_check = alive_now, False
+            await self._record_gone(gone)
+        await self._decide(TimePassed())
+        self._gauges.show(self.core.snapshot())
+        if self.is_idle() and self._check_due and alive_now - self._checked_at > CHECK_INTERVAL:
+            self._checked_at, self._check_due = alive_now, False
             check(self.core)
 
 
-def _log_batch(batch: TokenBatch) -> None:
-    """A request's life here, to be followed by its id."""
+def _record_batch(batch: TokenBatch) -> None:
+    """Counts what a message to a detokenizer holds, and logs each request's life, to be followed by its id."""
+    if batch.entries:
+        metrics.OUTPUT_TOKENS.inc(sum([len(entry.tokens) for entry in batch.entries]))
     for opened in batch.opened:
+        metrics.PROMPT_TOKENS.labels("cached").inc(opened.cached_tokens)
+        metrics.PROMPT_TOKENS.labels("computed").inc(opened.prompt_tokens - opened.cached_tokens)
         extra = {"prompt_tokens": opened.prompt_tokens, "cached_tokens": opened.cached_tokens}
         log.info("started", extra={"request": opened.request, "attempt": opened.attempt, **extra})
     for entry in batch.entries:
@@ -355,12 +366,14 @@ def _log_batch(batch: TokenBatch) -> None:
         log.info("given up", extra={"request": abandoned.request, "attempt": abandoned.attempt})
 
 
-def _note_word(message: Rejected | Failed | Placed) -> None:
-    if isinstance(message, Placed):
+def _record_answer(message: RequestRejected | RequestFailed | RequestPlaced) -> None:
+    if isinstance(message, RequestPlaced):
         extra = {"request": message.request, "attempt": message.attempt, "engine": message.engine}
         log.info("handed over", extra=extra)
         return
-    kind, reason = (message.kind, message.message) if isinstance(message, Rejected) else ("failed", message.reason)
+    kind, reason = (
+        (message.kind, message.message) if isinstance(message, RequestRejected) else ("failed", message.reason)
+    )
     metrics.REFUSED.labels(kind).inc()
     extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}
     log.info("refused", extra=extra)

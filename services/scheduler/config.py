@@ -1,4 +1,4 @@
-"""What a scheduler is told at its start."""
+"""The settings of a scheduler."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.scheduler.core.limits import Limits, SpeculationPolicy
+from services.scheduler.core.limits import EngineLimits, SpeculationPolicy
 from services.scheduler.journal import JournalSettings
-from shared.config import ByteSize, ServiceConfig
+from shared.config import ServiceConfig
 from shared.ids import EngineId, NodeId, checked_instance
 from shared.messages.lifecycle import Role
+from shared.settings import ByteSize, UpOption
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
+    """Every setting of a scheduler, with its unit and bounds."""
+
     engine: Annotated[
         str | None, Meta(description="Id of the engine; it is the scheduler's instance name, and defaults to it.")
     ] = None
     world_size: Annotated[
         int | None, Meta(ge=1, description="Ranks that must be there; by default what the workers say themselves.")
     ] = None
-    max_batch_tokens: Annotated[int, Meta(ge=1, description="Tokens that one step computes at the most.")] = 2048
-    max_running: Annotated[int, Meta(ge=1, description="Sequences that one step holds at the most.")] = 256
+    max_batch_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens that one step computes at the most."), UpOption("Capacity")
+    ] = 2048
+    max_running: Annotated[
+        int, Meta(ge=1, description="Sequences that one step holds at the most."), UpOption("Capacity", "max_num_seqs")
+    ] = 256
     max_waiting: Annotated[int, Meta(ge=1, description="Requests that wait here; the next one is refused.")] = 1024
     policy: Annotated[
         Literal["fcfs", "priority"], Meta(description="Who goes first: by arrival, or by priority (lower first).")
@@ -74,14 +81,16 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         return NodeId(checked_instance(self.node)) if self.node else None
 
     def journal_settings(self) -> JournalSettings | None:
+        """Where and how decisions are recorded; None where they are not."""
         return JournalSettings(self.journal, self.journal_contents, self.journal_limit) if self.journal else None
 
     def engine_id(self) -> EngineId:
+        """The engine's id, which is the scheduler's instance name."""
         return EngineId(self.instance_id())
 
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """Raises ValueError where the settings contradict each other."""
-        return Limits(
+        return EngineLimits(
             max_batch_tokens=self.max_batch_tokens,
             max_running=self.max_running,
             max_waiting=self.max_waiting,

@@ -1,4 +1,4 @@
-"""What one scheduler's core was told, when, and what it decided: a journal to be replayed.
+"""Records which events one scheduler's core handled, when, and what it decided, so that they can be replayed.
 
 The order in which the core took its events is known nowhere else: on the bus several senders' messages have none.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
-from services.scheduler.core.engine import Engine
-from services.scheduler.core.events import Event, GiveUp, Output
-from services.scheduler.core.limits import Limits
-from services.scheduler.core.site import Site
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.events import EndProcess, Event, Output
+from services.scheduler.core.limits import EngineLimits, EngineRole
 from shared.ids import EngineId, Incarnation
-from shared.journal import JournalWriter
+from shared.journals.journal import JournalWriter
 
 KIND = "decisions"
 DIGEST_BYTES = 16
@@ -39,14 +38,15 @@ class EngineStart(Struct, frozen=True):
 
     engine: EngineId
     epoch: Incarnation
-    limits: Limits
-    site: Site
+    limits: EngineLimits
+    role: EngineRole
 
-    def core(self) -> Engine:
-        return Engine(self.engine, self.epoch, self.limits, self.site)
+    def core(self) -> EngineCore:
+        """A core in its first state."""
+        return EngineCore(self.engine, self.epoch, self.limits, self.role)
 
 
-class Said(Struct, frozen=True, array_like=True):
+class RecordedOutput(Struct, frozen=True, array_like=True):
     """One output of the core."""
 
     kind: str
@@ -58,19 +58,21 @@ class Said(Struct, frozen=True, array_like=True):
 
 
 class Decision(Struct, frozen=True, array_like=True):
-    """One event, and what came of it."""
+    """One event, and the outputs that it led to."""
 
     now: float
     event: str
     """A name of EVENTS."""
     content: bytes
-    said: tuple[Said, ...] = ()
+    outputs: tuple[RecordedOutput, ...] = ()
     plan_due: float | None = None
     raised: str | None = None
     """A bug: the exception that ended the process."""
 
 
 class JournalSettings(NamedTuple):
+    """Where decisions are recorded, and how much of them."""
+
     path: Path
     """A file; or a folder, in which each start makes one of its own."""
     contents: bool = False
@@ -79,27 +81,34 @@ class JournalSettings(NamedTuple):
     """Bytes at the most."""
 
     def file(self, start: EngineStart) -> Path:
+        """The file of this start."""
         return self.path / f"{start.engine}-{start.epoch:016x}.journal" if self.path.is_dir() else self.path
 
 
-def said(outputs: Sequence[Output], contents: bool) -> tuple[Said, ...]:
-    """What the core answered, as it is compared."""
-    encoded = [(type(output).__name__, _encode(output)) for output in outputs]
+def record_outputs(
+    outputs: Sequence[Output],
+    contents: bool,
+    spelled: Callable[[str, bytes], tuple[str, bytes]] = lambda kind, content: (kind, content),
+) -> tuple[RecordedOutput, ...]:
+    """What the core answered, as it is compared; `spelled` gives an output the name and bytes of the journal's time."""
+    encoded = [spelled(type(output).__name__, _encode(output)) for output in outputs]
     return tuple(
-        Said(kind, blake2b(content, digest_size=DIGEST_BYTES).digest(), len(content), content if contents else b"")
+        RecordedOutput(
+            kind, blake2b(content, digest_size=DIGEST_BYTES).digest(), len(content), content if contents else b""
+        )
         for kind, content in encoded
     )
 
 
 class DecisionJournal:
-    """Owns the journal of one core, and stands before it: whoever wants a decision asks here."""
+    """Owns the journal of one core and wraps the core: events are handled through it."""
 
-    def __init__(self, settings: JournalSettings, start: EngineStart, core: Engine) -> None:
+    def __init__(self, settings: JournalSettings, start: EngineStart, core: EngineCore) -> None:
         """Raises OSError."""
         self._core = core
         self._contents = settings.contents
         path = settings.file(start)
-        if path.is_file():  # of an earlier start, which may have ended with what somebody wants to look into
+        if path.is_file():  # of an earlier start, which may hold the failure that is to be looked into
             path.replace(path.with_name(f"{path.name}.before"))
         self._writer: JournalWriter | None = JournalWriter(
             path, KIND, start, written_by=version("baton-serve"), limit=settings.limit
@@ -111,16 +120,16 @@ class DecisionJournal:
         try:
             outputs = self._core.handle(event, now)
         except BaseException as error:
-            self._note(Decision(now, type(event).__name__, _encode(event), raised=repr(error)))
+            self._record(Decision(now, type(event).__name__, _encode(event), raised=repr(error)))
             self.close()
             raise
-        answer = said(outputs, self._contents)
-        self._note(Decision(now, type(event).__name__, _encode(event), answer, self._core.plan_due))
-        if any(isinstance(output, GiveUp) for output in outputs):
+        answer = record_outputs(outputs, self._contents)
+        self._record(Decision(now, type(event).__name__, _encode(event), answer, self._core.plan_due))
+        if any(isinstance(output, EndProcess) for output in outputs):
             self.close()
         return outputs
 
-    def _note(self, decision: Decision) -> None:
+    def _record(self, decision: Decision) -> None:
         """A journal that cannot be written any more is given up: serving goes on."""
         if self._writer is None:
             return

@@ -1,4 +1,4 @@
-"""Tells the coordinators which blocks this engine holds: changes gathered for a moment, and dumps for who asks."""
+"""Publishes to coordinators which blocks this engine holds: batched changes, and dumps on request."""
 
 from __future__ import annotations
 
@@ -6,69 +6,72 @@ import asyncio
 import logging
 
 from services.scheduler import metrics
-from services.scheduler.core.engine import Engine
-from services.scheduler.core.serving import Serving
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.memory.block_pool import PrefixIndex
 from shared import topics
 from shared.bus import Bus
 from shared.ids import InstanceId
-from shared.kv_journal import KvJournal
-from shared.messages.kv_events import DumpRequest, KvSource
+from shared.kv_event_stream import KvEventStream
+from shared.messages.kv_events import KvDumpRequest, KvSource
 
 log = logging.getLogger(__name__)
 
 PAUSE = 0.025
-"""Seconds for which changes are gathered: steps may come faster, and whoever places requests need not know sooner."""
+"""Seconds for which changes are gathered: steps may come faster, and coordinators need not know sooner."""
 
 MAX_ASKERS = 64
 """Coordinators that wait for a dump; another one asks again."""
 
 
 class KvPublisher:
-    """Owns the journal of the present epoch, and who waits for a dump. One task publishes, so all keeps its order."""
+    """Owns the numbered stream of block events of the present epoch, and which coordinators wait for a dump. One task
+    publishes, so everything keeps its order."""
 
     def __init__(self, bus: Bus, instance: InstanceId) -> None:
         self._bus = bus
         self._instance = instance
-        self._serving: Serving | None = None
-        self._journal: KvJournal | None = None
+        self._index: PrefixIndex | None = None
+        self._stream: KvEventStream | None = None
         self._askers: dict[InstanceId, None] = {}
         self._wanted = asyncio.Event()
 
-    def look(self, engine: Engine) -> None:
+    def update(self, engine: EngineCore) -> None:
         """Called after each event of the core, so it costs next to nothing."""
-        if engine.serving is not self._serving:
-            self._begin(engine)
-        if self._journal is not None and self._journal.pending:
+        if engine.prefix_index is not self._index:
+            self._start_epoch(engine)
+        if self._stream is not None and self._stream.pending:
             self._wanted.set()
 
-    def asked(self, request: DumpRequest) -> None:
+    def request_dump(self, request: KvDumpRequest) -> None:
+        """Sends the asker everything that is held, soon; beyond MAX_ASKERS it is ignored, and asks again."""
         if len(self._askers) < MAX_ASKERS:
-            self._askers[request.asker] = None
+            self._askers[request.coordinator] = None
             self._wanted.set()
 
     async def run(self) -> None:
+        """Publishes until it is cancelled."""
         while True:
             await self._wanted.wait()
             await asyncio.sleep(PAUSE)
             self._wanted.clear()
             await self._publish()
 
-    def _begin(self, engine: Engine) -> None:
+    def _start_epoch(self, engine: EngineCore) -> None:
         """A new epoch: nothing that was held before is there."""
-        self._serving, self._journal = engine.serving, None
+        self._index, self._stream = engine.prefix_index, None
         report = engine.report()
-        if self._serving is None or report is None:
+        if self._index is None or engine.epoch is None or report is None:
             return
         source = KvSource(instance=self._instance, model=report.model.name, node=report.node)
-        self._journal = KvJournal(source, self._serving.steps.epoch, self._serving.planner.memory.index.changes)
+        self._stream = KvEventStream(source, engine.epoch, self._index.changes)
 
     async def _publish(self) -> None:
-        journal, serving = self._journal, self._serving
-        if journal is None or serving is None:
+        stream, index = self._stream, self._index
+        if stream is None or index is None:
             return
         askers, self._askers = list(self._askers), {}
-        events = journal.flush()
-        dump = journal.dump(serving.planner.memory.index.block_of.keys()) if askers else []
+        events = stream.flush()
+        dump = stream.dump(index.block_of.keys()) if askers else []
         for event in events:
             metrics.KV_EVENTS.inc()
             await self._bus.publish(topics.kv_events(self._instance), event)

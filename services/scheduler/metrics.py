@@ -1,16 +1,13 @@
-"""What a scheduler counts."""
+"""The metrics of a scheduler, and how they are updated from its engine."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import zip_longest
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.scheduler.core.engine import Engine
-from services.scheduler.core.planner import Planner
-from services.scheduler.core.tally import Tally
-from shared.messages.detokenizer import TokenBatch
+from services.scheduler.core.counters import EngineCounters, EngineSnapshot
+from shared.ids import Incarnation
 
 WAITING = Gauge("baton_scheduler_waiting_requests", "Requests that wait for a place, preempted ones included.")
 RUNNING = Gauge("baton_scheduler_running_requests", "Requests that are being computed.")
@@ -67,62 +64,53 @@ DECISION = Histogram(
 )
 
 
-def note_batch(batch: TokenBatch) -> None:
-    """Counts what a message to a detokenizer holds."""
-    for opened in batch.opened:
-        PROMPT_TOKENS.labels("cached").inc(opened.cached_tokens)
-        PROMPT_TOKENS.labels("computed").inc(opened.prompt_tokens - opened.cached_tokens)
-    if batch.entries:
-        OUTPUT_TOKENS.inc(sum(len(entry.tokens) for entry in batch.entries))
-
-
 class EngineGauges:
     """Owns what was shown of an engine last, so that its running totals become counters."""
 
     def __init__(self) -> None:
-        self._planner: Planner | None = None
+        self._epoch: Incarnation | None = None
         self._preemptions = 0
-        self._tally = Tally()
+        self._counters = EngineCounters()
 
-    def show(self, engine: Engine) -> None:
-        report = engine.report()
-        WAITING.set(report.waiting if report else 0)
-        RUNNING.set(report.running if report else 0)
-        self._show_tally(engine.tally)
-        if report is None or engine.serving is None:
+    def show(self, snapshot: EngineSnapshot) -> None:
+        """Sets the gauges, and adds to the counters the growth since the last call."""
+        epoch = snapshot.epoch
+        WAITING.set(epoch.waiting if epoch else 0)
+        RUNNING.set(epoch.running if epoch else 0)
+        self._count(snapshot.counters)
+        if epoch is None:
             return
-        TRANSFERS.set(len(engine.serving.transfers))
-        COMPILING.set(len(engine.serving.planner.places.compiling))
-        cached = len(engine.serving.planner.memory.pool.cached)
-        BLOCKS.labels("used").set(report.blocks_total - report.blocks_free)
-        BLOCKS.labels("cached").set(cached)
-        BLOCKS.labels("blank").set(report.blocks_free - cached)
-        if engine.serving.planner is not self._planner:
-            self._planner, self._preemptions = engine.serving.planner, 0
-        PREEMPTIONS.inc(self._planner.preemptions - self._preemptions)
-        self._preemptions = self._planner.preemptions
+        TRANSFERS.set(epoch.transfers)
+        COMPILING.set(epoch.compiling)
+        BLOCKS.labels("used").set(epoch.blocks_total - epoch.blocks_free)
+        BLOCKS.labels("cached").set(epoch.blocks_cached)
+        BLOCKS.labels("blank").set(epoch.blocks_free - epoch.blocks_cached)
+        if epoch.epoch != self._epoch:
+            self._epoch, self._preemptions = epoch.epoch, 0
+        PREEMPTIONS.inc(epoch.preemptions - self._preemptions)
+        self._preemptions = epoch.preemptions
 
-    def _show_tally(self, tally: Tally) -> None:
-        before, self._tally = self._tally, replace(tally)
+    def _count(self, now: EngineCounters) -> None:
+        before, self._counters = self._counters, now
         for counter, more in (
-            (SAVED, tally.blocks_saved - before.blocks_saved),
-            (UNSAVED, tally.blocks_unsaved - before.blocks_unsaved),
-            (LOADED, tally.blocks_loaded - before.blocks_loaded),
-            (LOOKUPS.labels("no"), tally.misses - before.misses),
-            (LOOKUPS.labels("yes"), tally.hits - before.hits),
-            (LOADS_FAILED, tally.loads_failed - before.loads_failed),
-            (HAND_OVERS.labels("handed"), tally.handed_over - before.handed_over),
-            (HAND_OVERS.labels("kept"), tally.kept - before.kept),
-            (SHARED, tally.prompts_shared - before.prompts_shared),
-            (DRAFTED, tally.drafted - before.drafted),
-            (SPECULATED, tally.speculated - before.speculated),
-            (SPECULATED_TOKENS, tally.speculated_tokens - before.speculated_tokens),
-            (GRAMMAR_WAITS.labels("compiled"), tally.grammar_waits - before.grammar_waits),
-            (GRAMMAR_WAITS.labels("refused"), tally.grammars_refused - before.grammars_refused),
-            (GRAMMAR_SECONDS, tally.grammar_seconds - before.grammar_seconds),
+            (SAVED, now.blocks_saved - before.blocks_saved),
+            (UNSAVED, now.blocks_unsaved - before.blocks_unsaved),
+            (LOADED, now.blocks_loaded - before.blocks_loaded),
+            (LOOKUPS.labels("no"), now.misses - before.misses),
+            (LOOKUPS.labels("yes"), now.hits - before.hits),
+            (LOADS_FAILED, now.loads_failed - before.loads_failed),
+            (HAND_OVERS.labels("handed"), now.handed_over - before.handed_over),
+            (HAND_OVERS.labels("kept"), now.kept - before.kept),
+            (SHARED, now.prompts_shared - before.prompts_shared),
+            (DRAFTED, now.drafted - before.drafted),
+            (SPECULATED, now.speculated - before.speculated),
+            (SPECULATED_TOKENS, now.speculated_tokens - before.speculated_tokens),
+            (GRAMMAR_WAITS.labels("compiled"), now.grammar_waits - before.grammar_waits),
+            (GRAMMAR_WAITS.labels("refused"), now.grammars_refused - before.grammars_refused),
+            (GRAMMAR_SECONDS, now.grammar_seconds - before.grammar_seconds),
         ):
             if more:
                 counter.inc(more)
-        for place, (now, then) in enumerate(zip_longest(tally.accepted, before.accepted, fillvalue=0), start=1):
-            if now > then:
-                ACCEPTED.labels(str(place)).inc(now - then)
+        for position, (new, old) in enumerate(zip_longest(now.accepted, before.accepted, fillvalue=0), start=1):
+            if new > old:
+                ACCEPTED.labels(str(position)).inc(new - old)

@@ -7,27 +7,31 @@ from pathlib import Path
 
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
-from services.tokenizer.encoding import Encoding
-from services.tokenizer.template_files import ChatTemplates, read_templates
-from services.tokenizer.vocabulary import Vocabulary
+from services.tokenizer.core.chat_template import ChatTemplates
+from services.tokenizer.core.encoder import PromptEncoder
+from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
-from shared.model_files import ModelNotFound, resolve_model
-from shared.tokenizer_files import TokenizerUnusable, load_tokenizer
+from shared.models.model_files import ModelNotFound, resolve_model
+from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer
 
 
-def load(config: TokenizerConfig, folder: Path) -> Encoding:
+def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
+    """The encoder for the model in `folder`. Raises TokenizerUnusable."""
     files = load_tokenizer(folder)
     templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
-    return Encoding(Vocabulary(files), templates, files.special_tokens)
+    return PromptEncoder(Vocabulary(files), templates, files.special_tokens)
 
 
-def build(config: TokenizerConfig, encoding: Encoding, bus: Bus) -> TokenizerActor:
+def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:
+    """The tokenizer that `config` describes, on `bus`."""
     return TokenizerActor(bus, config.instance_id(), config.model_name(), encoding, config.threads)
 
 
 def main() -> None:
+    """Serves until it is stopped; exits with 2 where the settings or the model's files are wrong."""
     config = load_or_exit("tokenizer", TokenizerConfig)
     try:
         encoding = load(config, resolve_model(config.model, weights=False))

@@ -1,4 +1,4 @@
-"""The tokenizer's shell: short prompts at once, long ones on threads, so that the heart goes on beating."""
+"""The tokenizer's shell: short prompts at once, long ones on threads, so that heartbeats and short ones go on."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any, TypeVar, TypeVarTuple, assert_never
 
 from services.tokenizer import metrics
 from services.tokenizer.client_template import ClientTemplates
-from services.tokenizer.encoding import Encoding, RenderedPrompt, rejected
-from services.tokenizer.refusal import PromptRefused
+from services.tokenizer.core.encoder import PromptEncoder, RenderedPrompt, rejected
+from services.tokenizer.core.refusal import PromptRefused
 from shared import topics
-from shared.actor import Actor, Hears, Tick
+from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import InstanceId, ModelName
 from shared.messages.coordinator import Route
-from shared.messages.gateway import Failed, Rejected
+from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.lifecycle import TokenizerReport
 from shared.messages.tokenizer import (
     ChatPrompt,
     Decode,
     Encode,
     Prompt,
-    Refused,
     TextPrompt,
     Tokenize,
-    TokenizerAnswer,
-    TokenizerQuestion,
+    TokenizerRefusal,
+    TokenizerReply,
+    TokenizerRequest,
     TokenPrompt,
 )
-from shared.tokens import count
+from shared.packing import count
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -43,8 +43,11 @@ INLINE_BYTES = 4096
 """Prompts up to this size are tokenized on the event loop: about a millisecond, less than a thread's detour
 under load would cost the others."""
 
-MAX_LONG = 16
+MAX_LONG_PROMPTS = 16
 """Long prompts on their way at a time; short ones overtake them until the next long one has to wait."""
+
+KINDS: dict[type[Prompt], str] = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "tokens"}
+"""As metrics name them."""
 
 
 class TokenizerActor(Actor):
@@ -55,78 +58,85 @@ class TokenizerActor(Actor):
     inbox_limit = 1024
     """Beyond it the bus's own bounded queue fills."""
 
-    def __init__(self, bus: Bus, instance: InstanceId, model: ModelName, encoding: Encoding, threads: int = 2) -> None:
+    def __init__(
+        self, bus: Bus, instance: InstanceId, model: ModelName, encoder: PromptEncoder, threads: int = 2
+    ) -> None:
         super().__init__(bus, instance)
         self._model = model
-        self._encoding = encoding
+        self._encoder = encoder
         self._client_templates = ClientTemplates()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._places = asyncio.Semaphore(MAX_LONG)
+        self._long_limit = asyncio.Semaphore(MAX_LONG_PROMPTS)
         self._long: set[asyncio.Task[Any]] = set()
-        self._bug: BaseException | None = None
+        self._failure: BaseException | None = None
 
-    def hears(self) -> Sequence[Hears[Any]]:
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """Requests to be tokenized and sent on to a coordinator, and requests for tokens or text that are answered."""
         return [
-            Hears(topics.tokenize(self._model), intake=True),
-            Hears(topics.tokenizer_questions(self._model), intake=True, asked=True),
+            TopicSubscription(topics.tokenize(self._model), intake=True),
+            TopicSubscription(topics.tokenizer_requests(self._model), intake=True, request=True),
         ]
 
     async def handle(self, message: Any) -> None:
-        if self._bug is not None:
-            raise self._bug
+        """Tokenizes a request and sends it on, beside the next messages where it takes long. Raises what an earlier
+        long one raised."""
+        if self._failure is not None:
+            raise self._failure
         match message:
             case Tokenize():
-                await self._tokenize(message)
+                started = time.monotonic()
+                if self._is_short(message.prompt):
+                    await self._send(message, self._encoder.route(message, message.prompt), started)
+                else:
+                    await self._start_long(self._tokenize_long(message, started))
             case Undelivered():
-                await self._unrouted(message)
+                await self._undelivered(message)
             case Tick():
                 pass
             case _:
-                raise TypeError(f"a tokenizer hears no {type(message).__name__}")
+                raise TypeError(f"a tokenizer takes no {type(message).__name__}")
 
-    async def answer(self, question: TokenizerQuestion) -> TokenizerAnswer | asyncio.Future[TokenizerAnswer]:
-        match question:
+    async def respond(self, request: TokenizerRequest) -> TokenizerReply | asyncio.Future[TokenizerReply]:
+        """The answer, or a future of it where it takes long."""
+        match request:
             case Encode():
-                short = self._is_short(question.prompt)
+                short = self._is_short(request.prompt)
             case Decode():
-                short = len(question.tokens) <= INLINE_BYTES
+                short = len(request.tokens) <= INLINE_BYTES
             case _:
-                assert_never(question)
-        return self._encoding.answer(question) if short else await self._aside(self._answer_long(question))
+                assert_never(request)
+        return self._encoder.answer(request) if short else await self._start_long(self._answer_long(request))
 
-    async def _answer_long(self, question: TokenizerQuestion) -> TokenizerAnswer:
-        if isinstance(question, Encode):
+    async def _answer_long(self, request: TokenizerRequest) -> TokenizerReply:
+        if isinstance(request, Encode):
             try:
-                question = Encode(await self._rendered(question.prompt), question.return_strings)
+                request = Encode(await self._render(request.prompt), request.return_strings)
             except PromptRefused as refused:
-                return Refused(refused.message, refused.field)
-        return await self._on_thread(self._encoding.answer, question)
+                return TokenizerRefusal(refused.message, refused.field)
+        return await self._on_thread(self._encoder.answer, request)
 
     def is_idle(self) -> bool:
+        """Whether no long prompt is being tokenized."""
         return not self._long
 
     def load(self) -> int:
+        """Long prompts that are being tokenized."""
         return len(self._long)
 
     def tokenizer_report(self) -> TokenizerReport:
-        return TokenizerReport(model=self._model, dialect=self._encoding.dialect)
+        """What its heartbeats say: the model, and the markup that it speaks."""
+        return TokenizerReport(model=self._model, dialect=self._encoder.dialect)
 
     async def tear_down(self) -> None:
+        """Drops long prompts that no thread has begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _tokenize(self, message: Tokenize) -> None:
-        started = time.monotonic()
-        if self._is_short(message.prompt):
-            await self._send(message, self._encoding.route(message, message.prompt), started)
-        else:
-            await self._aside(self._tokenize_long(message, started))
-
     def _is_short(self, prompt: Prompt) -> bool:
-        return _size(prompt) <= INLINE_BYTES and not self._encoding.brings_template(prompt)
+        return _size(prompt) <= INLINE_BYTES and not self._encoder.brings_template(prompt)
 
-    async def _aside(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Goes on with `work` beside the next messages; waits for a place where too much is going on already."""
-        await self._places.acquire()
+    async def _start_long(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Starts `work` beside the next messages; waits first where `MAX_LONG_PROMPTS` are on their way."""
+        await self._long_limit.acquire()
         task = asyncio.create_task(work)
         self._long.add(task)
         metrics.IN_FLIGHT.set(len(self._long))
@@ -136,39 +146,43 @@ class TokenizerActor(Actor):
     def _finished(self, task: asyncio.Task[Any]) -> None:
         """A bug in a task is raised at the next message or tick, where it ends the process as any other."""
         self._long.discard(task)
-        self._places.release()
+        self._long_limit.release()
         metrics.IN_FLIGHT.set(len(self._long))
         if not task.cancelled() and task.exception() is not None:
-            self._bug = task.exception()
+            self._failure = task.exception()
 
     async def _tokenize_long(self, message: Tokenize, started: float) -> None:
         try:
-            prompt = await self._rendered(message.prompt)
+            prompt = await self._render(message.prompt)
         except PromptRefused as refused:
             await self._send(message, rejected(message, refused), started)
         else:
-            await self._send(message, await self._on_thread(self._encoding.route, message, prompt), started)
+            await self._send(message, await self._on_thread(self._encoder.route, message, prompt), started)
 
-    async def _rendered(self, prompt: Prompt) -> Prompt:
+    async def _render(self, prompt: Prompt) -> Prompt:
         """The prompt itself, or the text of a chat that brings its own template. Raises PromptRefused."""
-        if isinstance(prompt, ChatPrompt) and self._encoding.brings_template(prompt):
-            text = await self._client_templates.render(prompt, self._encoding.special_tokens)
+        if isinstance(prompt, ChatPrompt) and self._encoder.brings_template(prompt):
+            text = await self._client_templates.render(prompt, self._encoder.special_tokens)
             return RenderedPrompt(text, add_special_tokens=False)
         return prompt
 
     async def _on_thread(self, function: Callable[[*Ts], R], *arguments: *Ts) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def _send(self, message: Tokenize, outcome: Route | Rejected, started: float) -> None:
+    async def _send(self, message: Tokenize, outcome: Route | RequestRejected, started: float) -> None:
+        """The request to a coordinator; or a rejection to its gateway, also of one too large for the bus."""
         if isinstance(outcome, Route):
-            outcome = await self._routed(message, outcome) or outcome
-        if isinstance(outcome, Rejected):
+            try:
+                await self.bus.publish(topics.route(), outcome, confirm=True)
+            except PayloadTooLarge as error:
+                outcome = _too_large(message, outcome, error)
+        if isinstance(outcome, RequestRejected):
             metrics.REJECTIONS.labels(outcome.field or "").inc()
             log.info("rejected", extra={"request": message.request, "field": outcome.field, "why": outcome.message})
             await self.bus.publish(topics.gateway_inbox(message.gateway), outcome)
             return
         seconds = time.monotonic() - started
-        metrics.PROMPTS.labels(_kind(message.prompt)).inc()
+        metrics.PROMPTS.labels(KINDS[type(message.prompt)]).inc()
         metrics.TOKENS.inc(outcome.generation.prompt_length)
         metrics.SECONDS.observe(seconds)
         log.info(
@@ -182,29 +196,14 @@ class TokenizerActor(Actor):
             },
         )
 
-    async def _routed(self, message: Tokenize, route: Route) -> Rejected | None:
-        """Sends it on; a refusal where it does not fit into a message of the bus."""
-        try:
-            await self.bus.publish(topics.route(), route, confirm=True)
-        except PayloadTooLarge as error:
-            return Rejected(
-                request=message.request,
-                attempt=message.attempt,
-                kind="too_large",
-                message=f"the prompt of {route.generation.prompt_length} tokens is too large: {error.size} bytes on "
-                f"the bus, which takes {error.limit} at most",
-                field="messages" if isinstance(message.prompt, ChatPrompt) else "prompt",
-            )
-        return None
-
-    async def _unrouted(self, undelivered: Undelivered) -> None:
+    async def _undelivered(self, undelivered: Undelivered) -> None:
         route = undelivered.message
         if not isinstance(route, Route):
             raise TypeError(f"a tokenizer confirms no {type(route).__name__}")
         generation = route.generation
         metrics.UNROUTED.inc()
         log.warning("no coordinator", extra={"request": generation.request, "attempt": generation.attempt})
-        failed = Failed(generation.request, generation.attempt, "no coordinator is there")
+        failed = RequestFailed(generation.request, generation.attempt, "no coordinator is there")
         await self.bus.publish(topics.gateway_inbox(generation.gateway), failed)
 
 
@@ -226,13 +225,12 @@ def _weight(value: Any) -> int:
     return len(value) if isinstance(value, str) else INLINE_BYTES if isinstance(value, (list, dict)) else 0
 
 
-def _kind(prompt: Prompt) -> str:
-    match prompt:
-        case ChatPrompt():
-            return "chat"
-        case TextPrompt():
-            return "text"
-        case TokenPrompt():
-            return "tokens"
-        case _:
-            assert_never(prompt)
+def _too_large(message: Tokenize, route: Route, error: PayloadTooLarge) -> RequestRejected:
+    return RequestRejected(
+        request=message.request,
+        attempt=message.attempt,
+        kind="too_large",
+        message=f"the prompt of {route.generation.prompt_length} tokens is too large: {error.size} bytes on "
+        f"the bus, which takes {error.limit} at most",
+        field="messages" if isinstance(message.prompt, ChatPrompt) else "prompt",
+    )

@@ -15,38 +15,56 @@ import sys
 
 import msgspec
 
-from services.tokenizer.chat_rendering import ClientChat, RenderedChat, render_client_chat
-from services.tokenizer.refusal import PromptRefused
+from services.tokenizer.core.chat_template import ChatTemplate
+from services.tokenizer.core.conversation import render_chat
+from services.tokenizer.core.refusal import PromptRefused
 from shared.messages.tokenizer import ChatPrompt
 
 MAX_TEMPLATE_CHARS = 65_536
-CPU_SECONDS = 1
-WALL_SECONDS = 5.0
-ADDRESS_SPACE = 256 * 2**20
+CPU_TIMEOUT = 1
+"""Seconds of CPU time, as the kernel counts them."""
+WALL_TIMEOUT = 5.0
+MAX_MEMORY = 256 * 2**20
+"""Bytes of address space."""
 MAX_OUTPUT = 16 * 2**20
-"""Bytes of rendered text, and then some; the bus takes less."""
-CONCURRENT = 2
+"""Bytes of rendered text; the bus takes less."""
+MAX_PROCESSES = 2
+
+
+class ClientChat(msgspec.Struct, frozen=True):
+    """A chat with a template of the client's own, on its way to the process that renders it."""
+
+    prompt: ChatPrompt
+    special_tokens: dict[str, str]
+
+
+class RenderedChat(msgspec.Struct, frozen=True):
+    """What that process answers: text, or the refusal's field and message."""
+
+    text: str | None
+    field: str | None = None
+    message: str | None = None
 
 
 class ClientTemplates:
-    """Owns the places for such processes: `CONCURRENT` at a time, the others wait."""
+    """Runs such processes, `MAX_PROCESSES` at a time; further chats wait."""
 
     def __init__(self) -> None:
-        self._places = asyncio.Semaphore(CONCURRENT)
+        self._processes = asyncio.Semaphore(MAX_PROCESSES)
 
     async def render(self, prompt: ChatPrompt, special_tokens: dict[str, str]) -> str:
         """The prompt as text. Raises PromptRefused."""
         if len(prompt.template or "") > MAX_TEMPLATE_CHARS:
             raise PromptRefused("chat_template", f"chat_template: {MAX_TEMPLATE_CHARS} characters at most")
         request = msgspec.msgpack.encode(ClientChat(prompt, special_tokens))
-        async with self._places:
+        async with self._processes:
             output = await _run(request)
         try:
             rendered = msgspec.msgpack.decode(output, type=RenderedChat)
         except msgspec.DecodeError:
             raise PromptRefused(
                 "chat_template",
-                f"chat_template: not rendered within {CPU_SECONDS} s of CPU time and {ADDRESS_SPACE // 2**20} MiB",
+                f"chat_template: not rendered within {CPU_TIMEOUT} s of CPU time and {MAX_MEMORY // 2**20} MiB",
             ) from None
         if rendered.text is None:
             raise PromptRefused(rendered.field or "chat_template", rendered.message or "chat_template: refused")
@@ -68,7 +86,7 @@ async def _run(request: bytes) -> bytes:
     assert process.stdout is not None
     output = b""
     try:
-        async with asyncio.timeout(WALL_SECONDS):
+        async with asyncio.timeout(WALL_TIMEOUT):
             with contextlib.suppress(ConnectionError):
                 process.stdin.write(request)
                 await process.stdin.drain()
@@ -89,9 +107,9 @@ def _limit_this_process() -> None:
         import resource
     except ImportError:  # Windows has none; the wall time limits it
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_TIMEOUT, CPU_TIMEOUT))
     with contextlib.suppress(OSError, ValueError):  # macOS knows the limit and takes none
-        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
 
 
 def main() -> None:
@@ -99,7 +117,10 @@ def main() -> None:
     _limit_this_process()
     chat = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ClientChat)
     try:
-        answer = render_client_chat(chat)
+        template = ChatTemplate(chat.prompt.template or "")
+        answer = RenderedChat(render_chat(chat.prompt, template, chat.special_tokens))
+    except PromptRefused as refused:
+        answer = RenderedChat(None, refused.field, refused.message)
     except MemoryError:
         return
     sys.stdout.buffer.write(msgspec.msgpack.encode(answer))

@@ -1,4 +1,4 @@
-"""What a tokenizer is told at its start."""
+"""The settings of a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.tokenizer.content_format import ContentFormat
-from shared.config import ServiceConfig
-from shared.ids import ModelName
+from services.tokenizer.core.content_format import ContentFormat
+from shared.config import ModelServiceConfig
 
 
-class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
-    model: Annotated[str, Meta(min_length=1, description="Model directory, or a Hugging Face repository.")]
-    served_model_name: Annotated[str | None, Meta(description="Name that clients use; the model's unless given.")] = (
-        None
-    )
+class TokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):
+    """Every setting of a tokenizer, with its unit and bounds."""
+
     chat_template: Annotated[str | None, Meta(description="File with a chat template to use instead.")] = None
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],
@@ -24,12 +21,10 @@ class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[int, Meta(ge=1, le=64, description="Threads for long prompts.")] = 2
 
-    def model_name(self) -> ModelName:
-        return ModelName(self.served_model_name or self.model)
-
     def template_file(self) -> Path | None:
+        """The template to use instead of the model's own; None: its own."""
         return Path(self.chat_template) if self.chat_template else None
 
     def content_format(self) -> ContentFormat | None:
-        """None: as the template shows."""
+        """What templates expect of a message's text; None: as each template shows."""
         return None if self.chat_template_content_format == "auto" else self.chat_template_content_format

@@ -1,4 +1,4 @@
-"""What a tokenizer counts."""
+"""The metrics of a tokenizer, for Prometheus."""
 
 from __future__ import annotations
 

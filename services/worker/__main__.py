@@ -6,8 +6,8 @@ import logging
 
 from services.worker.actor import WorkerActor
 from services.worker.backend import BackendError
-from services.worker.backend_choice import make_backend
 from services.worker.config import WorkerConfig
+from services.worker.executor.backend_choice import make_backend
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
@@ -19,10 +19,12 @@ CANNOT_SERVE = 2
 
 
 async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
+    """The worker's actor; its backend is made on the compute thread once the actor starts."""
     return WorkerActor(bus, config.instance_id(), config.place(), lambda: make_backend(config))
 
 
 def main() -> None:
+    """Serves until it is told to end. Exits with CANNOT_SERVE where the model cannot be served with these settings."""
     config = load_or_exit("worker", WorkerConfig)
     try:
         run_service(config, lambda bus: build(config, bus), "worker")

@@ -6,24 +6,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from msgspec.structs import replace
 
 from services.worker import metrics
-from services.worker.backend import Backend, StepOutput
-from services.worker.compute_thread import ComputeThread
-from services.worker.copy_thread import CopyThread
-from services.worker.guided.compile_desk import CompileDesk
-from services.worker.kv.transfer_ledger import TransferLedger
-from services.worker.step_order import Gap, StepOrder
-from services.worker.step_sums import added
+from services.worker.backend import Backend
+from services.worker.config import RankIdentity
+from services.worker.executor.compute_thread import ComputeThread
+from services.worker.executor.plan_queue import PlanGap, PlanOrder, PlanQueue
+from services.worker.guided.outbox import CompileOutbox
+from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from shared import topics
-from shared.actor import Actor, Hears
+from shared.actor import Actor, TopicSubscription
 from shared.bus import Bus
-from shared.ids import EngineId, InstanceId
+from shared.ids import InstanceId
 from shared.messages.lifecycle import StepSums, WorkerReport
 from shared.messages.scheduler import StepFinished, StepMissed
 from shared.messages.worker import StepPlan
@@ -31,28 +28,8 @@ from shared.messages.worker import StepPlan
 log = logging.getLogger(__name__)
 
 
-class OutOfStep(Exception):
+class RankOutOfStep(Exception):
     """A rank of several missed a plan. The others wait for it inside that step, so the engine's ranks start anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rank of which engine this process is, and what its scheduler may ask of it."""
-
-    engine: EngineId
-    rank: int = 0
-    world_size: int = 1
-    stages: int = 1
-    """Of the pipeline that the ranks form."""
-    max_num_seqs: int | None = None
-    max_batch_tokens: int | None = None
-    kvstore_dir: Path | None = None
-    """None: what it asks to be copied to or from a KV store fails."""
-
-    @property
-    def publishes(self) -> bool:
-        """One rank speaks for all: the first of the last stage, which draws the tokens."""
-        return self.rank == self.world_size - self.world_size // self.stages
 
 
 class WorkerActor(Actor):
@@ -61,117 +38,126 @@ class WorkerActor(Actor):
 
     service = "worker"
 
-    def __init__(self, bus: Bus, instance: InstanceId, place: Place, make_backend: Callable[[], Backend]) -> None:
+    def __init__(
+        self, bus: Bus, instance: InstanceId, identity: RankIdentity, make_backend: Callable[[], Backend]
+    ) -> None:
         super().__init__(bus, instance)
-        self._place = place
-        self._copies = CopyThread(place.kvstore_dir)
-        self._thread = ComputeThread(make_backend, self._copies, skip_void=place.world_size == 1)
+        self._identity = identity
+        self._publishes = identity.publishes
+        self._results = topics.engine_results(identity.engine)
+        self._copies = CopyThread(identity.kvstore_dir)
+        self._plans = PlanQueue(skip_void=identity.world_size == 1)
+        self._thread = ComputeThread(make_backend, self._plans, self._copies)
         self._backend: Backend | None = None
-        self._order = StepOrder()
-        self._ledger = TransferLedger(place.rank)
-        self._grammars = CompileDesk()
+        self._order = PlanOrder()
+        self._ledger = TransferLedger(identity.rank)
+        self._grammars = CompileOutbox()
         self._in_hand = 0
         self._published = 0
         self._sums = StepSums()
 
-    def hears(self) -> Sequence[Hears[Any]]:
-        return [Hears(topics.engine_steps(self._place.engine))]
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        """The plans of this rank's engine."""
+        return [TopicSubscription(topics.engine_steps(self._identity.engine))]
 
     async def set_up(self) -> None:
+        """Makes the backend, which takes from a second to minutes. Raises BackendError."""
         self._backend = await self._thread.start()
         extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
         log.info("backend ready", extra=extra)
 
     async def handle(self, message: StepPlan) -> None:
-        verdict = self._order.take(message)
+        """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
+        sent `StepMissed`, and a rank of several raises RankOutOfStep."""
+        verdict = self._order.record(message)
         match verdict:
             case "first" | "next":
                 if verdict == "first":
                     self._published = 0
                 self._in_hand += 1
-                self._ledger.took(message)
-                if message.compile and self._place.publishes:
-                    self._grammars.ask(self._ready.grammars, message.epoch, message.compile)
-                self._thread.submit(message, first=verdict == "first")
+                if message.transfers or verdict == "first":
+                    self._ledger.record(message)
+                if message.compile and self._publishes:
+                    assert self._backend is not None, "messages come behind set_up"
+                    self._grammars.request(self._backend.grammars, message.epoch, message.compile)
+                self._plans.submit(message, first=verdict == "first")
             case "repeated":
                 log.warning("plan came twice", extra={"step": message.step})
-            case Gap(expected):
-                await self._missed(message, expected)
+            case PlanGap(expected):
+                await self._report_missed(message, expected)
+            case _:
+                assert_never(verdict)
 
     async def background(self) -> None:
-        async with asyncio.TaskGroup() as all_three:
-            all_three.create_task(self._tell_steps())
-            all_three.create_task(self._tell_transfers())
-            all_three.create_task(self._tell_grammars())
+        """Publishes what comes of plans, transfers and grammars. Raises what computing or copying raised."""
+        async with asyncio.TaskGroup() as reports:
+            reports.create_task(self._report_steps())
+            reports.create_task(self._report_transfers())
+            reports.create_task(self._report_grammars())
 
-    async def _tell_grammars(self) -> None:
+    async def _report_grammars(self) -> None:
         while True:
-            await self.bus.publish(topics.engine_results(self._place.engine), await self._grammars.told())
+            await self.bus.publish(self._results, await self._grammars.next_result())
 
-    @property
-    def _ready(self) -> Backend:
-        assert self._backend is not None, "messages come behind set_up"
-        return self._backend
-
-    async def _tell_transfers(self) -> None:
+    async def _report_transfers(self) -> None:
         while True:
-            over = await self._copies.over()
-            told = self._ledger.over(over.epoch, over.number, failed=over.failed)
-            if told is not None:
-                await self.bus.publish(topics.engine_results(self._place.engine), told)
+            ended = await self._copies.next_ended()
+            report = self._ledger.finish(ended.epoch, ended.number, failed=ended.failed)
+            if report is not None:
+                await self.bus.publish(self._results, report)
 
-    async def _tell_steps(self) -> None:
+    async def _report_steps(self) -> None:
         while True:
-            plan, output, ended = await self._thread.result()
+            plan, output, ended = await self._plans.result()
             self._in_hand -= 1
             if output is None:
                 continue
             output = replace(output, timing=replace(output.timing, answer=max(0.0, time.perf_counter() - ended)))
-            if self._place.publishes:
-                await self._publish(plan, output)
-            metrics.note_step(plan, output)
-            self._sums = added(self._sums, plan, output)
-
-    async def _publish(self, plan: StepPlan, output: StepOutput) -> None:
-        if plan.epoch == self._order.epoch:
-            self._published += 1
-        finished = StepFinished(
-            epoch=plan.epoch,
-            step=plan.step,
-            sampled=output.sampled,
-            timing=output.timing,
-            drafted=output.drafted,
-            accepted=output.accepted,
-            scored=output.scored,
-        )
-        await self.bus.publish(topics.engine_results(self._place.engine), finished)
+            if self._publishes:
+                if plan.epoch == self._order.epoch:
+                    self._published += 1
+                finished = StepFinished(
+                    epoch=plan.epoch,
+                    step=plan.step,
+                    sampled=output.sampled,
+                    timing=output.timing,
+                    drafted=output.drafted,
+                    accepted=output.accepted,
+                    scored=output.scored,
+                )
+                await self.bus.publish(self._results, finished)
+            self._sums = metrics.record_step(plan, output, self._sums)
 
     async def tear_down(self) -> None:
+        """Ends both threads, or leaves one behind that does not end within its STOP_TIMEOUT."""
         await self._thread.stop()
         await self._copies.stop()
 
     def is_idle(self) -> bool:
-        return self._in_hand == 0 and self._ledger.outstanding == 0
+        """Whether no plan is in hand and all transfers are over."""
+        return self._in_hand == 0 and self._ledger.pending == 0
 
     def load(self) -> int:
+        """Plans in hand."""
         return self._in_hand
 
     def worker_report(self) -> WorkerReport | None:
+        """What the lifecycle message says of this rank; None before its backend is made."""
         if self._backend is None:
             return None
         return WorkerReport(
-            engine=self._place.engine,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-            stages=self._place.stages,
+            engine=self._identity.engine,
+            rank=self._identity.rank,
+            world_size=self._identity.world_size,
+            stages=self._identity.stages,
             model=self._backend.card,
             num_blocks=self._backend.num_blocks,
             device=self._backend.device,
             epoch=self._order.epoch,
             received=self._order.expected,
             published=self._published,
-            max_num_seqs=self._place.max_num_seqs,
-            max_batch_tokens=self._place.max_batch_tokens,
+            max_num_seqs=self._identity.max_num_seqs,
+            max_batch_tokens=self._identity.max_batch_tokens,
             layout=None if self._backend.kv is None else self._backend.kv.layout,
             transfers=self._ledger.report(),
             max_speculate=self._backend.max_speculate,
@@ -179,10 +165,10 @@ class WorkerActor(Actor):
             sums=self._sums,
         )
 
-    async def _missed(self, plan: StepPlan, expected: int) -> None:
+    async def _report_missed(self, plan: StepPlan, expected: int) -> None:
         metrics.MISSED.inc()
         log.error("plan missed", extra={"epoch": plan.epoch, "expected": expected, "came": plan.step})
         missed = StepMissed(worker=self.instance, epoch=plan.epoch, expected=expected)
-        await self.bus.publish(topics.engine_results(self._place.engine), missed)
-        if self._place.world_size > 1:
-            raise OutOfStep(f"expected step {expected}, came {plan.step}")
+        await self.bus.publish(self._results, missed)
+        if self._identity.world_size > 1:
+            raise RankOutOfStep(f"expected step {expected}, came {plan.step}")

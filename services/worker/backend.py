@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct
 
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import PromptScored, Sampled, StepTiming
+from shared.messages.scheduler import SampledTokens, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
 
 if TYPE_CHECKING:
     from services.worker.guided.library import GrammarLibrary
-    from services.worker.kv.copier import KvShare
+    from services.worker.kv.copier import RankKvCache
+
+
+ExecutionMode = Literal["sequential", "prepared", "launched"]
+"""How a backend's steps may overlap.
+
+sequential: a step is over before the next one is prepared. For ranks on processors that compute together, and for the
+    stages of a pipeline.
+prepared: a processor computes; a second thread prepares the next step meanwhile.
+launched: the device works by itself, and is given the next step while it computes; a second thread waits for results.
+"""
+
+MAX_LAUNCHED_STEPS = 2
+"""One that the device computes, and one that it finds when it is done. A third would only keep new requests waiting."""
 
 
 class BackendError(Exception):
@@ -21,44 +34,70 @@ class BackendError(Exception):
 
 
 class StepOutput(Struct, frozen=True):
-    sampled: tuple[Sampled, ...]
+    """What one step computed."""
+
+    sampled: tuple[SampledTokens, ...]
     """One entry for each work of the plan that had `sample` set, in the plan's order."""
     timing: StepTiming
-    """`wait` is for other ranks' rows: the caller, who knows when the plan came, adds that; and `answer`."""
+    """`wait` is for other ranks' rows, `prepare` what could not be prepared beside another step: whoever executes the
+    plan knows when it came, and adds its own share to both; and `answer`."""
     drafted: int = 0
     """Draft tokens that were verified, all sequences together."""
     accepted: tuple[int, ...] = ()
     """How many sequences accepted their first draft token, their second, and so on."""
-    scored: tuple[PromptScored, ...] = ()
+    scored: tuple[SequencePromptLogprobs, ...] = ()
+    """Log-probabilities of prompt tokens that the step computed."""
     ended: float | None = None
     """When the device was done, on `time.perf_counter`'s clock; None: when this came out."""
     began: float | None = None
     """When the device began with it; None: when it was launched, or the step before was over."""
 
 
+class Step(Protocol):
+    """A plan that has been prepared: first it is launched, then its result is read."""
+
+    def launch(self) -> None:
+        """Gives the step to the device. Called once, in the order of the plans.
+
+        In the modes `sequential` and `prepared` the step is computed when this returns; what computing raises is
+        raised here. In the mode `launched` it returns at once."""
+
+    def result(self) -> StepOutput:
+        """Blocks until the step's tokens are in main memory. Called once, in the order of the plans, and on another
+        thread than the rest: it touches nothing that later steps are prepared or launched with."""
+
+
 class Backend(Protocol):
     """Owns token history, block tables, KV memory and sampling state of one rank's sequences.
 
-    Used from one thread, the compute thread; `step` blocks until the step's tokens are known on the host.
+    Every plan passes through three phases: `prepare`, `Step.launch`, `Step.result`; `mode` says which of them may
+    overlap. `prepare` and `launch` of a step come before those of the next one, but in the mode `prepared`, where one
+    thread prepares and another launches.
     """
 
     @property
-    def card(self) -> ModelCard: ...
+    def mode(self) -> ExecutionMode:
+        """How its steps may overlap."""
+
+    @property
+    def card(self) -> ModelCard:
+        """What is served: name, limits and end-of-sequence tokens of the model."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of KV memory, sized from the memory given after a profiling pass."""
 
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """Name of the device, for logs and reports."""
 
     @property
-    def kv(self) -> KvShare | None:
+    def kv(self) -> RankKvCache | None:
         """Its KV memory, for copying blocks beside steps, on another thread; None where there is no memory."""
 
     @property
     def max_speculate(self) -> int:
-        """What `Work.speculate` may ask for at the most; 0 where nothing drafts."""
+        """The greatest `SequenceWork.speculate` that a plan may ask for; 0 where nothing drafts."""
 
     @property
     def max_jump_ahead(self) -> int:
@@ -68,68 +107,23 @@ class Backend(Protocol):
     def grammars(self) -> GrammarLibrary | None:
         """Where grammars are compiled; None where nothing here follows any."""
 
-    def step(self, plan: StepPlan) -> StepOutput:
-        """Applies `plan` (released, new, work, in this order) and computes it. Its transfers are the caller's affair.
+    def prepare(self, plan: StepPlan) -> Step:
+        """Applies `plan` (released, new, work, in this order). Its transfers are the caller's affair.
 
-        Whether (epoch, step) follow is the caller's business. Raises on a broken plan (unknown sequence, a block
-        table that does not cover the work): that is a bug, and ends the process.
+        Whether (epoch, step) follow each other is the caller's business. Raises BrokenPlan, here or in `Step.launch`,
+        for an unknown sequence or a block table that does not cover the work: that is a bug, and ends the process.
         """
+
+    def compute_context(self) -> AbstractContextManager[object]:
+        """What the thread that launches enters once, before its first step."""
 
     def reset(self) -> None:
         """Forgets every sequence: a new epoch begins. No step is under way."""
 
 
-class StepUnderWay(Protocol):
-    """A step that the device has been given."""
-
-    def output(self) -> StepOutput:
-        """Blocks until the step's tokens are on the host. Called once, in the order of the steps, and on another
-        thread than `begin`: it must touch nothing that the next steps are begun with."""
-
-
-@runtime_checkable
-class DeferringBackend(Backend, Protocol):
-    """A backend on the processor itself. It can prepare nothing while it computes, but puts what came out into words
-    beside the next step."""
-
-    def compute(self, plan: StepPlan) -> StepUnderWay:
-        """As `step`. All is computed when it returns, and `output` blocks for nothing."""
-
-
-class PreparedStep(StepUnderWay, Protocol):
-    """A step of which all is known but what those before it draw."""
-
-    def compute(self) -> None:
-        """Blocks until the step is computed; `output` blocks for nothing then. Called once, in the steps' order."""
-
-
-@runtime_checkable
-class PreparingBackend(Backend, Protocol):
-    """A backend on the processor itself, of which one thread computes while another prepares the next step."""
-
-    def prepare(self, plan: StepPlan) -> PreparedStep:
-        """Applies `plan` as `step` does. The steps before it are being computed by another thread, or are about to be;
-        where their tokens must be known, it waits for them."""
-
-    def settle(self) -> None:
-        """Returns when all that was prepared is computed. Raises what that raised."""
-
-    def computing(self) -> AbstractContextManager[object]:
-        """What the thread that computes does so within: entered once, as it costs more than some steps have to give."""
-
-
-@runtime_checkable
-class LaunchingBackend(Backend, Protocol):
-    """A backend whose device works by itself: the next step is prepared and launched while it computes.
-
-    So what a step samples must stay on the device, and feed the step behind it there: `begin` of that one comes before
-    the host knows the tokens. On CUDA `begin` ends with a copy of them to pinned memory and an event, which `output`
-    waits for.
-    """
-
-    def begin(self, plan: StepPlan) -> StepUnderWay:
-        """Applies `plan` as `step` does, and launches it. At most MOST_BEGUN steps are under way."""
-
-
-MOST_BEGUN = 2
-"""One that the device computes, and one that it finds when it is done. A third would only shut newcomers out."""
+def run_step(backend: Backend, plan: StepPlan) -> StepOutput:
+    """Takes one plan through all three phases on this thread."""
+    with backend.compute_context():
+        step = backend.prepare(plan)
+        step.launch()
+        return step.result()

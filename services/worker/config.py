@@ -2,62 +2,111 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.worker.actor import Place
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
-from services.worker.speculation.settings import Speculation, check_place, read_speculation
-from shared.config import ByteSize, ServiceConfig
+from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
+from shared.config import ModelServiceConfig
 from shared.ids import EngineId, ModelName
-
-LoadFormat = Literal["auto", "safetensors", "dummy"]
-"""auto: safetensors, the only files there are."""
+from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
-class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
-    model: Annotated[str, Meta(min_length=1, description="Model directory, or a repository of the Hugging Face hub.")]
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """Which rank of which engine this process is, and what its scheduler may ask of it."""
+
+    engine: EngineId
+    rank: int = 0
+    world_size: int = 1
+    stages: int = 1
+    """Of the pipeline that the ranks form."""
+    max_num_seqs: int | None = None
+    max_batch_tokens: int | None = None
+    kvstore_dir: Path | None = None
+    """None: what it asks to be copied to or from a KV store fails."""
+
+    @property
+    def publishes(self) -> bool:
+        """One rank speaks for all: the first of the last stage, which draws the tokens."""
+        return self.rank == self.world_size - self.world_size // self.stages
+
+
+class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
+    """Every setting of a worker rank, with its unit and bounds."""
+
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
-    served_model_name: Annotated[str | None, Meta(description="Name that clients use; by default --model's.")] = None
     rank: Annotated[int, Meta(ge=0, description="Which of the engine's ranks this is.")] = 0
     world_size: Annotated[int, Meta(ge=1, description="Ranks of the engine: tensor parallel × pipeline.")] = 1
     local_rank: Annotated[
         int | None, Meta(ge=0, description="Which of this host's GPUs it takes; by default the one of its rank.")
     ] = None
-    pp: Annotated[int, Meta(ge=1, le=32, description="Pipeline stages that the ranks form.")] = 1
+    pp: Annotated[
+        int,
+        Meta(ge=1, le=32, description="Pipeline stages of an engine, of --tp ranks each."),
+        UpOption("How many", placed=True),
+    ] = 1
     pp_layers: Annotated[
-        tuple[int, ...], Meta(description="Layers of each stage, e.g. 17,15; by default as even as can be.")
+        tuple[int, ...],
+        Meta(description="Layers of each stage, e.g. 17,15; by default as even as can be."),
+        UpOption("How many", placed=True),
     ] = ()
     rendezvous: Annotated[str | None, Meta(description="tcp://HOST:PORT where the ranks meet.")] = None
     rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
     device: Annotated[
-        Literal["auto", "cpu", "cuda", "sim"], Meta(description="What computes; sim is a timing model.")
+        Literal["auto", "cpu", "cuda", "sim"],
+        Meta(description="What computes; sim is a timing model."),
+        UpOption("Model"),
+        ContainerVariable(),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="auto: the model's own; on a CPU float32 for small models."),
+        UpOption("Model"),
+        ContainerVariable(),
     ] = "auto"
     load_format: Annotated[
-        LoadFormat,
-        Meta(description="Where weights come from; dummy: made up at random, for which a config.json is enough."),
+        Literal["auto", "safetensors", "dummy"],
+        Meta(
+            description="Where weights come from; dummy: random ones, for a folder that has none, or for a shape: "
+            "llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b."
+        ),
+        UpOption("Model"),
     ] = "auto"
-    max_model_len: Annotated[int | None, Meta(ge=2, description="Tokens of a sequence; by default the model's.")] = None
+    max_model_len: Annotated[
+        int | None,
+        Meta(ge=2, description="Tokens of a sequence; by default the model's."),
+        UpOption("Capacity"),
+        ContainerVariable(),
+    ] = None
     kv_memory: Annotated[
-        ByteSize | None, Meta(description="Memory for keys and values, e.g. 2GiB; by default what is free.")
+        ByteSize | None,
+        Meta(description="Memory for keys and values, e.g. 2GiB; by default what is free."),
+        UpOption("Capacity"),
+        ContainerVariable(),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, steps, graphs, keys and values.")
+        float,
+        Meta(gt=0, le=1, description="Share of a GPU's memory for weights, steps, graphs, keys and values."),
+        UpOption("Capacity"),
     ] = 0.9
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"], Meta(description="How keys and values are kept; auto: as the model computes them.")
+        Literal["auto", "fp8"],
+        Meta(description="How keys and values are kept; auto: as the model computes them."),
+        UpOption("Capacity"),
     ] = "auto"
     enforce_eager: Annotated[
-        bool, Meta(description="Launch a GPU's kernels one by one instead of capturing decodes in graphs.")
+        bool,
+        Meta(description="Launch a GPU's kernels one by one instead of capturing decodes in graphs."),
+        UpOption("Capacity"),
     ] = False
-    max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences that a step may hold.")] = 256
-    max_batch_tokens: Annotated[int, Meta(ge=1, description="Tokens that a step may compute.")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences that a step may hold."), UpOption("Capacity")] = 256
+    max_batch_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens that a step may compute."), UpOption("Capacity")
+    ] = 2048
     kvstore_dir: Annotated[
         Path | None, Meta(description="Directory of the node's KV store; without it nothing is shared.")
     ] = None
@@ -74,13 +123,16 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             pattern="^(auto|none|[0-9,-]+)$",
             description="Processors to run on, e.g. 0-7; auto: those beside the GPU; none: the system chooses.",
         ),
+        UpOption("Capacity"),
     ] = "auto"
     speculative: Annotated[
-        str | None, Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.')
+        str | None,
+        Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.'),
+        UpOption("Model"),
     ] = None
     sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim imitates.")] = "h200"
     sim_step_ms: Annotated[
-        float | None, Meta(ge=0, description="Every simulated step takes this long; 0 is allowed.")
+        float | None, Meta(ge=0, description="Every simulated step takes this long; 0 is allowed."), UpOption("Model")
     ] = None
     sim_time_scale: Annotated[float, Meta(ge=0, description="Multiplies every simulated step's time.")] = 1.0
     sim_fixed_ms: Annotated[float | None, Meta(ge=0, description="Simulated time of an empty step.")] = None
@@ -105,7 +157,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         if self.speculative is not None:
-            check_place(read_speculation(self.speculative), device=self.device, stages=self.pp)
+            check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
         if self.sim_bandwidth == 0:
             raise ValueError("sim_bandwidth: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
@@ -113,6 +165,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
 
     @property
     def reads_weights(self) -> bool:
+        """Whether the model's weights are read from files."""
         return self.device != "sim" and self.load_format != "dummy"
 
     def model_name(self) -> ModelName:
@@ -120,8 +173,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         folder = Path(self.model).expanduser()
         return ModelName(self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model))
 
-    def place(self) -> Place:
-        return Place(
+    def place(self) -> RankIdentity:
+        """Which rank of which engine this process is."""
+        return RankIdentity(
             engine=EngineId(self.engine),
             rank=self.rank,
             world_size=self.world_size,
@@ -131,7 +185,8 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             kvstore_dir=self.kvstore_dir,
         )
 
-    def speculation(self) -> Speculation | None:
+    def speculation(self) -> SpeculationSettings | None:
+        """How tokens are drafted; None where they are not."""
         return None if self.speculative is None else read_speculation(self.speculative)
 
     def rendezvous_url(self) -> str:

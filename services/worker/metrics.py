@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
 from prometheus_client import Counter, Histogram
 
 from services.worker.backend import StepOutput
+from shared.messages.lifecycle import StepSums
 from shared.messages.worker import StepPlan
 
 PAUSE = 0.25
@@ -23,14 +25,6 @@ PART_SECONDS = Histogram(
 PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds without a plan for longer than 0.25 s.")
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
 
-TRANSFERS = Counter(
-    "baton_worker_transfers_total", "Copies to and from the KV store that are over.", ["kind", "outcome"]
-)
-TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks copied, this rank's share.", ["kind"])
-TRANSFER_SECONDS = Histogram(
-    "baton_worker_transfer_seconds", "What one transfer took, waiting left out.", ["kind"], buckets=_BUCKETS
-)
-
 DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.")
 ACCEPTED = Counter(
     "baton_worker_accepted_tokens_total", "Draft tokens that were accepted, by their place in the draft.", ["position"]
@@ -43,28 +37,39 @@ _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
 _COMPUTED, _SAMPLED = TOKENS.labels("computed"), TOKENS.labels("sampled")
 
 
-def note_step(plan: StepPlan, output: StepOutput) -> None:
-    """The idle share between steps is the sum of `wait` over the sum of all parts but `answer`."""
-    timing = output.timing
-    if timing.wait <= PAUSE:
-        _WAIT.observe(timing.wait)
-    else:
+def record_step(plan: StepPlan, output: StepOutput, sums: StepSums) -> StepSums:
+    """Counts a step; `sums` with that step added.
+
+    A wait longer than PAUSE is a pause of traffic. The idle share between steps is the sum of `wait` over the sum of
+    all parts but `answer`."""
+    timing, paused = output.timing, output.timing.wait > PAUSE
+    computed = sum(work.count for work in plan.work)
+    sampled = sum(len(each.tokens) for each in output.sampled)
+    if paused:
         PAUSES.inc(timing.wait)
+    else:
+        _WAIT.observe(timing.wait)
     _PREPARE.observe(timing.prepare)
     _FORWARD.observe(timing.forward)
     _SAMPLE.observe(timing.sample)
     _ANSWER.observe(timing.answer)
     STEPS.inc()
-    _COMPUTED.inc(sum(work.count for work in plan.work))
-    _SAMPLED.inc(sum(len(sampled.tokens) for sampled in output.sampled))
+    _COMPUTED.inc(computed)
+    _SAMPLED.inc(sampled)
     if output.drafted:
         DRAFTED.inc(output.drafted)
         DRAFTS.inc(sum(sampled.drafted > 0 for sampled in output.sampled))
         for position, count in enumerate(output.accepted, start=1):
             ACCEPTED.labels(str(position)).inc(count)
-
-
-def note_transfer(kind: str, outcome: str, copied: int, seconds: float) -> None:
-    TRANSFERS.labels(kind, outcome).inc()
-    TRANSFERRED.labels(kind).inc(copied)
-    TRANSFER_SECONDS.labels(kind).observe(seconds)
+    return replace(
+        sums,
+        steps=sums.steps + 1,
+        wait=sums.wait + (0.0 if paused else timing.wait),
+        prepare=sums.prepare + timing.prepare,
+        forward=sums.forward + timing.forward,
+        sample=sums.sample + timing.sample,
+        answer=sums.answer + timing.answer,
+        paused=sums.paused + (timing.wait if paused else 0.0),
+        computed=sums.computed + computed,
+        sampled=sums.sampled + sampled,
+    )

@@ -1,17 +1,15 @@
-"""An actor: an inbox, a `handle` that runs one message at a time, and a lifecycle kept by a table."""
+"""An actor has an inbox, a `handle` method that runs one message at a time, and a lifecycle given by a table."""
 
-from shared.actor.actor import Actor, Asked, Hears, Tick
-from shared.actor.lifecycle import IllegalPhase, LifecycleTable
+from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, TopicSubscription
 from shared.actor.runtime import ActorRuntime, keep_from_collecting, run_loop, run_service
 
 __all__ = [
     "Actor",
     "ActorRuntime",
-    "Asked",
-    "Hears",
-    "IllegalPhase",
     "LifecycleTable",
+    "PendingRequest",
     "Tick",
+    "TopicSubscription",
     "keep_from_collecting",
     "run_loop",
     "run_service",

@@ -1,4 +1,4 @@
-"""What a service writes: what it hears, what it does, when it is done, what it reports of itself."""
+"""What a service implements: its subscriptions, its message handler, whether it is idle, and its load report."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, Generic, TypeVar
 from shared.bus import Bus, Undelivered
 from shared.ids import InstanceId, new_incarnation
 from shared.messages.lifecycle import EngineReport, Phase, Service, StoreReport, TokenizerReport, WorkerReport
+from shared.reliability.transitions import extend_history
 from shared.topics import Topic
 
 M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
-class Hears(Generic[M]):
-    """A subscription. An intake closes when the actor drains; others stay until it is idle."""
+class TopicSubscription(Generic[M]):
+    """A subscription. An intake subscription is closed when the actor drains; others stay open until it is idle."""
 
     topic: Topic[M]
     intake: bool = False
-    asked: bool = False
-    """Messages are questions: `Actor.answer` is called instead of `handle`, and its result sent back."""
+    request: bool = False
+    """Messages are requests: `Actor.respond` is called instead of `handle`, and its result sent back as the reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +32,20 @@ class Tick:
     now: float
     """Monotonic seconds."""
     alive_now: float
-    """The bus's liveness clock: stands still while the bus is away."""
+    """The time on the bus's liveness clock, which is paused while the bus is unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[M]):
-    """A question in the inbox, and where its answer goes."""
+class PendingRequest(Generic[M]):
+    """A request in the inbox, and the future that its reply is set on."""
 
-    question: M
+    request: M
     reply: Any
 
 
 class Actor:
-    """Base of every service's shell. One message at a time, so no locks. A bug raises and ends the process."""
+    """What every service's actor derives from. One message at a time, so no locks. A bug raises and ends the
+    process."""
 
     service: Service
     tick_every: float | None = None
@@ -56,12 +58,12 @@ class Actor:
         self.incarnation = new_incarnation()
         """As its lifecycle says; what it leases from others ends with it."""
 
-    def hears(self) -> Sequence[Hears[Any]]:
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Every subscription, made before `set_up`."""
         raise NotImplementedError
 
     async def set_up(self) -> None:
-        """Whatever must be there before the first message is handled."""
+        """Prepares what must be there before the first message is handled."""
 
     async def background(self) -> None:
         """Runs beside the inbox from `set_up` until the end; may return at once. What it raises ends the process."""
@@ -70,44 +72,78 @@ class Actor:
         """Handles one message, `Tick` or `Undelivered`."""
         raise NotImplementedError
 
-    async def answer(self, question: Any) -> Any:
-        """Answers a question of a topic with `asked`. A future as the answer is passed on once it is done, and the
-        next message handled meanwhile."""
+    async def respond(self, request: Any) -> Any:
+        """The reply to a request, for subscriptions with `request`. A future is sent once it is done, and the next
+        message handled meanwhile."""
         raise NotImplementedError
 
-    async def undelivered(self, message: Undelivered) -> None:
+    async def handle_undelivered(self, message: Undelivered) -> None:
         """A confirmed message had no subscriber."""
         await self.handle(message)
 
-    async def drained(self) -> None:
+    async def on_drain(self) -> None:
         """The intake is closed; called once at each start of a drain."""
 
-    async def undrained(self) -> None:
+    async def on_undrain(self) -> None:
         """The intake is open again after a drain."""
 
     async def tear_down(self) -> None:
-        """Last words; the bus is still there."""
+        """Called once the drain has ended, while the bus is still connected."""
 
     def is_idle(self) -> bool:
-        """Whether nothing is in hand, so that a drain may end."""
+        """Whether no request is unfinished, so that a drain may end."""
         return True
 
-    def wanted_phase(self) -> Phase:
-        """`ready`, or `starting` while something that it depends on is missing. Asked after each message."""
+    def target_phase(self) -> Phase:
+        """`ready`, or `starting` while something that it depends on is missing. Compared with the present phase after
+        each message."""
         return "ready"
 
     def load(self) -> int:
-        """Requests in hand, for `baton ps`."""
+        """Unfinished requests, for `baton ps`."""
         return 0
 
     def engine_report(self) -> EngineReport | None:
+        """What the lifecycle reports of an engine; None for every service but the scheduler."""
         return None
 
     def worker_report(self) -> WorkerReport | None:
+        """What the lifecycle reports of a rank; None for every service but the worker."""
         return None
 
     def store_report(self) -> StoreReport | None:
+        """What the lifecycle reports of a KV store; None for every service but the store."""
         return None
 
     def tokenizer_report(self) -> TokenizerReport | None:
+        """What the lifecycle reports of a tokenizer; None for every service but the tokenizer."""
         return None
+
+
+# The phases of an actor's life, and which may follow which.
+
+
+PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    "starting": frozenset({"ready", "draining", "stopped", "failed"}),
+    "ready": frozenset({"starting", "draining", "stopped", "failed"}),
+    "draining": frozenset({"ready", "starting", "stopped", "failed"}),
+    "stopped": frozenset(),
+    "failed": frozenset(),
+}
+"""ready → starting: what it depends on was lost (an engine without its workers). draining → ready: undrained."""
+
+
+class LifecycleTable:
+    """Owns an actor's phase and the history of its phases."""
+
+    def __init__(self) -> None:
+        self.phase: Phase = "starting"
+        self._history: list[Phase] = ["starting"]
+
+    def move(self, phase: Phase) -> bool:
+        """Enters `phase`; False where it is the present one. Raises IllegalTransition."""
+        if phase == self.phase:
+            return False
+        self._history = extend_history(PHASE_TRANSITIONS, self._history, phase, "lifecycle")
+        self.phase = phase
+        return True

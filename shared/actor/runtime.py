@@ -13,8 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from shared.actor.actor import Actor, Asked, Hears, Tick
-from shared.actor.lifecycle import LifecycleTable
+from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, TopicSubscription
 from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
@@ -60,15 +59,16 @@ class ActorRuntime:
 
     @property
     def phase(self) -> Phase:
+        """The actor's present phase, as published last."""
         return self._table.phase
 
     def stop(self) -> None:
-        """Asks for a drain and an end; `run` returns when both are done. Safe to call again."""
+        """Starts a drain that ends the actor; `run` returns when both are done. Safe to call again."""
         self._stop.set()
 
     async def run(self) -> None:
         """Serves until `stop`. An exception of the actor (a bug) publishes `failed` and is raised again."""
-        self._bus.on_undelivered(self._take_undelivered)
+        self._bus.on_undelivered(self._receive_undelivered)
         await self._subscribe_all()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -95,32 +95,29 @@ class ActorRuntime:
                 await subscription.stop()
 
     async def _subscribe_all(self) -> None:
-        self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._take))
-        for heard in self.actor.hears():
-            if not heard.intake:
-                self._internal.append(await self._subscribe(heard))
+        self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._inbox.put))
+        for subscription in self.actor.subscriptions():
+            if not subscription.intake:
+                self._internal.append(await self._subscribe(subscription))
         await self._open_intake()
 
     async def _open_intake(self) -> None:
-        for heard in self.actor.hears():
-            if heard.intake:
-                self._intake.append(await self._subscribe(heard))
+        for subscription in self.actor.subscriptions():
+            if subscription.intake:
+                self._intake.append(await self._subscribe(subscription))
 
-    async def _subscribe(self, heard: Hears[Any]) -> Subscription:
-        if heard.asked:
-            return await self._bus.answer(heard.topic, self._ask)
-        return await self._bus.subscribe(heard.topic, self._take)
+    async def _subscribe(self, subscription: TopicSubscription[Any]) -> Subscription:
+        if subscription.request:
+            return await self._bus.serve(subscription.topic, self._receive_request)
+        return await self._bus.subscribe(subscription.topic, self._inbox.put)
 
-    async def _take(self, message: Any) -> None:
-        await self._inbox.put(message)
-
-    async def _take_undelivered(self, message: Undelivered) -> None:
+    async def _receive_undelivered(self, message: Undelivered) -> None:
         UNDELIVERED.labels(self.actor.service).inc()
         await self._inbox.put(message)
 
-    async def _ask(self, question: Any) -> Any:
+    async def _receive_request(self, request: Any) -> Any:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self._inbox.put(Asked(question, reply))
+        await self._inbox.put(PendingRequest(request, reply))
         return await reply
 
     async def _serve(self) -> None:
@@ -128,10 +125,10 @@ class ActorRuntime:
             message = await self._inbox.get()
             self._busy = True
             match message:
-                case Asked(question, reply):
-                    _pass_on(await self.actor.answer(question), reply)
+                case PendingRequest(request, reply):
+                    _reply(await self.actor.respond(request), reply)
                 case Undelivered():
-                    await self.actor.undelivered(message)
+                    await self.actor.handle_undelivered(message)
                 case Drain() | Undrain():
                     await self._control(message)
                 case _:
@@ -139,7 +136,7 @@ class ActorRuntime:
             self._busy = False
             self._progress += 1
             self._handled.inc()
-            if self.actor.wanted_phase() != self._table.phase:
+            if self.actor.target_phase() != self._table.phase:
                 await self._follow_actor()
 
     async def _control(self, message: InstanceControl) -> None:
@@ -149,7 +146,7 @@ class ActorRuntime:
             case Undrain() if self._draining and not self._stop.is_set():
                 self._draining = False
                 await self._open_intake()
-                await self.actor.undrained()
+                await self.actor.on_undrain()
                 log.info("undrained")
                 await self._follow_actor()
             case _:
@@ -158,10 +155,10 @@ class ActorRuntime:
     async def _begin_drain(self) -> None:
         self._draining = True
         await self._enter("draining")
-        for subscription in self._intake:
-            await subscription.stop()
+        for each in self._intake:
+            await each.stop()
         self._intake.clear()
-        await self.actor.drained()
+        await self.actor.on_drain()
 
     async def _drain(self, timeout: float) -> None:
         """Closes the intake and waits until the actor is idle, `timeout` seconds at most."""
@@ -176,7 +173,7 @@ class ActorRuntime:
 
     async def _follow_actor(self) -> None:
         if not self._draining:
-            await self._enter(self.actor.wanted_phase())
+            await self._enter(self.actor.target_phase())
 
     async def _enter(self, phase: Phase) -> None:
         before = self._table.phase
@@ -224,17 +221,17 @@ class ActorRuntime:
         )
 
 
-def _pass_on(answer: Any, reply: asyncio.Future[Any]) -> None:
-    """Answers a question, now or when the answer is there. An exception in its making is the actor's to raise."""
+def _reply(answer: Any, reply: asyncio.Future[Any]) -> None:
+    """Sets the reply, now or when `answer` is done. What making it raises is left to the actor to raise."""
     if not isinstance(answer, asyncio.Future):
         reply.set_result(answer)
         return
 
-    def pass_on(done: asyncio.Future[Any]) -> None:
+    def forward(done: asyncio.Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None and not reply.done():
             reply.set_result(done.result())
 
-    answer.add_done_callback(pass_on)
+    answer.add_done_callback(forward)
 
 
 def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]], service: str) -> None:
@@ -247,7 +244,7 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end on the fastest event loop there is."""
+    """Runs `work` to its end, on uvloop where it is installed."""
     try:
         import uvloop
     except ImportError:  # not to be had on Windows
@@ -295,18 +292,18 @@ def keep_from_collecting() -> None:
 def _follow_supervisor(fd: int, runtime: ActorRuntime) -> None:
     """Ends this process when the supervisor does, however that died: its end of the pipe closes with it.
 
-    There is nobody left to drain for, and the bus is going too, so the end is prompt.
+    No other process still needs this one to drain, and the bus ends too, so the actor stops at once.
     """
     loop = asyncio.get_running_loop()
 
-    def gone() -> None:
+    def supervisor_gone() -> None:
         if not os.read(fd, 1):
             loop.remove_reader(fd)
             log.warning("supervisor gone")
             runtime.stop()
             loop.call_later(SUPERVISOR_GONE_GRACE, os._exit, 1)
 
-    loop.add_reader(fd, gone)
+    loop.add_reader(fd, supervisor_gone)
 
 
 SUPERVISOR_GONE_GRACE = 2.0

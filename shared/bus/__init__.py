@@ -1,4 +1,4 @@
-"""The bus as everybody sees it: typed topics in, typed messages out, errors with names.
+"""The interface of the message bus: typed topics, typed messages and named errors.
 
 Delivery is at most once. Two implementations keep this interface: `nats_bus` and, for tests and one-process
 use, `memory_bus`.
@@ -16,7 +16,7 @@ M = TypeVar("M")
 
 
 class BusError(Exception):
-    """Something the bus could not do."""
+    """The base class of all bus errors: an operation on the bus failed."""
 
 
 class PayloadTooLarge(BusError):
@@ -28,15 +28,15 @@ class PayloadTooLarge(BusError):
 
 
 class NoResponders(BusError):
-    """Nobody subscribes to the subject of a question."""
+    """The subject of a request has no subscriber."""
 
 
-class AnswerTimeout(BusError):
-    """The question was delivered, but not answered in time."""
+class ReplyTimeout(BusError):
+    """The request was delivered, but no reply came in time."""
 
 
-class AnswerError(BusError):
-    """Whoever was asked could not decode the question, or answered something undecodable."""
+class ReplyError(BusError):
+    """The responder could not decode the request, or its reply could not be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Undelivered:
 
 
 Handler = Callable[[M], Awaitable[None]]
-Answerer = Callable[[M], Awaitable[Any]]
+Responder = Callable[[M], Awaitable[Any]]
 Tap = Callable[[str, bytes], Awaitable[None]]
 """Gets the subject below the namespace, and the payload."""
 UndeliveredHandler = Callable[[Undelivered], Awaitable[None]]
@@ -65,20 +65,25 @@ class EndpointError(Exception):
 
 
 class Subscription(Protocol):
+    """What `subscribe`, `serve` and `tap` return."""
+
     async def stop(self) -> None:
         """Takes no more messages; those already received are still handed over."""
 
 
 class Bus(Protocol):
+    """One connection to the bus. Methods that name an exception raise no other of the bus."""
+
     @property
-    def connected(self) -> bool: ...
+    def connected(self) -> bool:
+        """Whether messages published now are sent at once rather than buffered."""
 
     @property
     def max_payload(self) -> int:
         """Bytes; the server's limit, read at connect."""
 
     def liveness_now(self) -> float:
-        """Seconds on a clock that stands still while the bus is away, and for a moment after it is back.
+        """Seconds on a clock that is paused while the bus is unreachable, and for a moment after it is back.
 
         Time-outs that judge whether others are alive are counted on it.
         """
@@ -92,18 +97,18 @@ class Bus(Protocol):
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> Subscription:
         """Calls `handler` for each message, one at a time. Undecodable ones are counted, logged and skipped."""
 
-    async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> Subscription:
-        """Like `subscribe`, for questions: what `answerer` returns is sent back."""
+    async def serve(self, topic: Topic[M], responder: Responder[M]) -> Subscription:
+        """Like `subscribe`, for requests: what `responder` returns is sent back as the reply."""
 
     async def tap(self, pattern: str, handler: Tap) -> Subscription:
         """For recording: calls `handler` with subject and bytes of every message whose subject matches.
 
-        `pattern` stands below the namespace; `*` is one token, `>` at its end all that follow. It counts as a
-        subscriber: while it is there, messages that nobody else hears do not come back.
+        `pattern` is relative to the namespace; `*` matches one token, and `>` at its end matches all that follow. It
+        counts as a subscriber: while it is there, messages without any other subscriber do not come back.
         """
 
-    async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
-        """The answer, decoded as `answer_type`. Raises NoResponders, AnswerTimeout, AnswerError, PayloadTooLarge."""
+    async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
+        """The reply, decoded as `reply_type`. Raises NoResponders, ReplyTimeout, ReplyError, PayloadTooLarge."""
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
         """Where undelivered confirmed messages go. One handler; without one they are logged."""
@@ -111,10 +116,11 @@ class Bus(Protocol):
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
         """Offers `endpoints` (subject below the namespace → function) as a NATS micro service."""
 
-    async def ask_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
-        """Asks a micro service's endpoint. Raises NoResponders, AnswerTimeout, EndpointError."""
+    async def request_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+        """The response of a micro service's endpoint. Raises NoResponders, ReplyTimeout, EndpointError."""
 
     async def flush(self) -> None:
-        """Returns once everything published has reached the server. Raises AnswerTimeout after 2 s."""
+        """Returns once everything published has reached the server. Raises ReplyTimeout after 2 s."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends the connection; what was published before is sent if the server is there."""

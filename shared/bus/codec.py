@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 
+NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not of the expected type."""
+
 
 class Undecodable(Exception):
     """The payload is not a message of the expected type; the text says where it differs."""
@@ -30,15 +33,15 @@ def decode(payload: bytes, type_: Any) -> Any:
     """`payload` as a `type_`. Raises Undecodable."""
     try:
         return _decoder(type_).decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise Undecodable(str(error)) from None
 
 
-def decode_heard(payload: bytes, topic: Topic[Any]) -> Any:
-    """A message heard on `topic`. What is none of ours is counted and logged before Undecodable is raised."""
+def decode_received(payload: bytes, topic: Topic[Any]) -> Any:
+    """A message received on `topic`. One that does not decode is counted and logged before Undecodable is raised."""
     try:
-        return decode(payload, topic.type)
-    except Undecodable as error:
+        return _decoder(topic.type).decode(payload)
+    except NOT_DECODED as error:
         UNDECODABLE.labels(topic.subject).inc()
         log.warning("undecodable message", extra={"subject": topic.subject, "error": str(error)})
-        raise
+        raise Undecodable(str(error)) from None

@@ -1,4 +1,4 @@
-"""A clock that stands still while the bus is away, so that nobody is declared dead for the bus's absence."""
+"""A clock that is paused while the bus is unreachable, so that no process is declared dead because of an outage."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 class LivenessClock:
-    """Owns how long the bus was away. After a reconnect it stands still for `grace` more seconds: the others
-    need a moment to reconnect and be heard again."""
+    """Owns how long the bus was away. After a reconnect the clock is paused for `grace` more seconds: other processes
+    need a moment to reconnect and to publish their lifecycles."""
 
     def __init__(self, clock: Callable[[], float], grace: float) -> None:
         self._clock, self._grace = clock, grace
@@ -16,6 +16,7 @@ class LivenessClock:
         self._resumes_at = 0.0
 
     def disconnected(self) -> None:
+        """Pauses the clock, because the bus is unreachable. Calling it again changes nothing."""
         if self._away_since is None:
             now = self._clock()
             # What is left of an earlier grace period was counted as standing still in advance.
@@ -24,6 +25,7 @@ class LivenessClock:
             self._away_since = now
 
     def reconnected(self) -> None:
+        """Resumes the clock in `grace` seconds, because the bus is back. Calling it again changes nothing."""
         if self._away_since is not None:
             now = self._clock()
             self._resumes_at = now + self._grace
@@ -31,6 +33,7 @@ class LivenessClock:
             self._away_since = None
 
     def now(self) -> float:
+        """Seconds; never less than before."""
         if self._away_since is not None:
             return self._away_since - self._stood_still
         return max(self._clock(), self._resumes_at) - self._stood_still

@@ -12,28 +12,28 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from shared.bus import (
-    Answerer,
-    AnswerError,
-    AnswerTimeout,
     Endpoint,
     Handler,
     NoResponders,
     PayloadTooLarge,
+    ReplyError,
+    ReplyTimeout,
+    Responder,
     Tap,
     Undelivered,
     UndeliveredHandler,
 )
-from shared.bus.codec import Undecodable, decode, decode_heard, encode
+from shared.bus.codec import Undecodable, decode, decode_received, encode
 from shared.topics import Topic
 
 M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 PENDING_LIMIT = 65_536
-"""Messages that a subscription holds; what comes above is dropped, as NATS does with a slow consumer."""
+"""The most messages that a subscription queues; further ones are dropped, as NATS does with a slow consumer."""
 
-SUBJECTS_REMEMBERED = 4096
-"""Of these it is known who listens."""
+MAX_SUBJECTS = 4096
+"""Subjects whose subscribers are remembered; above it all are looked up again."""
 
 _Reply = Callable[[Any], None]
 _Deliver = Callable[[str, bytes, _Reply | None], Awaitable[None]]
@@ -50,6 +50,7 @@ class MemorySubscription:
         self.open = True
 
     def offer(self, subject: str, payload: bytes, reply: _Reply | None) -> None:
+        """Queues one message; drops it, and says so in the log, where the subscriber is too slow."""
         if not self._queue.full():
             self._queue.put_nowait((subject, payload, reply))
         else:
@@ -60,11 +61,13 @@ class MemorySubscription:
             await self._deliver(*item)
 
     async def stop(self) -> None:
+        """Takes no more messages; those in the queue are still handed over."""
         if self.open:
             self.open = False
             await self._queue.put(None)
 
     async def join(self) -> None:
+        """Ends the task that hands messages over, whatever is left."""
         await self.stop()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -76,7 +79,7 @@ class _Members:
     def __init__(self) -> None:
         self.subscriptions: list[MemorySubscription] = []
         self.matching: dict[str, list[MemorySubscription]] = {}
-        """By subject, as far as asked for since the last new subscription."""
+        """By subject, as far as looked up since the last new subscription; also those that have stopped since."""
         self.turn: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self.endpoints: dict[str, Endpoint] = {}
 
@@ -84,20 +87,10 @@ class _Members:
         self.subscriptions.append(subscription)
         self.matching.clear()
 
-    def of(self, subject: str) -> list[MemorySubscription]:
-        """Who listens to `subject`, whether or not they still do."""
-        found = self.matching.get(subject)
-        if found is None:
-            if len(self.matching) >= SUBJECTS_REMEMBERED:
-                self.matching.clear()
-            found = [each for each in self.subscriptions if fnmatch.fnmatchcase(subject, each.topic.subject)]
-            self.matching[subject] = found
-        return found
-
 
 class MemoryBus:
     """One connection. Services under test share one; in a process of several services each has its own (`connection`),
-    as messages come back to whoever sent them."""
+    as undelivered messages come back to the connection that sent them."""
 
     def __init__(
         self,
@@ -116,16 +109,20 @@ class MemoryBus:
 
     @property
     def connected(self) -> bool:
+        """Always true."""
         return True
 
     @property
     def max_payload(self) -> int:
+        """Bytes, as given."""
         return self._max_payload
 
     def liveness_now(self) -> float:
+        """The clock that was given; the bus is never away."""
         return self._liveness()
 
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
+        """As `Bus.publish`; the message is encoded, so a receiver never shares an object with the sender."""
         if not self._send(topic, message, None) and confirm:
             await self._report(Undelivered(topic, message))
 
@@ -145,41 +142,54 @@ class MemoryBus:
         return bool(receivers)
 
     def _receivers(self, subject: str) -> list[MemorySubscription]:
+        members = self._members
+        matching = members.matching.get(subject)
+        if matching is None:
+            if len(members.matching) >= MAX_SUBJECTS:
+                members.matching.clear()
+            matching = [each for each in members.subscriptions if fnmatch.fnmatchcase(subject, each.topic.subject)]
+            members.matching[subject] = matching
         everyone: list[MemorySubscription] = []
         groups: defaultdict[str, list[MemorySubscription]] = defaultdict(list)
-        for subscription in self._members.of(subject):
+        for subscription in matching:
             if subscription.open:
                 queue = subscription.topic.queue
                 (everyone if queue is None else groups[queue]).append(subscription)
         for group in groups.values():
-            everyone.append(group[next(self._members.turn[subject]) % len(group)])
+            everyone.append(group[next(members.turn[subject]) % len(group)])
         return everyone
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
+        """As `Bus.subscribe`; each subscription has a task of its own."""
+
         async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             try:
-                message = decode_heard(payload, topic)
+                message = decode_received(payload, topic)
             except Undecodable:
                 return
             await handler(message)
 
         return self._add(topic, deliver)
 
-    async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> MemorySubscription:
+    async def serve(self, topic: Topic[M], responder: Responder[M]) -> MemorySubscription:
+        """As `Bus.serve`."""
+
         async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             try:
-                message = decode_heard(payload, topic)
+                message = decode_received(payload, topic)
             except Undecodable as error:
                 if reply is not None:
-                    reply(AnswerError(str(error)))
+                    reply(ReplyError(str(error)))
                 return
-            answer = await answerer(message)
+            answer = await responder(message)
             if reply is not None:
                 reply(encode(answer))
 
         return self._add(topic, deliver)
 
     async def tap(self, pattern: str, handler: Tap) -> MemorySubscription:
+        """As `Bus.tap`; counts as a subscriber, too."""
+
         async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             await handler(subject, payload)
 
@@ -190,37 +200,41 @@ class MemoryBus:
         self._members.add(subscription)
         return subscription
 
-    async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
+    async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
+        """As `Bus.request`; the first reply counts."""
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def resolve(value: Any) -> None:
             if not reply.done():
                 reply.set_result(value)
 
-        if not self._send(topic, question, resolve):
+        if not self._send(topic, message, resolve):
             raise NoResponders(topic.subject)
         try:
             answer = await asyncio.wait_for(reply, timeout)
         except TimeoutError:
-            raise AnswerTimeout(topic.subject) from None
-        if isinstance(answer, AnswerError):
+            raise ReplyTimeout(topic.subject) from None
+        if isinstance(answer, ReplyError):
             raise answer
-        return decode(answer, answer_type)
+        return decode(answer, reply_type)
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
+        """As `Bus.on_undelivered`, for this connection."""
         self._undelivered = handler
 
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
+        """As `Bus.serve_micro`; of two endpoints on one subject the later one serves."""
         self._members.endpoints.update(endpoints)
 
-    async def ask_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+    async def request_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+        """As `Bus.request_raw`."""
         endpoint = self._members.endpoints.get(subject)
         if endpoint is None:
             raise NoResponders(subject)
         try:
             return await asyncio.wait_for(endpoint(body), timeout)
         except TimeoutError:
-            raise AnswerTimeout(subject) from None
+            raise ReplyTimeout(subject) from None
 
     async def publish_raw(self, subject: str, payload: bytes) -> None:
         """Bytes as they came from elsewhere: from another bus, or, in tests, of no message of ours."""
@@ -228,6 +242,7 @@ class MemoryBus:
             receiver.offer(subject, payload, None)
 
     async def flush(self) -> None:
+        """Lets other tasks run once; there is no server to wait for."""
         await asyncio.sleep(0)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """The bus over NATS. The only module that imports `nats`.
 
-Core NATS, no JetStream. "No responders" comes back at once because messages that somebody must receive carry a
+Core NATS, no JetStream. "No responders" comes back at once because messages that need a receiver carry a
 reply subject; `max_payload` is read from the server and checked before each publish.
 """
 
@@ -11,36 +11,50 @@ import contextlib
 import importlib
 import logging
 import ssl
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from shared.bus import (
-    Answerer,
-    AnswerError,
-    AnswerTimeout,
     BusError,
     Endpoint,
     EndpointError,
     Handler,
     NoResponders,
     PayloadTooLarge,
+    ReplyError,
+    ReplyTimeout,
+    Responder,
     Tap,
     UndeliveredHandler,
 )
-from shared.bus.codec import Undecodable, decode, decode_heard, encode
+from shared.bus.codec import Undecodable, decode, decode_received, encode
 from shared.bus.liveness import LivenessClock
 from shared.bus.unconfirmed import Unconfirmed
-from shared.imports import without
 from shared.telemetry.metrics import BUS_CONNECTED
 from shared.topics import Topic
 
+
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Imports inside find no such module installed, unless it has been imported before."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]  # Python's own way to say that an import shall fail
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
 # Where aiohttp is installed, nats-py imports it for WebSockets, which hardly anybody uses: that was half of the time
 # that a light service took to start, and 10 MB of each.
-with without("aiohttp"):
+with _hidden("aiohttp"):
     import nats
     import nats.aio.transport
     import nats.errors
@@ -54,7 +68,7 @@ M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 PENDING_BYTES = 32 * 2**20
-"""What is kept for sending while the server is away; publishing beyond it raises."""
+"""Bytes buffered for sending while the server is unreachable; publishing beyond them raises."""
 RECONNECT_WAIT = 0.1
 GRACE_AFTER_RECONNECT = 2.0
 ERROR_REPLY = "Baton-Error"
@@ -77,10 +91,13 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NatsSubscription:
+    """A subscription of the NATS client, stopped without an error where the connection has gone before."""
+
     def __init__(self, native: NatsNativeSubscription) -> None:
         self._native = native
 
     async def stop(self) -> None:
+        """Unsubscribes; messages that the client has already received are still handed over."""
         try:
             await self._native.drain()  # type: ignore[no-untyped-call]
         except (nats.errors.ConnectionClosedError, nats.errors.BadSubscriptionError, nats.errors.Error):
@@ -88,7 +105,7 @@ class NatsSubscription:
 
 
 class NatsBus:
-    """Owns one connection. Reconnects for ever and silently; `liveness_now` stands still meanwhile."""
+    """Owns one connection. It reconnects for ever and without errors; `liveness_now` is paused meanwhile."""
 
     def __init__(self, client: Client, namespace: str, liveness: LivenessClock) -> None:
         self._client = client
@@ -100,16 +117,20 @@ class NatsBus:
 
     @property
     def connected(self) -> bool:
+        """Whether the client has a server at this moment."""
         return self._client.is_connected
 
     @property
     def max_payload(self) -> int:
+        """Bytes; the server's limit, as it said at the connect."""
         return self._client.max_payload
 
     def liveness_now(self) -> float:
+        """As `Bus.liveness_now`; the clock is also paused for `GRACE_AFTER_RECONNECT` seconds after a reconnect."""
         return self._liveness.now()
 
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
+        """As `Bus.publish`; up to `PENDING_BYTES` are buffered while the server is away."""
         payload = self._payload(topic, message)
         reply = f"{self._confirm_prefix}.{self._unconfirmed.add(topic, payload)}" if confirm else ""
         try:
@@ -124,6 +145,8 @@ class NatsBus:
         return payload
 
     async def listen_for_undelivered(self) -> None:
+        """Subscribes to the inbox where the server reports confirmed messages that had no subscriber. Called once."""
+
         async def returned(msg: Msg) -> None:
             ticket = msg.subject.rpartition(".")[2]
             message = self._unconfirmed.take(int(ticket)) if ticket.isdecimal() else None
@@ -137,12 +160,15 @@ class NatsBus:
         await self._client.subscribe(f"{self._confirm_prefix}.*", cb=returned)
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
+        """As `Bus.on_undelivered`."""
         self._undelivered = handler
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> NatsSubscription:
+        """As `Bus.subscribe`, in the topic's queue group if it has one."""
+
         async def received(msg: Msg) -> None:
             try:
-                message = decode_heard(msg.data, topic)
+                message = decode_received(msg.data, topic)
             except Undecodable:
                 return
             await handler(message)
@@ -150,20 +176,24 @@ class NatsBus:
         return await self._subscribe(topic, received)
 
     async def tap(self, pattern: str, handler: Tap) -> NatsSubscription:
+        """As `Bus.tap`, in no queue group."""
+
         async def received(msg: Msg) -> None:
             await handler(msg.subject.removeprefix(self._prefix), msg.data)
 
         return NatsSubscription(await self._client.subscribe(self._prefix + pattern, cb=received))
 
-    async def answer(self, topic: Topic[M], answerer: Answerer[M]) -> NatsSubscription:
+    async def serve(self, topic: Topic[M], responder: Responder[M]) -> NatsSubscription:
+        """As `Bus.serve`. A request that does not decode is answered with the header `Baton-Error`."""
+
         async def received(msg: Msg) -> None:
             try:
-                message = decode_heard(msg.data, topic)
+                message = decode_received(msg.data, topic)
             except Undecodable as error:
                 if msg.reply:
                     await self._client.publish(msg.reply, b"", headers={ERROR_REPLY: str(error)[:200]})
                 return
-            answer = await answerer(message)
+            answer = await responder(message)
             if msg.reply:
                 await self._client.publish(msg.reply, encode(answer))
 
@@ -173,16 +203,18 @@ class NatsBus:
         subject = self._prefix + topic.subject
         return NatsSubscription(await self._client.subscribe(subject, queue=topic.queue or "", cb=received))
 
-    async def ask(self, topic: Topic[M], question: M, answer_type: Any, timeout: float) -> Any:
-        msg = await self._request(self._prefix + topic.subject, self._payload(topic, question), timeout)
+    async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
+        """As `Bus.request`."""
+        msg = await self._request(self._prefix + topic.subject, self._payload(topic, message), timeout)
         if msg.headers and ERROR_REPLY in msg.headers:
-            raise AnswerError(f"{topic.subject}: {msg.headers[ERROR_REPLY]}")
+            raise ReplyError(f"{topic.subject}: {msg.headers[ERROR_REPLY]}")
         try:
-            return decode(msg.data, answer_type)
+            return decode(msg.data, reply_type)
         except Undecodable as error:
-            raise AnswerError(f"{topic.subject}: {error}") from None
+            raise ReplyError(f"{topic.subject}: {error}") from None
 
-    async def ask_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+    async def request_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
+        """As `Bus.request_raw`."""
         msg = await self._request(self._prefix + subject, body, timeout)
         if msg.headers and ERROR_CODE_HEADER in msg.headers:
             raise EndpointError(int(msg.headers[ERROR_CODE_HEADER]), msg.headers.get(ERROR_HEADER, ""))
@@ -194,11 +226,12 @@ class NatsBus:
         except nats.errors.NoRespondersError:
             raise NoResponders(subject) from None
         except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
-            raise AnswerTimeout(subject) from None
+            raise ReplyTimeout(subject) from None
         except nats.errors.ConnectionClosedError:
             raise BusError(f"{subject}: the connection is closed") from None
 
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
+        """As `Bus.serve_micro`, listed and monitored by NATS as a service."""
         service = await nats.micro.add_service(self._client, name=name, version=version, description=description)
         for subject, endpoint in endpoints.items():
             await service.add_endpoint(
@@ -208,12 +241,14 @@ class NatsBus:
             )
 
     async def flush(self) -> None:
+        """As `Bus.flush`."""
         try:
             await self._client.flush(timeout=2)
         except nats.errors.Error as error:
-            raise AnswerTimeout(f"flush: {error}") from None
+            raise ReplyTimeout(f"flush: {error}") from None
 
     async def close(self) -> None:
+        """Ends the connection. Safe to call again, and where the server has ended before."""
         if not self._client.is_closed:
             with contextlib.suppress(ConnectionError):  # the server has ended before, and takes no farewell
                 await self._client.close()
@@ -262,10 +297,10 @@ async def connect(options: NatsOptions) -> NatsBus:
         BUS_CONNECTED.set(1)
         log.warning("bus back")
 
-    told: list[Exception] = []
+    last_error: list[Exception] = []
 
     async def failed(error: Exception) -> None:
-        told[:] = [error]
+        last_error[:] = [error]
         log.warning("bus error", extra={"error": repr(error)})
 
     arguments: dict[str, Any] = {
@@ -291,7 +326,7 @@ async def connect(options: NatsOptions) -> NatsBus:
             await client.connect(**arguments)
     except (OSError, TimeoutError, nats.errors.Error) as error:
         await client.close()
-        why = told[0] if told and isinstance(error, TimeoutError) else error
+        why = last_error[0] if last_error and isinstance(error, TimeoutError) else error
         said = str(why) or f"no answer within {options.connect_timeout:g} s"
         raise BusError(f"no NATS server at {', '.join(options.servers)}: {said}") from None
     BUS_CONNECTED.set(1)

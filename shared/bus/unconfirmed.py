@@ -1,6 +1,6 @@
-"""What was published a moment ago, in case nobody was there: as the bytes that were sent.
+"""Messages published a moment ago that may come back undelivered, kept as the bytes that were sent.
 
-As messages they would be a million objects in a busy scheduler, and the collector of cycles would look through all.
+As objects they would be a million in a busy scheduler, which Python's garbage collector would look through.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from shared.bus import Undelivered
 from shared.bus.codec import decode
 from shared.topics import Topic
 
-LIMIT = 8192
+MAX_MESSAGES = 8192
 """Messages whose "no responders" could still arrive; the oldest are forgotten first."""
-LIMIT_BYTES = 32 * 2**20
+MAX_BYTES = 32 * 2**20
 """All of them together: some seconds of the largest engine. "No responders" comes within milliseconds."""
 
 
-class _Sent(NamedTuple):
+class _SentMessage(NamedTuple):
     topic: Topic[Any]
     payload: bytes
 
@@ -27,16 +27,16 @@ class _Sent(NamedTuple):
 class Unconfirmed:
     """Owns the tickets that replies come back with, and what was sent under each."""
 
-    def __init__(self, limit: int = LIMIT, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, limit: int = MAX_MESSAGES, limit_bytes: int = MAX_BYTES) -> None:
         self._limit, self._limit_bytes = limit, limit_bytes
-        self._sent: OrderedDict[int, _Sent] = OrderedDict()
+        self._sent: OrderedDict[int, _SentMessage] = OrderedDict()
         self._bytes = 0
         self._tickets = itertools.count()
 
     def add(self, topic: Topic[Any], payload: bytes) -> int:
-        """The ticket. The latest message is kept, however large."""
+        """The ticket to send along as the reply subject. The latest message is kept, however large."""
         ticket = next(self._tickets)
-        self._sent[ticket] = _Sent(topic, payload)
+        self._sent[ticket] = _SentMessage(topic, payload)
         self._bytes += len(payload)
         while len(self._sent) > self._limit or (self._bytes > self._limit_bytes and len(self._sent) > 1):
             _, oldest = self._sent.popitem(last=False)
@@ -44,7 +44,7 @@ class Unconfirmed:
         return ticket
 
     def take(self, ticket: int) -> Undelivered | None:
-        """What was sent under it, once; None where that is forgotten."""
+        """The message that was sent under this ticket, once; None where it is forgotten."""
         sent = self._sent.pop(ticket, None)
         if sent is None:
             return None

@@ -1,7 +1,7 @@
 """Every message on the bus: one module per receiver, frozen msgspec structs, packed as arrays.
 
-Read `generation.py` first (what travels round the ring), then the receiver that you care about.
+Read `generation.py` first (the request that passes through the services), then the receiver that you care about.
 
-What there is one of for each token is made with `gc=False`: nothing in it leads back to it, so the collector of cycles
-need neither look at it nor be woken up for it.
+Structs of which there is one per token have `gc=False`: they are never part of a reference cycle, so the garbage
+collector need not track them.
 """

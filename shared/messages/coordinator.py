@@ -1,4 +1,4 @@
-"""What a coordinator hears, beside lifecycle and the JSON of its admin endpoints."""
+"""Messages to a coordinator, beside lifecycles and the JSON of its admin endpoints."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What a detokenizer hears: one message per step and engine, with all tokens of the requests that it holds."""
+"""Messages to a detokenizer: one per step and engine, with all tokens of the requests that it holds."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from shared.dialects import Thinking
 from shared.ids import Attempt, EngineId, GatewayId, Incarnation, ModelName, RequestId
+from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason, TokenLogprobs
 
 
@@ -28,7 +28,6 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     include_stop: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
-    trace: str | None = None
     keep_markup: bool = False
     """Marks of tool calls and thoughts are text even where `skip_special_tokens`."""
     thinking: Thinking | None = None
@@ -36,6 +35,8 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class NewTokens(Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of one request from one step, in the order in which they were drawn."""
+
     request: RequestId
     attempt: Attempt
     position: int
@@ -48,7 +49,7 @@ class NewTokens(Struct, frozen=True, array_like=True, gc=False):
     """Set on a request's last entry. `length`: all of `tokens` (there may be none) are text. `stop`: `tokens`
     is not empty and its last is a stop token (end of sequence, or one of `stop_token_ids`), which is no part of
     the text unless `include_stop` (it is then a token like any other: `skip_special_tokens` may hide it).
-    Stop strings are the detokenizer's own business and never show here."""
+    Stop strings are found by the detokenizer and never appear here."""
     stop_token: int | None = None
     """`tokens[-1]` once more where it was one of the request's `stop_token_ids`: the client's `stop_reason`.
     None for the end-of-sequence token and for `length`."""
@@ -56,7 +57,7 @@ class NewTokens(Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens. What was computed twice (after a preemption) is told twice."""
+    """Log-probabilities of prompt tokens. What was computed twice (after a preemption) is sent twice."""
 
     request: RequestId
     attempt: Attempt
@@ -65,14 +66,14 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-class Abandon(Struct, frozen=True, array_like=True):
-    """The engine gave the request up (cancelled or failed): forget it. The gateway is told by the scheduler."""
+class AbandonStream(Struct, frozen=True, array_like=True):
+    """The engine gave the request up (cancelled or failed): forget it. The scheduler informs the gateway."""
 
     request: RequestId
     attempt: Attempt
 
 
-class Moved(Struct, frozen=True, array_like=True):
+class StreamMoved(Struct, frozen=True, array_like=True):
     """The engine has handed the request over: its next tokens come from `engine`, at the position that follows."""
 
     request: RequestId
@@ -91,6 +92,6 @@ class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
     number: int
     opened: tuple[OpenStream, ...] = ()
     entries: tuple[NewTokens, ...] = ()
-    abandoned: tuple[Abandon, ...] = ()
-    moved: tuple[Moved, ...] = ()
+    abandoned: tuple[AbandonStream, ...] = ()
+    moved: tuple[StreamMoved, ...] = ()
     scored: tuple[PromptLogprobs, ...] = ()

@@ -1,4 +1,4 @@
-"""What a gateway hears about the requests that it supervises. Stale attempts are dropped by their number."""
+"""Messages to a gateway about the requests that it supervises. Stale attempts are dropped by their number."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.dialects import Thinking
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
+from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
 ErrorKind = Literal["invalid_request", "too_large", "overloaded", "unavailable"]
 
 
-class Queued(Struct, frozen=True, array_like=True, tag=True):
+class RequestQueued(Struct, frozen=True, array_like=True, tag=True):
     """coordinator → gateway: every engine is full; the request waits with me."""
 
     request: RequestId
     attempt: Attempt
 
 
-class Placed(Struct, frozen=True, array_like=True, tag=True):
+class RequestPlaced(Struct, frozen=True, array_like=True, tag=True):
     """coordinator → gateway: the request went to `engine`; text will come from `detokenizer`.
 
     Also prefill engine → gateway, with `handed_by`: it has drawn a first token and passed the request on.
@@ -34,7 +34,7 @@ class Placed(Struct, frozen=True, array_like=True, tag=True):
     """Holds whenever it arrives, even before the coordinator's word that the request went to `handed_by`."""
 
 
-class Rejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class RequestRejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """The request itself cannot be served; trying again elsewhere would not help. Final."""
 
     request: RequestId
@@ -46,11 +46,11 @@ class Rejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     retry_after: float | None = None
     """Seconds, for `overloaded` and `unavailable`."""
     code: Literal["context_length_exceeded"] | None = None
-    """What OpenAI's clients go by: this one tells them to shorten their prompt."""
+    """OpenAI's error code, by which its clients know to shorten their prompt."""
 
 
-class Failed(Struct, frozen=True, array_like=True, tag=True):
-    """Some part of the ring failed this attempt; the gateway may dispatch it again. Final for the attempt."""
+class RequestFailed(Struct, frozen=True, array_like=True, tag=True):
+    """A service failed during this attempt; the gateway may dispatch the request again. Final for the attempt."""
 
     request: RequestId
     attempt: Attempt
@@ -67,13 +67,15 @@ class LogprobText(Struct, frozen=True, array_like=True, gc=False):
 
 
 class PositionLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """The token at one position, and the most likely tokens there, most likely first."""
+
     chosen: LogprobText
     top: tuple[LogprobText, ...]
     rank: int | None = None
     """As in `TokenLogprobs`."""
 
 
-class PromptPart(Struct, frozen=True, array_like=True):
+class PromptLogprobsDelta(Struct, frozen=True, array_like=True):
     """Log-probabilities of a prompt's tokens; all of them come before the request's first output token."""
 
     request: RequestId
@@ -121,8 +123,8 @@ class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     number: int
     opened: tuple[StreamOpened, ...] = ()
     deltas: tuple[Delta, ...] = ()
-    scored: tuple[PromptPart, ...] = ()
+    scored: tuple[PromptLogprobsDelta, ...] = ()
     """Takes effect between `opened` and `deltas`."""
 
 
-GatewayMessage = Deltas | Placed | Queued | Rejected | Failed
+GatewayMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed

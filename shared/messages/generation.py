@@ -1,4 +1,4 @@
-"""What a client asked for, as it travels from the tokenizer to the worker."""
+"""A client's request as it travels from the tokenizer to the worker."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.dialects import Thinking
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
+from shared.messages.dialects import Thinking
 
 FinishReason = Literal["stop", "length"]
 """OpenAI's words. A cancelled or failed request never finishes; it is rejected or failed."""
@@ -20,12 +20,12 @@ class Grammar(Struct, frozen=True, array_like=True):
     text: str
     """A JSON schema, a regular expression, a JSON array of strings, EBNF as xgrammar has it, or its structural tag."""
     after: str = ""
-    """It binds from behind the first occurrence of this text in the output (`</think>`); empty: from the start."""
+    """The grammar applies after the first occurrence of this text in the output (`</think>`); empty: from the start."""
     compact: bool = False
     """Of JSON: no white space but one space behind commas and colons. More of it is forced then."""
 
 
-class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
+class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     """How the next token is drawn. A pure function of (logits, seed, output position): no generator state.
 
     Ranges are checked by the gateway; defaults are OpenAI's, for the additions vLLM's.
@@ -60,7 +60,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, kw_only=True):
     """Thinking begins behind the first occurrence of this in the output; empty: with the output."""
 
 
-class StopParams(Struct, frozen=True, array_like=True, kw_only=True):
+class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     """When a generation ends."""
 
     max_tokens: int | None = None
@@ -87,8 +87,8 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens of the prompt; whatever follows in `tokens` is output of earlier attempts."""
     block_hashes: bytes
     """16 bytes for each full block of `tokens`."""
-    sampling: SamplingParams
-    stopping: StopParams
+    sampling: SamplingOptions
+    stopping: StopConditions
     sent_chars: int = 0
     """Characters of output text that the client already has."""
     skip_special_tokens: bool = True
@@ -99,8 +99,6 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     cache_salt: str | None = None
     avoid: tuple[EngineId, ...] = ()
     """Engines that failed earlier attempts; used only where there is no other."""
-    trace: str | None = None
-    """W3C traceparent of the client's span, where it sent one."""
     grammar: Grammar | None = None
     keep_markup: bool = False
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
@@ -114,6 +112,6 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token, log-probability), most likely first; or those of `SamplingParams.logprob_token_ids`, in its order."""
+    """(token, log-probability), most likely first; or those of `SamplingOptions.logprob_token_ids`, in its order."""
     rank: int | None = None
-    """How many tokens are at least as likely, itself included; told of prompt tokens only."""
+    """How many tokens are at least as likely, itself included; set for prompt tokens only."""

@@ -1,4 +1,4 @@
-"""What coordinators hear of cached blocks: numbered changes, and whole dumps for whoever asks."""
+"""Messages about cached blocks to coordinators: numbered changes, and whole dumps on request."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class KvEvents(Struct, frozen=True, array_like=True, kw_only=True):
     cleared: bool = False
 
 
-class DumpRequest(Struct, frozen=True, array_like=True):
-    """Tell me everything you hold."""
+class KvDumpRequest(Struct, frozen=True, array_like=True):
+    """coordinator → engine, KV store: send a dump of everything that you hold."""
 
-    asker: InstanceId
-    """A coordinator."""
+    coordinator: InstanceId
+    """Where the dump is sent to."""
 
 
 class KvDump(Struct, frozen=True, array_like=True, kw_only=True):

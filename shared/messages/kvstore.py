@@ -1,4 +1,4 @@
-"""What a node's KV store hears, and what it answers: short questions by block hashes and slots, never KV data.
+"""Requests to a node's KV store and its replies: block hashes and slots, never KV data.
 
 The data lies in arenas, files in shared memory that the ranks map themselves; see `kvstore/core/layout.py`.
 """
@@ -11,52 +11,52 @@ from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, ModelName, Nod
 
 
 class KvLayout(Struct, frozen=True, array_like=True, kw_only=True):
-    """What must be equal for two ranks to share blocks. Its fingerprint, as in `Attached`, is part of every key."""
+    """What must be equal for two ranks to share blocks. Its fingerprint, as in `AttachReply`, is part of every key."""
 
     model: str
     """Hex digest of configuration and weights."""
     dtype: str
-    """Of keys and values, as torch spells it ("bfloat16")."""
+    """The data type of keys and values, as torch spells it ("bfloat16")."""
     layers: int
     kv_heads: int
     """All of them, whatever share a rank holds."""
     head_dim: int
 
 
-class Owner(Struct, frozen=True, array_like=True):
-    """Whoever holds leases. They end with its process: the store hears lifecycles."""
+class LeaseOwner(Struct, frozen=True, array_like=True):
+    """The process that holds leases. They end with it: the store receives its lifecycle."""
 
     instance: InstanceId
     incarnation: Incarnation
 
 
 class Attach(Struct, frozen=True, array_like=True, tag=True):
-    """Make room for blocks of this layout. Answered by `Attached` or `NotServed`."""
+    """Make room for blocks of this layout. Answered by `AttachReply` or `KvStoreRefusal`."""
 
     layout: KvLayout
     model: ModelName
-    """For the coordinators, who know blocks by model."""
+    """The model, by which coordinators know blocks."""
 
 
 class Find(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The longest run of `hashes` from the first on; what is found is pinned under `lease`. Answered by `Found`."""
+    """The longest run of `hashes` from the first on; what is found is pinned under `lease`. Answered by `FindReply`."""
 
     layout: str
-    owner: Owner
+    owner: LeaseOwner
     lease: LeaseId
     hashes: bytes
     """16 bytes each, in the order of the chain."""
     deadline: float
-    """Seconds that the answer may take; lower tiers and other nodes are asked only as long as it lasts."""
+    """Seconds that the reply may take; lower tiers and other nodes are searched only within it."""
     source: NodeId | None = None
     """A node that is likely to hold them."""
 
 
 class Reserve(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Slots to write blocks to, under `lease`. Answered by `Reserved`."""
+    """Slots to write blocks to, under `lease`. Answered by `ReserveReply`."""
 
     layout: str
-    owner: Owner
+    owner: LeaseOwner
     lease: LeaseId
     hashes: bytes
     parents: bytes
@@ -66,33 +66,36 @@ class Reserve(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
 
 class Commit(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Every rank has written its heads of all slots of `lease`: show them. Ends the lease. Answered by `Committed`."""
+    """Every rank has written its heads of all slots of `lease`: they can be found from now on. Ends the lease. Answered
+    by `CommitReply`."""
 
     layout: str
-    owner: Owner
+    owner: LeaseOwner
     lease: LeaseId
 
 
 class Release(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """One way. Ends a lease: pins are taken off, what was reserved and not committed is free again. With `drop` the
-    pinned blocks are of no use to anybody any more (a partial block that was handed over)."""
+    pinned blocks are not needed any more (a partial block that was handed over)."""
 
     layout: str
-    owner: Owner
+    owner: LeaseOwner
     lease: LeaseId
     drop: bytes = b""
     """Hashes."""
 
 
-KvStoreQuestion = Attach | Find | Reserve | Commit
-"""What a store answers; see each."""
+KvStoreRequest = Attach | Find | Reserve | Commit
+"""The requests that a store replies to; each message's docstring names its reply."""
 
 
-class Attached(Struct, frozen=True, array_like=True, tag=True):
+class AttachReply(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `Attach`: where the blocks of a layout lie."""
+
     layout: str
-    """The fingerprint, which every other question names."""
+    """The fingerprint, which every other request names."""
     arena: ArenaId
-    """Drawn anew for each file: whoever mapped another maps it again."""
+    """Random for each file: a rank that mapped another file maps the arena again."""
     path: str
     """The file's name inside the store's directory."""
     slots: int
@@ -100,35 +103,41 @@ class Attached(Struct, frozen=True, array_like=True, tag=True):
     """A lease that is neither committed nor released runs out after this."""
 
 
-class NotServed(Struct, frozen=True, array_like=True, tag=True):
+class KvStoreRefusal(Struct, frozen=True, array_like=True, tag=True):
     """The layout is unknown (attach again), does not fit, or the store is stopping."""
 
     reason: str
 
 
-class Found(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class FindReply(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Reply to `Find`: the blocks that are here, pinned under the request's lease."""
+
     arena: ArenaId
     slots: bytes
     """Packed uint32, for the leading hashes."""
     generations: bytes
     """Packed uint64, one for each slot: as long as a slot has it, its contents are these."""
     from_lower: int = 0
-    """How many of them came from a lower tier or another node for this question."""
+    """How many of them came from a lower tier or another node for this request."""
 
 
-class Reserved(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class ReserveReply(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Reply to `Reserve`: the slots that may be written to under the request's lease."""
+
     arena: ArenaId
     slots: bytes
     """Packed uint32, one for each hash; NO_SLOT where the block is there, is being written, or finds no room."""
     generations: bytes
 
 
-class Committed(Struct, frozen=True, array_like=True, tag=True):
+class CommitReply(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `Commit`: what became of the lease's blocks."""
+
     blocks: int
     """How many are visible now; fewer than reserved where a rank's heads were missing or the lease had run out."""
 
 
-KvStoreAnswer = Attached | NotServed | Found | Reserved | Committed
+KvStoreReply = AttachReply | KvStoreRefusal | FindReply | ReserveReply | CommitReply
 
 NO_SLOT = 0xFFFFFFFF
-"""In `Reserved.slots`."""
+"""In `ReserveReply.slots`."""

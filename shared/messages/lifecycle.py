@@ -1,4 +1,4 @@
-"""What everybody tells everybody, every half second: who I am, my phase, my load, how far I have come."""
+"""What every process publishes every half second: its identity, phase, load and progress; and the control of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.dialects import Dialect
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
+from shared.messages.dialects import Dialect
 from shared.messages.kvstore import KvLayout
-from shared.messages.scheduler import Transferred
+from shared.messages.scheduler import TransferProgress
 
 Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
 Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
-    """What everybody may know of the model that an engine serves."""
+    """What an engine publishes about the model that it serves."""
 
     name: ModelName
     max_model_len: int
@@ -53,7 +53,7 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     prefill_tokens: int = 0
     """Prompt tokens accepted and yet to be computed."""
     prompt_tokens: int = 0
-    """Of all prompts that were begun since the start."""
+    """Tokens of all prompts that were begun since the start."""
     cached_tokens: int = 0
     """Those of them that did not have to be computed."""
     drafted_tokens: int = 0
@@ -112,8 +112,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     epoch: Incarnation | None = None
     """Epoch of the newest plan; None before the first."""
     received: int = 0
-    """Plans of `epoch` that have arrived. With `published` it shows the scheduler a message that was lost while
-    nothing follows that would show the gap."""
+    """Plans of `epoch` that have arrived. With `published` it lets the scheduler find a message that was
+    lost although no later one shows the gap."""
     published: int = 0
     """Steps of `epoch` whose results this rank has published; 0 on ranks that publish none."""
     max_num_seqs: int | None = None
@@ -121,9 +121,9 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     max_batch_tokens: int | None = None
     layout: KvLayout | None = None
     """None: this worker's KV memory cannot be shared (the simulated one)."""
-    transfers: Transferred | None = None
+    transfers: TransferProgress | None = None
     max_speculate: int = 0
-    """What `Work.speculate` may ask for at the most; 0 where nothing drafts."""
+    """The upper bound of `SequenceWork.speculate`; 0 if nothing drafts."""
     max_jump_ahead: int = 0
     """The same for sequences with a grammar, where no more is drafted: how many forced tokens one step may yield."""
     stages: int = 1
@@ -136,10 +136,13 @@ class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
 
     model: ModelName
     dialect: Dialect
-    """As the chat template shows it."""
+    """As found in the chat template."""
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
+    """Who one process is, its phase, its load and its progress; published every half second and at each change of
+    phase."""
+
     service: Service
     instance: InstanceId
     incarnation: Incarnation

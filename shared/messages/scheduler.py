@@ -1,4 +1,4 @@
-"""What an engine's scheduler hears: requests, control, probes, and its workers' results."""
+"""Messages to an engine's scheduler: requests, control, probes, and its workers' results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
     partial: bytes = b""
     """The hash under which the prompt's last, partial block lies in that store; empty where there is none."""
     cached_tokens: int = 0
-    """What the prefill engine did not have to compute; the client has been told."""
+    """Prompt tokens that the prefill engine found in a cache; the client has been sent this number."""
 
 
-class Generate(Struct, frozen=True, array_like=True, tag=True):
+class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
     """coordinator → the engine it chose: generate this; tokens go to `detokenizer`.
 
     Also prefill engine → decode engine, with `handed`.
@@ -45,8 +45,8 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
     request: RequestId
     attempt: Attempt
     detokenizer: DetokenizerId | None = None
-    """Where the stream of a request lies that was handed over to this engine: should the request never have come, the
-    stream has, and nobody else can end it."""
+    """The detokenizer that has the stream of a request that was handed over to this engine. If the request itself was
+    lost on its way, only this engine can still end the stream."""
 
 
 class StopMatched(Struct, frozen=True, array_like=True, tag=True):
@@ -56,17 +56,17 @@ class StopMatched(Struct, frozen=True, array_like=True, tag=True):
     attempt: Attempt
 
 
-class DetokenizerLost(Struct, frozen=True, array_like=True, tag=True):
+class TokenBatchLost(Struct, frozen=True, array_like=True, tag=True):
     """detokenizer → scheduler: messages of yours were missed; every request you sent me must be failed."""
 
     detokenizer: DetokenizerId
 
 
-SchedulerControl = Cancel | StopMatched | DetokenizerLost
+SchedulerControl = Cancel | StopMatched | TokenBatchLost
 
 
 class Probe(Struct, frozen=True, array_like=True, tag=True):
-    """gateway, detokenizer → scheduler: I have heard nothing of this request for a while; do you hold it?"""
+    """gateway, detokenizer → scheduler: no output of this request has arrived for a while; do you hold it?"""
 
     request: RequestId
     attempt: Attempt
@@ -92,17 +92,18 @@ class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
     """From the end of the step until its result is on its way to the bus; the next step runs meanwhile."""
 
 
-class Sampled(Struct, frozen=True, array_like=True, gc=False):
+class SampledTokens(Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence: one a step, more with speculation."""
 
     sequence: SequenceId
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     drafted: int = 0
-    """Of `Work.speculate`, how many were tried: drafted, or forced by the grammar. `len(tokens) - 1` were accepted."""
+    """Of `SequenceWork.speculate`, how many were tried: drafted, or forced by the grammar; `len(tokens) - 1` of them
+    were accepted."""
 
 
-class PromptScored(Struct, frozen=True, array_like=True):
+class SequencePromptLogprobs(Struct, frozen=True, array_like=True):
     """Log-probabilities of prompt tokens, of which a step has computed the ones before."""
 
     sequence: SequenceId
@@ -116,14 +117,14 @@ class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True)
 
     epoch: Incarnation
     step: int
-    sampled: tuple[Sampled, ...]
+    sampled: tuple[SampledTokens, ...]
     timing: StepTiming
     drafted: int = 0
     """Draft tokens that were verified."""
     accepted: tuple[int, ...] = ()
     """How many sequences accepted their first draft token, their second, and so on."""
-    scored: tuple[PromptScored, ...] = ()
-    """Of sequences whose `SamplingParams.prompt_logprobs` is set."""
+    scored: tuple[SequencePromptLogprobs, ...] = ()
+    """Of sequences whose `SamplingOptions.prompt_logprobs` is set."""
 
 
 class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -134,7 +135,7 @@ class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     expected: int
 
 
-class Transferred(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class TransferProgress(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """any rank → scheduler: how far its transfers are. Cumulative, and part of its lifecycle too: a lost one heals."""
 
     rank: int
@@ -146,7 +147,7 @@ class Transferred(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
 
 class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """worker → scheduler: a grammar of `StepPlan.compile` is ready, or never will be."""
+    """worker → scheduler: a grammar of `StepPlan.compile` is ready, or cannot be compiled."""
 
     epoch: Incarnation
     grammar: Grammar
@@ -154,4 +155,4 @@ class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     """Why it cannot be compiled, and where: the client reads it."""
 
 
-WorkerResult = StepFinished | StepMissed | Transferred | GrammarCompiled
+WorkerResult = StepFinished | StepMissed | TransferProgress | GrammarCompiled

@@ -1,4 +1,4 @@
-"""What the local supervisor hears: how many of a service there shall be. Asked by a coordinator's admin endpoint."""
+"""Messages to supervisors: how many of a service there shall be, and which ranks run on which host."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from shared.ids import EngineId
 
 
 class Scale(Struct, frozen=True, array_like=True, tag=True):
-    """Answered by `Scaled` once the processes are started or told to drain."""
+    """Answered by `ScaleResult` once the processes are started or draining."""
 
     service: str
     """gateway, tokenizer, detokenizer, coordinator, or a pool: engines, prefill, decode."""
     count: int
 
 
-class Scaled(Struct, frozen=True, array_like=True, tag=True):
+class ScaleResult(Struct, frozen=True, array_like=True, tag=True):
+    """What `Scale` led to: instances that were started, and those that drain and stop."""
+
     started: tuple[str, ...]
     stopping: tuple[str, ...]
 
 
-class ScaleRefused(Struct, frozen=True, array_like=True, tag=True):
+class ScaleRefusal(Struct, frozen=True, array_like=True, tag=True):
+    """Why the pool was left as it is, for the operator to read."""
+
     message: str
 
 
-ScaleAnswer = Scaled | ScaleRefused
+ScaleReply = ScaleResult | ScaleRefusal
 
 
 class EngineRanks(Struct, frozen=True, array_like=True):
@@ -35,15 +39,15 @@ class EngineRanks(Struct, frozen=True, array_like=True):
     """Host and port where they meet: another for each start."""
 
 
-class RanksWanted(Struct, frozen=True, array_like=True):
+class RankAssignment(Struct, frozen=True, array_like=True):
     """What the first host runs; the others run their ranks of the same starts, and none of earlier ones."""
 
     engines: tuple[EngineRanks, ...]
     ending: bool = False
-    """It stops, and so shall the others."""
+    """The first host stops, and the others must stop, too."""
 
 
-class RanksHeld(Struct, frozen=True, array_like=True):
+class RankStatus(Struct, frozen=True, array_like=True):
     """What one of the other hosts has started."""
 
     host: int

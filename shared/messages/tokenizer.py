@@ -1,4 +1,4 @@
-"""What a tokenizer hears: requests to turn text into tokens, and two questions that are answered at once."""
+"""Messages to a tokenizer: prompts on their way to an engine, and two requests that are answered directly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
-from shared.messages.generation import Grammar, SamplingParams, StopParams
+from shared.messages.generation import Grammar, SamplingOptions, StopConditions
 
 
 class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True):
@@ -25,6 +25,8 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
+    """Text to be tokenized as it is."""
+
     text: str
     add_special_tokens: bool = True
 
@@ -41,8 +43,8 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """gateway → one tokenizer: tokenize this and send it on to a coordinator.
 
-    Answered to the gateway by `Rejected` where the prompt is at fault; otherwise the next sign is the
-    coordinator's `Queued` or `Placed`.
+    Answered to the gateway by `RequestRejected` where the prompt is at fault; otherwise the next sign is the
+    coordinator's `RequestQueued` or `RequestPlaced`.
     """
 
     request: RequestId
@@ -50,8 +52,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     gateway: GatewayId
     model: ModelName
     prompt: Prompt
-    sampling: SamplingParams
-    stopping: StopParams
+    sampling: SamplingOptions
+    stopping: StopConditions
     resume: bytes = b""
     """Packed output tokens that earlier attempts already gave the client; appended to the prompt."""
     sent_chars: int = 0
@@ -60,12 +62,11 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     arrival: float = 0.0
     cache_salt: str | None = None
     avoid: tuple[EngineId, ...] = ()
-    trace: str | None = None
     grammar: Grammar | None = None
     bad_words: tuple[str, ...] = ()
-    """Become `SamplingParams.bad_words`, each with and without a space before it."""
+    """Become `SamplingOptions.bad_words`, each with and without a space before it."""
     thinking_end: str = ""
-    """Becomes `SamplingParams.thinking_end`."""
+    """Becomes `SamplingOptions.thinking_end`."""
     truncate_prompt_tokens: int | None = None
     """Keep no more than this many of the prompt's tokens, the last ones."""
     keep_markup: bool = False
@@ -73,34 +74,39 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):
-    """Asks which tokens a prompt becomes (`POST /tokenize`). Answered by `Encoded` or `Refused`."""
+    """Which tokens does this prompt become (`POST /tokenize`)? Answered by `EncodeReply` or `TokenizerRefusal`."""
 
     prompt: Prompt
     return_strings: bool = False
 
 
 class Decode(Struct, frozen=True, array_like=True, tag=True):
-    """Asks which text tokens become (`POST /detokenize`, `echo`). Answered by `Decoded` or `Refused`."""
+    """Which text do these tokens become (`POST /detokenize`, `echo`)? Answered by `DecodeReply` or
+    `TokenizerRefusal`."""
 
     tokens: bytes
     skip_special_tokens: bool = False
 
 
-class Encoded(Struct, frozen=True, array_like=True, tag=True):
+class EncodeReply(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `Encode`: the tokens of a prompt, packed uint32, and their spellings where `return_strings` is set."""
+
     tokens: bytes
     strings: tuple[str, ...] | None = None
 
 
-class Decoded(Struct, frozen=True, array_like=True, tag=True):
+class DecodeReply(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `Decode`: the text of the tokens."""
+
     text: str
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=True):
-    """The question was at fault: `field` names what, `message` says why and what is allowed."""
+class TokenizerRefusal(Struct, frozen=True, array_like=True, tag=True):
+    """The request was at fault: `field` names what, `message` says why and what is allowed."""
 
     message: str
     field: str | None = None
 
 
-TokenizerQuestion = Encode | Decode
-TokenizerAnswer = Encoded | Decoded | Refused
+TokenizerRequest = Encode | Decode
+TokenizerReply = EncodeReply | DecodeReply | TokenizerRefusal

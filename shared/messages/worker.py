@@ -1,4 +1,4 @@
-"""What every worker rank of an engine hears: what to compute next. Carries only what changed."""
+"""Messages to every worker rank of an engine: what to compute next. They carry only what changed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 from msgspec import Struct
 
 from shared.ids import ArenaId, Incarnation, SequenceId
-from shared.messages.generation import Grammar, SamplingParams
+from shared.messages.generation import Grammar, SamplingOptions
 
-MOST_SCORED = 512
-"""Prompt tokens that a plan may have computed of sequences with `SamplingParams.prompt_logprobs`. Each takes a row of
+MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN = 512
+"""Prompt tokens that a plan may have computed of sequences with `SamplingOptions.prompt_logprobs`. Each takes a row of
 logits on the device, as wide as the vocabulary; other tokens of prompts take none."""
-MOST_TOLD = 16_384
-"""Log-probabilities that a plan may have told of prompts: each token's own and its most likely ones', a few bytes each
-in the result."""
+MAX_PROMPT_LOGPROBS_PER_PLAN = 16_384
+"""Log-probabilities that a plan may ask for of prompt tokens: each token's own and its most likely ones', a few bytes
+each in the result."""
 
 
 class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
@@ -29,7 +29,7 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     """Leading tokens whose keys and values already lie in `blocks` (a prefix-cache hit)."""
     blocks: bytes
     """Packed uint32 block ids, in order; holds at least `computed` tokens. More come with the work."""
-    sampling: SamplingParams
+    sampling: SamplingOptions
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that may not be drawn before `min_tokens` (end-of-sequence ids included unless ignored)."""
@@ -37,7 +37,7 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     """Compiled before: an earlier plan had it in `compile`, and it was answered without an error."""
 
 
-class Work(Struct, frozen=True, array_like=True, gc=False):
+class SequenceWork(Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step: compute its next `count` tokens."""
 
     sequence: SequenceId
@@ -55,7 +55,7 @@ class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
     """KV blocks to copy between a rank's memory and the node's KV store, beside computing; each rank its heads.
 
     A load begins when all plans before this one are computed, a save when this one is. Transfers are done in order.
-    Nobody else uses the blocks or writes the slots until every rank has reported it (`Transferred`).
+    The blocks are not used and the slots not written otherwise until every rank has reported it (`TransferProgress`).
     """
 
     number: int
@@ -83,7 +83,7 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     step: int
     released: tuple[SequenceId, ...] = ()
     new: tuple[NewSequence, ...] = ()
-    work: tuple[Work, ...] = ()
+    work: tuple[SequenceWork, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     compile: tuple[Grammar, ...] = ()
     """Compile these beside the steps; the rank that samples answers each with `GrammarCompiled`."""

@@ -25,6 +25,7 @@ class JsonLines(logging.Formatter):
         self._who = {"service": service, "instance": instance}
 
     def format(self, record: logging.LogRecord) -> str:
+        """One line of JSON: time in UTC, level, service, instance, event, then the fields of `extra`."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

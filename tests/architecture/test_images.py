@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import REPOSITORY
+
 OURS = ("services", "shared", "kvstore", "deploy")
 ENTRY = {
     **{name: f"services.{name}" for name in ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")},
@@ -32,7 +33,7 @@ def copied(target: str) -> tuple[Path, ...]:
     """What lies below the project's root in the image of `target`, its base's included."""
     stages: dict[str, tuple[str, list[str]]] = {}
     lines: list[str] = []
-    for line in (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8").splitlines():
+    for line in (REPOSITORY / "deploy/Dockerfile").read_text(encoding="utf-8").splitlines():
         if start := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
             lines = []
             stages[start[2]] = (start[1], lines)
@@ -41,7 +42,7 @@ def copied(target: str) -> tuple[Path, ...]:
     paths: list[Path] = []
     while target in stages:
         target, lines = stages[target]
-        paths += [ROOT / line for line in lines]
+        paths += [REPOSITORY / line for line in lines]
     return tuple(paths)
 
 
@@ -62,7 +63,7 @@ def imported(file: Path, package: str) -> Iterator[str]:
 
 def located(module: str) -> Path | None:
     """The file of one of our modules; None where the name is a class or a function."""
-    path = ROOT.joinpath(*module.split("."))
+    path = REPOSITORY.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
 
 
@@ -85,7 +86,7 @@ def reachable(entry: str) -> tuple[set[Path], set[str]]:
 
 def required(extra: str | None) -> set[str]:
     """Distributions that the project and one of its extras name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
     return {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in named}
 
@@ -95,7 +96,9 @@ def test_an_image_holds_what_its_service_imports(target: str) -> None:
     held = copied(target)
     files, _ = reachable(ENTRY[target])
     assert len(files) > 5
-    missing = {str(file.relative_to(ROOT)) for file in files if not any(file.is_relative_to(path) for path in held)}
+    missing = {
+        str(file.relative_to(REPOSITORY)) for file in files if not any(file.is_relative_to(path) for path in held)
+    }
     assert missing == set()
 
 

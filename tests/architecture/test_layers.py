@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import REPOSITORY
+
 OURS = ("shared", "services", "kvstore", "deploy")
 LIGHT = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
 HEAVY_MODULES = {"torch", "transformers", "triton", "numpy", "safetensors", "aiohttp"}
@@ -18,14 +19,14 @@ NAMELESS = {"utils", "helpers", "common", "misc", "manager"}
 
 
 def sources() -> list[Path]:
-    return [path for folder in OURS for path in (ROOT / folder).rglob("*.py")]
+    return [path for folder in OURS for path in (REPOSITORY / folder).rglob("*.py")]
 
 
 @pytest.mark.parametrize("service", LIGHT)
 def test_a_light_service_loads_no_heavy_library(service: str) -> None:
     program = f"import sys, services.{service}.__main__; print(*sorted({HEAVY_MODULES!r} & set(sys.modules)))"
     loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
     )
     assert loaded.stdout.split() == []
 
@@ -33,7 +34,7 @@ def test_a_light_service_loads_no_heavy_library(service: str) -> None:
 def test_a_worker_loads_no_heavy_library_before_it_knows_its_device() -> None:
     program = f"import sys, services.worker.__main__; print(*sorted({HEAVY_MODULES!r} & set(sys.modules)))"
     loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
     )
     assert loaded.stdout.split() == []
 
@@ -42,14 +43,14 @@ def test_a_kv_store_loads_no_heavy_library_and_none_for_what_it_is_not_told_to_u
     unwanted = HEAVY_MODULES | {"grpc", "redis"}
     program = f"import sys, kvstore.__main__; print(*sorted({unwanted!r} & set(sys.modules)))"
     loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True
     )
     assert loaded.stdout.split() == []
 
 
 def test_every_file_says_in_its_first_lines_what_it_is() -> None:
     silent = [
-        str(p.relative_to(ROOT))
+        str(p.relative_to(REPOSITORY))
         for p in sources()
         if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
     ]
@@ -58,7 +59,7 @@ def test_every_file_says_in_its_first_lines_what_it_is() -> None:
 
 def test_only_the_configuration_reads_the_environment() -> None:
     readers = {
-        str(path.relative_to(ROOT))
+        str(path.relative_to(REPOSITORY))
         for path in sources()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
@@ -70,20 +71,20 @@ def test_only_the_configuration_reads_the_environment() -> None:
 
 
 def test_no_module_goes_by_a_name_that_says_nothing() -> None:
-    assert [str(p.relative_to(ROOT)) for p in sources() if NAMELESS & set(p.stem.split("_"))] == []
+    assert [str(p.relative_to(REPOSITORY)) for p in sources() if NAMELESS & set(p.stem.split("_"))] == []
 
 
 def test_no_file_is_one_that_one_would_be_afraid_to_open() -> None:
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources()}
+    lengths = {str(p.relative_to(REPOSITORY)): len(p.read_text().splitlines()) for p in sources()}
     assert {name: n for name, n in lengths.items() if n > 500} == {}
 
 
 def test_the_architecture_page_stays_short() -> None:
-    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 150
+    assert len((REPOSITORY / "ARCHITECTURE.md").read_text().splitlines()) <= 150
 
 
 def test_one_package_alone_composes_services_and_every_other_is_kept_apart() -> None:
-    packages = {f"services.{path.parent.name}" for path in (ROOT / "services").glob("*/__init__.py")}
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    packages = {f"services.{path.parent.name}" for path in (REPOSITORY / "services").glob("*/__init__.py")}
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     apart = next(set(contract["modules"]) for contract in contracts if contract["type"] == "independence")
     assert packages - apart == {"services.offline"}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.arena import MappedArena
+from kvstore.arena.mapped_arena import MappedArena
+from kvstore.arena.owned_arena import OwnedArena
 from kvstore.core.layout import PAGE, Geometry, fingerprint, geometry
-from kvstore.owned_arena import OwnedArena
 from shared.blocks import BlockHash
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
-from tests.kv_arenas import LARGE, SMALL, new_directory, remove
+from tests.support.kv.arenas import LARGE, SMALL, new_directory, remove
 
 ARENA = ArenaId(0x0123456789ABCDEF)
 FILE_HEADER = bytes.fromhex(
@@ -89,4 +89,4 @@ def test_a_file_of_these_bytes_is_read(directory: Path) -> None:
     arena = MappedArena.open(path, ARENA)
     assert arena.layout == SMALL
     assert arena.header(1) == (2, 5, bytes(range(16)), bytes(range(16, 32)), 16, 7)
-    assert arena.sound(1)
+    assert arena.is_sound(1)

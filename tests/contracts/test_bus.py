@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from shared import topics
-from shared.bus import AnswerTimeout, Bus, EndpointError, NoResponders, PayloadTooLarge, Undelivered
+from shared.bus import Bus, EndpointError, NoResponders, PayloadTooLarge, ReplyTimeout, Undelivered
 from shared.bus.codec import encode
 from shared.bus.nats_bus import NatsBus
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
-from shared.messages.gateway import Failed
+from shared.messages.gateway import RequestFailed
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.topics import Topic
 
@@ -134,7 +134,7 @@ async def test_a_stopped_subscription_takes_no_more(any_bus: Bus) -> None:
     await subscription.stop()
     probe = await collect(any_bus, topics.gateway_inbox(GatewayId("g")), 1)
     await any_bus.publish(topics.engine_control(ENGINE), CANCEL)
-    await any_bus.publish(topics.gateway_inbox(GatewayId("g")), Failed(RequestId("r"), Attempt(1), "x"))
+    await any_bus.publish(topics.gateway_inbox(GatewayId("g")), RequestFailed(RequestId("r"), Attempt(1), "x"))
     async with asyncio.timeout(DEADLINE):
         await probe
     assert heard == []
@@ -144,15 +144,17 @@ async def test_questions_are_answered(any_bus: Bus) -> None:
     async def answer(question: Probe) -> ProbeReply:
         return ProbeReply("running", len(question.request))
 
-    await any_bus.answer(topics.engine_probes(ENGINE), answer)
+    await any_bus.serve(topics.engine_probes(ENGINE), answer)
     await any_bus.flush()
     question = Probe(RequestId("four"), Attempt(1))
-    assert await any_bus.ask(topics.engine_probes(ENGINE), question, ProbeReply, DEADLINE) == ProbeReply("running", 4)
+    assert await any_bus.request(topics.engine_probes(ENGINE), question, ProbeReply, DEADLINE) == ProbeReply(
+        "running", 4
+    )
 
 
 async def test_a_question_that_nobody_hears_fails_at_once(any_bus: Bus) -> None:
     with pytest.raises(NoResponders):
-        await any_bus.ask(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 60)
+        await any_bus.request(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 60)
 
 
 async def test_a_question_that_is_not_answered_times_out(any_bus: Bus) -> None:
@@ -160,14 +162,14 @@ async def test_a_question_that_is_not_answered_times_out(any_bus: Bus) -> None:
         await asyncio.sleep(0.5)
         return ProbeReply("unknown", 0)
 
-    await any_bus.answer(topics.engine_probes(ENGINE), never)
+    await any_bus.serve(topics.engine_probes(ENGINE), never)
     await any_bus.flush()
-    with pytest.raises(AnswerTimeout):
-        await any_bus.ask(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 0.05)
+    with pytest.raises(ReplyTimeout):
+        await any_bus.request(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 0.05)
 
 
 async def test_a_message_over_the_limit_is_a_named_error(any_bus: Bus) -> None:
-    too_large = Failed(RequestId("r"), Attempt(1), "x" * 2**20)
+    too_large = RequestFailed(RequestId("r"), Attempt(1), "x" * 2**20)
     with pytest.raises(PayloadTooLarge) as error:
         await any_bus.publish(topics.gateway_inbox(GatewayId("g")), too_large)
     assert error.value.limit == 2**20
@@ -195,10 +197,10 @@ async def test_a_micro_service_answers_and_refuses(any_bus: Bus) -> None:
 
     await any_bus.serve_micro("test", "1.0.0", "a test", {"admin.echo": echo})
     await any_bus.flush()
-    assert await any_bus.ask_raw("admin.echo", b"hello", DEADLINE) == b"hello"
+    assert await any_bus.request_raw("admin.echo", b"hello", DEADLINE) == b"hello"
     with pytest.raises(EndpointError) as error:
-        await any_bus.ask_raw("admin.echo", b"", DEADLINE)
+        await any_bus.request_raw("admin.echo", b"", DEADLINE)
     assert error.value.code == 400
     assert "empty body" in error.value.text
     with pytest.raises(NoResponders):
-        await any_bus.ask_raw("admin.nothing", b"", DEADLINE)
+        await any_bus.request_raw("admin.nothing", b"", DEADLINE)

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from shared.bus.codec import Undecodable, decode, encode
-from shared.dialects import Dialect
 from shared.ids import (
     ArenaId,
     Attempt,
@@ -41,11 +40,12 @@ from shared.messages import (
     tokenizer,
     worker,
 )
+from shared.messages.dialects import Dialect
 from tests.contracts.golden import GOLDEN
 
 R, A, E = RequestId("r1"), Attempt(2), EngineId("engine-1")
-SAMPLING = generation.SamplingParams(seed=7, temperature=0.5, logit_bias=((3, 1.5),), logprobs=2)
-STOPPING = generation.StopParams(max_tokens=16, stop=("\n",), stop_token_ids=(5,))
+SAMPLING = generation.SamplingOptions(seed=7, temperature=0.5, logit_bias=((3, 1.5),), logprobs=2)
+STOPPING = generation.StopConditions(max_tokens=16, stop=("\n",), stop_token_ids=(5,))
 LOGPROBS = generation.TokenLogprobs(9, -0.25, ((9, -0.25), (4, -2.0)))
 RANKED = generation.TokenLogprobs(9, -0.25, (), 1)
 CARD = lifecycle.ModelCard(
@@ -64,7 +64,7 @@ GENERATION = generation.Generation(
 )
 NODE, HASH = NodeId("node-1"), bytes(range(16))
 LAYOUT = kvstore.KvLayout(model="m", dtype="float32", layers=2, kv_heads=4, head_dim=8)
-OWNER = kvstore.Owner(InstanceId("engine-1"), Incarnation(1))
+OWNER = kvstore.LeaseOwner(InstanceId("engine-1"), Incarnation(1))
 SOURCE = kv_events.KvSource(instance=InstanceId("engine-1"), model=ModelName("demo"), node=NODE)
 ENGINE_REPORT = lifecycle.EngineReport(
     model=CARD,
@@ -93,9 +93,9 @@ MESSAGES: list[Any] = [
     tokenizer.Encode(tokenizer.TextPrompt("hi")),
     tokenizer.Encode(tokenizer.TokenPrompt(b"\1\0\0\0")),
     tokenizer.Decode(b"\1\0\0\0"),
-    tokenizer.Encoded(b"\1\0\0\0", ("a",)),
-    tokenizer.Decoded("hi"),
-    tokenizer.Refused("no", "prompt"),
+    tokenizer.EncodeReply(b"\1\0\0\0", ("a",)),
+    tokenizer.DecodeReply("hi"),
+    tokenizer.TokenizerRefusal("no", "prompt"),
     coordinator.Route(GENERATION),
     coordinator.Withdraw(R, A),
     coordinator.PlacementMade(
@@ -110,20 +110,20 @@ MESSAGES: list[Any] = [
         on_device=1,
         decode_on=EngineId("engine-2"),
     ),
-    scheduler.Generate(GENERATION, DetokenizerId("detokenizer-1")),
+    scheduler.GenerateRequest(GENERATION, DetokenizerId("detokenizer-1")),
     scheduler.Cancel(R, A, DetokenizerId("detokenizer-1")),
     scheduler.StopMatched(R, A),
-    scheduler.DetokenizerLost(DetokenizerId("detokenizer-1")),
+    scheduler.TokenBatchLost(DetokenizerId("detokenizer-1")),
     scheduler.Probe(R, A),
     scheduler.ProbeReply("running", 3),
     scheduler.StepFinished(
         epoch=Incarnation(1),
         step=2,
-        sampled=(scheduler.Sampled(SequenceId(0), (9,), (LOGPROBS,)),),
+        sampled=(scheduler.SampledTokens(SequenceId(0), (9,), (LOGPROBS,)),),
         timing=scheduler.StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.5),
-        scored=(scheduler.PromptScored(SequenceId(1), 1, (RANKED,)),),
+        scored=(scheduler.SequencePromptLogprobs(SequenceId(1), 1, (RANKED,)),),
     ),
-    scheduler.Generate(
+    scheduler.GenerateRequest(
         GENERATION,
         DetokenizerId("detokenizer-1"),
         decode_on=E,
@@ -131,7 +131,7 @@ MESSAGES: list[Any] = [
         kv_source=NODE,
         predicted_cached=32,
     ),
-    scheduler.Transferred(rank=1, epoch=Incarnation(1), done=2, failed=(1,)),
+    scheduler.TransferProgress(rank=1, epoch=Incarnation(1), done=2, failed=(1,)),
     scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),
     scheduler.GrammarCompiled(
         epoch=Incarnation(1),
@@ -152,7 +152,7 @@ MESSAGES: list[Any] = [
                 sampling=SAMPLING,
             ),
         ),
-        work=(worker.Work(SequenceId(0), 1, b"", True),),
+        work=(worker.SequenceWork(SequenceId(0), 1, b"", True),),
         transfers=(
             worker.Transfer(
                 number=0,
@@ -183,22 +183,22 @@ MESSAGES: list[Any] = [
             ),
         ),
         entries=(detokenizer.NewTokens(R, A, 0, (9,), "stop"),),
-        abandoned=(detokenizer.Abandon(R, A),),
-        moved=(detokenizer.Moved(R, A, EngineId("engine-2")),),
+        abandoned=(detokenizer.AbandonStream(R, A),),
+        moved=(detokenizer.StreamMoved(R, A, EngineId("engine-2")),),
         scored=(detokenizer.PromptLogprobs(R, A, 1, (RANKED,)),),
     ),
-    gateway.Queued(R, A),
-    gateway.Placed(R, A, E, DetokenizerId("detokenizer-1")),
-    gateway.Placed(R, A, E, DetokenizerId("detokenizer-1"), EngineId("engine-2")),
-    gateway.Rejected(request=R, attempt=A, kind="invalid_request", message="no", field="prompt"),
-    gateway.Failed(R, A, "gone"),
+    gateway.RequestQueued(R, A),
+    gateway.RequestPlaced(R, A, E, DetokenizerId("detokenizer-1")),
+    gateway.RequestPlaced(R, A, E, DetokenizerId("detokenizer-1"), EngineId("engine-2")),
+    gateway.RequestRejected(request=R, attempt=A, kind="invalid_request", message="no", field="prompt"),
+    gateway.RequestFailed(R, A, "gone"),
     gateway.Deltas(
         detokenizer=DetokenizerId("detokenizer-1"),
         epoch=Incarnation(1),
         number=0,
         opened=(gateway.StreamOpened(R, A, 1, 0),),
         deltas=(gateway.Delta(R, A, 0, (9,), "a", "stop", None, (gateway.PositionLogprobs(LOGPROB_TEXT, ()),)),),
-        scored=(gateway.PromptPart(R, A, 1, (gateway.PositionLogprobs(LOGPROB_TEXT, (), 3),)),),
+        scored=(gateway.PromptLogprobsDelta(R, A, 1, (gateway.PositionLogprobs(LOGPROB_TEXT, (), 3),)),),
     ),
     lifecycle.Lifecycle(
         service="scheduler",
@@ -246,22 +246,22 @@ MESSAGES: list[Any] = [
     lifecycle.Drain(),
     lifecycle.Undrain(),
     supervisor.Scale("engines", 2),
-    supervisor.Scaled(("engine-2",), ()),
-    supervisor.ScaleRefused("no"),
-    supervisor.RanksWanted((supervisor.EngineRanks(EngineId("engine-1"), "10.0.0.1:4300"),)),
-    supervisor.RanksHeld(1, (supervisor.EngineRanks(EngineId("engine-1"), "10.0.0.1:4300"),), ()),
+    supervisor.ScaleResult(("engine-2",), ()),
+    supervisor.ScaleRefusal("no"),
+    supervisor.RankAssignment((supervisor.EngineRanks(EngineId("engine-1"), "10.0.0.1:4300"),)),
+    supervisor.RankStatus(1, (supervisor.EngineRanks(EngineId("engine-1"), "10.0.0.1:4300"),), ()),
     kvstore.Attach(LAYOUT, ModelName("demo")),
     kvstore.Find(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH, deadline=0.25, source=NODE),
     kvstore.Reserve(layout="f", owner=OWNER, lease=LeaseId(4), hashes=HASH, parents=bytes(16), tokens=b"\x10"),
     kvstore.Commit(layout="f", owner=OWNER, lease=LeaseId(4)),
     kvstore.Release(layout="f", owner=OWNER, lease=LeaseId(4), drop=HASH),
-    kvstore.Attached("f", ArenaId(5), "f.kv", 8, 10.0),
-    kvstore.NotServed("no"),
-    kvstore.Found(arena=ArenaId(5), slots=b"\7\0\0\0", generations=b"\1\0\0\0\0\0\0\0", from_lower=1),
-    kvstore.Reserved(arena=ArenaId(5), slots=b"\7\0\0\0", generations=b"\1\0\0\0\0\0\0\0"),
-    kvstore.Committed(1),
+    kvstore.AttachReply("f", ArenaId(5), "f.kv", 8, 10.0),
+    kvstore.KvStoreRefusal("no"),
+    kvstore.FindReply(arena=ArenaId(5), slots=b"\7\0\0\0", generations=b"\1\0\0\0\0\0\0\0", from_lower=1),
+    kvstore.ReserveReply(arena=ArenaId(5), slots=b"\7\0\0\0", generations=b"\1\0\0\0\0\0\0\0"),
+    kvstore.CommitReply(1),
     kv_events.KvEvents(source=SOURCE, epoch=Incarnation(1), number=0, stored=HASH, removed=HASH, cleared=True),
-    kv_events.DumpRequest(InstanceId("coordinator-1")),
+    kv_events.KvDumpRequest(InstanceId("coordinator-1")),
     kv_events.KvDump(source=SOURCE, epoch=Incarnation(1), number=-1, part=0, parts=1, hashes=HASH),
 ]
 
@@ -340,12 +340,12 @@ def test_a_cut_or_foreign_payload_is_undecodable(number: int) -> None:
 def test_unions_tell_their_members_apart() -> None:
     unions: list[Any] = [gateway.GatewayMessage, scheduler.SchedulerControl, scheduler.WorkerResult]
     unions += [
-        tokenizer.TokenizerQuestion,
-        tokenizer.TokenizerAnswer,
+        tokenizer.TokenizerRequest,
+        tokenizer.TokenizerReply,
         lifecycle.InstanceControl,
-        supervisor.ScaleAnswer,
-        kvstore.KvStoreQuestion,
-        kvstore.KvStoreAnswer,
+        supervisor.ScaleReply,
+        kvstore.KvStoreRequest,
+        kvstore.KvStoreReply,
     ]
     for union in unions:
         assert get_origin(union) is types.UnionType

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from shared.bus.memory_bus import MemoryBus
-from tests.fake_ring import MODEL, said
-from tests.gateway_stack import GatewayStack, gateway_stack
+from tests.support.gateway.fake_services import MODEL, said
+from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
 HELLO: Any = [{"role": "user", "content": "hello you there"}]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from tests.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
-from tests.stack import RunningStack, running_stack
+from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
+from tests.support.cluster.stack import RunningStack, running_stack
 
 STREAMS = 16
 TOKENS = 200

@@ -11,18 +11,19 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 
-from kvstore.arena import MappedArena
+from kvstore.arena.mapped_arena import MappedArena
 from kvstore.core.layout import COMMITTED, FREE, geometry
 from shared import topics
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import Incarnation, InstanceId
-from shared.messages.kvstore import Owner
+from shared.messages.kvstore import LeaseOwner
 from shared.messages.lifecycle import Lifecycle, StoreReport
-from tests.kv_arenas import chain, holds
-from tests.kv_hammer import LAYOUT, PARENT, life_of
-from tests.kv_store_process import REPOSITORY, StoreClient, StoreProcess
-from tests.nats_server import NatsServer
+from tests.support.cluster.nats_server import NatsServer
+from tests.support.kv.arenas import chain, holds
+from tests.support.kv.hammer import LAYOUT, PARENT, life_of
+from tests.support.kv.store_process import StoreClient, StoreProcess
+from tests.support.paths import REPOSITORY
 
 SLOTS = 24
 """Of 40 blocks that the engines want there."""
@@ -75,7 +76,7 @@ class Fire:
         who = self.chance.choice(sorted(self._alive))
         os.kill(self._alive.pop(who), signal.SIGKILL)
         if self.chance.random() < 0.5:
-            owner = Owner(InstanceId(f"engine-{who}"), Incarnation(self._lives[who]))
+            owner = LeaseOwner(InstanceId(f"engine-{who}"), Incarnation(self._lives[who]))
             await self.bus.publish(topics.lifecycle_of("scheduler", owner.instance), life_of(owner, "failed"))
         await self.bear(who)
 
@@ -113,7 +114,7 @@ async def fire(nats_url: str, store: StoreProcess) -> AsyncIterator[Fire]:
     """Three engines at work."""
     bus = await connect(NatsOptions(servers=(nats_url,)))
     nursery = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.kv_hammer", nats_url, store.node, str(store.directory)),
+        *(sys.executable, "-m", "tests.support.kv.hammer", nats_url, store.node, str(store.directory)),
         cwd=REPOSITORY,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -160,7 +161,7 @@ def every_slot_is_free_or_holds_what_it_says(arena: MappedArena) -> None:
     assert committed
     assert len({header.hash for _, header in committed}) == len(committed)
     for slot, header in committed:
-        assert arena.sound(slot)
+        assert arena.is_sound(slot)
         assert holds(arena, slot, header.hash)
         assert header.parent == PARENT[header.hash]
 

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 
 from shared.ids import NodeId
 from shared.messages.kvstore import Commit, Find, Reserve
-from tests.bus_moments import (
+from tests.support.cluster.bus_moments import (
     Moment,
     blocks_are_copied,
     listening,
@@ -28,10 +28,10 @@ from tests.bus_moments import (
     store_is_asked,
     tokens_are_drawn,
 )
-from tests.conversations import client_of
-from tests.kv_ring import ask, handed_over, prompts, retries
-from tests.kv_streams import TOKENS, Seen, Streams, assert_at_rest
-from tests.stack import RunningStack, running_stack
+from tests.support.cluster.conversations import client_of
+from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.kv.prompts import ask, handed_over, prompts, retries
+from tests.support.kv.streams import TOKENS, Seen, Streams, assert_at_rest
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.conversations import client_of
-from tests.kv_ring import prompts
-from tests.kv_streams import Seen, Streams, assert_at_rest
-from tests.stack import RunningStack, running_stack
+from tests.support.cluster.conversations import client_of
+from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.kv.prompts import prompts
+from tests.support.kv.streams import Seen, Streams, assert_at_rest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

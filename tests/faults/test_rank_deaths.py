@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
-from tests.stack import RunningStack, running_stack
+from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
+from tests.support.cluster.stack import RunningStack, running_stack
 
 STREAMS = 4
 TOKENS = 150

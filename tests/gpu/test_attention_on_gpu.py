@@ -10,12 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.kernels.attention import paged_attention
-from services.worker.kernels.attention_choice import create_attention
-from services.worker.kernels.attention_tiles import HOPPER, prefill_splits, prefill_tile
-from services.worker.kernels.decode_attention import decode_attention
-from services.worker.ops import OpsUnavailable
-from tests.cached_attention import FP8, Cached, Shape, assert_rows_close
+from services.worker.ops.gpu import HOPPER
+from services.worker.ops.interface import OpsUnavailable
+from services.worker.ops.triton.attention.decode import decode_attention
+from services.worker.ops.triton.attention.paged_attention import create_attention, paged_attention
+from services.worker.ops.triton.attention.tiles import prefill_splits, prefill_tile
+from tests.support.models.attention_reference import FP8, Cached, Shape, assert_rows_close
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

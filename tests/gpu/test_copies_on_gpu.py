@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.worker.executor.device_runner import DeviceRunner
+from services.worker.executor.torch_backend import create_backend
 from services.worker.kv.transfers import Transfers
-from services.worker.launching_runner import LaunchingRunner
-from services.worker.torch_backend import create_backend
-from tests.integration.test_launching_runner import prompt
-from tests.kv_ranks import make_arena, transfer
-from tests.launching import DriverAhead
-from tests.tiny_backend import tiny_settings
-from tests.tiny_models import make_model
+from tests.integration.worker.test_launching_runner import prompt
+from tests.support.kv.ranks import make_arena, transfer
+from tests.support.models.tiny_models import make_model
+from tests.support.worker.launched_rank import DriverAhead
+from tests.support.worker.tiny_backend import tiny_settings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -48,7 +48,7 @@ def copied_again_and_again(transfers: Transfers, blocks: list[int]) -> Iterator[
 def test_steps_and_copies_leave_each_other_alone(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     runner = create_backend(tmp_path, **tiny_settings(device="cuda:0", dtype="float32", ops="auto"))
-    assert isinstance(runner, LaunchingRunner)
+    assert isinstance(runner, DeviceRunner)
     driver = DriverAhead(runner, budget=60)
     mine = [driver._free.pop() for _ in range(COPIED)]
     caches = [cache for halves in runner.rank.caches for cache in halves]

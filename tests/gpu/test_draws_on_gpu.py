@@ -8,9 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.kernels.rejection import Tried, verify
-from services.worker.kernels.sampling import Draw, draw
-from services.worker.sampling.filters import kept, min_p_threshold, top_threshold
+from services.worker.ops.triton.rejection import RejectionInputs, verify
+from services.worker.ops.triton.sampling import DrawParameters, draw
+from services.worker.sampling.filters import min_p_threshold, top_threshold, zero_below
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -27,14 +27,14 @@ SETTINGS = [
 ]
 
 
-def _draw(rows: int, seed: int) -> Draw:
+def _draw(rows: int, seed: int) -> DrawParameters:
     temperature, top_k, top_p, min_p = zip(*(SETTINGS[row % len(SETTINGS)] for row in range(rows)), strict=True)
 
     def floats(values: tuple[float, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=CUDA)
 
     chance = torch.rand(rows, dtype=torch.float64, device=CUDA, generator=torch.Generator(CUDA).manual_seed(seed))
-    return Draw(floats(temperature), torch.tensor(top_k, device=CUDA), floats(top_p), floats(min_p), chance)
+    return DrawParameters(floats(temperature), torch.tensor(top_k, device=CUDA), floats(top_p), floats(min_p), chance)
 
 
 def _logits(rows: int, vocab: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -42,13 +42,13 @@ def _logits(rows: int, vocab: int, scale: float, dtype: torch.dtype) -> Tensor:
     return (torch.randn(rows, vocab, generator=generator, device=CUDA) * scale).to(dtype)
 
 
-def _check(logits: Tensor, how: Draw, tokens: Tensor) -> None:
+def _check(logits: Tensor, how: DrawParameters, tokens: Tensor) -> None:
     """Each token is the one whose share of the kept weight, in double precision, the chance falls into."""
     weights = torch.softmax(logits.double() / how.temperature.double()[:, None], dim=1).float()
     weights /= weights.amax(dim=1, keepdim=True)
     weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % 32))
-    weights = kept(weights, min_p_threshold(weights, how.min_p[:, None]))
-    weights = kept(weights, top_threshold(weights, how.top_k[:, None], how.top_p[:, None])).double()
+    weights = zero_below(weights, min_p_threshold(weights, how.min_p[:, None]))
+    weights = zero_below(weights, top_threshold(weights, how.top_k[:, None], how.top_p[:, None])).double()
     cumulated = weights.cumsum(dim=1) / weights.sum(dim=1, keepdim=True)
     end = cumulated.gather(1, tokens[:, None]).squeeze(1)
     begin = end - (weights / weights.sum(dim=1, keepdim=True)).gather(1, tokens[:, None]).squeeze(1)
@@ -72,7 +72,7 @@ def test_a_row_does_not_depend_on_others_nor_on_when_it_is_drawn() -> None:
     tokens = draw(logits, how)
     assert torch.equal(draw(logits, how), tokens)
     for row in (0, 7, 299):
-        alone = draw(logits[row : row + 1], Draw(*(part[row : row + 1] for part in how)))
+        alone = draw(logits[row : row + 1], DrawParameters(*(part[row : row + 1] for part in how)))
         assert torch.equal(alone, tokens[row : row + 1])
 
 
@@ -102,7 +102,7 @@ def test_verified_drafts_have_the_targets_distribution(certain: bool) -> None:
     drafts = torch.multinomial(q, sequences, replacement=True).view(-1, 1).int()
     if certain:
         drafts.fill_(3)
-    tried = Tried(
+    tried = RejectionInputs(
         target.expand(sequences, -1, -1).contiguous(),
         None if certain else q.view(1, 1, vocab).expand(sequences, -1, -1).contiguous(),
         drafts,

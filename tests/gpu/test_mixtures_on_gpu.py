@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.worker.kernels.moe import mixture
-from tests.mixed_experts import MixedExperts, Shape
+from services.worker.ops.triton.moe.mixture import mixture
+from tests.support.models.expert_mixtures import MixedExperts, Shape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

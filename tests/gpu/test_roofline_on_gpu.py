@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.model.random_weights import RandomTensors
-from services.worker.roofline import ceilings
-from services.worker.roofline.findings import (
+from services.worker.measure.roofline import ceilings
+from services.worker.measure.roofline.kernels import FAMILIES, measure_kernels
+from services.worker.measure.roofline.steps import measure_steps
+from services.worker.measure.roofline.wire import (
     Ceilings,
     KernelMeasured,
-    KernelsAsked,
     KernelSkipped,
+    KernelsRequest,
     ModelReady,
     StepMeasured,
-    StepsAsked,
+    StepsRequest,
 )
-from services.worker.roofline.kernels import FAMILIES, measure_kernels
-from services.worker.roofline.steps import measure_steps
-from tests.tiny_models import make_config
+from services.worker.models.dummy_weights import DummyTensors
+from tests.support.models.tiny_models import make_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -42,13 +42,13 @@ def model(tmp_path: Path) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_made_up_weights_are_the_same_on_both_devices(dtype: torch.dtype) -> None:
     for shape in ((300, 1100), (3, 40, 70), (500,)):
-        on_gpu = RandomTensors(dtype, torch.device("cuda")).read("a.weight", shape)
-        assert torch.equal(on_gpu.cpu(), RandomTensors(dtype, torch.device("cpu")).read("a.weight", shape))
+        on_gpu = DummyTensors(dtype, torch.device("cuda")).read("a.weight", shape)
+        assert torch.equal(on_gpu.cpu(), DummyTensors(dtype, torch.device("cpu")).read("a.weight", shape))
 
 
 def test_steps_are_measured_with_captured_decodes(model: str) -> None:
     _, limits, ready, *found, _ = measure_steps(
-        StepsAsked(
+        StepsRequest(
             name="tiny",
             model=model,
             device="cuda",
@@ -73,7 +73,7 @@ def test_steps_are_measured_with_captured_decodes(model: str) -> None:
 
 def test_every_family_of_kernels_is_measured(model: str) -> None:
     _, _, *found, _ = measure_kernels(
-        KernelsAsked(model=model, device="cuda", dtype="bfloat16", rows=(1, 3), contexts=(48,), seconds=30.0)
+        KernelsRequest(model=model, device="cuda", dtype="bfloat16", rows=(1, 3), contexts=(48,), seconds=30.0)
     )
     assert {each.family for each in found if isinstance(each, KernelMeasured)} == set(FAMILIES) - {"moe"}
     assert {each.family for each in found if isinstance(each, KernelSkipped)} == {"moe"}

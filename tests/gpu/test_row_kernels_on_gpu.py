@@ -12,16 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.kernels.activations import gated_act
-from services.worker.kernels.norms import add_rms_norm, rms_norm
-from services.worker.kernels.rotary import rope_and_store
-from services.worker.kv.copier import KvShare
-from services.worker.kv.cuda_copier import Caches, CudaKvCopier
+from services.worker.kv.copier import RankKvCache
+from services.worker.kv.cuda_copier import Caches
 from services.worker.kv.transfers import Transfers
-from services.worker.sampling.kernel_draws import mask_by_kernel
-from services.worker.sampling.masks import only_allowed, words
+from services.worker.ops.torch_ops import TorchOps
+from services.worker.ops.triton.rotary import rope_and_store
+from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
+from services.worker.sampling.masks import apply_mask, apply_mask_by_kernel, mask_words
 from shared.blocks import BLOCK_SIZE
-from tests.kv_ranks import BLOCKS, make_arena, make_layout, reserve, transfer
+from tests.support.kv.ranks import BLOCKS, make_arena, make_layout, reserve, transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -113,10 +112,10 @@ def test_masks_are_put_upon_a_vocabulary(dtype: torch.dtype) -> None:
     vocab, chance = 128256, np.random.default_rng(0)
     logits = _random(5, vocab, dtype=dtype)
     rows = np.array([1, 4], dtype=np.intp)
-    bits = chance.integers(-(2**31), 2**31, (2, words(vocab)), dtype=np.int32)
+    bits = chance.integers(-(2**31), 2**31, (2, mask_words(vocab)), dtype=np.int32)
     wanted = logits.cpu()
-    wanted[rows] = only_allowed(wanted[rows], torch.from_numpy(bits))
-    mask_by_kernel(logits, rows, bits)
+    wanted[rows] = apply_mask(wanted[rows], torch.from_numpy(bits))
+    apply_mask_by_kernel(logits, rows, bits)
     assert torch.equal(logits.cpu(), wanted)
 
 
@@ -131,8 +130,10 @@ def _caches(heads: int, seed: int) -> Caches:
 
 
 def _transfers(caches: Caches, directory: Path, first: int = 0) -> Transfers:
-    copier = CudaKvCopier(caches)
-    return Transfers(KvShare(LAYOUT, first, caches[0][0].shape[1], True, BLOCKS, copier, 0, LAYOUT.layers), directory)
+    copier = TorchOps(caches[0][0].device, torch.bfloat16).kv_copier(caches, LAYOUT.head_dim)
+    return Transfers(
+        RankKvCache(LAYOUT, first, caches[0][0].shape[1], True, BLOCKS, copier, 0, LAYOUT.layers), directory
+    )
 
 
 @pytest.mark.parametrize("heads", [(0, 8), (2, 4)])
@@ -143,7 +144,7 @@ def test_blocks_go_to_an_arena_and_come_back(tmp_path: Path, heads: tuple[int, i
     before = [[cache.clone() for cache in halves] for halves in other]
     saved, places, slots = [5, 0, 9, 3, 7], [1, 2, 8, 0, 11], [2, 7, 1, 10, 4]
     assert _transfers(one, tmp_path, first).run(transfer("save", saved, slots), lambda: False) == "done"
-    assert all(arena.whole(slot) and arena.sound(slot) for slot in slots) == (count == LAYOUT.kv_heads)
+    assert all(arena.is_written(slot) and arena.is_sound(slot) for slot in slots) == (count == LAYOUT.kv_heads)
     assert _transfers(other, tmp_path, first).run(transfer("load", places, slots), lambda: False) == "done"
     rest = [block for block in range(BLOCKS) if block not in places]
     for mine, theirs, old in zip(one, other, before, strict=True):
@@ -160,7 +161,7 @@ def test_a_slot_whose_memory_was_given_back_and_taken_anew_is_written_where_all_
         assert writing.run(transfer("save", [5], [3]), lambda: False) == "done", save
         assert reading.run(transfer("load", [2], [3]), lambda: False) == "done", save
         assert all(torch.equal(to[2], of[5]) for to, of in zip(sum(other, ()), sum(one, ()), strict=True)), save
-        assert arena.sound(3)
+        assert arena.is_sound(3)
         assert arena.payload(3)[: 1 << 10] == bytes(one[0][0][5, 0].view(torch.uint8).cpu().numpy().ravel()[: 1 << 10])
         arena.give_memory_back(3, 1000)
         assert arena.take_memory(3)

@@ -13,15 +13,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from deploy.cli.stack_spec import DEMO_MODEL
+from deploy.model_choice import DEMO_MODEL
+from services.worker.executor.torch_backend import create_backend
 from services.worker.graphs.decode_inputs import DecodeInputs
-from services.worker.model.config import ModelError
-from services.worker.speculation.settings import Speculation
-from services.worker.torch_backend import create_backend
-from tests.recorded_logits import record_logits
-from tests.tiny_backend import tiny_settings
-from tests.tiny_models import FAMILIES, make_model
-from tests.worker_driver import Driver
+from services.worker.models.config import ModelError
+from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.tiny_models import FAMILIES, make_model
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_settings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -128,7 +128,9 @@ def test_captured_decodes_in_bfloat16_are_near_launched_ones(recorded: list[Tens
 
 def test_drafts_change_nothing_with_graphs_or_without() -> None:
     expected = generated(demo("cuda:0", "float32"))
-    speculation = Speculation(method="draft", num_speculative_tokens=3, model=str(DEMO_MODEL.with_name("draft")))
+    speculation = SpeculationSettings(
+        method="draft", num_speculative_tokens=3, model=str(DEMO_MODEL.with_name("draft"))
+    )
     for eager in (False, True):
         backend = demo("cuda:0", "float32", speculation=speculation, enforce_eager=eager)
         driver = Driver(backend, budget=64, speculate=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.broken_devices import lasts
+from tests.support.worker.broken_devices import lasts
 
 
 @pytest.mark.parametrize(

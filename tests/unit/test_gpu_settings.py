@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.cli.stack_spec import chosen
+from deploy.cli.up.options import given, service_settings
 from deploy.supervisor.launch import flags
-from services.offline.settings import EngineSettings, configs
-from services.worker import torch_backend
+from services.offline.settings import EngineSettings, service_configs
 from services.worker.config import WorkerConfig
-from services.worker.model.config import ModelError
+from services.worker.executor import torch_backend
+from services.worker.models.config import ModelError
 from shared.config import ConfigError, load_config
-from tests.tiny_backend import tiny_settings
+from tests.support.worker.tiny_backend import tiny_settings
 
 
 def told(*argv: str) -> WorkerConfig:
@@ -22,7 +22,8 @@ def told(*argv: str) -> WorkerConfig:
 
 
 def test_what_baton_up_is_told_reaches_the_worker() -> None:
-    argv = flags(chosen(enforce_eager=True, gpu_memory_utilization=0.5, kv_cache_dtype=None))
+    typed = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_dtype": None}
+    argv = flags(service_settings(given(typed))["worker"])
     assert argv == ["--enforce-eager", "--gpu-memory-utilization=0.5"]
     config = told(*argv)
     assert (config.enforce_eager, config.gpu_memory_utilization, config.kv_cache_dtype) == (True, 0.5, "auto")
@@ -37,7 +38,7 @@ def test_an_offline_engine_is_told_the_same() -> None:
     settings = EngineSettings(
         model="m", served_model_name="m", gpu_memory_utilization=0.4, kv_cache_dtype="fp8", enforce_eager=True
     )
-    (worker,) = configs(settings).ranks
+    (worker,) = service_configs(settings).ranks
     assert (worker.gpu_memory_utilization, worker.kv_cache_dtype, worker.enforce_eager) == (0.4, "fp8", True)
 
 

@@ -1,4 +1,4 @@
-"""One process of the stack, as the fleet sees it."""
+"""One process of the stack, as the supervisor sees it, and when it is started again after a death."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
-from deploy.supervisor.core.plan import Seat
+from msgspec import Struct
+
+from deploy.supervisor.core.plan import ProcessSpec
 from shared.messages.lifecycle import Lifecycle, Phase
+from shared.reliability.retry import Backoff
 
 State = Literal["waiting", "running", "ending"]
-"""waiting: no process, one starts when due. running: a wanted process. ending: a process that was told to end."""
+"""waiting: no process, one starts when due. running: a wanted process. ending: a process that was sent SIGTERM."""
 
-ALLOWED: dict[State, frozenset[State]] = {
+TRANSITIONS: dict[State, frozenset[State]] = {
     "waiting": frozenset({"running"}),
     "running": frozenset({"waiting", "ending"}),
     "ending": frozenset({"waiting"}),
 }
-"""A member that is wanted no more is dropped from the fleet when its process is gone, or at once while it waits."""
+"""A member that is wanted no more is dropped when its process is gone, or at once while it waits."""
 
 
 @dataclass(slots=True)
-class Member:
-    """Owned by the fleet. `heard` and `ready_once` belong to the present process, `failures` to the seat."""
+class SupervisedProcess:
+    """Owned by the supervisor. `pid` and `lifecycle` are those of the present program, `failures` outlives it."""
 
-    seat: Seat
+    process: ProcessSpec
     device: int | None = None
     """Of a worker: which of this host's devices it computes on, counted from 0."""
     state: State = "waiting"
@@ -38,20 +41,22 @@ class Member:
     failures: int = 0
     """Deaths in a row."""
     restarts: int = 0
-    heard: Lifecycle | None = None
+    lifecycle: Lifecycle | None = None
 
     @property
     def phase(self) -> Phase | None:
         """As the process itself last said; None before its first word."""
-        return self.heard.phase if self.heard else None
+        return self.lifecycle.phase if self.lifecycle else None
 
     @property
     def is_ready(self) -> bool:
+        """Whether it runs and says that it takes requests."""
         return self.state == "running" and self.phase == "ready"
 
     def move(self, state: State) -> None:
-        if state not in ALLOWED[self.state]:
-            raise ValueError(f"{self.seat.instance}: {self.state} may not become {state}")
+        """Goes on to another state. Raises ValueError for a step that TRANSITIONS does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"{self.process.instance}: {self.state} may not become {state}")
         self.state = state
 
 
@@ -63,3 +68,22 @@ def first_free(taken: Container[int | None], count: int) -> int:
         if following - 1 in taken:
             first = following
     return first
+
+
+# When a process that died is started again: at once the first time, then after growing, bounded pauses.
+
+
+class RestartPolicy(Struct, frozen=True, kw_only=True):
+    """Pauses before restarts, which double with each failure in a row."""
+
+    first_pause: float = 0.25
+    """Seconds before the second restart in a row."""
+    max_pause: float = 10.0
+    healthy_after: float = 30.0
+    """Seconds of life after which earlier failures are forgotten."""
+    failures_at_start: int = 3
+    """Deaths in a row during start-up after which the start is given up."""
+
+    def pause(self, failures: int) -> float:
+        """Seconds to wait after that many deaths in a row, counted from 1."""
+        return Backoff(self.first_pause, self.max_pause).pause(failures - 2) if failures > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Which processes a stack consists of. A seat is a place in it; whoever sits there may die and be replaced."""
+"""Which processes a stack consists of. The programs that run as these may die and be replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Scalable = Literal[LightService, Pool]
 """What a user counts."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
-LARGEST_COUNT = 256
+MAX_COUNT = 256
 
 ROLES: dict[Pool, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
 ENGINE_NAMES: dict[Pool, str] = {"engines": "engine", "prefill": "prefill", "decode": "decode"}
@@ -51,6 +51,7 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Which of them this one is. The first runs everything; the others run ranks, when the first one says so."""
 
     def of(self, what: Scalable) -> int:
+        """How many of what a user counts: instances of a light service, engines of a pool."""
         return int(getattr(self, what))
 
     def ranks_of(self, pool: Pool) -> int:
@@ -85,6 +86,7 @@ class Counts(Struct, frozen=True, kw_only=True):
 
     @property
     def all_engines(self) -> int:
+        """Engines of all pools."""
         return sum(self.of(pool) for pool in POOLS)
 
     @property
@@ -93,11 +95,14 @@ class Counts(Struct, frozen=True, kw_only=True):
         return sum(self.of(pool) * len(self.ranks_here(pool)) for pool in POOLS)
 
 
-class Seat(NamedTuple):
+class ProcessSpec(NamedTuple):
+    """What one process of the stack is, whatever becomes of the program that runs as it: a restart changes nothing
+    here."""
+
     service: Service
     instance: InstanceId
     number: int
-    """Counts the seats of a kind from 1; the newest has the highest."""
+    """Counts the processes of a kind from 1; the newest has the highest."""
     kind: Scalable | None
     """What a user counts it by; None for what he does not count."""
     engine: EngineId | None = None
@@ -106,39 +111,41 @@ class Seat(NamedTuple):
     rank: int | None = None
 
 
-def seats(what: Scalable, number: int, counts: Counts) -> list[Seat]:
-    """The seats of the `number`-th of a kind: one for a light service, 1 + its ranks for an engine."""
+def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSpec]:
+    """The processes of the `number`-th of a kind: one for a light service, 1 + its ranks for an engine."""
     match what:
         case "engines" | "prefill" | "decode":
-            seats = _engine_seats(what, number, counts.ranks_here(what))
-            return seats if counts.leads else seats[1:]
+            process_specs = _engine_processes(what, number, counts.ranks_here(what))
+            return process_specs if counts.leads else process_specs[1:]
         case _:
-            return [Seat(what, InstanceId(f"{what}-{number}"), number, what)]
+            return [ProcessSpec(what, InstanceId(f"{what}-{number}"), number, what)]
 
 
-def _engine_seats(pool: Pool, number: int, ranks: range) -> list[Seat]:
+def _engine_processes(pool: Pool, number: int, ranks: range) -> list[ProcessSpec]:
     engine = EngineId(f"{ENGINE_NAMES[pool]}-{number}")
-    scheduler = Seat("scheduler", InstanceId(engine), number, pool, engine, pool)
+    scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool)
     return [
         scheduler,
-        *(Seat("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in ranks),
+        *(ProcessSpec("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in ranks),
     ]
 
 
-def all_seats(counts: Counts) -> list[Seat]:
+def all_process_specs(counts: Counts) -> list[ProcessSpec]:
     """Slowest starters first."""
     if not counts.leads:
         return _counted(POOLS, counts)
     light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")
     return [
         *_counted(POOLS, counts),
-        *(Seat("kvstore", InstanceId(f"kvstore-{n}"), n, None) for n in range(1, counts.kvstore + 1)),
+        *(ProcessSpec("kvstore", InstanceId(f"kvstore-{n}"), n, None) for n in range(1, counts.kvstore + 1)),
         *_counted(light, counts),
     ]
 
 
-def _counted(kinds: tuple[Scalable, ...], counts: Counts) -> list[Seat]:
-    return [seat for what in kinds for n in range(1, counts.of(what) + 1) for seat in seats(what, n, counts)]
+def _counted(kinds: tuple[Scalable, ...], counts: Counts) -> list[ProcessSpec]:
+    return [
+        process for what in kinds for n in range(1, counts.of(what) + 1) for process in process_specs(what, n, counts)
+    ]
 
 
 STOP_ORDER: tuple[frozenset[Service], ...] = (
@@ -150,6 +157,6 @@ STOP_ORDER: tuple[frozenset[Service], ...] = (
 """Gateways first: they finish their requests, for which they need all the others."""
 
 
-def stage(service: Service) -> int:
+def stop_stage(service: Service) -> int:
     """When in STOP_ORDER the service ends."""
     return next(i for i, services in enumerate(STOP_ORDER) if service in services)

@@ -1,4 +1,4 @@
-"""Finds processes that live and do nothing: engines by their steps, everybody by silence. Pure: time is an argument."""
+"""Finds processes that live and do nothing: engines by their steps, all by silence. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from shared.messages.lifecycle import EngineReport, Lifecycle
 
 
 class WatchLimits(Struct, frozen=True, kw_only=True):
+    """How long a process may make no progress, in seconds."""
+
     step: float = 90.0
     """Seconds that an engine with work in hand may take for a step. The scheduler's own limit is tighter."""
     silence: float = 15.0
@@ -18,27 +20,30 @@ class WatchLimits(Struct, frozen=True, kw_only=True):
 
 
 class Stall(NamedTuple):
+    """A process to be restarted, and why."""
+
     instance: InstanceId
     reason: str
 
 
-class _Watched(NamedTuple):
+class _WatchedProcess(NamedTuple):
     incarnation: Incarnation
-    heard_at: float
+    seen_at: float
     steps: int
-    moved_at: float
+    progressed_at: float
     """When `steps` last changed, or was last without work."""
     was_ready: bool
 
 
 class Watchdog:
-    """Owns what was last heard of each process. `now` is the bus's liveness clock, which stands still with the bus."""
+    """Owns what was last heard of each process. `now` is the bus's liveness clock, which stops with the bus."""
 
     def __init__(self, limits: WatchLimits | None = None) -> None:
         self._limits = limits or WatchLimits()
-        self._watched: dict[InstanceId, _Watched] = {}
+        self._watched: dict[InstanceId, _WatchedProcess] = {}
 
-    def heard(self, message: Lifecycle, now: float) -> None:
+    def record_lifecycle(self, message: Lifecycle, now: float) -> None:
+        """Records what a process says of itself; one that says that it has ended is watched no more."""
         if message.phase in ("stopped", "failed"):
             self.forget(message.instance)
             return
@@ -49,32 +54,55 @@ class Watchdog:
         stands = (
             before is not None and steps == before.steps and _has_work(message.engine) and message.phase != "starting"
         )
-        self._watched[message.instance] = _Watched(
+        self._watched[message.instance] = _WatchedProcess(
             incarnation=message.incarnation,
-            heard_at=now,
+            seen_at=now,
             steps=steps,
-            moved_at=before.moved_at if before is not None and stands else now,
+            progressed_at=before.progressed_at if before is not None and stands else now,
             was_ready=message.phase == "ready" or (before is not None and before.was_ready),
         )
 
     def forget(self, instance: InstanceId) -> None:
+        """Watches an instance no more, until it speaks again."""
         self._watched.pop(instance, None)
 
     def stalled(self, now: float) -> list[Stall]:
         """Names each stalled process once, and forgets it."""
-        found = [stall for instance in self._watched if (stall := self._judge(instance, now)) is not None]
+        found = [stall for instance in self._watched if (stall := self._stall_of(instance, now)) is not None]
         for stall in found:
             self.forget(stall.instance)
         return found
 
-    def _judge(self, instance: InstanceId, now: float) -> Stall | None:
+    def _stall_of(self, instance: InstanceId, now: float) -> Stall | None:
         watched = self._watched[instance]
-        if watched.was_ready and now - watched.heard_at > self._limits.silence:
+        if watched.was_ready and now - watched.seen_at > self._limits.silence:
             return Stall(instance, f"silent for {self._limits.silence:g} s")
-        if now - watched.moved_at > self._limits.step and watched.heard_at > watched.moved_at:
+        if now - watched.progressed_at > self._limits.step and watched.seen_at > watched.progressed_at:
             return Stall(instance, f"work in hand and no step for {self._limits.step:g} s")
         return None
 
 
 def _has_work(report: EngineReport | None) -> bool:
     return report is not None and report.running + report.waiting > 0
+
+
+# A clock for the watchdog that a pause of the supervisor itself does not move: nothing was heard meanwhile.
+
+
+MAX_CLOCK_STEP = 1.0
+"""Seconds that count between two looks. The supervisor looks five times a second; what is beyond was its own pause."""
+
+
+class PauseFreeClock:
+    """Owns how much time has counted so far."""
+
+    def __init__(self) -> None:
+        self._counted = 0.0
+        self._last: float | None = None
+
+    def now(self, real: float) -> float:
+        """Counted seconds at `real`, which is any clock that does not go back."""
+        if self._last is not None:
+            self._counted += min(max(0.0, real - self._last), MAX_CLOCK_STEP)
+        self._last = real
+        return self._counted

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from services.bench.api import ApiError, PromptBody
+from tokenizers import Tokenizer
+
+from services.bench.client.api import Api, PromptBody
+from services.bench.errors import BenchError
 
 Count = Callable[[PromptBody], Awaitable[int]]
 
@@ -17,12 +21,14 @@ COPIES = 8
 ATTEMPTS = 16
 
 
-class Writer(Protocol):
+class PromptWriter(Protocol):
+    """Makes prompts of exact lengths, as text or as token ids."""
+
     async def prefix(self, tokens: int, random: Random) -> str | list[int]:
         """The beginning of several prompts, to be given to `prompt`."""
 
     async def prompt(self, tokens: int, random: Random, prefix: str | list[int] | None = None) -> PromptBody:
-        """A prompt of exactly `tokens` tokens, `prefix` included. Raises ApiError where there is none."""
+        """A prompt of exactly `tokens` tokens, `prefix` included. Raises BenchError where there is none."""
 
 
 class TokenWriter:
@@ -30,21 +36,23 @@ class TokenWriter:
 
     def __init__(self, vocabulary: Sequence[int]) -> None:
         if not vocabulary:
-            raise ApiError("no token ids to draw from")
+            raise BenchError("no token ids to draw from")
         self._vocabulary = vocabulary
 
     async def prefix(self, tokens: int, random: Random) -> list[int]:
+        """As `PromptWriter` has it."""
         return random.choices(self._vocabulary, k=tokens)
 
     async def prompt(self, tokens: int, random: Random, prefix: str | list[int] | None = None) -> list[int]:
+        """As `PromptWriter` has it. Raises BenchError where the prefix alone is longer."""
         start = list(prefix) if isinstance(prefix, list) else []
         if len(start) > tokens:
-            raise ApiError(f"a prefix of {len(start)} tokens does not go into a prompt of {tokens}")
+            raise BenchError(f"a prefix of {len(start)} tokens does not go into a prompt of {tokens}")
         return start + random.choices(self._vocabulary, k=tokens - len(start))
 
 
 class TextWriter:
-    """Strings words together until the tokenizer counts what was asked for. Make one with `text_writer`."""
+    """Strings words together until the tokenizer counts the requested number. Make one with `text_writer`."""
 
     def __init__(self, count: Count, costs: dict[str, int], chat: bool) -> None:
         self._count = count
@@ -58,6 +66,7 @@ class TextWriter:
         return " ".join(self._draw(tokens, random))
 
     async def prompt(self, tokens: int, random: Random, prefix: str | list[int] | None = None) -> PromptBody:
+        """As `PromptWriter` has it: the server, or the local tokenizer, counts each attempt."""
         start = prefix if isinstance(prefix, str) else None
         bare = await self._count(self._body(start, self._units[:1])) - 1  # servers refuse an empty prompt
         words = self._draw(max(1, tokens - bare), random)
@@ -70,8 +79,8 @@ class TextWriter:
             elif len(words) > 1:
                 self._drop(words, counted - tokens)
             else:
-                raise ApiError(f"a prompt of {tokens} tokens is too short: with one word it has {counted} already")
-        raise ApiError(f"no text of exactly {tokens} tokens was found in {ATTEMPTS} attempts; use token ids")
+                raise BenchError(f"a prompt of {tokens} tokens is too short: with one word it has {counted} already")
+        raise BenchError(f"no text of exactly {tokens} tokens was found in {ATTEMPTS} attempts; use token ids")
 
     def _body(self, prefix: str | None, words: list[str]) -> PromptBody:
         text = " ".join(words)
@@ -95,7 +104,7 @@ class TextWriter:
 
 
 async def text_writer(count: Count, chat: bool) -> TextWriter:
-    """A writer whose words cost the same number of tokens wherever they stand. Raises ApiError."""
+    """A writer whose words cost the same number of tokens in any position. Raises BenchError."""
     random = Random(0)
     words = [*COMMON_WORDS]
     while len(words) < WORDS:
@@ -106,7 +115,7 @@ async def text_writer(count: Count, chat: bool) -> TextWriter:
         if cost is not None:
             costs[word] = cost
     if 1 not in costs.values():
-        raise ApiError("the tokenizer has no word of one token, so no text of an exact length; use token ids")
+        raise BenchError("the tokenizer has no word of one token, so no text of an exact length; use token ids")
     return TextWriter(count, costs, chat)
 
 
@@ -117,10 +126,45 @@ async def _cost(word: str, count: Count) -> int | None:
 
 
 async def seen_vocabulary(tokenize: Callable[[PromptBody], Awaitable[list[int]]]) -> list[int]:
-    """Token ids that a tokenizer gives for ordinary text: valid, and none of them special. Raises ApiError."""
+    """Token ids that a tokenizer gives for ordinary text: valid, and none of them special. Raises BenchError."""
     random = Random(0)
     special = set.intersection(*[set(await tokenize(letter)) for letter in "abc"])  # around any text
     syllables = ["".join(random.choices(SYLLABLES, k=random.randint(1, 4))) for _ in range(400)]
     letters = [chr(code) for code in range(33, 127)]
     seen = set(await tokenize(" ".join([*COMMON_WORDS, *syllables, *letters])))
     return sorted(seen - special)
+
+
+# A tokenizer read from a model's folder, for servers that do not tell their own counts.
+
+
+class LocalTokenizer:
+    """Counts a prompt's text. A chat's template is not known here: only its contents count."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises BenchError where the folder holds no tokenizer.json."""
+        path = folder / "tokenizer.json" if folder.is_dir() else folder
+        if not path.is_file():
+            raise BenchError(f"{path} is no tokenizer.json")
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    async def count(self, body: PromptBody) -> int:
+        """Tokens of a prompt; of a chat those of its contents, of token ids their number."""
+        if isinstance(body, tuple):
+            return sum(len(self._tokenizer.encode(content, add_special_tokens=False).ids) for _, content in body)
+        return len(body) if isinstance(body, list) else len(self._tokenizer.encode(body).ids)
+
+    def vocabulary(self) -> list[int]:
+        """Every token id that is not special."""
+        special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return sorted(set(self._tokenizer.get_vocab(with_added_tokens=True).values()) - special)
+
+
+async def make_writer(api: Api, text: bool, tokenizer: Path | None, vocab_size: int | None) -> TextWriter | TokenWriter:
+    """A writer by what is known of the vocabulary: the local tokenizer, else the size given, else the server."""
+    local = LocalTokenizer(tokenizer) if tokenizer is not None else None
+    if text:
+        return await text_writer(local.count if local else api.count, chat=api.endpoint == "chat")
+    if local is not None:
+        return TokenWriter(local.vocabulary())
+    return TokenWriter(range(vocab_size) if vocab_size else await seen_vocabulary(api.tokenize))

@@ -1,4 +1,4 @@
-"""The blocks that `bench kv` moves: of a given layout, with contents that no memory can make cheaper than they are."""
+"""The blocks that `bench kv` moves: of a given layout, with contents that no memory can compress or share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from kvstore.carried import NO_PARENT, CarriedBlock, Shape, checksum
+from kvstore.arena.in_flight_block import NO_PARENT, BlockShape, InFlightBlock, checksum
+from kvstore.arena.owned_arena import OwnedArena
 from kvstore.core.layout import CHECKSUM, geometry
-from kvstore.owned_arena import OwnedArena
-from services.bench.api import ApiError
+from services.bench.errors import BenchError
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
@@ -31,17 +31,20 @@ class KvShape(NamedTuple):
 
     @property
     def layout(self) -> KvLayout:
+        """The layout of the arena that holds such blocks."""
         return KvLayout(
             model="bench", dtype=self.dtype, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim
         )
 
     @property
-    def block(self) -> Shape:
+    def block(self) -> BlockShape:
+        """The cells of one block, and their bytes."""
         size = geometry(self.layout, 1)
-        return Shape(size.cells, size.cell_bytes)
+        return BlockShape(size.cells, size.cell_bytes)
 
     @property
     def total_bytes(self) -> int:
+        """Of all blocks."""
         return self.blocks * self.block.payload_bytes
 
 
@@ -51,29 +54,29 @@ def names(shape: KvShape) -> list[BlockHash]:
     return [BlockHash(random.randbytes(HASH_BYTES)) for _ in range(shape.blocks)]
 
 
-def make_blocks(shape: KvShape) -> list[CarriedBlock]:
+def make_blocks(shape: KvShape) -> list[InFlightBlock]:
     """Of different contents, with their checksums."""
     random, chain = Random(1), names(shape)
     parents = [NO_PARENT, *chain[:-1]]
     return [_block(name, parent, shape.block, random) for name, parent in zip(chain, parents, strict=True)]
 
 
-def _block(name: BlockHash, parent: bytes, shape: Shape, random: Random) -> CarriedBlock:
+def _block(name: BlockHash, parent: bytes, shape: BlockShape, random: Random) -> InFlightBlock:
     payload = random.randbytes(shape.payload_bytes)
     cells = [payload[at : at + shape.cell_bytes] for at in range(0, len(payload), shape.cell_bytes)]
-    return CarriedBlock(name, parent, 16, b"".join(CHECKSUM.pack(checksum(cell)) for cell in cells), payload)
+    return InFlightBlock(name, parent, 16, b"".join(CHECKSUM.pack(checksum(cell)) for cell in cells), payload)
 
 
 @contextlib.contextmanager
 def arena(shape: KvShape) -> Iterator[OwnedArena]:
-    """One with room for all blocks, its memory taken, in shared memory where there is some. Raises ApiError."""
+    """One with room for all blocks, its memory taken, in shared memory where there is some. Raises BenchError."""
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="baton-bench-", dir=parent) as folder:
         made = OwnedArena.create(Path(folder) / "arena", ArenaId(1), shape.layout, shape.blocks)
         try:
             for slot in range(shape.blocks):
                 if not made.take_memory(slot):
-                    raise ApiError(
+                    raise BenchError(
                         f"{folder} has no room for {shape.total_bytes / 2**20:.0f} MiB; ask for fewer --blocks"
                     )
             yield made
@@ -81,8 +84,8 @@ def arena(shape: KvShape) -> Iterator[OwnedArena]:
             made.close()
 
 
-def fill(made: OwnedArena, blocks: Sequence[CarriedBlock]) -> None:
-    """As a store does with what comes from elsewhere."""
+def fill(made: OwnedArena, blocks: Sequence[InFlightBlock]) -> None:
+    """As a store does with blocks from elsewhere."""
     for slot, block in enumerate(blocks):
         made.reserve(slot, slot + 1, block.hash, block.parent, block.tokens)
         made.fill(slot, block)

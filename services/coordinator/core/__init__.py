@@ -1,1 +1,1 @@
-"""What a coordinator decides, apart from any bus or clock. Read `coordinator.py` first."""
+"""What a coordinator decides, apart from bus and clock. Read `coordinator.py` first, then `router.py`, `fleet.py`."""

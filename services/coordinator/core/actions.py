@@ -1,58 +1,87 @@
-"""What the core is told of time, and what it answers with."""
+"""The time that the coordinator's core is given, and the actions that it answers with."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from services.coordinator.core.reuse import Reuse
-from shared.ids import EngineId, GatewayId
+from services.coordinator.core.kv_sources import Reuse
+from services.coordinator.core.reservations import PromptPrefix
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId
 from shared.messages.coordinator import PlacementMade
-from shared.messages.gateway import Placed, Queued, Rejected
-from shared.messages.scheduler import Cancel, Generate
+from shared.messages.gateway import RequestQueued, RequestRejected
+from shared.messages.scheduler import Cancel, GenerateRequest
 
 
 class Moment(NamedTuple):
+    """One instant, on the two clocks that the core uses."""
+
     now: float
-    """Monotonic seconds: what queueing is measured by."""
+    """Monotonic seconds; waiting is measured by them."""
     alive: float
-    """The bus's liveness clock: what somebody's silence is measured by."""
+    """Seconds of the bus's liveness clock, which is paused while the bus is unreachable; liveness is measured by
+    them."""
 
 
-class Place(NamedTuple):
-    """Send `generate` to that engine, and then `Placed` to the gateway: in this order, so that a gateway that has
-    no use for the `Placed` and cancels finds the request at the engine.
+class Placement(NamedTuple):
+    """Where one request goes, as the router decided it."""
 
-    If the engine has no subscriber, tell the core with `engine_unreachable`.
+    engine: EngineId
+    """Gets the request, and computes its prompt."""
+    detokenizer: DetokenizerId
+    prefix: PromptPrefix
+    reuse: Reuse
+    """What `engine` is expected not to have to compute, of `blocks`."""
+    blocks: int
+    decode_on: EngineId | None = None
+    """The engine that `engine` hands the request over to; None: it keeps the request."""
+
+    def announcement(self, coordinator: InstanceId) -> PlacementMade:
+        """The message with which `coordinator`, which made this placement, announces it to the others."""
+        return PlacementMade(
+            coordinator=coordinator,
+            engine=self.engine,
+            detokenizer=self.detokenizer,
+            model=self.prefix.model,
+            prompt=self.prefix.last_block,
+            prompt_blocks=self.prefix.blocks,
+            blocks=self.blocks,
+            reused=self.reuse.blocks,
+            on_device=self.reuse.device,
+            decode_on=self.decode_on,
+        )
+
+
+class PlaceRequest(NamedTuple):
+    """Send `generate` to that engine, and then `RequestPlaced` to the gateway: in this order, so that a gateway that
+    has no use for the `RequestPlaced` and cancels finds the request at the engine.
+
+    If the engine has no subscriber, call `Coordinator.engine_unreachable`.
     """
 
     engine: EngineId
-    generate: Generate
+    generate: GenerateRequest
     waited: float
     """Seconds that the request waited here."""
     reuse: Reuse
     """What the engine is expected not to have to compute, of `blocks`."""
     blocks: int
-    told: PlacementMade | None = None
-    """What the other coordinators are to be told, right behind `generate`; None where there is none."""
-
-    @property
-    def placed(self) -> Placed:
-        generation = self.generate.generation
-        return Placed(generation.request, generation.attempt, self.engine, self.generate.detokenizer)
+    announcement: PlacementMade | None = None
+    """To be published to the other coordinators right behind `generate`; None where there are no others."""
 
 
-class Tell(NamedTuple):
-    """Send this to that gateway. If that (or a `Placed`) has no subscriber, tell the core: `gateway_unreachable`."""
+class NotifyGateway(NamedTuple):
+    """Send this to that gateway. If this (or a `RequestPlaced`) has no subscriber, call
+    `Coordinator.gateway_unreachable`."""
 
     gateway: GatewayId
-    message: Queued | Rejected
+    message: RequestQueued | RequestRejected
 
 
-class CancelAt(NamedTuple):
-    """Nobody waits for this any more: free what the engine holds of it."""
+class CancelOnEngine(NamedTuple):
+    """The gateway of this request is gone: have the engine free what it holds of it."""
 
     engine: EngineId
     cancel: Cancel
 
 
-Action = Place | Tell | CancelAt
+Action = PlaceRequest | NotifyGateway | CancelOnEngine

@@ -6,232 +6,276 @@ import math
 
 from msgspec.structs import replace
 
-from services.coordinator.core.actions import Action, CancelAt, Moment, Place, Tell
-from services.coordinator.core.admission import refusal
-from services.coordinator.core.expected_prompts import ExpectedPrompts, Prompt, prompt_of
-from services.coordinator.core.fence import Fence
-from services.coordinator.core.fleet import Fleet
+from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
+from services.coordinator.core.fleet import EngineFleet, fits
 from services.coordinator.core.kv_sources import KvSources
-from services.coordinator.core.limits import Limits
+from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
+from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
-from services.coordinator.core.routing import Routing
-from services.coordinator.core.waiting_line import Waiting, WaitingLine
+from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
+from shared.blocks import BLOCK_SIZE
 from shared.ids import EngineId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import PlacementMade, Route, Withdraw
-from shared.messages.gateway import ErrorKind, Placed, Queued, Rejected
+from shared.messages.gateway import ErrorKind, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.kv_events import KvDump, KvEvents
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Cancel, Generate
+from shared.messages.scheduler import Cancel, GenerateRequest
+from shared.reliability.recent import AttemptFence, RecentEntries
 
 MAX_RETRY_AFTER = 60.0
+"""Seconds after which a rejected client may try again, at most."""
 
 
 class Coordinator:
-    """Owns where requests go: who is alive, who waits, which attempts are stale, which blocks are cached where.
+    """Owns where requests go: which instances are alive, which requests wait, which attempts are stale, which blocks
+    are cached where.
 
-    Each Route that is not stale ends in exactly one Place, one Rejected, or a Withdraw; until then it waits, and
-    its gateway is told so again and again. A Place that found nobody counts as not made.
+    Each Route that is not stale ends in exactly one PlaceRequest, one Rejected, or a Withdraw; until then it waits, and
+    its gateway is sent RequestQueued repeatedly. A PlaceRequest that reached no engine does not count.
     """
 
     def __init__(
         self,
         instance: InstanceId,
-        limits: Limits,
-        routing: Routing | None = None,
+        limits: CoordinatorLimits,
+        settings: RouterSettings | None = None,
         *,
         turn: int = 0,
         since: float = 0.0,
     ) -> None:
-        """`turn`: see Fleet. `since`: the liveness clock at the start."""
+        """`turn`, `since`: see EngineFleet."""
         self._instance = instance
         self.limits = limits
-        self.routing = routing or Routing()
-        self.fleet = Fleet(instance, limits, turn, since)
-        self.sources = KvSources(self.routing.index_blocks)
-        self.line = WaitingLine()
+        self.settings = settings or RouterSettings()
+        self.fleet = EngineFleet(instance, limits, turn, since)
+        self.sources = KvSources(self.settings.index_blocks)
+        self.queue = PlacementQueue()
         self._expected = ExpectedPrompts()
-        self._router = Router(self.fleet, self.sources, self._expected, self.routing)
-        self._fence = Fence(limits.remembered)
+        self._router = Router(self.fleet, self.sources, self._expected, self.settings)
+        self._fence = AttemptFence(limits.remembered)
+        self._engines: RecentEntries[RequestId, EngineId] = RecentEntries(limits.remembered)
+        """Where the newest attempt of each request was placed last."""
+
+    # ---- requests
 
     def route(self, route: Route, at: Moment) -> list[Action]:
-        """A request asks for an engine. Stale attempts are dropped: their gateway has moved on."""
+        """A request asks for an engine. Stale attempts are dropped, with no action: their gateway has moved on."""
         generation = route.generation
-        if not self._fence.take(generation.request, generation.attempt):
+        if not self._fence.accept(generation.request, generation.attempt):
             return []
+        self._engines.pop(generation.request, None)
         return self._admit(generation, at)
 
     def withdraw(self, message: Withdraw) -> bool:
         """The client went away. True where the request waited here."""
-        self._fence.withdraw(message.request, message.attempt)
-        waiting = self.line.get(message.request)
-        if waiting is None or waiting.generation.attempt > message.attempt:
+        self._fence.close(message.request, message.attempt)
+        queued = self.queue.get(message.request)
+        if queued is None or queued.generation.attempt > message.attempt:
             return False
-        self.line.remove(message.request)
+        self.queue.remove(message.request)
         return True
 
-    def lifecycle(self, life: Lifecycle, at: Moment) -> list[Action]:
-        """Somebody's sign of life; a report that shows room empties the line."""
-        gone = self.fleet.heard(life, at)
-        if gone is not None:
-            self.sources.gone(gone)
-        if holds_blocks(life):
-            self.sources.alive(life.instance)
-        return self._pump_all(at) if life.service in ("scheduler", "detokenizer") and len(self.line) else []
-
-    def time_passed(self, at: Moment) -> list[Action]:
-        """Forgets the silent, rejects who waited for too long or in vain, tells the others that they wait."""
-        for gone in self.fleet.expire(at):
-            self.sources.gone(gone)
-        self.sources.tidy()
-        actions = self._pump_all(at)
-        for waiting in list(self.line):
-            actions += self._reject_hopeless(waiting, at) or self._renew(waiting, at)
-        return actions
-
-    def placed_elsewhere(self, told: PlacementMade, at: Moment) -> None:
-        """A coordinator, which may be this one, has placed a request."""
-        if told.coordinator == self._instance:
-            return
-        prompt = Prompt(told.model, told.prompt, told.prompt_blocks)
-        expected = self._expected.of(prompt, at.now)
-        if expected is not None and expected.engine == InstanceId(told.engine):  # it is computed once
-            own = expected.blocks
-            told = replace(told, reused=max(told.reused, own), on_device=max(told.on_device, own))
-        self.fleet.placed_elsewhere(told, at)
-        self._expected.place(prompt, told.engine, at.now)
-
-    def blocks_changed(self, message: KvEvents | KvDump, at: Moment) -> None:
-        """A source of cached blocks says what it holds."""
-        if isinstance(message, KvEvents):
-            self.sources.events(message, at.now)
-        else:
-            self.sources.dumped(message, at.now)
-
-    def dumps_wanted(self, at: Moment) -> list[InstanceId]:
-        """Who is to be asked now for all that it holds; each counts as asked."""
-        return self.sources.requests.due(at.now)
-
-    def engine_unreachable(self, generate: Generate, at: Moment) -> list[Action]:
+    def engine_unreachable(self, generate: GenerateRequest, at: Moment) -> list[Action]:
         """A Generate had no subscriber: the engine is gone, and the request goes elsewhere."""
         generation = generate.generation
-        engine = self._fence.engine_of(generation.request)
-        if engine is None or not self._fence.wants(generation.request, generation.attempt):
+        engine = self._engines.get(generation.request)
+        if engine is None or not self._fence.is_current(generation.request, generation.attempt):
             return []
-        self.fleet.unreachable(engine)
+        self.fleet.mark_unreachable(engine)
         return self._admit(generation, at)
 
-    def gateway_unreachable(self, message: Placed | Queued | Rejected) -> list[Action]:
-        """A message to a gateway had no subscriber: it is gone, and nobody wants the answer."""
+    def gateway_unreachable(self, message: RequestPlaced | RequestQueued | RequestRejected) -> list[Action]:
+        """A message to a gateway had no subscriber: the gateway is gone, and its request is of no use."""
         self.withdraw(Withdraw(message.request, message.attempt))
-        if isinstance(message, Placed):
-            return [CancelAt(message.engine, Cancel(message.request, message.attempt))]
+        if isinstance(message, RequestPlaced):
+            return [CancelOnEngine(message.engine, Cancel(message.request, message.attempt))]
         return []
 
-    def hand_over(self) -> list[Route]:
-        """Empties the line for another coordinator to take; nothing where there is none. What it does not take
-        comes back as a `route`."""
-        if not self.fleet.other_coordinators():
+    def release_queue(self) -> list[Route]:
+        """Empties the queue for another coordinator to take over; nothing where there is none. A request that none
+        takes over is to be given back by `route`."""
+        if not self.fleet.peers:
             return []
-        routes = [Route(generation) for generation in self.line.clear()]
+        routes = [Route(generation) for generation in self.queue.clear()]
         for route in routes:
-            self._fence.release(route.generation.request)
+            self._fence.readmit(route.generation.request)
         return routes
 
     def engine_of(self, request: RequestId) -> EngineId | None:
-        """Where the request was placed last."""
-        return self._fence.engine_of(request)
+        """Where the request was placed last; None where that is not known."""
+        return self._engines.get(request)
 
-    def _admit(self, generation: Generation, at: Moment) -> list[Action]:
-        if (refused := self._refusal(generation)) is not None:
-            return [Tell(generation.gateway, refused)]
-        full = len(self.line) >= self.limits.queue and generation.request not in self.line
-        waiting = self.line.add(generation, at.now)
-        actions = self._pump(generation.model, at)
-        if self.line.get(generation.request) is not waiting:
-            return actions
-        if full:
-            return [*actions, *self._reject(waiting, "overloaded", "the queue for an engine is full", at)]
-        return [*actions, *(self._reject_hopeless(waiting, at) or self._renew(waiting, at))]
+    # ---- what is seen of other services
 
-    def _refusal(self, generation: Generation) -> Rejected | None:
-        card = self.fleet.card(generation.model)
-        return refusal(generation, card) if card is not None else None
+    def lifecycle(self, life: Lifecycle, at: Moment) -> list[Action]:
+        """An instance's heartbeat; a report that shows room empties the queue."""
+        gone = self.fleet.record_lifecycle(life, at)
+        if gone is not None:
+            self.sources.forget(gone)
+        if life.phase not in ("stopped", "failed") and (life.engine is not None or life.store is not None):
+            self.sources.follow(life.instance)
+        return self._place_queued(at) if life.service in ("scheduler", "detokenizer") else []
 
-    def _pump_all(self, at: Moment) -> list[Action]:
-        return [action for model in self.line.models() for action in self._pump(model, at)]
-
-    def _pump(self, model: ModelName, at: Moment) -> list[Action]:
-        """Places who can be placed, in order. Who waits for an engine that it need not avoid holds up nobody."""
-        actions: list[Action] = []
-        for waiting in self.line.of(model):
-            if not self.fleet.has_room(model):
-                break
-            actions += self._try(waiting, at)
+    def time_passed(self, at: Moment) -> list[Action]:
+        """Forgets silent instances, rejects requests that waited for too long or for what will not come, notifies the
+        gateways of the others."""
+        for silent in self.fleet.expire(at):
+            self.sources.forget(silent)
+        self.sources.tidy()
+        actions = self._place_queued(at)
+        for queued in list(self.queue):
+            actions += self._reject_hopeless(queued, at) or self._notify_queued(queued, at)
         return actions
 
-    def _try(self, waiting: Waiting, at: Moment) -> list[Action]:
-        generation = waiting.generation
-        if (refused := self._refusal(generation)) is not None:  # queued before the model was known
-            self.line.remove(generation.request)
-            return [Tell(generation.gateway, refused)]
-        choice = self._router.choose(generation, at.now)
-        if choice is None:
-            return []
-        self.line.remove(generation.request)
-        self.fleet.place(choice, at)
-        prompt = prompt_of(generation)
-        self._expected.place(prompt, choice.engine, at.now)
-        self._fence.placed(generation.request, choice.engine)
-        told = choice.told(self._instance, prompt) if self.fleet.other_coordinators() else None
-        generate = Generate(
-            generation,
-            choice.detokenizer,
-            decode_on=choice.decode_on,
-            kv_source=choice.reuse.remote_node,
-            predicted_cached=choice.predicted_cached,
-        )
-        return [Place(choice.engine, generate, at.now - waiting.since, choice.reuse, choice.blocks, told)]
+    def record_announcement(self, made: PlacementMade, at: Moment) -> None:
+        """A coordinator, which may be this one, has placed a request."""
+        if made.coordinator == self._instance:
+            return
+        prefix = PromptPrefix(made.model, made.prompt, made.prompt_blocks)
+        if self._expected.engine_for(prefix, at.now) == made.engine:  # the prompt is computed once
+            own = prefix.blocks
+            made = replace(made, reused=max(made.reused, own), on_device=max(made.on_device, own))
+        self.fleet.record_announcement(made, at)
+        self._expected.add(prefix, made.engine, at.now)
 
-    def _reject_hopeless(self, waiting: Waiting, at: Moment) -> list[Action]:
-        """Rejects who has waited for too long, or for what is not expected any more."""
-        model = waiting.generation.model
+    def blocks_changed(self, message: KvEvents | KvDump, at: Moment) -> None:
+        """An engine or a KV store says what it holds."""
+        if isinstance(message, KvEvents):
+            self.sources.record_events(message, at.now)
+        else:
+            self.sources.record_dump(message, at.now)
+
+    def dumps_due(self, at: Moment) -> list[InstanceId]:
+        """The engines and KV stores to request a dump from now; each request is recorded as made."""
+        return self.sources.requests.due(at.now) if self.sources.requests.needed else []
+
+    # ---- the queue
+
+    def _admit(self, generation: Generation, at: Moment) -> list[Action]:
+        """Places the request at once where nothing waits and there is room; queues it otherwise."""
+        if not self.queue and self.fleet.has_room(generation.model):
+            actions = self._place(generation, at, at.now)
+            if actions:
+                return actions
+        refused = self._refusal(generation)
+        if refused is not None:
+            return [NotifyGateway(generation.gateway, refused)]
+        full = len(self.queue) >= self.limits.queue and generation.request not in self.queue
+        queued = self.queue.add(generation, at.now)
+        actions = self._place_queued_for(generation.model, at)
+        if self.queue.get(generation.request) is not queued:
+            return actions
+        if full:
+            return [*actions, *self._reject(queued, "overloaded", "the queue for an engine is full", at)]
+        return [*actions, *(self._reject_hopeless(queued, at) or self._notify_queued(queued, at))]
+
+    def _place_queued(self, at: Moment) -> list[Action]:
+        return [action for model in self.queue.models() for action in self._place_queued_for(model, at)]
+
+    def _place_queued_for(self, model: ModelName, at: Moment) -> list[Action]:
+        """Places the requests that can be placed, in order. One that waits because it avoids an engine holds up none
+        behind it."""
+        actions: list[Action] = []
+        for queued in self.queue.of(model):
+            if not self.fleet.has_room(model):
+                break
+            placed = self._place(queued.generation, at, queued.since)
+            if placed:
+                self.queue.remove(queued.generation.request)
+            actions += placed
+        return actions
+
+    def _place(self, generation: Generation, at: Moment, since: float) -> list[Action]:
+        """Places a request that came at `since`, or rejects it where it was queued before its model was known and its
+        model cannot hold it; nothing where no engine takes it."""
+        refused = self._refusal(generation)
+        if refused is not None:
+            return [NotifyGateway(generation.gateway, refused)]
+        placement = self._router.choose(generation, at.now)
+        if placement is None:
+            return []
+        engine, reuse = placement.engine, placement.reuse
+        self.fleet.record_placement(placement, at)
+        self._expected.add(placement.prefix, engine, at.now)
+        self._engines[generation.request] = engine
+        generate = GenerateRequest(
+            generation,
+            placement.detokenizer,
+            decode_on=placement.decode_on,
+            kv_source=reuse.remote_node,
+            predicted_cached=reuse.blocks * BLOCK_SIZE,
+        )
+        announcement = placement.announcement(self._instance) if self.fleet.peers else None
+        return [PlaceRequest(engine, generate, at.now - since, reuse, placement.blocks, announcement)]
+
+    def _refusal(self, generation: Generation) -> RequestRejected | None:
+        """The rejection of a request that its model's context cannot hold; None where it fits, or that is not known."""
+        length = self.fleet.max_model_len(generation.model)
+        return None if length is None or fits(generation, length) else _context_exceeded(generation, length)
+
+    def _reject_hopeless(self, queued: QueuedRequest, at: Moment) -> list[Action]:
+        """Rejects a request that has waited for too long, or for what is not expected any more."""
+        model = queued.generation.model
         missing = self.fleet.missing(model)
-        if missing is not None and not self.fleet.expected(model, at):
-            return self._reject(waiting, "unavailable", missing, at)
-        if at.now - waiting.since <= self.limits.queue_seconds:
+        if missing is not None and not self.fleet.is_expected(model, at):
+            return self._reject(queued, "unavailable", missing, at)
+        if at.now - queued.since <= self.limits.queue_seconds:
             return []
         waited = f"waited {self.limits.queue_seconds:g} s"
         if missing is not None:
-            return self._reject(waiting, "unavailable", f"{waited}, but {missing}", at)
-        return self._reject(waiting, "overloaded", f"{waited}, but every engine is full", at)
+            return self._reject(queued, "unavailable", f"{waited}, but {missing}", at)
+        return self._reject(queued, "overloaded", f"{waited}, but every engine is full", at)
 
-    def _renew(self, waiting: Waiting, at: Moment) -> list[Action]:
-        if waiting.told is not None and at.now - waiting.told < self.limits.renew_seconds:
+    def _notify_queued(self, queued: QueuedRequest, at: Moment) -> list[Action]:
+        """Lets its gateway know that the request waits, once every `renew_seconds`."""
+        if queued.notified is not None and at.now - queued.notified < self.limits.renew_seconds:
             return []
-        waiting.told = at.now
-        generation = waiting.generation
-        return [Tell(generation.gateway, Queued(generation.request, generation.attempt))]
+        queued.notified = at.now
+        generation = queued.generation
+        return [NotifyGateway(generation.gateway, RequestQueued(generation.request, generation.attempt))]
 
-    def _reject(self, waiting: Waiting, kind: ErrorKind, message: str, at: Moment) -> list[Action]:
-        generation = waiting.generation
-        self.line.remove(generation.request)
-        rejected = Rejected(
+    def _reject(self, queued: QueuedRequest, kind: ErrorKind, message: str, at: Moment) -> list[Action]:
+        """The client may try again after as long as the first in the queue has waited by now."""
+        generation = queued.generation
+        self.queue.remove(generation.request)
+        first = self.queue.of(generation.model)[:1]
+        waited = at.now - first[0].since if first else 0.0
+        rejected = RequestRejected(
             request=generation.request,
             attempt=generation.attempt,
             kind=kind,
             message=message,
-            retry_after=self._retry_after(generation.model, at),
+            retry_after=float(min(MAX_RETRY_AFTER, max(1, math.ceil(waited)))),
         )
-        return [Tell(generation.gateway, rejected)]
-
-    def _retry_after(self, model: ModelName, at: Moment) -> float:
-        """As long as the first in line has waited by now: what a place in the line costs at the moment."""
-        first = self.line.of(model)[:1]
-        waited = at.now - first[0].since if first else 0.0
-        return float(min(MAX_RETRY_AFTER, max(1, math.ceil(waited))))
+        return [NotifyGateway(generation.gateway, rejected)]
 
 
-def holds_blocks(life: Lifecycle) -> bool:
-    """Whether this is an engine that serves, or a KV store: alive, and with blocks to tell of."""
-    return life.phase not in ("stopped", "failed") and (life.engine is not None or life.store is not None)
+def _context_exceeded(generation: Generation, max_model_len: int) -> RequestRejected:
+    """In the words that clients of vLLM know.
+
+    Resumed tokens count as output, so that every attempt is judged alike. The field is `messages` because only
+    the gateway knows whether the client sent `messages` or `prompt`; it may put its own.
+    """
+    length, wanted = generation.prompt_length, generation.stopping.max_tokens
+    context = f"This model's maximum context length is {max_model_len} tokens"
+    if length >= max_model_len or wanted is None:
+        field = "messages"
+        message = (
+            f"{context}. However, your request has {length} input tokens, and the output needs one at least. "
+            "Please reduce the length of the input."
+        )
+    else:
+        field = "max_tokens"
+        message = (
+            f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. {context} and your request has "
+            f"{length} input tokens ({wanted} > {max_model_len} - {length})."
+        )
+    return RequestRejected(
+        request=generation.request,
+        attempt=generation.attempt,
+        kind="invalid_request",
+        message=message,
+        field=field,
+        code="context_length_exceeded",
+    )

@@ -1,115 +1,214 @@
-"""The engines and detokenizers as one coordinator sees them: who lives, who has room, what they have in hand."""
+"""The engines and detokenizers as one coordinator sees them: which are alive, which have room, what each has to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from services.coordinator.core.actions import Moment
-from services.coordinator.core.admission import fits
-from services.coordinator.core.choice import Choice
-from services.coordinator.core.engine import Engine
-from services.coordinator.core.limits import Limits
-from services.coordinator.core.load import share
-from services.coordinator.core.policies import in_turn
-from services.coordinator.core.reservations import Reservations, Reserved
-from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName
+from services.coordinator.core.actions import Moment, Placement
+from services.coordinator.core.reservations import Reservations, ReservedWork
+from services.coordinator.core.settings import CoordinatorLimits
+from shared.blocks import BLOCK_SIZE
+from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName, NodeId
 from shared.messages.coordinator import PlacementMade
 from shared.messages.generation import Generation
-from shared.messages.lifecycle import Lifecycle, ModelCard, Role
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
 from shared.registry import Registry
 
 DECODING: frozenset[Role] = frozenset(("mixed", "decode"))
 PREFILLING: frozenset[Role] = frozenset(("prefill",))
 
-
-class Seat(NamedTuple):
-    """An engine that takes one more request, and what was placed there that its report does not hold yet."""
-
-    engine: Engine
-    placed: Reserved
+WAITING_WEIGHT = 4
+"""A waiting request is work that has yet to begin; a running one shares each step with the others."""
 
 
-class Fleet:
-    """Owns the registry, what was placed since the last reports, and who turned out to be unreachable.
+def room(report: EngineReport, fill: float | None) -> int:
+    """Requests that the engine can take beyond those it reported; never negative. `fill`: see `CoordinatorLimits`.
+
+    Where something waits already, a free place in the running batch is no room: blocks may be what is short.
+    """
+    free = 0 if report.waiting else report.max_running - report.running
+    by_bounds = report.max_waiting - report.waiting + free
+    if fill is None:
+        return max(0, by_bounds)
+    by_fill = int(fill * report.max_running) - report.waiting - report.running
+    return max(0, min(by_bounds, by_fill))
+
+
+def share(whole: int, parts: int, turn: int) -> int:
+    """One of `parts` shares of `whole`, which add up to it over `turn` = t, t + 1, …, t + parts - 1."""
+    return whole // parts + (1 if turn % parts < whole % parts else 0)
+
+
+def cost(report: EngineReport, placed: int) -> int:
+    """Requests on the engine once `placed` more have reached it: they fill the running batch first."""
+    free = 0 if report.waiting else max(0, report.max_running - report.running)
+    running = min(placed, free)
+    return WAITING_WEIGHT * (report.waiting + placed - running) + report.running + running
+
+
+def fits(generation: Generation, max_model_len: int) -> bool:
+    """Whether the prompt and the requested tokens (one at least) fit into a context of that many tokens."""
+    return generation.prompt_length + max(generation.stopping.max_tokens or 1, 1) <= max_model_len
+
+
+class EngineLoad(NamedTuple):
+    """One engine as its last report shows it, with values that each placement needs computed once."""
+
+    id: EngineId
+    instance: InstanceId
+    phase: Phase
+    progress: int
+    """Its count of heartbeats, which all coordinators see alike."""
+    report: EngineReport
+    room: int
+    """Requests that it takes beyond those reported."""
+    prefill: float
+    """Blocks that it has yet to compute before it gets to one more request."""
+    used: int
+    """Blocks of KV memory in use."""
+
+    @classmethod
+    def of(cls, life: Lifecycle, report: EngineReport, fill: float | None) -> EngineLoad:
+        """The engine that sent `life` with this `report` in it."""
+        return cls(
+            id=EngineId(life.instance),
+            instance=life.instance,
+            phase=life.phase,
+            progress=life.progress,
+            report=report,
+            room=room(report, fill),
+            prefill=report.prefill_tokens / BLOCK_SIZE,
+            used=report.blocks_total - report.blocks_free,
+        )
+
+
+class Candidate(NamedTuple):
+    """An engine that takes one more request, and its work with that counted which its report does not show yet."""
+
+    engine: EngineLoad
+    node: NodeId | None
+    reserved: ReservedWork
+    requests: int
+    """Waiting and running, in all."""
+    prefill: float
+    """Blocks that it computes before it gets to one more request."""
+    used: int
+    """Blocks of KV memory in use, which every decode step reads."""
+
+
+class EngineFleet:
+    """Owns the registry, what was placed since the last reports, and which instances turned out to be unreachable.
 
     `turn` is where the rotation among equals starts; it should differ between coordinators, so that they do not
-    all begin with the same engine.
+    all begin with the same engine. `since`: the liveness clock at the start.
     """
 
-    def __init__(self, instance: InstanceId, limits: Limits, turn: int, since: float) -> None:
+    def __init__(self, instance: InstanceId, limits: CoordinatorLimits, turn: int, since: float) -> None:
         self.registry = Registry()
+        self.turn = turn
+        """Goes up by one with each placement."""
+        self.peers: list[InstanceId] = []
+        """The other coordinators that place requests at the moment."""
         self._instance = instance
+        self._rank = 0
+        """The place of this coordinator among all of them, by name."""
         self._limits = limits
-        self._turn = turn
         self._since = since
-        self._placed = Reservations(limits.settle_seconds)
-        self._told = Reservations(limits.settle_seconds)
-        """What other coordinators have placed."""
+        self._reservations = Reservations(limits.settle_seconds)
         self._unreachable: set[InstanceId] = set()
-        self._everyone = [instance]
-        self._models_heard: dict[ModelName, float] = {}
-        self._engines: dict[InstanceId, Engine] = {}
-        """Everybody alive that said what it serves."""
-        self._ready: dict[ModelName, list[Engine]] = {}
-        """Those asked for since the last change, by name; as `_cards`."""
-        self._cards: dict[ModelName, ModelCard | None] = {}
-        self._detokenizers: list[Lifecycle] | None = None
-        self._detokenizer_heard: float | None = None
+        """Engines to which a request could not be delivered."""
+        self._models_seen: dict[ModelName, float] = {}
+        """When an engine or a rank last said that it serves this model; as `_detokenizer_seen`."""
+        self._detokenizer_seen: float | None = None
+        self._engines: dict[InstanceId, EngineLoad] = {}
+        """Every engine that is alive and has said what it serves."""
+        self._ready: dict[ModelName, list[EngineLoad]] = {}
+        """The ready engines by model, computed on demand since the last change; as `_contexts`."""
+        self._contexts: dict[ModelName, int | None] = {}
+        self._detokenizers: list[Lifecycle] = []
+        """Those that are ready."""
 
-    @property
-    def turn(self) -> int:
-        """Goes on with each placement."""
-        return self._turn
+    # ---- what is seen of them
 
-    def heard(self, life: Lifecycle, at: Moment) -> InstanceId | None:
-        """Takes a sign of life in; answers with the instance where its former life has ended. Whoever was unreachable
-        is reachable again from the next one on."""
-        gone = self.registry.heard(life, at.alive)
-        self._note(life)
+    def record_lifecycle(self, life: Lifecycle, at: Moment) -> InstanceId | None:
+        """Takes a heartbeat in; answers with the instance where its former life has ended. An instance that was
+        unreachable is reachable again from its next heartbeat on."""
+        gone = self.registry.record_lifecycle(life, at.alive)
         if gone is not None:
-            self._forget_placed(life.instance)
-        if life.service in ("scheduler", "detokenizer"):
-            self._unreachable.discard(life.instance)
-            self._placed.reported(life.instance, at.now)
-            self._told.reported(life.instance, at.now)
-        if life.service == "detokenizer":
-            self._detokenizer_heard = at.alive
-        if life.service == "coordinator":
-            self._count_coordinators()
+            self._reservations.forget(life.instance)
+        self._unreachable.discard(life.instance)
+        match life.service:
+            case "scheduler":
+                self._record_engine(life.instance)
+                self._reservations.reported(life.instance, at.now)
+            case "detokenizer":
+                self._detokenizer_seen = at.alive
+                self._list_detokenizers()
+                self._reservations.reported(life.instance, at.now)
+            case "coordinator":
+                self._count_coordinators()
         for report in (life.engine, life.worker):
             if report is not None:
-                self._models_heard[report.model.name] = at.alive
+                self._models_seen[report.model.name] = at.alive
         return gone.last.instance if gone is not None else None
 
     def expire(self, at: Moment) -> list[InstanceId]:
-        """Forgets who was silent for too long, and answers with them."""
+        """Forgets the instances that were silent for too long, and answers with them."""
         silent = [gone.last.instance for gone in self.registry.expire(at.alive)]
         for instance in silent:
-            self._forget_placed(instance)
+            self._reservations.forget(instance)
             self._unreachable.discard(instance)
             self._engines.pop(instance, None)
-        self._forget_who_is_ready()
-        self._count_coordinators()
-        for model, heard in list(self._models_heard.items()):
-            if not self._recent(heard, at):
-                del self._models_heard[model]
+        if silent:
+            self._clear_engine_caches()
+            self._list_detokenizers()
+            self._count_coordinators()
+        for model, seen in list(self._models_seen.items()):
+            if not self._recent(seen, at):
+                del self._models_seen[model]
         return silent
 
-    def unreachable(self, engine: EngineId) -> None:
-        """Nobody listens there: nothing goes to it until it is heard of again."""
+    def mark_unreachable(self, engine: EngineId) -> None:
+        """The engine has no subscriber: nothing goes to it until its next heartbeat."""
         self._unreachable.add(InstanceId(engine))
-        self._forget_who_is_ready()
-        self._forget_placed(InstanceId(engine))
+        self._clear_engine_caches()
+        self._reservations.forget(InstanceId(engine))
 
-    def card(self, model: ModelName) -> ModelCard | None:
-        """The model as its engines describe it; the one with the longest context, where they differ."""
-        if model not in self._cards:
-            cards = [e.report.model for e in self._engines.values() if e.report.model.name == model]
-            self._cards[model] = max(cards, key=lambda card: card.max_model_len, default=None)
-        return self._cards[model]
+    # ---- what is placed
 
-    def ready(self, model: ModelName) -> list[Engine]:
+    def record_placement(self, placement: Placement, at: Moment) -> None:
+        """Counts a placement of this coordinator, until the receivers' reports do."""
+        add, reuse, blocks = self._reservations.add, placement.reuse, placement.blocks
+        add(InstanceId(placement.engine), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
+        if placement.decode_on is not None:
+            add(InstanceId(placement.decode_on), at.now, blocks=blocks, delay=self._limits.hand_over_seconds)
+        add(InstanceId(placement.detokenizer), at.now)
+        self.turn += 1
+
+    def record_announcement(self, made: PlacementMade, at: Moment) -> None:
+        """Counts what another coordinator has placed, until reports do: so only on instances that report."""
+        work = [
+            (made.engine, made.blocks - made.reused, made.blocks - made.on_device, 0.0),
+            (made.detokenizer, 0, 0, 0.0),
+        ]
+        if made.decode_on is not None:
+            work.append((made.decode_on, 0, made.blocks, self._limits.hand_over_seconds))
+        detokenizers = {life.instance for life in self._detokenizers}
+        for receiver, prefill, blocks, delay in work:
+            if (instance := InstanceId(receiver)) in self._engines or instance in detokenizers:
+                self._reservations.add(instance, at.now, own=False, prefill=prefill, blocks=blocks, delay=delay)
+
+    # ---- queries
+
+    def max_model_len(self, model: ModelName) -> int | None:
+        """Tokens that the longest context among the model's engines holds; None where no engine of it is known."""
+        if model not in self._contexts:
+            models = [engine.report.model for engine in self._engines.values()]
+            self._contexts[model] = max((card.max_model_len for card in models if card.name == model), default=None)
+        return self._contexts[model]
+
+    def ready(self, model: ModelName) -> list[EngineLoad]:
         """The engines that may take requests for `model`, full or not, by name."""
         ready = self._ready.get(model)
         if ready is None:
@@ -118,149 +217,111 @@ class Fleet:
                 for engine in self._engines.values()
                 if engine.phase == "ready"
                 and engine.report.model.name == model
-                and engine.life.instance not in self._unreachable
+                and engine.instance not in self._unreachable
             ]
             ready.sort(key=lambda engine: engine.id)
             self._ready[model] = ready
         return ready
 
     def missing(self, model: ModelName) -> str | None:
-        """What a request for `model` cannot do without, and is not ready; None where all is there."""
+        """What a request for `model` cannot do without and is not ready, for people; None where all is there."""
         if not self.ready(model):
             return f"no engine for the model {model!r} is ready"
-        return None if self._ready_detokenizers() else "no detokenizer is ready"
+        return None if self._detokenizers else "no detokenizer is ready"
 
-    def expected(self, model: ModelName, at: Moment) -> bool:
-        """Whether waiting makes sense: signs of what the model needs are recent, or of an engine yet to say what
-        it serves. Until this coordinator has listened for long enough, everything is expected."""
+    def is_expected(self, model: ModelName, at: Moment) -> bool:
+        """Whether waiting makes sense: what the model needs was seen recently, or an engine starts that has yet to say
+        what it serves. Until this coordinator has listened for long enough, everything is expected."""
         if self._recent(self._since, at):
             return True
-        engine = self._recent(self._models_heard.get(model), at) or any(
+        engine = self._recent(self._models_seen.get(model), at) or any(
             life.engine is None for life in self.registry.all("scheduler", "starting")
         )
-        return engine and self._recent(self._detokenizer_heard, at)
+        return engine and self._recent(self._detokenizer_seen, at)
 
     def has_room(self, model: ModelName) -> bool:
-        """Whether some engine of `model` takes one more; a quick no for a long line."""
-        ready, place = self.ready(model), self._place()
-        able = [e for e in ready if e.report.role in DECODING] or ready
-        return bool(self._ready_detokenizers()) and any(self._room(e, place) > 0 for e in able)
-
-    def decoding(self, generation: Generation) -> list[Seat]:
-        """Who may take the whole of a request, by name; nobody where all are full.
-
-        Prefill engines decode where there is no other. Engines to be avoided count only where there is nobody else,
-        full ones included.
-        """
-        ready = self._fitting(generation)
-        others = [e for e in ready if e.id not in generation.avoid]
-        able = [e for e in others or ready if e.report.role in DECODING]
-        return self._seats(able or others or ready)
-
-    def handing_over(self, generation: Generation) -> list[Seat]:
-        """The prefill engines that may take a request and hand it over; none that is to be avoided."""
-        return self._seats(
-            engine
-            for engine in self._fitting(generation)
-            if engine.report.role in PREFILLING and engine.id not in generation.avoid
+        """Whether some engine of `model` takes one more; a quick no for a long queue."""
+        ready = self.ready(model)
+        able = [engine for engine in ready if engine.report.role in DECODING] or ready
+        return bool(self._detokenizers) and any(
+            self._room(engine, self._reservations.on(engine.instance)) > 0 for engine in able
         )
 
-    def detokenizer(self) -> DetokenizerId | None:
-        """One with the least work; None where there is none."""
-        least = self._least_loaded_detokenizers()
-        return in_turn(least, self._turn) if least else None
+    def decode_candidates(self, generation: Generation) -> list[Candidate]:
+        """The engines that may take the whole of a request, by name; none where all are full.
 
-    def place(self, choice: Choice, at: Moment) -> None:
-        """Counts a placement, until the receivers' reports do."""
-        reuse, blocks = choice.reuse, choice.blocks
-        self._placed.add(InstanceId(choice.engine), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
-        if choice.decode_on is not None:
-            later = self._limits.hand_over_seconds
-            self._placed.add(InstanceId(choice.decode_on), at.now, blocks=blocks, later=later)
-        self._placed.add(InstanceId(choice.detokenizer), at.now)
-        self._turn += 1
+        Prefill engines decode where there is no other. Engines to be avoided count only where there is no other
+        engine, full ones included.
+        """
+        fitting = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
+        preferred = [engine for engine in fitting if engine.id not in generation.avoid] or fitting
+        return self._candidates([engine for engine in preferred if engine.report.role in DECODING] or preferred)
 
-    def placed_elsewhere(self, told: PlacementMade, at: Moment) -> None:
-        """Counts what another coordinator has placed, until reports do: so of those only that report."""
-        left, taken = told.blocks - told.reused, told.blocks - told.on_device
-        self._count_told(InstanceId(told.engine), at, prefill=left, blocks=taken)
-        if told.decode_on is not None:
-            self._count_told(InstanceId(told.decode_on), at, blocks=told.blocks, later=self._limits.hand_over_seconds)
-        self._count_told(InstanceId(told.detokenizer), at)
+    def prefill_candidates(self, generation: Generation) -> list[Candidate]:
+        """The prefill engines that may take a request and hand it over; none that is to be avoided."""
+        return self._candidates(
+            engine
+            for engine in self.ready(generation.model)
+            if engine.report.role in PREFILLING
+            and engine.id not in generation.avoid
+            and fits(generation, engine.report.model.max_model_len)
+        )
 
-    def _count_told(
-        self, instance: InstanceId, at: Moment, *, prefill: int = 0, blocks: int = 0, later: float = 0.0
-    ) -> None:
-        if instance in self._engines or any(life.instance == instance for life in self._ready_detokenizers()):
-            self._told.add(instance, at.now, prefill=prefill, blocks=blocks, later=later)
+    def choose_detokenizer(self) -> DetokenizerId | None:
+        """One with the least work, with rotation among equals; None where there is none."""
+        loads = [
+            (life.load + self._reservations.on(life.instance).requests, life.instance) for life in self._detokenizers
+        ]
+        if not loads:
+            return None
+        least = min(loads)[0]
+        equals = sorted(instance for load, instance in loads if load == least)
+        return DetokenizerId(equals[self.turn % len(equals)])
 
-    def other_coordinators(self) -> bool:
-        return len(self._everyone) > 1
+    # ---- parts
 
-    def _forget_placed(self, instance: InstanceId) -> None:
-        self._placed.forget(instance)
-        self._told.forget(instance)
+    def _candidates(self, engines: Iterable[EngineLoad]) -> list[Candidate]:
+        """Those with room."""
+        candidates = []
+        for engine in engines:
+            reserved, report = self._reservations.on(engine.instance), engine.report
+            if self._room(engine, reserved) > 0:
+                requests = report.waiting + report.running + reserved.requests
+                prefill, used = engine.prefill + reserved.prefill, engine.used + reserved.blocks
+                candidates.append(Candidate(engine, report.node, reserved, requests, prefill, used))
+        return candidates
 
-    def _in_hand(self, instance: InstanceId) -> Reserved:
-        return self._placed.on(instance).plus(self._told.on(instance))
+    def _room(self, engine: EngineLoad, reserved: ReservedWork) -> int:
+        """This coordinator's share of the engine's room, less what it has placed there since the report. There are
+        shares because two coordinators, which receive each other's placements a moment late, would both take the last
+        place.
 
-    def _note(self, life: Lifecycle) -> None:
-        """Keeps what is asked of the registry again and again."""
-        if life.service == "scheduler":
-            alive = self.registry.get("scheduler", life.instance)
-            if alive is not None and alive.engine is not None:
-                self._engines[life.instance] = Engine.of(alive, alive.engine, self._limits.engine_fill)
-            else:
-                self._engines.pop(life.instance, None)
-        if life.service in ("scheduler", "detokenizer"):
-            self._forget_who_is_ready()
+        The remainder of the division rotates among the coordinators with the engine's heartbeats.
+        """
+        if not self.peers:
+            return engine.room - reserved.own
+        return share(engine.room, len(self.peers) + 1, self._rank + engine.progress) - reserved.own
 
-    def _forget_who_is_ready(self) -> None:
+    def _record_engine(self, instance: InstanceId) -> None:
+        alive = self.registry.get("scheduler", instance)
+        if alive is not None and alive.engine is not None:
+            self._engines[instance] = EngineLoad.of(alive, alive.engine, self._limits.engine_fill)
+        else:
+            self._engines.pop(instance, None)
+        self._clear_engine_caches()
+
+    def _clear_engine_caches(self) -> None:
         self._ready.clear()
-        self._cards.clear()
-        self._detokenizers = None
+        self._contexts.clear()
 
-    def _recent(self, heard: float | None, at: Moment) -> bool:
-        return heard is not None and at.alive - heard <= self._limits.expect_seconds
+    def _list_detokenizers(self) -> None:
+        self._detokenizers = list(self.registry.all("detokenizer", "ready"))
+
+    def _recent(self, seen: float | None, at: Moment) -> bool:
+        return seen is not None and at.alive - seen <= self._limits.expect_seconds
 
     def _count_coordinators(self) -> None:
-        """Who places requests at the moment, this one always among them."""
-        ready = {life.instance for life in self.registry.all("coordinator", "ready")}
-        self._everyone = sorted(ready | {self._instance})
-
-    def _fitting(self, generation: Generation) -> list[Engine]:
-        return [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
-
-    def _seats(self, engines: Iterable[Engine]) -> list[Seat]:
-        """Those with room."""
-        place = self._place()
-        return [
-            Seat(engine, self._in_hand(engine.life.instance)) for engine in engines if self._room(engine, place) > 0
-        ]
-
-    def _place(self) -> int:
-        """Of this coordinator among all."""
-        return self._everyone.index(self._instance)
-
-    def _room(self, engine: Engine, place: int) -> int:
-        """This coordinator's share of the engine's room, less what it has placed there since the report. Shares, as two
-        that hear of each other's placements a moment late would both take the last place.
-
-        What does not divide goes round with the engine's own message count, which all coordinators see alike.
-        """
-        placed = self._placed.on(engine.life.instance).requests
-        if len(self._everyone) == 1:
-            return engine.room - placed
-        return share(engine.room, len(self._everyone), place + engine.life.progress) - placed
-
-    def _least_loaded_detokenizers(self) -> list[DetokenizerId]:
-        ready = self._ready_detokenizers()
-        loads = {life.instance: life.load + self._in_hand(life.instance).requests for life in ready}
-        least = min(loads.values(), default=0)
-        return sorted(DetokenizerId(instance) for instance, load in loads.items() if load == least)
-
-    def _ready_detokenizers(self) -> list[Lifecycle]:
-        if self._detokenizers is None:
-            ready = self.registry.all("detokenizer", "ready")
-            self._detokenizers = [life for life in ready if life.instance not in self._unreachable]
-        return self._detokenizers
+        """This coordinator is counted even before it receives its own lifecycle message."""
+        ready = {life.instance for life in self.registry.all("coordinator", "ready")} | {self._instance}
+        self._rank = sorted(ready).index(self._instance)
+        self.peers = sorted(ready - {self._instance})

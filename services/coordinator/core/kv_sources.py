@@ -1,75 +1,129 @@
-"""What every engine and KV store holds, followed by their numbered events; a dump is asked for where one was missed.
+"""Tracks what every engine and KV store holds, by their numbered events; a missed event leads to a dump request.
 
-Events are hints: engines look for themselves. So a source with a gap still counts as what was heard of it, until its
-dump takes that place.
+Events are hints, as an engine looks up its own blocks in any case. So a source with a gap still counts as holding what
+its events showed, until its dump takes their place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.coordinator.core.dump_requests import DumpRequests
-from services.coordinator.core.prefix_map import PrefixMap, Run, bits_of, keys_of
+from services.coordinator.core.prefix_map import PrefixMap, bits_of, keys_of
 from shared.ids import Incarnation, InstanceId, ModelName, NodeId
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
+from shared.reliability.retry import Backoff
 
-HELD = 256
-"""Events kept while a dump is awaited, to be taken in behind it. Where they do not reach back to it, another is asked
-for."""
-
-SWEPT = 8192
+MAX_HELD_EVENTS = 256
+"""Events kept while a dump is awaited, to be applied after it. If they do not reach back to it, another is
+requested."""
+TIDY_BLOCKS = 8192
 """Blocks looked at in one `tidy`: about two milliseconds."""
+DUMP_TIMEOUTS = Backoff(first=2.0, longest=32.0)
+"""Without a part of a dump for so long the request for it counts as lost; longer with each that is not answered."""
+DUMP_PAUSE = 0.5
+"""Seconds between a whole dump and the next request to the same source."""
 
 
-class Hits(NamedTuple):
-    """Leading blocks of a request that are there already: on an engine's device, in a node's KV store."""
+class Reuse(NamedTuple):
+    """Leading blocks of one request that one engine need not compute, each counted once, where it is nearest."""
+
+    device: int = 0
+    """In the engine's own memory."""
+    stored: int = 0
+    """Beyond those, in the KV store of its node."""
+    remote: int = 0
+    """Beyond those, in the KV store of `remote_node`."""
+    remote_node: NodeId | None = None
+    """None where there are no remote ones."""
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.device + self.stored + self.remote
+
+    def worth(self, discount: float) -> float:
+        """In blocks on the device. A block in the node's store is worth `discount` of one, one that has to come from
+        another node `discount` squared."""
+        return self.device + discount * (self.stored + discount * self.remote)
+
+
+NO_REUSE = Reuse()
+
+
+class PrefixHits(NamedTuple):
+    """How many leading blocks of a request each engine's device and each node's KV store hold."""
 
     engines: Mapping[InstanceId, int]
     stores: Mapping[NodeId, int]
 
+    def reuses(self, engines: Iterable[tuple[InstanceId, NodeId | None]]) -> list[Reuse]:
+        """What each of `engines`, given with its node, need not compute. One without a KV store on its node (None)
+        takes nothing from stores. Of several stores that hold most, the first by name counts."""
+        best_node, best = min(self.stores.items(), key=lambda item: (-item[1], item[0]), default=(None, 0))
+        of_node: dict[NodeId, Reuse] = {}  # for engines that hold nothing themselves, as most do
+        reuses = []
+        for instance, node in engines:
+            device = self.engines.get(instance, 0)
+            if node is None:
+                reuses.append(Reuse(device))
+                continue
+            reuse = None if device else of_node.get(node)
+            if reuse is None:
+                own = max(device, self.stores.get(node, 0))
+                remote, remote_node = (best - own, best_node) if best > own else (0, None)
+                reuse = Reuse(device, own - device, remote, remote_node)
+                if not device:
+                    of_node[node] = reuse
+            reuses.append(reuse)
+        return reuses
 
-class _Key(NamedTuple):
+
+class _SourceKey(NamedTuple):
     instance: InstanceId
     model: ModelName
 
 
 @dataclass(slots=True)
-class _Dump:
-    """One that is coming in, part by part."""
-
+class _DumpInProgress:
     epoch: Incarnation
     number: int
+    """Of the last event that it counts."""
     bit: int
     parts: int
+    """Those received so far."""
 
 
 @dataclass(slots=True)
-class _Stream:
+class _SourceStream:
     source: KvSource
-    bit: int
+    bit: int = 0
+    """The source's bit in the prefix map."""
     epoch: Incarnation | None = None
     next: int = 0
+    """The number that its next event has."""
     complete: bool = False
-    """Whether all is known that it holds."""
-    dump: _Dump | None = None
-    held: deque[KvEvents] = field(default_factory=lambda: deque(maxlen=HELD))
+    """Whether everything that it holds is known."""
+    dump: _DumpInProgress | None = None
+    held: deque[KvEvents] = field(default_factory=lambda: deque(maxlen=MAX_HELD_EVENTS))
 
 
 class KvSources:
     """Owns the prefix map, and how far each source's events were followed. Only instances that are alive count."""
 
     def __init__(self, limit: int) -> None:
+        """`limit`: blocks in the prefix map."""
         self.map = PrefixMap(limit)
         self.requests = DumpRequests()
         self.gaps = 0
+        """Times that events were missed, since the start."""
         self.dumps = 0
-        """Complete ones, since the start; as `gaps`."""
+        """Whole dumps received, since the start."""
         self._alive: set[InstanceId] = set()
-        self._streams: dict[_Key, _Stream] = {}
-        self._by_bit: dict[int, _Stream] = {}
+        self._streams: dict[_SourceKey, _SourceStream] = {}
+        self._by_bit: dict[int, _SourceStream] = {}
         self._of_model: dict[ModelName, int] = {}
         """The bits of its sources: equal prompts have equal hashes under every model, so each is looked up among its
         own."""
@@ -77,13 +131,14 @@ class KvSources:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def alive(self, instance: InstanceId) -> None:
-        """An engine that serves, or a store: whoever is not known by its events yet is asked for a dump."""
+    def follow(self, instance: InstanceId) -> None:
+        """An engine that serves, or a store, is alive. One whose events were not followed so far needs a dump."""
         if instance not in self._alive:
             self._alive.add(instance)
             self.requests.need(instance)
 
-    def gone(self, instance: InstanceId) -> None:
+    def forget(self, instance: InstanceId) -> None:
+        """The instance is gone, and all that it held."""
         self._alive.discard(instance)
         self.requests.forget(instance)
         for key in [key for key in self._streams if key.instance == instance]:
@@ -91,69 +146,57 @@ class KvSources:
             self._drop_dump(stream)
             self._close(stream)
 
-    def events(self, event: KvEvents, now: float) -> None:
-        if event.source.instance in self._alive:
-            self._take(self._stream(event.source), event)
-            self._settle(event.source.instance, now)
-
-    def dumped(self, dump: KvDump, now: float) -> None:
-        """One part of a dump. Parts come in order; where one is missing the whole is of no use."""
-        if dump.source.instance not in self._alive:
-            return
-        stream = self._stream(dump.source)
-        if not stream.complete and self._begin_or_go_on(stream, dump):
-            assert stream.dump is not None
-            self.map.add(stream.dump.bit, keys_of(dump.hashes))
-            stream.dump.parts += 1
-            self.requests.heard(dump.source.instance, now)
-            if stream.dump.parts == dump.parts:
-                self._finish(stream, stream.dump)
-        self._settle(dump.source.instance, now)
-
-    def complete(self, instance: InstanceId) -> bool:
-        """Whether all is known of it, up to the newest event that came."""
+    def is_complete(self, instance: InstanceId) -> bool:
+        """Whether everything that it holds is known, up to the newest event that came."""
         streams = [stream for key, stream in self._streams.items() if key.instance == instance]
         return bool(streams) and all(stream.complete for stream in streams)
 
     def tidy(self) -> None:
-        self.map.tidy(SWEPT)
+        """Frees some of what sources that are gone left in the prefix map; to be called at leisure."""
+        self.map.tidy(TIDY_BLOCKS)
 
-    def hits(self, model: ModelName, hashes: bytes, limit: int) -> Hits:
+    def hits(self, model: ModelName, hashes: bytes, limit: int) -> PrefixHits:
         """How many of the first `limit` blocks each source of `model` holds; sources that hold none are left out."""
         engines: dict[InstanceId, int] = {}
         stores: dict[NodeId, int] = {}
-        for sources, length in self._runs(model, hashes, limit):
+        of_model = self._of_model.get(model, 0)
+        for sources, length in self.map.runs(of_model, keys_of(hashes)[:limit]) if of_model else ():
             for bit in bits_of(sources):
                 source = self._by_bit[bit].source
                 if not source.store:
                     engines[source.instance] = length
                 elif source.node is not None:
                     stores[source.node] = max(length, stores.get(source.node, 0))
-        return Hits(engines, stores)
-
-    def _runs(self, model: ModelName, hashes: bytes, limit: int) -> list[Run]:
-        sources = self._of_model.get(model, 0)
-        return self.map.runs(sources, keys_of(hashes)[:limit]) if sources else []
+        return PrefixHits(engines, stores)
 
     # ---- events
 
-    def _take(self, stream: _Stream, event: KvEvents) -> None:
+    def record_events(self, event: KvEvents, now: float) -> None:
+        """Applies one message of events. Ignored where its source is not known to be alive."""
+        if event.source.instance in self._alive:
+            stream = self._stream(event.source)
+            self._apply(stream, event)
+            self._check_complete(stream, now)
+
+    def _apply(self, stream: _SourceStream, event: KvEvents) -> None:
         same = event.epoch == stream.epoch
         if same and stream.complete and event.number < stream.next:
             return
         if event.cleared or not same:
-            self._begin(stream, event)
+            self._begin_epoch(stream, event)
         elif stream.complete and event.number > stream.next:
             self.gaps += 1
             stream.complete = False
-        self.map.remove(stream.bit, keys_of(event.removed))
-        self.map.add(stream.bit, keys_of(event.stored))
+        if event.removed:
+            self.map.remove(stream.bit, keys_of(event.removed))
+        if event.stored:
+            self.map.add(stream.bit, keys_of(event.stored))
         stream.next = event.number + 1
         if not stream.complete:
             stream.held.append(event)
 
-    def _begin(self, stream: _Stream, event: KvEvents) -> None:
-        """Nothing is held any more of what was. Where the event says that nothing else was, all is known."""
+    def _begin_epoch(self, stream: _SourceStream, event: KvEvents) -> None:
+        """The source holds nothing of what it held. Where the event says that it holds nothing else, all is known."""
         if event.cleared or (stream.dump is not None and stream.dump.epoch != event.epoch):
             self._drop_dump(stream)
         stream.held.clear()
@@ -163,19 +206,36 @@ class KvSources:
 
     # ---- dumps
 
-    def _begin_or_go_on(self, stream: _Stream, dump: KvDump) -> bool:
-        coming = stream.dump
+    def record_dump(self, dump: KvDump, now: float) -> None:
+        """Applies one part of a dump. Parts come in order; where one is missing the whole dump is of no use."""
+        if dump.source.instance not in self._alive:
+            return
+        stream = self._stream(dump.source)
+        progress = None if stream.complete else self._progress_of(stream, dump)
+        if progress is not None:
+            self.map.add(progress.bit, keys_of(dump.hashes))
+            progress.parts += 1
+            self.requests.received_part(dump.source.instance, now)
+            if progress.parts == dump.parts:
+                self._finish_dump(stream, progress)
+        self._check_complete(stream, now)
+
+    def _progress_of(self, stream: _SourceStream, dump: KvDump) -> _DumpInProgress | None:
+        """What this part continues or begins; None where it does neither, and then the dump before it ends, too."""
+        progress = stream.dump
         if dump.part == 0:
             self._drop_dump(stream)
-            stream.dump = _Dump(dump.epoch, dump.number, self.map.open(), 0)
-            return True
-        if coming is None or (coming.epoch, coming.number, coming.parts) != (dump.epoch, dump.number, dump.part):
+            stream.dump = _DumpInProgress(dump.epoch, dump.number, self.map.open(), 0)
+        elif progress is None or (progress.epoch, progress.number, progress.parts) != (
+            dump.epoch,
+            dump.number,
+            dump.part,
+        ):
             self._drop_dump(stream)
-            return False
-        return True
+        return stream.dump
 
-    def _finish(self, stream: _Stream, dump: _Dump) -> None:
-        """The dump takes the place of all that was heard, and events behind it follow."""
+    def _finish_dump(self, stream: _SourceStream, dump: _DumpInProgress) -> None:
+        """The dump takes the place of all events so far, and those behind it follow."""
         self.dumps += 1
         stream.dump = None
         self._close(stream)
@@ -184,36 +244,87 @@ class KvSources:
         held = [event for event in stream.held if event.epoch == dump.epoch]
         stream.held.clear()
         for event in held:
-            self._take(stream, event)
+            self._apply(stream, event)
 
-    def _drop_dump(self, stream: _Stream) -> None:
+    def _drop_dump(self, stream: _SourceStream) -> None:
         if stream.dump is not None:
             self.map.retire(stream.dump.bit)
             stream.dump = None
 
+    def _check_complete(self, stream: _SourceStream, now: float) -> None:
+        """Whether a dump is needed, or needed no more, once something was received of `stream`."""
+        instance = stream.source.instance
+        if not stream.complete:
+            self.requests.need(instance)
+        elif instance in self.requests.needed and self.is_complete(instance):
+            self.requests.met(instance, now)
+
     # ---- streams
 
-    def _stream(self, source: KvSource) -> _Stream:
-        key = _Key(source.instance, source.model)
+    def _stream(self, source: KvSource) -> _SourceStream:
+        key = _SourceKey(source.instance, source.model)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(source, 0)
+            stream = self._streams[key] = _SourceStream(source)
             self._open(stream, self.map.open())
         return stream
 
-    def _open(self, stream: _Stream, bit: int) -> None:
+    def _open(self, stream: _SourceStream, bit: int) -> None:
         stream.bit = bit
         self._by_bit[bit] = stream
         self._of_model[stream.source.model] = self._of_model.get(stream.source.model, 0) | bit
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: _SourceStream) -> None:
         del self._by_bit[stream.bit]
         self._of_model[stream.source.model] &= ~stream.bit
         self.map.retire(stream.bit)
 
-    def _settle(self, instance: InstanceId, now: float) -> None:
-        """Whether a dump of `instance` is needed, after something was heard of it."""
-        if self.complete(instance):
-            self.requests.met(instance, now)
-        else:
-            self.requests.need(instance)
+
+@dataclass(slots=True)
+class _DumpRequest:
+    not_before: float | None = None
+    """None: no dump was requested from it yet."""
+    unanswered: int = 0
+    """Requests in a row that brought no whole dump."""
+
+
+class DumpRequests:
+    """Owns when a dump is requested from which source: not while one is arriving, and less and less often without a
+    reply."""
+
+    def __init__(self) -> None:
+        self.needed: set[InstanceId] = set()
+        self.asked = 0
+        """Requests, since the start."""
+        self._requests: dict[InstanceId, _DumpRequest] = {}
+
+    def need(self, instance: InstanceId) -> None:
+        """Not everything that it holds is known."""
+        self._requests.setdefault(instance, _DumpRequest())
+        self.needed.add(instance)
+
+    def received_part(self, instance: InstanceId, now: float) -> None:
+        """A part of its dump came; the next one has the full timeout again."""
+        self._requests.setdefault(instance, _DumpRequest()).not_before = now + DUMP_TIMEOUTS.first
+
+    def met(self, instance: InstanceId, now: float) -> None:
+        """Everything that it holds is known."""
+        self.needed.discard(instance)
+        self._requests[instance] = _DumpRequest(not_before=now + DUMP_PAUSE)
+
+    def forget(self, instance: InstanceId) -> None:
+        """The instance is gone."""
+        self._requests.pop(instance, None)
+        self.needed.discard(instance)
+
+    def due(self, now: float) -> list[InstanceId]:
+        """The sources to request a dump from now, by name; each request is recorded as made."""
+        due = []
+        for name in sorted(self.needed):
+            request = self._requests[name]
+            if request.not_before is None or now >= request.not_before:
+                request.not_before = now + DUMP_TIMEOUTS.pause(request.unanswered)
+                request.unanswered += 1
+                due.append(name)
+        self.asked += len(due)
+        return due

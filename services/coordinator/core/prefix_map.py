@@ -1,4 +1,4 @@
-"""Which sources hold which block, as far as was heard: hash → set of sources. Bounded; knows no engines and no streams.
+"""Which sources hold which block, as far as their events showed: hash → set of sources. Bounded; knows no engines.
 
 A set of sources is an integer, one bit each, so that a walk along a request's blocks narrows all sources down at once
 by one AND a block: 256 blocks take about 20 µs, however many the sources. It is a walk and no bisection on purpose: an
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from shared.blocks import HASH_BYTES
 
-SHARED_SETS = 65_536
+MAX_SHARED_SETS = 65_536
 """Different sets of which one copy is kept for all blocks; beyond it copies are made again."""
 
 
-class Run(NamedTuple):
-    """These sources hold the first `length` blocks, and not the one behind."""
+class PrefixRun(NamedTuple):
+    """The sources that hold exactly the first `length` blocks, and not the next one."""
 
     sources: int
     length: int
@@ -39,9 +39,8 @@ class PrefixMap:
     """Owns the map. A source is a bit from `open` to `retire`.
 
     At most `limit` blocks, half of them young. When the young half is full it becomes the old one, and the old one is
-    forgotten; whatever is asked for or stored again is young again. So the blocks that go are those that nobody
-    asked for since as many others were. A chain whose beginning is forgotten counts as not cached until that is
-    stored again.
+    forgotten; a block that is looked up or stored again is young again. So the least recently used blocks are
+    forgotten. A chain whose beginning is forgotten counts as not cached until that is stored again.
     """
 
     def __init__(self, limit: int) -> None:
@@ -54,7 +53,7 @@ class PrefixMap:
         self._free: list[int] = []
         self._bits = 0
         self._used = 0
-        """Bits that may stand in blocks."""
+        """Bits that blocks' sets may contain."""
         self._retired = 0
         self._sweeping = 0
         self._unswept: list[int] = []
@@ -80,35 +79,37 @@ class PrefixMap:
             self._free.append(bit)
 
     def add(self, bit: int, keys: Sequence[int]) -> None:
+        """The source holds these blocks, too."""
         if keys:
             self._used |= bit
-        young, old, one = self._young, self._old, self._one
+        young, old, shared = self._young, self._old, self._shared
         for key in keys:
             mask = young.get(key)
             if mask is None:
-                young[key] = one(old.pop(key, 0) | bit)
+                young[key] = shared(old.pop(key, 0) | bit)
             elif not mask & bit:
-                young[key] = one(mask | bit)
+                young[key] = shared(mask | bit)
         self._age(2 * len(keys))
 
     def remove(self, bit: int, keys: Iterable[int]) -> None:
+        """The source holds these blocks no more."""
         for key in keys:
             self._take_off(bit, key)
 
-    def runs(self, sources: int, keys: Sequence[int]) -> list[Run]:
+    def runs(self, sources: int, keys: Sequence[int]) -> list[PrefixRun]:
         """How far each of `sources` holds the chain, from its start; those that lack the first block are left out."""
-        runs: list[Run] = []
+        runs: list[PrefixRun] = []
         left, length = sources, 0
         for length, mask in enumerate(map(self._young.get, keys)):
             if mask is None:
-                mask = self._ask_again(keys[length])
+                mask = self._rejuvenate(keys[length])
             if left & mask != left:
-                runs.append(Run(left & ~mask, length))
+                runs.append(PrefixRun(left & ~mask, length))
                 left &= mask
                 if not left:
                     break
         else:
-            runs.append(Run(left, len(keys)))
+            runs.append(PrefixRun(left, len(keys)))
         self._age(len(keys))
         return [run for run in runs if run.sources and run.length]
 
@@ -130,20 +131,20 @@ class PrefixMap:
         if mask is None:
             return
         if left := mask & ~bits:
-            half[key] = self._one(left)
+            half[key] = self._shared(left)
         else:
             del half[key]
 
-    def _ask_again(self, key: int) -> int:
+    def _rejuvenate(self, key: int) -> int:
         mask = self._old.pop(key, None)
         if mask is None:
             return 0
         self._young[key] = mask
         return mask
 
-    def _one(self, mask: int) -> int:
+    def _shared(self, mask: int) -> int:
         """The copy of `mask` that all blocks with these sources share: 36 bytes, and a million blocks."""
-        if len(self._sets) > SHARED_SETS:
+        if len(self._sets) > MAX_SHARED_SETS:
             self._sets.clear()
         return self._sets.setdefault(mask, mask)
 

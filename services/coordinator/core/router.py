@@ -7,180 +7,224 @@ as NVIDIA Dynamo's KV router has it; blocks in KV stores, saturation and the han
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from hashlib import blake2b
+from typing import NamedTuple, assert_never
 
-from services.coordinator.core.choice import Choice
-from services.coordinator.core.expected_prompts import ExpectedPrompt, ExpectedPrompts, Prompt, prompt_of
-from services.coordinator.core.fleet import DECODING, Fleet, Seat
-from services.coordinator.core.kv_sources import KvSources
-from services.coordinator.core.load import cost
-from services.coordinator.core.policies import Lot, chance, pick
-from services.coordinator.core.reuse import NO_REUSE, Reuse, Reuses
-from services.coordinator.core.routing import Routing
+from services.coordinator.core.actions import Placement
+from services.coordinator.core.fleet import DECODING, Candidate, EngineFleet, cost
+from services.coordinator.core.kv_sources import NO_REUSE, KvSources, PrefixHits, Reuse
+from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
+from services.coordinator.core.settings import Policy, RouterSettings
 from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.generation import Generation
-from shared.tokens import TOKEN_BYTES
+from shared.packing import TOKEN_BYTES
 
-A_FEW = 4
-"""Requests in hand beyond the mean that are no saturation: a step takes about as long for a handful as for one."""
+SATURATION_SLACK = 4
+"""Requests beyond the mean that are no saturation: a step takes about as long for a handful as for one."""
 
 
-class _Asked(NamedTuple):
-    """A request as far as it matters where it goes."""
+class TieBreak(NamedTuple):
+    """What decides where costs do not. Chance is a function of the request: cores draw no random numbers."""
+
+    turn: int
+    chance: float
+    """In [0, 1)."""
+
+
+class _RoutedRequest(NamedTuple):
+    """What the choice of an engine depends on, of one request."""
 
     generation: Generation
-    prompt: Prompt
+    prefix: PromptPrefix
     tokens: int
     blocks: int
-    reuses: Reuses
-    expected: ExpectedPrompt | None
+    hits: PrefixHits
+    expected: EngineId | None
+    """The engine that was given the same prompt a moment ago, and holds all of `prefix` soon."""
 
 
 class Router:
-    """Reads the fleet and the sources, which the coordinator owns; holds nothing of its own."""
+    """Chooses the engines of a request by what the fleet, the KV sources and the expected prompts show.
 
-    def __init__(self, fleet: Fleet, sources: KvSources, expected: ExpectedPrompts, routing: Routing) -> None:
+    Owns nothing: the coordinator, which owns these three, changes them.
+    """
+
+    def __init__(
+        self, fleet: EngineFleet, sources: KvSources, expected: ExpectedPrompts, settings: RouterSettings
+    ) -> None:
         self._fleet = fleet
         self._sources = sources
         self._expected = expected
-        self._routing = routing
+        self._settings = settings
+        self._draws = settings.policy == "random" or (settings.policy == "kv" and settings.temperature > 0)
+        """Whether chance decides."""
 
-    def choose(self, generation: Generation, now: float) -> Choice | None:
-        """None where no engine, or no detokenizer, takes one more."""
-        seats = self._fleet.decoding(generation)
-        detokenizer = self._fleet.detokenizer()
-        if not seats or detokenizer is None:
+    def choose(self, generation: Generation, now: float) -> Placement | None:
+        """Where the request goes best; None where no engine, or no detokenizer, takes one more."""
+        candidates = self._fleet.decode_candidates(generation)
+        detokenizer = self._fleet.choose_detokenizer()
+        if not candidates or detokenizer is None:
             return None
-        asked = self._asked(generation, now)
-        reuses = _reuses(asked, seats)
-        chosen = self._pick(self._costs(asked, seats, reuses), asked, "decode")
-        engine, reuse = seats[chosen], reuses[chosen]
-        apart = self._apart(asked, reuse, [seat for seat in seats if seat.engine.report.role in DECODING])
-        if apart is not None:
-            prefill, reuse, decode = apart
-            return Choice(prefill.engine.id, detokenizer, reuse, asked.blocks, decode.engine.id)
-        return Choice(engine.engine.id, detokenizer, reuse, asked.blocks)
+        request = self._describe(generation, now)
+        engine, reuse = self._cheapest(request, candidates, "decode")
+        split = self._disaggregate(request, reuse, candidates)
+        if split is None:
+            return Placement(engine.engine.id, detokenizer, request.prefix, reuse, request.blocks)
+        prefill, reuse, decode = split
+        return Placement(
+            prefill.engine.id, detokenizer, request.prefix, reuse, request.blocks, decode_on=decode.engine.id
+        )
 
-    def _asked(self, generation: Generation, now: float) -> _Asked:
-        """The last token is always computed, as the next is drawn from it; so a block that ends with it is, too. Of a
-        prompt whose log-probabilities are wanted everything is."""
+    def _describe(self, generation: Generation, now: float) -> _RoutedRequest:
+        """The last token is always computed, as the next is drawn from it; so a block that ends with it is computed,
+        too. A prompt whose log-probabilities are requested is computed as a whole."""
         tokens = len(generation.tokens) // TOKEN_BYTES
         scored = generation.sampling.prompt_logprobs is not None and tokens == generation.prompt_length
         reusable = 0 if scored else (tokens - 1) // BLOCK_SIZE
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
-        prompt = prompt_of(generation)
-        expected = self._expected.of(prompt, now) if self._routing.policy == "kv" and not scored else None
-        return _Asked(generation, prompt, tokens, blocks_for(tokens), Reuses(hits), expected)
+        prefix = PromptPrefix.of(generation)
+        shares = self._settings.policy == "kv" and not scored
+        expected = self._expected.engine_for(prefix, now) if shares else None
+        return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens), hits, expected)
 
     # ---- one engine
 
-    def _costs(self, asked: _Asked, seats: Sequence[Seat], reuses: Sequence[Reuse]) -> list[float]:
-        if self._routing.policy != "kv":
-            return [cost(seat.engine.report, seat.placed.requests) for seat in seats]
-        blocks, discount = asked.blocks, self._routing.store_discount
-        counted = [
-            NO_REUSE if saturated else reuse for reuse, saturated in zip(reuses, self._saturated(seats), strict=True)
-        ]
-        return [
-            _prefill_before(seat, asked, reuse) + blocks - reuse.worth(discount) + _blocks_after(seat, blocks, reuse)
-            for seat, reuse in zip(seats, counted, strict=True)
-        ]
+    def _cheapest(
+        self, request: _RoutedRequest, candidates: Sequence[Candidate], purpose: str
+    ) -> tuple[Candidate, Reuse]:
+        """The candidate that the policy picks, and what it need not compute of the request."""
+        reuses = _reuses(request, candidates)
+        chosen = self._pick(request, self._costs(request, candidates, reuses), purpose)
+        return candidates[chosen], reuses[chosen]
 
-    def _saturated(self, seats: Sequence[Seat]) -> list[bool]:
-        """Who has too much in hand, or no running slot, to win by what it has cached. Where all are, none is."""
-        in_hand = [engine.report.waiting + engine.report.running + placed.requests for engine, placed in seats]
-        bound = self._routing.saturation * sum(in_hand) / len(in_hand) + A_FEW
+    def _costs(self, request: _RoutedRequest, candidates: Sequence[Candidate], reuses: Sequence[Reuse]) -> list[float]:
+        if self._settings.policy != "kv":
+            return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in candidates]
+        blocks, discount = request.blocks, self._settings.store_discount
+        costs = []
+        for candidate, reuse, saturated in zip(candidates, reuses, self._saturated(candidates), strict=True):
+            counted, before = reuse, candidate.prefill
+            if saturated:
+                counted = NO_REUSE
+            elif candidate.engine.id == request.expected:
+                # It computes the same prompt already: that is counted as this request's own reuse, and only once.
+                before = max(0.0, before - request.prefix.blocks)
+            costs.append(before + blocks - counted.worth(discount) + _blocks_after(candidate, blocks, counted))
+        return costs
+
+    def _saturated(self, candidates: Sequence[Candidate]) -> list[bool]:
+        """For each candidate whether it holds too many requests, or runs as many as it can, and so does not win by
+        what it has cached. Where all are saturated, none is."""
+        loads = [candidate.requests for candidate in candidates]
+        bound = self._settings.saturation * sum(loads) / len(loads) + SATURATION_SLACK
         saturated = [
-            load > bound or load - engine.report.waiting >= engine.report.max_running
-            for load, (engine, _) in zip(in_hand, seats, strict=True)
+            load > bound or load - candidate.engine.report.waiting >= candidate.engine.report.max_running
+            for load, candidate in zip(loads, candidates, strict=True)
         ]
-        return [False] * len(seats) if all(saturated) else saturated
+        return [False] * len(candidates) if all(saturated) else saturated
 
-    def _pick(self, costs: Sequence[float], asked: _Asked, draw: str) -> int:
-        generation = asked.generation
-        lot = Lot(self._turn(asked.prompt), chance(generation.request, generation.attempt, draw))
-        return pick(self._routing.policy, costs, self._routing.temperature, lot)
-
-    def _turn(self, prompt: Prompt) -> int:
-        """Who comes where costs are equal. Several coordinators may be asked for choices of one request at once, before
-        they hear of each other: equal prompts give all of them the same."""
-        if self._routing.policy == "kv" and prompt.blocks and self._fleet.other_coordinators():
-            return int.from_bytes(prompt.last_block[:8])
-        return self._fleet.turn
+    def _pick(self, request: _RoutedRequest, costs: Sequence[float], purpose: str) -> int:
+        """If costs are equal, rotation decides. Several coordinators may place choices of one request at the same
+        moment, before they receive each other's placements: they decide by the prompt, which is the same for all of
+        them."""
+        generation, prefix, turn = request.generation, request.prefix, self._fleet.turn
+        if self._settings.policy == "kv" and prefix.blocks and self._fleet.peers:
+            turn = int.from_bytes(prefix.last_block[:8])
+        drawn = chance(generation.request, generation.attempt, purpose) if self._draws else 0.0
+        return pick(self._settings.policy, costs, self._settings.temperature, TieBreak(turn, drawn))
 
     # ---- two engines
 
-    def _apart(self, asked: _Asked, local: Reuse, decoding: Sequence[Seat]) -> tuple[Seat, Reuse, Seat] | None:
-        """Who prefills, with what, and who decodes; None where the request is better kept in one place.
+    def _disaggregate(
+        self, request: _RoutedRequest, local: Reuse, candidates: Sequence[Candidate]
+    ) -> tuple[Candidate, Reuse, Candidate] | None:
+        """The engine that prefills, with what reuse, and the engine that decodes; None where the request is better
+        kept in one place, which would have the reuse `local`.
 
         Blocks pass through KV stores, so both engines need one on their node.
         """
-        if not self._long(asked, local):
+        settings, left = self._settings, request.tokens - local.blocks * BLOCK_SIZE
+        large_share = left >= settings.disaggregate_share * request.tokens
+        if left < settings.disaggregate_tokens and not (large_share and left >= settings.disaggregate_least):
             return None
-        prefilling = [
-            seat for seat in self._fleet.handing_over(asked.generation) if seat.engine.report.node is not None
-        ]
-        receiving = [seat for seat in decoding if seat.engine.report.node is not None]
-        if not prefilling or not receiving or self._busy(prefilling):
+        prefilling = [each for each in self._fleet.prefill_candidates(request.generation) if each.node is not None]
+        decoding = [each for each in candidates if each.node is not None and each.engine.report.role in DECODING]
+        if not prefilling or not decoding:
             return None
-        reuses = _reuses(asked, prefilling)
-        chosen = self._pick(self._costs(asked, prefilling, reuses), asked, "prefill")
-        prefill = prefilling[chosen]
-        decode = receiving[self._pick(self._receiving_costs(asked, prefill, receiving), asked, "hand-over")]
-        return prefill, reuses[chosen], decode
+        waiting = sum(candidate.prefill for candidate in prefilling) * BLOCK_SIZE
+        if waiting > settings.disaggregate_busy * len(prefilling):
+            return None
+        prefill, reuse = self._cheapest(request, prefilling, "prefill")
+        costs = self._hand_over_costs(request, prefill, decoding)
+        return prefill, reuse, decoding[self._pick(request, costs, "hand-over")]
 
-    def _long(self, asked: _Asked, local: Reuse) -> bool:
-        """Whether enough of the prompt is left to compute."""
-        left, routing = asked.tokens - local.blocks * BLOCK_SIZE, self._routing
-        large_share = left >= routing.disaggregate_share * asked.tokens
-        return left >= routing.disaggregate_tokens or (large_share and left >= routing.disaggregate_least)
-
-    def _busy(self, prefilling: Sequence[Seat]) -> bool:
-        waiting = sum(map(_prefill_work, prefilling)) * BLOCK_SIZE
-        return waiting > self._routing.disaggregate_busy * len(prefilling)
-
-    def _receiving_costs(self, asked: _Asked, prefill: Seat, receiving: Sequence[Seat]) -> list[float]:
-        """Nothing is left to compute there; what comes from another node's store comes at the price of the way."""
-        if self._routing.policy != "kv":
-            return [cost(seat.engine.report, seat.placed.requests) for seat in receiving]
-        price, near = 1 - self._routing.store_discount, prefill.engine.report.node
+    def _hand_over_costs(
+        self, request: _RoutedRequest, prefill: Candidate, decoding: Sequence[Candidate]
+    ) -> list[float]:
+        """Nothing is left to compute there; blocks from another node's store cost what their way is taken to cost."""
+        if self._settings.policy != "kv":
+            return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in decoding]
+        price = 1 - self._settings.store_discount
         return [
-            _prefill_work(seat)
-            + _blocks_after(seat, asked.blocks, reuse)
-            + (0.0 if seat.engine.report.node == near else price * (asked.blocks - reuse.device))
-            for seat, reuse in zip(receiving, _reuses(asked, receiving), strict=True)
+            candidate.prefill
+            + _blocks_after(candidate, request.blocks, reuse)
+            + (0.0 if candidate.node == prefill.node else price * (request.blocks - reuse.device))
+            for candidate, reuse in zip(decoding, _reuses(request, decoding), strict=True)
         ]
 
 
-def _reuses(asked: _Asked, seats: Sequence[Seat]) -> list[Reuse]:
-    of, expected = asked.reuses.of, asked.expected
-    reuses = [of(engine.life.instance, engine.report.node) for engine, _ in seats]
-    if expected is not None:
-        for place, (engine, _) in enumerate(seats):
-            if engine.life.instance == expected.engine and reuses[place].device < expected.blocks:
-                reuses[place] = Reuse(device=expected.blocks)
+def _reuses(request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:
+    """For each candidate what it need not compute of the request, soon to be held blocks counted."""
+    reuses = request.hits.reuses([(candidate.engine.instance, candidate.node) for candidate in candidates])
+    if request.expected is not None:
+        for index, candidate in enumerate(candidates):
+            if candidate.engine.id == request.expected and reuses[index].device < request.prefix.blocks:
+                reuses[index] = Reuse(device=request.prefix.blocks)
     return reuses
 
 
-def _prefill_work(seat: Seat) -> float:
-    """Blocks that the engine computes before it gets to one more request."""
-    return seat.engine.prefill + seat.placed.prefill
-
-
-def _prefill_before(seat: Seat, asked: _Asked, reuse: Reuse) -> float:
-    """The same for `asked`: what another one's prefill computes for it too is counted as its own, and once."""
-    work = _prefill_work(seat)
-    expected = asked.expected
-    if expected is None or expected.engine != seat.engine.life.instance or reuse is NO_REUSE:
-        return work
-    return max(0.0, work - expected.blocks)
-
-
-def _blocks_after(seat: Seat, blocks: int, reuse: Reuse) -> int:
+def _blocks_after(candidate: Candidate, blocks: int, reuse: Reuse) -> int:
     """Blocks in use, which every decode step reads, once the engine holds a request of `blocks` too.
 
-    What it has of them on its device may be in use already, and is not taken twice.
+    What it has of them on its device may be in use already, and is not counted twice.
     """
-    used = seat.engine.used + seat.placed.blocks
-    return used + blocks - min(reuse.device, used)
+    return candidate.used + blocks - min(reuse.device, candidate.used)
+
+
+def chance(request: RequestId, attempt: Attempt, purpose: str) -> float:
+    """A number in [0, 1), equally distributed over requests, and another one for each attempt and `purpose`."""
+    digest = blake2b(f"{request}\0{attempt}\0{purpose}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) / 2**53
+
+
+def pick(policy: Policy, costs: Sequence[float], temperature: float, tie_break: TieBreak) -> int:
+    """The index of the one chosen. `costs` are in an order that is the same at each call, and not empty."""
+    match policy:
+        case "kv" if temperature > 0:
+            return _draw(costs, temperature, tie_break.chance)
+        case "kv" | "least-loaded":
+            least = min(costs)
+            equals = [index for index, cost in enumerate(costs) if cost == least]
+            return equals[tie_break.turn % len(equals)]
+        case "round-robin":
+            return tie_break.turn % len(costs)
+        case "random":
+            return int(tie_break.chance * len(costs))
+        case _:
+            assert_never(policy)
+
+
+def _draw(costs: Sequence[float], temperature: float, chance: float) -> int:
+    """Softmax over costs scaled to [0, 1]: the cheapest is exp(1 / temperature) times as likely as the dearest."""
+    least, most = min(costs), max(costs)
+    scale = temperature * (most - least or 1.0)
+    weights = [math.exp((least - cost) / scale) for cost in costs]
+    left = chance * sum(weights)
+    for index, weight in enumerate(weights):
+        left -= weight
+        if left < 0:
+            return index
+    return len(costs) - 1

@@ -1,7 +1,8 @@
-"""What the core is told beside token batches, and what it wants sent."""
+"""The detokenizer core's events beside token batches, the messages that it sends, and its counters."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
@@ -9,35 +10,57 @@ from shared.messages.gateway import GatewayMessage
 from shared.messages.scheduler import SchedulerControl
 
 
-class EngineGone(NamedTuple):
-    """An engine that died, fell silent or started anew: nothing more comes for what it ran."""
+class EngineLost(NamedTuple):
+    """An engine that died, fell silent or restarted: its requests get no more tokens."""
 
     engine: EngineId
     reason: str
 
 
-class GatewayGone(NamedTuple):
-    """A gateway that died, fell silent, started anew or takes nothing: nobody waits for its requests."""
+class GatewayLost(NamedTuple):
+    """A gateway that died, fell silent, restarted or receives nothing: its requests have no client any more."""
 
     gateway: GatewayId
     reason: str
 
 
-class StreamUnclaimed(NamedTuple):
-    """A stream has moved to an engine that knows nothing of its request, and never will."""
+class StreamOrphaned(NamedTuple):
+    """A stream has moved to an engine that does not have its request, and will not get it."""
 
     request: RequestId
     attempt: Attempt
 
 
 class ToGateway(NamedTuple):
+    """Send `message` to a gateway. If `Deltas` find no subscriber, the actor reports GatewayLost to the core."""
+
     gateway: GatewayId
     message: GatewayMessage
 
 
 class ToEngine(NamedTuple):
+    """Send this to that engine's scheduler."""
+
     engine: EngineId
     message: SchedulerControl
 
 
 Action = ToGateway | ToEngine
+
+
+@dataclass(slots=True)
+class DetokenizerCounters:
+    """Counts since the start. They only grow; metrics publish their differences."""
+
+    tokens: int = 0
+    """Turned into text."""
+    stopped: int = 0
+    """Requests ended by a stop string."""
+    unknown: int = 0
+    """Streams and tokens that came for an attempt which is not open here."""
+    stale: int = 0
+    """Batches of an engine's former epoch."""
+    gaps: int = 0
+    """Times that batches of an engine were missed."""
+    failed: int = 0
+    """Requests given up before their end."""

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import REPLACEMENT, Spelling, fallback_byte, goes_on, spelled, without_markup
+from services.detokenizer.core.text import (
+    REPLACEMENT,
+    TokenSpelling,
+    fallback_byte,
+    hidden_tokens,
+    is_continuation,
+    token_piece,
+)
 
 
 class PieceTable(dict[int, str | bytes | None]):
@@ -26,7 +33,7 @@ class PieceTable(dict[int, str | bytes | None]):
         self._hidden = hidden
 
     def __missing__(self, token: int) -> str | bytes | None:
-        piece = None if token in self._hidden else spelled(self._tokenizer, token)
+        piece = None if token in self._hidden else token_piece(self._tokenizer, token)
         if piece is None:
             return None
         piece = piece.replace(self._space, " ")
@@ -36,6 +43,8 @@ class PieceTable(dict[int, str | bytes | None]):
 
 
 class ByteFallbackStream:
+    """Owns the bytes of one output's present run that are no whole character yet, and whether that run is UTF-8."""
+
     __slots__ = ("_broken", "_pending", "_strip", "_table")
 
     def __init__(self, table: PieceTable, strip: int) -> None:
@@ -47,6 +56,7 @@ class ByteFallbackStream:
         """Leading spaces that would still be dropped."""
 
     def push(self, token: int) -> str:
+        """The text that this token completes."""
         piece = self._table[token]
         if type(piece) is str:
             text = self._end_run() + piece if self._pending or self._broken else piece
@@ -57,6 +67,7 @@ class ByteFallbackStream:
         return self._stripped(text) if self._strip and text else text
 
     def flush(self) -> str:
+        """The rest, now that nothing follows: U+FFFD for each byte of a character that is not whole."""
         return self._end_run()
 
     def _add_byte(self, byte: bytes) -> str:
@@ -88,16 +99,19 @@ class ByteFallbackStream:
 
 
 class ByteFallbackVocabulary:
+    """The TextVocabulary of tokenizers with byte fallback. `space`: the mark that means a space; `strip`: how many
+    spaces at the very beginning of a text are dropped."""
+
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int], space: str, strip: int) -> None:
-        self._all = PieceTable(tokenizer, space, frozenset())
-        self._ordinary = PieceTable(tokenizer, space, special)
-        self._with_markup = PieceTable(tokenizer, space, without_markup(tokenizer, special))
+        hidden = hidden_tokens(tokenizer, special)
+        self._tables = {key: PieceTable(tokenizer, space, ids) for key, ids in hidden.items()}
         self._strip = strip
 
     def open(
         self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
     ) -> ByteFallbackStream:
-        table = self._table(skip_special_tokens, keep_markup)
+        """See TextVocabulary."""
+        table = self._tables[skip_special_tokens, keep_markup]
         stream = ByteFallbackStream(table, self._strip if begins else 0)
         start = 0
         if not begins:
@@ -108,17 +122,13 @@ class ByteFallbackVocabulary:
             stream.push(token)
         return stream
 
-    def _table(self, skip_special_tokens: bool, keep_markup: bool) -> PieceTable:
-        if not skip_special_tokens:
-            return self._all
-        return self._with_markup if keep_markup else self._ordinary
-
-    def spelling(self, token: int) -> Spelling:
-        piece = self._all[token]
+    def spelling(self, token: int) -> TokenSpelling:
+        """See TextVocabulary."""
+        piece = self._tables[False, False][token]
         if isinstance(piece, bytes):
-            return Spelling(piece.decode(errors="replace"), piece)
-        return Spelling(piece or "", (piece or "").encode())
+            return TokenSpelling(piece.decode(errors="replace"), piece)
+        return TokenSpelling(piece or "", (piece or "").encode())
 
 
 def _is_continuation(piece: str | bytes | None) -> bool:
-    return isinstance(piece, bytes) and goes_on(piece)
+    return isinstance(piece, bytes) and is_continuation(piece)

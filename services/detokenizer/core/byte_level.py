@@ -1,6 +1,6 @@
 """Byte-level vocabularies (GPT-2's alphabet: Llama 3, Qwen, Mistral's Tekken): each token is a string of bytes.
 
-So the text is the UTF-8 of the bytes in a row, and a table from token to text or bytes is all there is to it.
+So the text is the tokens' bytes decoded as UTF-8, and a table from token to text or bytes is all that is needed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from services.detokenizer.core.text import Spelling, spelled, without_markup
-from shared.byte_alphabet import spelled_bytes
+from services.detokenizer.core.text import TokenSpelling, hidden_tokens, token_piece
+from shared.models.byte_alphabet import spelled_bytes
 
 
 class ByteTable(dict[int, str | bytes]):
@@ -24,10 +24,10 @@ class ByteTable(dict[int, str | bytes]):
         self._hidden = hidden
 
     def __missing__(self, token: int) -> str | bytes:
-        letters = None if token in self._hidden else spelled(self._tokenizer, token)
-        if letters is None:
+        piece = "" if token in self._hidden else token_piece(self._tokenizer, token)
+        if piece is None:
             return ""  # as `decode` does; not kept, as ids that are none have no bound
-        raw = spelled_bytes(letters)
+        raw = spelled_bytes(piece)
         try:
             self[token] = raw.decode()
         except UnicodeDecodeError:
@@ -36,6 +36,8 @@ class ByteTable(dict[int, str | bytes]):
 
 
 class ByteLevelStream:
+    """Owns the bytes at the end of one output that are no whole character yet."""
+
     __slots__ = ("_pending", "_table")
 
     def __init__(self, table: ByteTable) -> None:
@@ -43,6 +45,7 @@ class ByteLevelStream:
         self._pending = b""
 
     def push(self, token: int) -> str:
+        """The text that this token completes; bytes that are no UTF-8 as U+FFFD."""
         piece = self._table[token]
         if not self._pending and type(piece) is str:
             return piece
@@ -52,32 +55,30 @@ class ByteLevelStream:
         return text
 
     def flush(self) -> str:
+        """The rest, now that nothing follows: U+FFFD for a character that is not whole, or nothing."""
         text = self._pending.decode(errors="replace")
         self._pending = b""
         return text
 
 
 class ByteLevelVocabulary:
+    """The TextVocabulary of tokenizers whose decoder is `ByteLevel`."""
+
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
-        self._all = ByteTable(tokenizer, frozenset())
-        self._ordinary = ByteTable(tokenizer, special)
-        self._with_markup = ByteTable(tokenizer, without_markup(tokenizer, special))
+        self._tables = {key: ByteTable(tokenizer, ids) for key, ids in hidden_tokens(tokenizer, special).items()}
 
     def open(
         self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
     ) -> ByteLevelStream:
-        stream = ByteLevelStream(self._table(skip_special_tokens, keep_markup))
+        """See TextVocabulary."""
+        stream = ByteLevelStream(self._tables[skip_special_tokens, keep_markup])
         for token in context:
             stream.push(token)
         return stream
 
-    def _table(self, skip_special_tokens: bool, keep_markup: bool) -> ByteTable:
-        if not skip_special_tokens:
-            return self._all
-        return self._with_markup if keep_markup else self._ordinary
-
-    def spelling(self, token: int) -> Spelling:
-        piece = self._all[token]
+    def spelling(self, token: int) -> TokenSpelling:
+        """See TextVocabulary."""
+        piece = self._tables[False, False][token]
         if isinstance(piece, str):
-            return Spelling(piece, piece.encode())
-        return Spelling(piece.decode(errors="replace"), piece)
+            return TokenSpelling(piece, piece.encode())
+        return TokenSpelling(piece.decode(errors="replace"), piece)

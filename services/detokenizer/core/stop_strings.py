@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that comes in pieces, and holds back whatever could become one.
+"""Finds stop strings in a text that comes in pieces, and holds back an end of it that could become one.
 
 Aho and Corasick's automaton (Efficient string matching, CACM 1975) over all of a request's stop strings: constant
 work for each character however long they are, and its state's depth is the longest end of the text that begins one.
@@ -63,6 +63,7 @@ class StopStrings:
                 todo.append(child)
 
     def step(self, state: int, character: str) -> int:
+        """The state behind `character`. Amortised constant time."""
         while True:
             following = self.next[state].get(character)
             if following is not None:
@@ -74,6 +75,7 @@ class StopStrings:
 
 @lru_cache(maxsize=256)
 def stop_strings(stops: tuple[str, ...]) -> StopStrings:
+    """The automaton of these stop strings; the last 256 are kept."""
     return StopStrings(stops)
 
 

@@ -1,26 +1,27 @@
-"""One request's output on its way to text."""
+"""One request's output on its way to text: its tokens in, the new text of each out."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from services.detokenizer.core.stop_strings import StopHit, StopScan
-from services.detokenizer.core.text import Spelling, TextVocabulary
+from services.detokenizer.core.text import TextVocabulary, TokenSpelling
 from shared.ids import EngineId
 from shared.messages.detokenizer import NewTokens, OpenStream, PromptLogprobs
-from shared.messages.gateway import Delta, LogprobText, PositionLogprobs, PromptPart
+from shared.messages.gateway import Delta, LogprobText, PositionLogprobs, PromptLogprobsDelta
 from shared.messages.generation import FinishReason, TokenLogprobs
-from shared.tokens import unpack
+from shared.packing import unpack
 
 
-class Taken(NamedTuple):
-    """What came of new tokens. With `stopped` the engine does not know yet that the request has ended."""
+class StreamUpdate(NamedTuple):
+    """The result of feeding new tokens to a stream."""
 
     delta: Delta
     stopped: bool
+    """Whether a stop string ended the request here, and its engine does not know it yet."""
 
 
-class Stream:
+class RequestStream:
     """Owns one output: its undecided bytes, its place in the stop strings, and how many tokens there were."""
 
     __slots__ = ("_scan", "_sent", "_text", "_vocabulary", "awaited", "engine", "opened", "position")
@@ -29,7 +30,7 @@ class Stream:
         self.opened = opened
         self.engine = engine
         self.awaited = False
-        """Whether nothing has come yet from `engine`, to which it has moved."""
+        """Whether no tokens have arrived yet from `engine`, to which it has moved."""
         self._vocabulary = vocabulary
         self._scan = StopScan(opened.stop, include=opened.include_stop) if any(opened.stop) else None
         self._sent = opened.sent_chars
@@ -50,8 +51,9 @@ class Stream:
         self.engine = engine
         self.awaited = True
 
-    def replay(self) -> Taken | None:
-        """Runs over the output of earlier attempts. Answers where the client lacks some of its text, or its end."""
+    def replay(self) -> StreamUpdate | None:
+        """Runs over the output of earlier attempts, once, before new tokens. None where there was none, or where the
+        client has all of its text and it has not ended."""
         resumed = self.opened.resumed
         if not resumed:
             return None
@@ -59,10 +61,11 @@ class Stream:
         text, _, stop = self._run(tokens)
         self.position = resumed
         delta = self._delta(resumed, (), text, None if stop is None else "stop", stop, None)
-        return Taken(delta, stopped=stop is not None) if stop is not None or delta.text else None
+        return StreamUpdate(delta, stopped=stop is not None) if stop is not None or delta.text else None
 
-    def take(self, entry: NewTokens) -> Taken:
-        """The entry as a delta; its `finish` is set where the output ends here, by the engine or a stop string."""
+    def add_tokens(self, entry: NewTokens) -> StreamUpdate:
+        """New output tokens as a delta; its `finish` is set where the output ends with them, by the engine or by a stop
+        string. `entry.position` must be `position`."""
         self.awaited = False
         tokens, shown = entry.tokens, entry.tokens
         if entry.finish == "stop" and not self.opened.include_stop:
@@ -78,12 +81,12 @@ class Stream:
         reason = stop if stop is not None else entry.stop_token
         finish: FinishReason | None = "stop" if stop is not None else entry.finish
         delta = self._delta(start, tokens, text, finish, reason, entry.logprobs)
-        return Taken(delta, stopped=stop is not None and entry.finish is None)
+        return StreamUpdate(delta, stopped=stop is not None and entry.finish is None)
 
-    def scored(self, prompt: PromptLogprobs) -> PromptPart:
-        """A part of the prompt with its tokens spelled."""
-        spelled = tuple(map(self._spelled, prompt.logprobs))
-        return PromptPart(prompt.request, prompt.attempt, prompt.position, spelled)
+    def spell_prompt(self, prompt: PromptLogprobs) -> PromptLogprobsDelta:
+        """Log-probabilities of a part of the prompt, with the text of each token."""
+        spelled = tuple(map(self._spell, prompt.logprobs))
+        return PromptLogprobsDelta(prompt.request, prompt.attempt, prompt.position, spelled)
 
     def _run(self, tokens: tuple[int, ...]) -> tuple[str, int, str | None]:
         """Text of `tokens`; how many of them there are up to a stop string's end; the stop string."""
@@ -124,11 +127,11 @@ class Stream:
             dropped = min(self._sent, len(text))
             self._sent -= dropped
             text = text[dropped:]
-        spelled = None if logprobs is None else tuple(map(self._spelled, logprobs[: len(tokens)]))
+        spelled = None if logprobs is None else tuple(map(self._spell, logprobs[: len(tokens)]))
         opened = self.opened
         return Delta(opened.request, opened.attempt, position, tokens, text, finish, stop_reason, spelled)
 
-    def _spelled(self, logprobs: TokenLogprobs) -> PositionLogprobs:
+    def _spell(self, logprobs: TokenLogprobs) -> PositionLogprobs:
         spelling = self._vocabulary.spelling
         return PositionLogprobs(
             _logprob_text(spelling(logprobs.token), logprobs.logprob, logprobs.token),
@@ -137,5 +140,5 @@ class Stream:
         )
 
 
-def _logprob_text(spelling: Spelling, logprob: float, token: int) -> LogprobText:
+def _logprob_text(spelling: TokenSpelling, logprob: float, token: int) -> LogprobText:
     return LogprobText(spelling.text, spelling.raw, logprob, token)

@@ -1,1 +1,1 @@
-"""What clients may send, checked: JSON in, a job or an error naming the field out."""
+"""The shapes of OpenAI's API: JSON bodies read as checked requests or as errors that name the field, and responses."""

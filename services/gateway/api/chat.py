@@ -1,50 +1,54 @@
-"""`POST /v1/chat/completions`: the body, checked, as a job."""
+"""`POST /v1/chat/completions`: reads the body as a generation request, and assembles the assistant's message."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
-from services.gateway.api.beams import read_beams
-from services.gateway.api.errors import invalid, shown, unsupported
-from services.gateway.api.fields import (
+from services.gateway.api.errors import abbreviated, decode_body, invalid, unsupported
+from services.gateway.api.generation import (
     CommonFields,
-    check_count,
-    check_ranges,
-    checked_salt,
+    GenerationRequest,
+    RequestLimits,
+    ResponseOptions,
+    check_common_fields,
     choose_model,
-    refuse_unsupported,
     stream_options,
 )
-from services.gateway.api.job import Job, Limits, Telling
-from services.gateway.api.logprobs import chat_logprobs_asked
-from services.gateway.api.reading import check_depth, read
-from services.gateway.api.sampling import bad_words, sampling_params, stop_params, truncation
-from services.gateway.api.structured import read_guided
-from services.gateway.tools.offer import read_offer, told_tools
-from services.gateway.tools.plan import plan_grammar, plan_parsing
-from shared.dialects import Dialect
+from services.gateway.api.prompts import chat_prompt
+from services.gateway.api.sampling import (
+    bad_words,
+    beam_search_params,
+    chat_logprobs_request,
+    kept_prompt_tokens,
+    sampling_params,
+    stop_params,
+)
+from services.gateway.api.structured_outputs import read_output_grammar
+from services.gateway.api.tool_grammars import combined_grammar, parser_options
+from services.gateway.api.tools import read_tool_options, template_tools
+from services.gateway.parsing.events import (
+    ContentText,
+    ParseEvent,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallRetraction,
+    ToolCallStart,
+)
+from services.gateway.parsing.output_parser import OutputParser, ParserOptions
 from shared.ids import ModelName
+from shared.messages.dialects import Dialect
+from shared.messages.generation import FinishReason
 from shared.messages.lifecycle import ModelCard
-from shared.messages.tokenizer import ChatPrompt
-
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-ROLES = frozenset(get_args(Role))
-
-
-class Templated(Protocol):
-    """How messages become a prompt: what this endpoint and `POST /tokenize` have in common."""
-
-    tools: list[dict[str, Any]] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any] | None
 
 
 class ChatFields(CommonFields, kw_only=True):
+    """The JSON fields that only chats have."""
+
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
@@ -68,138 +72,172 @@ class ChatFields(CommonFields, kw_only=True):
 _decoder = msgspec.json.Decoder(ChatFields)
 
 
-def _no_dialect(model: ModelName) -> Dialect:
-    """Of a model that writes neither calls nor thoughts."""
-    return Dialect()
-
-
 def read_chat(
-    body: bytes, cards: list[ModelCard], limits: Limits, dialect_of: Callable[[ModelName], Dialect] = _no_dialect
-) -> Job:
-    """`dialect_of`: how a model writes calls and thoughts. Raises ApiError."""
-    fields = read(body, _decoder)
+    body: bytes,
+    cards: list[ModelCard],
+    limits: RequestLimits,
+    dialect_of: Callable[[ModelName], Dialect] = lambda _: Dialect(),
+) -> GenerationRequest:
+    """Reads and checks a body. `cards` are the models that are served; `dialect_of` gives the formats in which a model
+    writes tool calls and reasoning. Raises RequestError."""
+    fields = decode_body(body, _decoder)
     card = choose_model(fields.model, cards)
-    check_ranges(fields)
-    refuse_unsupported(fields)
-    _refuse_unsupported_chat(fields)
-    n, beams = fields.n or 1, read_beams(fields, limits)
-    check_count(1, n, limits)
+    check_common_fields(fields, 1, limits)
+    _check_chat_fields(fields)
+    beam_search = beam_search_params(fields, limits)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-    dialect, offer = dialect_of(card.name), read_offer(fields)
-    fields.tools = told_tools(fields)
-    asked = chat_logprobs_asked(fields, fields.logprobs, fields.top_logprobs, card, limits)
-    return Job(
+    keep = fields.truncate_prompt_tokens
+    dialect, tools = dialect_of(card.name), read_tool_options(fields)
+    fields.tools = template_tools(fields)
+    _set_template_variables(fields)
+    logprobs = chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits)
+    include_reasoning = fields.include_reasoning is not False
+    return GenerationRequest(
         kind="chat",
         model=card,
-        prompts=(chat_prompt(fields.messages, _with_variables(fields), limits),),
-        n=n,
+        prompts=(chat_prompt(fields.messages, fields, limits),),
+        n=fields.n or 1,
         seed=fields.seed,
-        sampling=sampling_params(fields, asked, card, limits),
+        sampling=sampling_params(fields, logprobs, card, limits),
         stopping=stop_params(fields, max_tokens, card, limits),
-        stream=stream_options(fields),
-        telling=Telling(
-            logprobs=asked.most_likely is not None,
-            prompt_logprobs=asked.of_prompt,
+        stream=stream_options(fields) if fields.stream or fields.stream_options else None,
+        response_options=ResponseOptions(
+            logprobs=logprobs.most_likely is not None,
+            prompt_logprobs=logprobs.of_prompt,
             token_ids=bool(fields.return_token_ids),
             tokens_as_ids=bool(fields.return_tokens_as_token_ids),
         ),
-        bad_words=bad_words(fields, limits),
-        truncate_prompt_tokens=truncation(fields, max_tokens, card),
-        beams=beams,
+        bad_words=bad_words(fields.bad_words, limits) if fields.bad_words else (),
+        truncate_prompt_tokens=None if keep is None else kept_prompt_tokens(keep, max_tokens, card),
+        beam_search=beam_search,
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
-        cache_salt=checked_salt(fields),
-        guided=plan_grammar(dialect, offer, read_guided(fields)),
-        # Of hypotheses all is told that they were compared by.
-        parsing=None if beams else plan_parsing(dialect, offer, tell_reasoning=fields.include_reasoning is not False),
+        cache_salt=fields.cache_salt,
+        output_grammar=combined_grammar(dialect, tools, read_output_grammar(fields)),
+        # The text of a hypothesis is shown as it was ranked.
+        parser_options=None if beam_search else parser_options(dialect, tools, include_reasoning=include_reasoning),
     )
 
 
-def _with_variables(fields: ChatFields) -> ChatFields:
-    """`documents` and `reasoning_effort` are variables of the model's template, as vLLM has it; what
-    `chat_template_kwargs` says goes before."""
+def _set_template_variables(fields: ChatFields) -> None:
+    """`documents` and `reasoning_effort` are variables of the chat template, as in vLLM; those that
+    `chat_template_kwargs` gives take precedence."""
     given = {"documents": fields.documents, "reasoning_effort": fields.reasoning_effort}
     named = {name: value for name, value in given.items() if value is not None}
     if named:
         fields.chat_template_kwargs = {**named, **(fields.chat_template_kwargs or {})}
-    return fields
 
 
-def chat_prompt(given: list[dict[str, Any]], fields: Templated, limits: Limits) -> ChatPrompt:
-    """The messages for the tokenizer's template. Raises ApiError."""
-    if not given:
-        raise invalid("messages", "[] is not allowed; at least one message is needed")
-    if fields.continue_final_message and fields.add_generation_prompt:
-        raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
-    if fields.chat_template is not None and not limits.allow_request_template:
-        raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
-    for name, value in (
-        ("messages", given),
-        ("tools", fields.tools),
-        ("chat_template_kwargs", fields.chat_template_kwargs),
-    ):
-        check_depth(name, value)
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
-    return ChatPrompt(
-        messages=msgspec.json.encode(messages),
-        tools=msgspec.json.encode(fields.tools) if fields.tools else None,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
-        template=fields.chat_template,
-        template_kwargs=fields.chat_template_kwargs or {},
-    )
-
-
-def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """One message: a known role, and content that is text."""
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{path}.role", f"{shown(role)} is not allowed; one of {', '.join(sorted(ROLES))}")
-    content = message.get("content")
-    match content:
-        case None if role == "assistant":
-            pass
-        case str():
-            pass
-        case list():
-            message = {**message, "content": [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]}
-        case _:
-            raise invalid(f"{path}.content", f"{shown(content)} is not allowed; a string or a list of text parts")
-    _check_calls(message.get("tool_calls"), f"{path}.tool_calls")
-    return message
-
-
-def _check_calls(calls: Any, path: str) -> None:
-    """A message's `tool_calls`, as an earlier answer had them. Arguments that are no JSON are the template's to bear: a
-    model wrote them."""
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise invalid(path, f"{shown(calls)} is not allowed; a list of calls is")
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        match function:
-            case {"name": str(), "arguments": str() | dict() | None} | {"name": str()}:
-                pass
-            case _:
-                raise invalid(f"{path}[{i}].function", f"{shown(function)} is not allowed; name and arguments are")
-
-
-def _part(part: Any, path: str) -> dict[str, str]:
-    match part:
-        case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
-            return {"type": "text", "text": text}
-        case {"type": str(kind)} if kind not in ("text", "refusal"):
-            raise unsupported(f"{path}.type", f"a part of type {shown(kind)}, which is not text,")
-        case _:
-            raise invalid(path, f'{shown(part)} is not allowed; {{"type": "text", "text": "…"}} is')
-
-
-def _refuse_unsupported_chat(fields: ChatFields) -> None:
+def _check_chat_fields(fields: ChatFields) -> None:
     for name in ("functions", "function_call"):
         if getattr(fields, name) is not None:
             raise invalid(name, "deprecated and not supported; use tools")
     if fields.echo:
         raise unsupported("echo", "echo for chats")
     if fields.modalities is not None and fields.modalities != ["text"]:
-        raise unsupported("modalities", f"anything but ['text'], such as {shown(fields.modalities)},")
+        raise unsupported("modalities", f"anything but ['text'], such as {abbreviated(fields.modalities)},")
+
+
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""vLLM's name for the reasoning, and its earlier name; clients know one or the other."""
+
+NewId = Callable[[], str]
+
+
+def openai_id() -> str:
+    """Draws the id of a tool call in OpenAI's form."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def mistral_id() -> str:
+    """Draws the id of a tool call as Mistral's chat templates require it: nine letters and digits."""
+    return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+
+
+class _ToolCall(NamedTuple):
+    id: str
+    name: str
+    arguments: list[str]
+
+
+class AssistantMessage:
+    """Owns one choice's message as far as it has arrived: text, reasoning, and tool calls with ids."""
+
+    def __init__(self, options: ParserOptions, new_id: NewId | None = None) -> None:
+        self.parser = OutputParser(options)
+        self._new_id = new_id or (mistral_id if options.dialect.tools == "mistral" else openai_id)
+        self._options = options
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_ToolCall] = []
+        self._started_calls = 0
+        """Calls of which a stream has shown the start, retracted ones included."""
+
+    def feed(self, text: str, finish: FinishReason | None) -> dict[str, Any]:
+        """Returns what new text adds, as `choices[].delta`; empty where nothing is decided yet."""
+        events = self.parser.feed(text)
+        if finish is not None:
+            events += self.parser.finish(truncated=finish == "length")
+        delta: dict[str, Any] = {}
+        for event in events:
+            self._add(event, delta)
+        return delta
+
+    def finish_reason(self, reason: FinishReason) -> str:
+        """Returns `finish_reason`: `tool_calls` where the output stopped after one, otherwise `reason`."""
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def body(self) -> dict[str, Any]:
+        """Returns `choices[].message`, as far as it has arrived."""
+        content = "".join(self._content)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else "")}
+        message["refusal"] = None
+        if self._options.dialect.reasoning is not None and self._options.include_reasoning:
+            reasoning = "".join(self._reasoning) or None
+            message |= dict.fromkeys(REASONING_FIELDS, reasoning)
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                for call in self._calls
+            ]
+        return message
+
+    def _add(self, event: ParseEvent, delta: dict[str, Any]) -> None:
+        match event:
+            case ContentText(text):
+                self._content.append(text)
+                delta["content"] = delta.get("content", "") + text
+            case ReasoningText(text):
+                self._reasoning.append(text)
+                delta |= dict.fromkeys(REASONING_FIELDS, delta.get("reasoning", "") + text)
+            case ToolCallStart(name):
+                self._calls.append(_ToolCall(self._new_id(), name, []))
+                self._started_calls += 1
+                self._call_delta(delta, self._calls[-1])
+            case ToolCallArguments(text):
+                self._calls[-1].arguments.append(text)
+                self._call_delta(delta)["function"]["arguments"] += text
+            case ToolCallRetraction():
+                self._calls.pop()
+            case ToolCallEnd():
+                pass
+            case _:
+                assert_never(event)
+
+    def _call_delta(self, delta: dict[str, Any], new: _ToolCall | None = None) -> dict[str, Any]:
+        """The open call's entry in `delta`, added where there is none yet."""
+        entries: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+        index = self._started_calls - 1
+        if new is not None:
+            function = {"name": new.name, "arguments": ""}
+            entries.append({"index": index, "id": new.id, "type": "function", "function": function})
+        elif not entries or entries[-1]["index"] != index:
+            entries.append({"index": index, "function": {"arguments": ""}})
+        return entries[-1]

@@ -1,6 +1,14 @@
-"""Errors as OpenAI's API words them, with the status codes that its clients know."""
+"""Errors in the form of OpenAI's API, and strict decoding of JSON bodies into them.
+
+Every error names the field, its value, and what is allowed.
+"""
 
 from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,8 +25,9 @@ _TYPES = {
 }
 
 
-class ApiError(Exception):
-    """Ends a request with an error body. `param` names the field at fault."""
+class RequestError(Exception):
+    """Ends a request with an HTTP status and an error body. `param` names the field at fault, `retry_after` is in
+    seconds."""
 
     def __init__(
         self,
@@ -34,24 +43,126 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> bytes:
+        """The JSON of OpenAI's error object."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     @property
     def kind(self) -> str:
+        """OpenAI's `type` of the error."""
         return _TYPES.get(self.status, "invalid_request_error")
 
 
-def invalid(param: str, message: str) -> ApiError:
-    """400: the field `param` is at fault."""
-    return ApiError(400, f"{param}: {message}", param=param)
+def invalid(param: str, message: str) -> RequestError:
+    """Makes a 400 for the field `param`."""
+    return RequestError(400, f"{param}: {message}", param=param)
 
 
-def unsupported(param: str, what: str) -> ApiError:
-    return ApiError(400, f"{param}: {what} is not supported", param=param, code="unsupported_parameter")
+def not_allowed(param: str, value: object, rule: str) -> RequestError:
+    """Makes a 400 for a value of the field `param`; `rule` says what is allowed."""
+    return invalid(param, f"{abbreviated(value)} is not allowed; {rule}")
 
 
-def shown(value: object, limit: int = 80) -> str:
-    """A client's value in an error message, cut to a bounded length."""
+def unsupported(param: str, what: str) -> RequestError:
+    """Makes a 400 for a value that the API defines and this server does not support."""
+    return RequestError(400, f"{param}: {what} is not supported", param=param, code="unsupported_parameter")
+
+
+def abbreviated(value: object, limit: int = 80) -> str:
+    """Formats a client's value for an error message, at most `limit` characters of it."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+T = TypeVar("T")
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+MAX_DEPTH = 64
+"""Levels of nested arrays and objects in a field that is forwarded unchanged."""
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Returns the body as the decoder's type. Raises RequestError 400."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _mistyped(body, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(body, error) from None
+
+
+def check_depth(field: str, value: Any, depth: int = 0) -> None:
+    """Raises RequestError 400 for a value nested so deeply that a later encoder might fail on it."""
+    if depth > MAX_DEPTH:
+        raise invalid(field, f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return
+    for item in value:
+        check_depth(field, item, depth + 1)
+
+
+def _mistyped(body: bytes, text: str) -> RequestError:
+    match = _AT.match(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    path = path.partition("[...]")[0]  # means one value of an object, without its key
+    if missing := _MISSING.search(what):
+        field = f"{path.lstrip('.')}.{missing['field']}".lstrip(".")
+        return invalid(field, "this field is required")
+    if not path:
+        return invalid("body", what[:1].lower() + what[1:])
+    value = _value_at(body, path)
+    given = f"{abbreviated(value[0])} is not allowed; " if value is not None else ""
+    return invalid(path.lstrip("."), given + what[:1].lower() + what[1:])
+
+
+def _value_at(body: bytes, path: str) -> tuple[Any] | None:
+    """The value at msgspec's `path`, in a tuple; None where the path cannot be followed."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    position = 0
+    for step in _STEP.finditer(path):
+        if step.start() != position:
+            return None
+        position = step.end()
+        try:
+            value = value[step[1]] if step[1] is not None else value[int(step[2])]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return (value,) if position == len(path) else None
+
+
+def _malformed(body: bytes, error: Exception) -> RequestError:
+    """Explains JSON that the strict decoder refuses: the standard library's lenient one may find the field at fault."""
+    try:
+        lenient = json.loads(body)
+    except (ValueError, RecursionError):
+        return invalid("body", f"not valid JSON ({str(error)[:120]})")
+    path = _invalid_path(lenient, "", 0)
+    if path is None:
+        return invalid("body", f"not valid JSON ({str(error)[:120]})")
+    return invalid(path or "body", "NaN, Infinity and lone surrogates are not allowed in JSON")
+
+
+def _invalid_path(value: Any, path: str, depth: int) -> str | None:
+    """The path of the first value that strict JSON in UTF-8 cannot contain."""
+    if depth > MAX_DEPTH:
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    if isinstance(value, str):
+        return None if value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value) else path
+    if isinstance(value, list):
+        items: Any = ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, dict):
+        if any(_invalid_path(key, path, depth + 1) is not None for key in value):
+            return path
+        items = ((f"{path}.{key}".lstrip("."), item) for key, item in value.items())
+    else:
+        return None
+    return next((found for where, item in items if (found := _invalid_path(item, where, depth + 1)) is not None), None)

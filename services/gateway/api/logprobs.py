@@ -1,76 +1,119 @@
-"""Which log-probabilities a request asks for, checked: vLLM's rules for chats, completions and prompts."""
+"""Log-probabilities in the forms in which chats, completions and vLLM's `prompt_logprobs` show them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from services.gateway.api.errors import invalid
-from services.gateway.api.fields import CommonFields, check_token_ids
-from services.gateway.api.job import Limits
-from shared.messages.lifecycle import ModelCard
+from shared.messages.gateway import LogprobText, PositionLogprobs
 
+MIN_LOGPROB = -9999.0
+"""JSON has no -Infinity; vLLM shows this instead."""
 
-class AskedLogprobs(NamedTuple):
-    most_likely: int | None = None
-    """Beside the drawn token's; None: no log-probabilities."""
-    token_ids: tuple[int, ...] | None = None
-    """Those of these tokens, instead of the most likely ones'."""
-    of_prompt: int | None = None
+TokenNaming = Callable[[LogprobText], str]
+"""How a token is named."""
 
 
-def chat_logprobs_asked(
-    fields: CommonFields, logprobs: bool | None, top: int | None, card: ModelCard, limits: Limits
-) -> AskedLogprobs:
-    """Raises ApiError 400."""
-    named = _token_ids(fields, "top_logprobs", top, card, limits)
-    of_prompt = prompt_logprobs_asked(fields, card, limits)
-    if top is not None:
-        top = _count("top_logprobs", top, card, limits)
-        if top and not logprobs:
-            raise invalid("top_logprobs", "only allowed when logprobs is true")
-    return AskedLogprobs((top or 0) if logprobs or named is not None else None, named, of_prompt)
+def by_text(text: LogprobText) -> str:
+    """Names a token by its text."""
+    return text.token
 
 
-def completion_logprobs_asked(
-    fields: CommonFields, logprobs: int | None, echo: bool, card: ModelCard, limits: Limits
-) -> AskedLogprobs:
-    """With `echo` those of the prompt, too, as OpenAI's legacy API has it. Raises ApiError 400."""
-    named = _token_ids(fields, "logprobs", logprobs, card, limits)
-    of_prompt = prompt_logprobs_asked(fields, card, limits)
-    if logprobs is not None:
-        logprobs = _count("logprobs", logprobs, card, limits)
-        if echo:
-            of_prompt = max(logprobs, of_prompt or 0)
-    elif named is not None:
-        logprobs = 0
-    return AskedLogprobs(logprobs, named, of_prompt)
+def by_id(text: LogprobText) -> str:
+    """Names a token by its id: two tokens may have the same text, and half a character has none."""
+    return f"token_id:{text.token_id}"
 
 
-def prompt_logprobs_asked(fields: CommonFields, card: ModelCard, limits: Limits) -> int | None:
-    if fields.prompt_logprobs is None:
-        return None
-    if fields.stream:
-        raise invalid("prompt_logprobs", "not allowed when stream is true")
-    return _count("prompt_logprobs", fields.prompt_logprobs, card, limits)
+def chat_logprobs(positions: Iterable[PositionLogprobs], naming: TokenNaming = by_text) -> dict[str, Any]:
+    """Returns `choices[].logprobs` of a chat."""
+    content = [
+        {
+            **_chat_token(position.chosen, naming),
+            "top_logprobs": [_chat_token(text, naming) for text in position.top],
+        }
+        for position in positions
+    ]
+    return {"content": content, "refusal": None}
 
 
-def _count(field: str, given: int, card: ModelCard, limits: Limits) -> int:
-    """-1 stands for the whole vocabulary, where that is not too many."""
-    wanted = card.vocab_size if given == -1 else given
-    if not 0 <= wanted <= limits.max_logprobs:
-        raise invalid(field, f"{given} is not allowed; it must be 0 to {limits.max_logprobs}")
-    return min(wanted, card.vocab_size)
+def _chat_token(text: LogprobText, naming: TokenNaming) -> dict[str, Any]:
+    name = naming(text)
+    raw = text.raw if naming is by_text else name.encode()
+    return {"token": name, "logprob": max(text.logprob, MIN_LOGPROB), "bytes": list(raw)}
 
 
-def _token_ids(
-    fields: CommonFields, beside: str, most_likely: int | None, card: ModelCard, limits: Limits
-) -> tuple[int, ...] | None:
-    ids = fields.logprob_token_ids
-    if ids is None:
-        return None
-    if most_likely:
-        raise invalid("logprob_token_ids", f"not allowed together with {beside} ({most_likely}); they take their place")
-    if not 1 <= len(ids) <= limits.max_logprob_token_ids:
-        raise invalid("logprob_token_ids", f"{len(ids)} ids are not allowed; 1 to {limits.max_logprob_token_ids} are")
-    check_token_ids("logprob_token_ids", ids, card)
-    return tuple(dict.fromkeys(ids))
+class CompletionLogprobs(NamedTuple):
+    """The columns of `choices[].logprobs` of a completion. A prompt's first token has no log-probability."""
+
+    tokens: list[str]
+    logprobs: list[float | None]
+    top: list[dict[str, float] | None]
+    offsets: list[int]
+    """Characters of the text before each token."""
+
+    def body(self) -> dict[str, Any]:
+        """Returns them as JSON."""
+        return {
+            "text_offset": self.offsets,
+            "token_logprobs": self.logprobs,
+            "tokens": self.tokens,
+            "top_logprobs": self.top,
+        }
+
+    def followed_by(self, later: CompletionLogprobs) -> CompletionLogprobs:
+        """Returns these columns with `later` appended."""
+        return CompletionLogprobs(
+            self.tokens + later.tokens,
+            self.logprobs + later.logprobs,
+            self.top + later.top,
+            self.offsets + later.offsets,
+        )
+
+
+def completion_logprobs(
+    positions: Iterable[PositionLogprobs], offset: int, naming: TokenNaming = by_text, top: int | None = None
+) -> tuple[CompletionLogprobs, int]:
+    """Returns the columns of tokens that start at character `offset` of the text, and the offset after the last.
+
+    `top`: how many most likely tokens to show; None: all that were reported.
+    """
+    columns = CompletionLogprobs([], [], [], [])
+    for position in positions:
+        columns.tokens.append(naming(position.chosen))
+        columns.logprobs.append(max(position.chosen.logprob, MIN_LOGPROB))
+        columns.top.append(_top_logprobs(position, top, naming))
+        columns.offsets.append(offset)
+        offset += len(position.chosen.token)
+    return columns, offset
+
+
+def _top_logprobs(position: PositionLogprobs, top: int | None, naming: TokenNaming) -> dict[str, float]:
+    """The chosen token and the most likely ones."""
+    # Different tokens may have the same text. The more likely one is shown, as it is inserted last here.
+    likely = {naming(text): max(text.logprob, MIN_LOGPROB) for text in reversed(position.top[:top])}
+    chosen = {naming(position.chosen): max(position.chosen.logprob, MIN_LOGPROB)}
+    return chosen | dict(reversed(likely.items()))
+
+
+def echoed_logprobs(
+    first: str, first_id: int | None, positions: Iterable[PositionLogprobs], naming: TokenNaming, top: int | None
+) -> CompletionLogprobs:
+    """Returns the columns of an echoed prompt: its first token, and `positions` from the second on."""
+    name = first if naming is by_text or first_id is None else f"token_id:{first_id}"
+    rest, _ = completion_logprobs(positions, len(first), naming, top)
+    return CompletionLogprobs([name], [None], [None], [0]).followed_by(rest)
+
+
+def prompt_logprobs(positions: Iterable[PositionLogprobs], top: int) -> list[dict[str, Any] | None]:
+    """Returns vLLM's `prompt_logprobs`: for each token of the prompt, itself and the `top` most likely ones, by token
+    id. The first entry is None."""
+    return [None, *(_by_token_id(position, top) for position in positions)]
+
+
+def _by_token_id(position: PositionLogprobs, top: int) -> dict[str, Any]:
+    ranked = [(position.chosen, position.rank), *((text, i) for i, text in enumerate(position.top[:top], start=1))]
+    entries: dict[str, Any] = {}
+    for text, rank in ranked:
+        entry = {"logprob": max(text.logprob, MIN_LOGPROB), "rank": rank, "decoded_token": text.token}
+        entries.setdefault(str(text.token_id), entry)
+    return entries

@@ -1,26 +1,55 @@
-"""How a request's fields come to sampling and stopping parameters for the engine."""
+"""Reads a request's fields as parameters of sampling, stopping, log-probabilities and beam search."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from services.gateway.api.errors import invalid, shown
-from services.gateway.api.fields import CommonFields, check_token_ids
-from services.gateway.api.job import Limits
-from services.gateway.api.logprobs import AskedLogprobs
-from shared.messages.generation import SamplingParams, StopParams
+from services.gateway.api.errors import abbreviated, invalid, not_allowed
+from services.gateway.api.generation import BeamSearchParams, CommonFields, RequestLimits, check_token_ids
+from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
 
-LOWEST_TEMPERATURE = 0.01
-"""Below it, but above 0, division overflows; vLLM lifts such values to this one too."""
+MIN_TEMPERATURE = 0.01
+"""Between 0 and this, division overflows; vLLM raises such values to this one too."""
+
+_NEUTRAL_IN_BEAM_SEARCH = {
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_tokens": (0,),
+}
+"""Values without effect. Any other would have to be ignored, as hypotheses are ranked by the model's probabilities."""
+_EXCLUDED_BY_BEAM_SEARCH = (
+    *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_logprobs", "thinking_token_budget"),
+    *("stop", "stop_token_ids", "stream", "echo", "response_format", "structured_outputs", "tools"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 
 
-def sampling_params(fields: CommonFields, asked: AskedLogprobs, card: ModelCard, limits: Limits) -> SamplingParams:
-    """The seed is filled in for each choice, and what is given as text by the tokenizer. Raises ApiError 400."""
+class LogprobsRequest(NamedTuple):
+    """Which log-probabilities the client wants."""
+
+    most_likely: int | None = None
+    """How many most likely tokens beside the sampled one; None: no log-probabilities."""
+    token_ids: tuple[int, ...] | None = None
+    """Report these tokens instead of the most likely ones."""
+    of_prompt: int | None = None
+    """The same as `most_likely` for each token of the prompt."""
+
+
+def sampling_params(
+    fields: CommonFields, logprobs: LogprobsRequest, card: ModelCard, limits: RequestLimits
+) -> SamplingOptions:
+    """Returns parameters without the seed, which differs by choice. Raises RequestError 400."""
     temperature = 1.0 if fields.temperature is None else fields.temperature
-    if 0 < temperature < LOWEST_TEMPERATURE:
-        temperature = LOWEST_TEMPERATURE
-    return SamplingParams(
+    if 0 < temperature < MIN_TEMPERATURE:
+        temperature = MIN_TEMPERATURE
+    return SamplingOptions(
         seed=0,
         temperature=temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
@@ -29,94 +58,173 @@ def sampling_params(fields: CommonFields, asked: AskedLogprobs, card: ModelCard,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        logit_bias=_logit_bias(fields.logit_bias or {}, card, limits),
-        logprobs=asked.most_likely,
-        allowed_token_ids=_allowed_token_ids(fields.allowed_token_ids, card),
-        logprob_token_ids=asked.token_ids,
-        prompt_logprobs=asked.of_prompt,
+        logit_bias=_logit_bias(fields.logit_bias, card, limits) if fields.logit_bias else (),
+        logprobs=logprobs.most_likely,
+        allowed_token_ids=(
+            None if fields.allowed_token_ids is None else _allowed_token_ids(fields.allowed_token_ids, card)
+        ),
+        logprob_token_ids=logprobs.token_ids,
+        prompt_logprobs=logprobs.of_prompt,
         thinking_budget=fields.thinking_token_budget,
     )
 
 
-def _allowed_token_ids(ids: list[int] | None, card: ModelCard) -> tuple[int, ...] | None:
-    if ids is None:
-        return None
+def _allowed_token_ids(ids: list[int], card: ModelCard) -> tuple[int, ...]:
     if not 1 <= len(ids) <= card.vocab_size:
         raise invalid("allowed_token_ids", f"{len(ids)} ids are not allowed; 1 to {card.vocab_size} are")
     check_token_ids("allowed_token_ids", ids, card)
     return tuple(dict.fromkeys(ids))
 
 
-def bad_words(fields: CommonFields, limits: Limits) -> tuple[str, ...]:
-    """For the tokenizer. Raises ApiError 400."""
-    words = fields.bad_words or []
-    if len(words) > limits.max_bad_words:
-        raise invalid("bad_words", f"{len(words)} words are not allowed; at most {limits.max_bad_words}")
-    for word in words:
-        if not word.strip() or len(word) > limits.max_bad_word_chars:
-            allowed = f"a word has 1 to {limits.max_bad_word_chars} characters, and not only spaces"
-            raise invalid("bad_words", f"{shown(word)} is not allowed; {allowed}")
-    return tuple(words)
-
-
-def truncation(fields: CommonFields, max_tokens: int | None, card: ModelCard) -> int | None:
-    """How many tokens of the prompt are kept; -1 in the request: as many as fit beside the output."""
-    given = fields.truncate_prompt_tokens
-    if given is None:
-        return None
-    if given == -1:
-        return max(1, card.max_model_len - (max_tokens or 1))
-    if not 1 <= given <= card.max_model_len:
-        allowed = f"it must be 1 to {card.max_model_len}, or -1 for as many as the context holds"
-        raise invalid("truncate_prompt_tokens", f"{given} is not allowed; {allowed}")
-    return given
-
-
-def _logit_bias(biases: dict[str, float], card: ModelCard, limits: Limits) -> tuple[tuple[int, float], ...]:
+def _logit_bias(biases: dict[str, float], card: ModelCard, limits: RequestLimits) -> tuple[tuple[int, float], ...]:
     if len(biases) > limits.max_logit_bias:
         raise invalid("logit_bias", f"{len(biases)} entries are not allowed; at most {limits.max_logit_bias}")
     checked = []
     for key, bias in biases.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < card.vocab_size):
             allowed = f"keys are token ids below {card.vocab_size}"
-            raise invalid("logit_bias", f"key {shown(key)} is not allowed; {allowed}")
+            raise invalid("logit_bias", f"key {abbreviated(key)} is not allowed; {allowed}")
         if not math.isfinite(bias):
-            raise invalid("logit_bias", f"{shown(bias)} is not allowed; values are finite numbers")
+            raise not_allowed("logit_bias", bias, "values are finite numbers")
         checked.append((int(key), min(100.0, max(-100.0, bias))))
     return tuple(checked)
 
 
-def stop_params(fields: CommonFields, max_tokens: int | None, card: ModelCard, limits: Limits) -> StopParams:
+def stop_params(fields: CommonFields, max_tokens: int | None, card: ModelCard, limits: RequestLimits) -> StopConditions:
+    """Returns when a sequence ends. Raises RequestError 400."""
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise invalid("min_tokens", f"{min_tokens} is not allowed; it must be at most max_tokens ({max_tokens})")
+        raise not_allowed("min_tokens", min_tokens, f"it must be at most max_tokens ({max_tokens})")
     if min_tokens > card.max_model_len:
-        allowed = f"it must be at most the model's context ({card.max_model_len})"
-        raise invalid("min_tokens", f"{min_tokens} is not allowed; {allowed}")
-    return StopParams(
+        raise not_allowed("min_tokens", min_tokens, f"it must be at most the model's context ({card.max_model_len})")
+    ids = fields.stop_token_ids or []
+    if ids:
+        if len(ids) > limits.max_stop_token_ids:
+            raise invalid("stop_token_ids", f"{len(ids)} ids are not allowed; at most {limits.max_stop_token_ids}")
+        check_token_ids("stop_token_ids", ids, card)
+    return StopConditions(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        stop=_stop_strings(fields.stop, limits),
-        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], card, limits),
+        stop=() if fields.stop is None else _stop_strings(fields.stop, limits),
+        stop_token_ids=tuple(ids),
         ignore_eos=bool(fields.ignore_eos),
         include_stop=bool(fields.include_stop_str_in_output),
     )
 
 
-def _stop_strings(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+def _stop_strings(stop: str | list[str], limits: RequestLimits) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(strings) > limits.max_stop:
         raise invalid("stop", f"{len(strings)} stop strings are not allowed; at most {limits.max_stop}")
     for string in strings:
         if not 1 <= len(string) <= limits.max_stop_chars:
-            raise invalid(
-                "stop", f"{shown(string)} is not allowed; a stop string has 1 to {limits.max_stop_chars} characters"
-            )
+            raise not_allowed("stop", string, f"a stop string has 1 to {limits.max_stop_chars} characters")
     return strings
 
 
-def _stop_token_ids(ids: list[int], card: ModelCard, limits: Limits) -> tuple[int, ...]:
-    if len(ids) > limits.max_stop_token_ids:
-        raise invalid("stop_token_ids", f"{len(ids)} ids are not allowed; at most {limits.max_stop_token_ids}")
-    check_token_ids("stop_token_ids", ids, card)
-    return tuple(ids)
+def bad_words(words: list[str], limits: RequestLimits) -> tuple[str, ...]:
+    """Checks `bad_words`, which the tokenizer turns into token ids. Raises RequestError 400."""
+    if len(words) > limits.max_bad_words:
+        raise invalid("bad_words", f"{len(words)} words are not allowed; at most {limits.max_bad_words}")
+    for word in words:
+        if not word.strip() or len(word) > limits.max_bad_word_chars:
+            raise not_allowed(
+                "bad_words", word, f"a word has 1 to {limits.max_bad_word_chars} characters, and not only spaces"
+            )
+    return tuple(words)
+
+
+def kept_prompt_tokens(given: int, max_tokens: int | None, card: ModelCard) -> int:
+    """Returns how many of the prompt's last tokens to keep; -1: as many as fit beside the output. Raises
+    RequestError."""
+    if given == -1:
+        return max(1, card.max_model_len - (max_tokens or 1))
+    if not 1 <= given <= card.max_model_len:
+        raise not_allowed(
+            "truncate_prompt_tokens",
+            given,
+            f"it must be 1 to {card.max_model_len}, or -1 for as many as the context holds",
+        )
+    return given
+
+
+def chat_logprobs_request(
+    fields: CommonFields, logprobs: bool | None, top: int | None, card: ModelCard, limits: RequestLimits
+) -> LogprobsRequest:
+    """Reads a chat's `logprobs` and `top_logprobs`. Raises RequestError 400."""
+    ids = fields.logprob_token_ids
+    named = None if ids is None else _logprob_token_ids(ids, "top_logprobs", top, card, limits)
+    of_prompt = None if fields.prompt_logprobs is None else _prompt_logprobs(fields, card, limits)
+    if top is not None:
+        top = _logprobs_count("top_logprobs", top, card, limits)
+        if top and not logprobs:
+            raise invalid("top_logprobs", "only allowed when logprobs is true")
+    return LogprobsRequest((top or 0) if logprobs or named is not None else None, named, of_prompt)
+
+
+def completion_logprobs_request(
+    fields: CommonFields, logprobs: int | None, echo: bool, card: ModelCard, limits: RequestLimits
+) -> LogprobsRequest:
+    """Reads a completion's `logprobs`. With `echo` they include the prompt's, as in OpenAI's API. Raises
+    RequestError."""
+    ids = fields.logprob_token_ids
+    named = None if ids is None else _logprob_token_ids(ids, "logprobs", logprobs, card, limits)
+    of_prompt = None if fields.prompt_logprobs is None else _prompt_logprobs(fields, card, limits)
+    if logprobs is not None:
+        logprobs = _logprobs_count("logprobs", logprobs, card, limits)
+        if echo:
+            of_prompt = max(logprobs, of_prompt or 0)
+    elif named is not None:
+        logprobs = 0
+    return LogprobsRequest(logprobs, named, of_prompt)
+
+
+def _prompt_logprobs(fields: CommonFields, card: ModelCard, limits: RequestLimits) -> int:
+    if fields.stream:
+        raise invalid("prompt_logprobs", "not allowed when stream is true")
+    return _logprobs_count("prompt_logprobs", fields.prompt_logprobs or 0, card, limits)
+
+
+def _logprobs_count(field: str, given: int, card: ModelCard, limits: RequestLimits) -> int:
+    """Checks the number of log-probabilities; -1 means the whole vocabulary, if that is within the limit."""
+    count = card.vocab_size if given == -1 else given
+    if not 0 <= count <= limits.max_logprobs:
+        raise not_allowed(field, given, f"it must be 0 to {limits.max_logprobs}")
+    return min(count, card.vocab_size)
+
+
+def _logprob_token_ids(
+    ids: list[int], count_field: str, most_likely: int | None, card: ModelCard, limits: RequestLimits
+) -> tuple[int, ...]:
+    if most_likely:
+        why = f"not allowed together with {count_field} ({most_likely}); they take their place"
+        raise invalid("logprob_token_ids", why)
+    if not 1 <= len(ids) <= limits.max_logprob_token_ids:
+        raise invalid("logprob_token_ids", f"{len(ids)} ids are not allowed; 1 to {limits.max_logprob_token_ids} are")
+    check_token_ids("logprob_token_ids", ids, card)
+    return tuple(dict.fromkeys(ids))
+
+
+def beam_search_params(fields: CommonFields, limits: RequestLimits) -> BeamSearchParams | None:
+    """Returns None where `use_beam_search` is not set. Raises RequestError 400 for fields that contradict it."""
+    if not fields.use_beam_search:
+        if fields.length_penalty not in (None, 1.0):
+            raise invalid("length_penalty", "only allowed when use_beam_search is true")
+        if fields.early_stopping:
+            raise invalid("early_stopping", "only allowed when use_beam_search is true")
+        return None
+    if (fields.n or 1) > limits.max_beams:
+        raise invalid("n", f"{fields.n} is not allowed with use_beam_search; at most {limits.max_beams} beams")
+    for name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
+        value = getattr(fields, name)
+        if value is not None and value not in neutral:
+            raise invalid(name, f"{abbreviated(value)} is not allowed with use_beam_search; {neutral[0]:g} is")
+    for name in _EXCLUDED_BY_BEAM_SEARCH:
+        value = getattr(fields, name, None)
+        given = value is not None and value is not False and value not in ("", [], {})
+        if given and getattr(value, "type", "") != "text":
+            raise invalid(name, "not allowed together with use_beam_search")
+    return BeamSearchParams(
+        length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
+        early_stopping=False if fields.early_stopping is None else fields.early_stopping,
+    )

@@ -1,1 +1,2 @@
-"""What the gateway decides. Pure: no bus, no clock, no HTTP."""
+"""What the gateway decides about open requests, and what it knows of the other services. Pure: no bus, clock or
+HTTP."""

@@ -1,4 +1,4 @@
-"""What the supervision of requests wants done. The actor does it."""
+"""What the supervisor of requests wants done; the request table does it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from typing import NamedTuple
 
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.coordinator import Withdraw
-from shared.messages.gateway import Delta, PromptPart, Rejected, StreamOpened
+from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestRejected, StreamOpened
 from shared.messages.scheduler import Cancel, Probe
 from shared.messages.tokenizer import Tokenize
 
 
-class Dispatch(NamedTuple):
-    """Send it to a tokenizer, and say so should there be none."""
+class DispatchAttempt(NamedTuple):
+    """Send the attempt to a tokenizer, and report if there is none."""
 
     tokenize: Tokenize
 
 
-class Stop(NamedTuple):
-    """Tell the engine that this attempt is over."""
+class CancelAttempt(NamedTuple):
+    """Send the engine the cancel of an attempt that is over."""
 
     engine: EngineId
     cancel: Cancel
 
 
-class Ask(NamedTuple):
-    """Ask the engine after the request; the answer goes to `Supervision.probed`."""
+class ProbeEngine(NamedTuple):
+    """Ask the engine whether it holds the request; the reply goes to `RequestSupervisor.record_probe_reply`."""
 
     engine: EngineId
     probe: Probe
 
 
-class Retried(NamedTuple):
-    """For log and metrics: the request begins another attempt."""
+class AttemptRetry(NamedTuple):
+    """Log and count that the request starts another attempt."""
 
     request: RequestId
     attempt: Attempt
@@ -41,6 +41,16 @@ class Retried(NamedTuple):
     """Output tokens that the new attempt resumes from."""
 
 
-Effect = Delta | StreamOpened | PromptPart | Rejected | Dispatch | Stop | Withdraw | Ask | Retried
-"""`StreamOpened`, `PromptPart`, `Delta` and `Rejected` go to the client: each request's last is a `Delta` with `finish`
-or a `Rejected`, and nothing of it follows."""
+Effect = (
+    Delta
+    | StreamOpened
+    | PromptLogprobsDelta
+    | RequestRejected
+    | DispatchAttempt
+    | CancelAttempt
+    | Withdraw
+    | ProbeEngine
+    | AttemptRetry
+)
+"""`StreamOpened`, `PromptLogprobsDelta`, `Delta` and `RequestRejected` go to the client. The last one of each request
+is a `Delta` with `finish` or a `RequestRejected`."""

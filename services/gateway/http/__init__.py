@@ -1,1 +1,1 @@
-"""The HTTP side: sockets, routes, reading bodies, writing answers."""
+"""HTTP: the listening socket, connections, routes, endpoints, streaming, and the limits of each."""

@@ -1,5 +1,6 @@
-"""A model's output as it comes, taken apart into thoughts, text and tool calls. Pure: no bus, no clock, no HTTP.
+"""Takes a model's output apart, while it arrives, into reasoning, text and tool calls. Pure: no bus, clock or HTTP.
 
-`output_parser.py` is the way in. Each format reads from a tape as if all of the text were there already; where it is
-not, the reading waits (`yield`) for more. So a text gives the same pieces in whatever deltas it comes.
+`output_parser.py` is the entry. Each format has a module that reads from a `TextCursor` as if the whole text were there
+already; where it is not, the reader yields until more text comes. A text therefore gives the same events however it is
+split into deltas.
 """

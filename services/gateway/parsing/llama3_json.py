@@ -1,49 +1,49 @@
-"""Llama 3's calls: `{"name": …, "parameters": {…}}`, alone or behind `<|python_tag|>`, several with `;` between."""
+"""Llama 3's calls: `{"name": …, "parameters": {…}}`, alone or after `<|python_tag|>`, separated by `;`."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 
-from services.gateway.parsing.call_object import read_call_object
-from services.gateway.parsing.pieces import Pieces
-from services.gateway.parsing.syntax import Openings
-from services.gateway.parsing.tape import Reading, Tape
+from services.gateway.parsing.events import CallOpenings, ParseEvents
+from services.gateway.parsing.json_calls import read_call_object
+from services.gateway.parsing.text_cursor import Reading, TextCursor
 
 TAGS, END = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
 
 
 class Llama3Json:
-    """Owns nothing. Without a tag nothing but its form shows that JSON is a call, so it must be of a function that the
-    request has, and hold no more than a call does."""
+    """Reads them. Without a tag only its form shows that an object is a call, so it must name a function of the request
+    and have no other keys than a call."""
 
-    openings = Openings(anywhere=TAGS, line_start=("{",))
+    openings = CallOpenings(anywhere=TAGS, line_start=("{",))
 
     def __init__(self, functions: Container[str]) -> None:
         self._functions = functions
 
-    def read(self, tape: Tape, pieces: Pieces) -> Reading[None]:
-        tag = yield from tape.ahead(TAGS)
+    def read(self, cursor: TextCursor, events: ParseEvents) -> Reading[None]:
+        """Reads all calls that follow each other. Raises NotAToolCall."""
+        tag = yield from cursor.match_ahead(TAGS)
         if tag is not None:
-            yield from tape.expect(tag)
-            yield from tape.space()
+            yield from cursor.expect(tag)
+            yield from cursor.skip_whitespace()
         while True:
-            yield from read_call_object(tape, pieces, only=None if tag else self._functions)
-            pieces.end()
-            tape.mark()
-            if not (yield from _another(tape)):
+            yield from read_call_object(cursor, events, only=None if tag else self._functions)
+            events.end_call()
+            cursor.mark()
+            if not (yield from _another(cursor)):
                 break
-        if tag is not None and (yield from tape.ahead((END,))):
-            yield from tape.expect(END)
-            tape.mark()
+        if tag is not None and (yield from cursor.match_ahead((END,))):
+            yield from cursor.expect(END)
+            cursor.mark()
 
 
-def _another(tape: Tape) -> Reading[bool]:
-    """Whether `;` and one more object follow; read up to that object then, and nothing otherwise."""
-    yield from tape.space()
-    if (yield from tape.peek()) == ";":
-        tape.skip(1)
-        yield from tape.space()
-        if (yield from tape.peek()) == "{":
+def _another(cursor: TextCursor) -> Reading[bool]:
+    """Whether `;` and another object follow. If so, reads up to that object, otherwise nothing."""
+    yield from cursor.skip_whitespace()
+    if (yield from cursor.peek()) == ";":
+        cursor.skip(1)
+        yield from cursor.skip_whitespace()
+        if (yield from cursor.peek()) == "{":
             return True
-    tape.rewind()
+    cursor.rewind()
     return False

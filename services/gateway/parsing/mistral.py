@@ -1,65 +1,64 @@
-"""Mistral's calls behind `[TOOL_CALLS]`: a JSON array of objects, or (newer) each call's name and its arguments."""
+"""Mistral's calls after `[TOOL_CALLS]`: a JSON array of objects, or (newer) each call's name and then its arguments."""
 
 from __future__ import annotations
 
 import re
 
-from services.gateway.parsing.call_object import read_call_object
-from services.gateway.parsing.json_text import read_value
-from services.gateway.parsing.pieces import Pieces
-from services.gateway.parsing.syntax import Openings
-from services.gateway.parsing.tape import NoCall, Reading, Tape
+from services.gateway.parsing.events import CallOpenings, ParseEvents
+from services.gateway.parsing.json_calls import read_call_object, read_value
+from services.gateway.parsing.text_cursor import NotAToolCall, Reading, TextCursor
 
 START, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
 class Mistral:
-    """Owns nothing."""
+    """Reads both forms."""
 
-    openings = Openings(anywhere=(START,))
+    openings = CallOpenings(anywhere=(START,))
 
-    def read(self, tape: Tape, pieces: Pieces) -> Reading[None]:
-        yield from tape.expect(START)
-        yield from tape.space()
-        match (yield from tape.peek()):
+    def read(self, cursor: TextCursor, events: ParseEvents) -> Reading[None]:
+        """Reads one array, or one call. Raises NotAToolCall."""
+        yield from cursor.expect(START)
+        yield from cursor.skip_whitespace()
+        match (yield from cursor.peek()):
             case "[":
-                yield from _read_array(tape, pieces)
+                yield from _read_array(cursor, events)
             case "{":
-                yield from read_call_object(tape, pieces, other_keys=True)
-                _finish(tape, pieces)
+                yield from read_call_object(cursor, events, other_keys=True)
+                _finish(cursor, events)
             case _:
-                yield from _read_named(tape, pieces)
+                yield from _read_named(cursor, events)
 
 
-def _read_array(tape: Tape, pieces: Pieces) -> Reading[None]:
-    yield from tape.expect("[")
+def _read_array(cursor: TextCursor, events: ParseEvents) -> Reading[None]:
+    yield from cursor.expect("[")
     while True:
-        yield from tape.space()
-        yield from read_call_object(tape, pieces, other_keys=True)
-        _finish(tape, pieces)
-        yield from tape.space()
-        if not (yield from tape.peek()) or (yield from tape.expect(",", "]")) == "]":
-            tape.mark()
+        yield from cursor.skip_whitespace()
+        yield from read_call_object(cursor, events, other_keys=True)
+        _finish(cursor, events)
+        yield from cursor.skip_whitespace()
+        if not (yield from cursor.peek()) or (yield from cursor.expect(",", "]")) == "]":
+            cursor.mark()
             return
 
 
-def _read_named(tape: Tape, pieces: Pieces) -> Reading[None]:
+def _read_named(cursor: TextCursor, events: ParseEvents) -> Reading[None]:
     """`name{…}`, `name[ARGS]{…}`, `name[CALL_ID]…[ARGS]{…}`."""
-    name = yield from tape.run(NAME)
-    if (yield from tape.ahead((CALL_ID, ARGUMENTS))) == CALL_ID:
-        yield from tape.expect(CALL_ID)
-        yield from tape.run(NAME)
-    if (yield from tape.ahead((ARGUMENTS,))):
-        yield from tape.expect(ARGUMENTS)
-    yield from tape.space()
-    if not name or (yield from tape.peek()) != "{":
-        raise NoCall
-    pieces.begin(name)
-    yield from read_value(tape, pieces.arguments)
-    _finish(tape, pieces)
+    name = yield from cursor.read_run(NAME)
+    if (yield from cursor.match_ahead((CALL_ID, ARGUMENTS))) == CALL_ID:
+        yield from cursor.expect(CALL_ID)
+        yield from cursor.read_run(NAME)
+    if (yield from cursor.match_ahead((ARGUMENTS,))):
+        yield from cursor.expect(ARGUMENTS)
+    yield from cursor.skip_whitespace()
+    if not name or (yield from cursor.peek()) != "{":
+        raise NotAToolCall
+    events.start_call(name)
+    yield from read_value(cursor, events.arguments)
+    _finish(cursor, events)
 
 
-def _finish(tape: Tape, pieces: Pieces) -> None:
-    pieces.end()
-    tape.mark()
+def _finish(cursor: TextCursor, events: ParseEvents) -> None:
+    events.end_call()
+    cursor.mark()

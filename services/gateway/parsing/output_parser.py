@@ -1,47 +1,59 @@
-"""One output as it comes: thoughts first, then text and calls."""
+"""Parses one output while it arrives: reasoning first, then text and tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
-from services.gateway.parsing.content import Content
+from services.gateway.parsing.events import ParseEvent, ParseEvents, ToolCallFormat
+from services.gateway.parsing.hermes import TaggedCalls
 from services.gateway.parsing.llama3_json import Llama3Json
 from services.gateway.parsing.mistral import Mistral
-from services.gateway.parsing.pieces import Piece, Pieces
 from services.gateway.parsing.pythonic import Pythonic
-from services.gateway.parsing.syntax import Syntax
-from services.gateway.parsing.tagged import Tagged
-from services.gateway.parsing.tape import Reading, Tape
-from services.gateway.parsing.thoughts import read_thoughts
-from shared.dialects import Dialect, Thinking, ToolFormat
+from services.gateway.parsing.reasoning import read_reasoning
+from services.gateway.parsing.text_cursor import NotAToolCall, OutputEnd, Reading, TextCursor, marker_set
+from shared.messages.dialects import Dialect, ReasoningFormat, Thinking, ToolFormat
 
 Schemas = Mapping[str, Any]
-"""The JSON schema of each function's arguments, by its name."""
-
+"""The JSON schema of each function's arguments, by the function's name."""
 
 NO_SCHEMAS: Schemas = MappingProxyType({})
 
 
-class Parsing(NamedTuple):
-    """How an output is taken apart."""
+class ParserChoice(NamedTuple):
+    """The formats that a gateway was configured to read; `auto` means those that a model's chat template shows."""
+
+    tools: ToolFormat | Literal["auto", "none"] = "auto"
+    reasoning: ReasoningFormat | Literal["auto", "none"] = "auto"
+
+    def dialect(self, detected: Dialect) -> Dialect:
+        """Returns the formats to read for a model of which the tokenizer service has detected `detected`."""
+        return Dialect(
+            detected.tools if self.tools == "auto" else None if self.tools == "none" else self.tools,
+            detected.reasoning if self.reasoning == "auto" else None if self.reasoning == "none" else self.reasoning,
+        )
+
+
+class ParserOptions(NamedTuple):
+    """How to parse the outputs of one request."""
 
     dialect: Dialect
-    """Without `tools` where no calls are looked for."""
+    """Its `tools` is None where no calls are looked for."""
     schemas: Schemas = NO_SCHEMAS
-    parallel: bool = True
-    """Whether more than one call is wanted."""
-    tell_reasoning: bool = True
-    """False: thoughts are left out."""
+    parallel_calls: bool = True
+    """False: every call after the first is dropped."""
+    include_reasoning: bool = True
+    """False: reasoning is dropped."""
 
 
-def syntax_of(form: ToolFormat, schemas: Schemas) -> Syntax:
+def format_reader(form: ToolFormat, schemas: Schemas) -> ToolCallFormat:
+    """Returns the reader of a format, for calls of the functions in `schemas`."""
     match form:
         case "hermes":
-            return Tagged(schemas, bare=False)
+            return TaggedCalls(schemas, bare=False)
         case "qwen3_xml":
-            return Tagged(schemas, bare=True)
+            return TaggedCalls(schemas, bare=True)
         case "mistral":
             return Mistral()
         case "llama3_json":
@@ -53,44 +65,123 @@ def syntax_of(form: ToolFormat, schemas: Schemas) -> Syntax:
 
 
 class OutputParser:
-    """Owns what has come of one output and is not decided yet.
+    """Owns what has arrived of one output and is not decided yet.
 
-    However the text is cut into deltas, the pieces are the same, but for where text and arguments are divided.
+    However the text is split into deltas, the events are the same, except for where texts and arguments are divided.
     """
 
-    def __init__(self, parsing: Parsing) -> None:
-        self._tape = Tape()
-        self._pieces = Pieces(parallel=parsing.parallel, tell_reasoning=parsing.tell_reasoning)
-        self._dialect = parsing.dialect
-        self._syntax = None if parsing.dialect.tools is None else syntax_of(parsing.dialect.tools, parsing.schemas)
+    def __init__(self, options: ParserOptions) -> None:
+        self._cursor = TextCursor()
+        self._events = ParseEvents(parallel_calls=options.parallel_calls, include_reasoning=options.include_reasoning)
+        self._options = options
         self._reading: Reading[None] | None = None
         self.thinking: Thinking | None = None
-        """How the prompt ends; to be set before the first text."""
+        """Whether the prompt ends inside the reasoning; to be set before the first text."""
 
-    def feed(self, text: str) -> list[Piece]:
-        """What is decided now that this text has come."""
-        self._tape.feed(text)
-        return self._go_on()
+    def feed(self, text: str) -> list[ParseEvent]:
+        """Returns what is decided now that this text has arrived."""
+        self._cursor.feed(text)
+        return self._advance()
 
-    def finish(self, *, cut: bool) -> list[Piece]:
-        """The rest. `cut`: the output is as long as it may be, so a call that breaks off is one nevertheless."""
-        self._tape.close(cut=cut)
-        return self._go_on()
+    def finish(self, *, truncated: bool) -> list[ParseEvent]:
+        """Returns the remaining events. `truncated`: the output reached its length limit, so an unfinished call
+        counts as one."""
+        self._cursor.close(truncated=truncated)
+        return self._advance()
 
-    def _go_on(self) -> list[Piece]:
+    def _advance(self) -> list[ParseEvent]:
         if self._reading is None:
             self._reading = self._read()
         next(self._reading, None)
-        return self._pieces.take()
+        return self._events.drain()
 
     def _read(self) -> Reading[None]:
-        tape, pieces = self._tape, self._pieces
-        if self._dialect.reasoning is not None:
-            yield from read_thoughts(tape, pieces, self._dialect.reasoning, self.thinking)
-        if self._syntax is not None:
-            yield from Content(tape, pieces, self._syntax).read()
+        cursor, events = self._cursor, self._events
+        dialect = self._options.dialect
+        if dialect.reasoning is not None:
+            yield from read_reasoning(cursor, events, dialect.reasoning, self.thinking)
+        if dialect.tools is not None:
+            form = format_reader(dialect.tools, self._options.schemas)
+            yield from ContentReader(cursor, events, form).read()
         while True:
-            pieces.content(tape.rest)
-            tape.skip(len(tape.rest))
-            tape.mark()
+            events.content(cursor.unread)
+            cursor.skip(len(cursor.unread))
+            cursor.mark()
             yield
+
+
+class ContentReader:
+    """Separates an answer's text from its tool calls, and treats as text what only looks like a call.
+
+    White space before a call belongs to the call, and so does white space after it unless text follows.
+    """
+
+    def __init__(self, cursor: TextCursor, events: ParseEvents, form: ToolCallFormat) -> None:
+        self._cursor, self._events, self._format = cursor, events, form
+        self._openings = form.openings
+        self._markers = marker_set((*self._openings.anywhere, *self._openings.line_start))
+        self._no_text_yet = True
+        """Whether no text has come yet, or none since the last call."""
+        self._called = False
+
+    def read(self) -> Reading[None]:
+        """Reads to the end of the output."""
+        while (yield from self._up_to_call()):
+            yield from self._read_calls()
+
+    def _up_to_call(self) -> Reading[bool]:
+        """Emits text up to the white space before the next opening. Returns False at the output's end."""
+        cursor = self._cursor
+        while True:
+            rest = cursor.unread
+            opening = self._find_opening(rest)
+            if opening is not None:
+                self._emit_text(_stripped_length(rest, opening))
+                return True
+            if cursor.closed:
+                if self._called and self._no_text_yet and not rest.strip():
+                    cursor.skip(len(rest))
+                else:
+                    self._emit_text(len(rest))
+                return False
+            self._emit_text(_stripped_length(rest, len(rest) - self._markers.partial_length(rest)))
+            yield
+
+    def _find_opening(self, rest: str) -> int | None:
+        for match in self._markers.pattern.finditer(rest):
+            if match[0] in self._openings.anywhere or self._starts_line(rest, match.start()):
+                return match.start()
+        return None
+
+    def _starts_line(self, rest: str, at: int) -> bool:
+        stripped = _stripped_length(rest, at)
+        return "\n" in rest[stripped:at] or (stripped == 0 and self._no_text_yet)
+
+    def _emit_text(self, length: int) -> None:
+        if length:
+            self._events.content(self._cursor.unread[:length])
+            self._cursor.skip(length)
+            self._no_text_yet = False
+        self._cursor.mark()
+
+    def _read_calls(self) -> Reading[None]:
+        cursor, events = self._cursor, self._events
+        try:
+            yield from cursor.skip_whitespace()
+            yield from self._format.read(cursor, events)
+        except NotAToolCall as reason:
+            if events.in_call and isinstance(reason, OutputEnd) and cursor.truncated:
+                events.end_call()
+            elif cursor.since_mark:
+                if events.in_call:
+                    events.retract_call()
+                events.content(cursor.since_mark)
+                cursor.mark()
+                self._no_text_yet = False
+                return
+        self._called = self._no_text_yet = True
+
+
+def _stripped_length(text: str, end: int) -> int:
+    """The length of `text[:end]` without its trailing white space."""
+    return len(text[:end].rstrip())

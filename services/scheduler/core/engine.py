@@ -1,267 +1,326 @@
-"""The engine's state machine: one event in, messages out. Every request ends in one last word (see `answers.py`)."""
+"""The engine's state machine: one event in, messages out. Every request ends in one final answer (`results/`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from typing import assert_never
 
-from services.scheduler.core.answers import Answers
+from services.scheduler.core.counters import EngineCounters, EngineSnapshot, EpochSnapshot
+from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.events import (
     DetokenizerGone,
+    EndProcess,
     Event,
     GatewayGone,
-    GiveUp,
-    NotTaken,
+    HandOverRefused,
     Output,
     PeerChanged,
     RankProgress,
-    StoreAnswered,
     StoreGone,
-    StoreHere,
+    StoreReady,
+    StoreReplied,
     TimePassed,
     WorkersLost,
     WorkersReady,
 )
-from services.scheduler.core.hand_overs import Peers
-from services.scheduler.core.intake import Intake
-from services.scheduler.core.limits import Limits
-from services.scheduler.core.passing_on import PassingOn
+from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.scheduler.core.memory.block_pool import PrefixIndex
+from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.serving import Serving
-from services.scheduler.core.site import Site
-from services.scheduler.core.store import Store
-from services.scheduler.core.tally import Tally
+from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHandOver
+from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
+from shared.messages.gateway import RequestFailed
 from shared.messages.kvstore import Attach
 from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import (
     Cancel,
-    DetokenizerLost,
-    Generate,
+    GenerateRequest,
     GrammarCompiled,
     ProbeReply,
     StepFinished,
     StepMissed,
     StopMatched,
-    Transferred,
+    TokenBatchLost,
+    TransferProgress,
 )
 
 
-class Engine:
+class EngineCore:
     """Owns the epochs of one engine: what it has while it has workers. Serves nothing until `WorkersReady`."""
 
-    def __init__(self, engine: EngineId, epoch: Incarnation, limits: Limits, site: Site | None = None) -> None:
+    def __init__(
+        self, engine: EngineId, epoch: Incarnation, limits: EngineLimits, role: EngineRole | None = None
+    ) -> None:
         self.limits = limits
-        self.site = site or Site()
-        self.tally = Tally()
-        self.store = Store(self.site, self.tally)
-        self.serving: Serving | None = None
+        self.role = role or EngineRole()
+        self.counters = EngineCounters()
+        self.store = StoreClient(self.role, self.counters)
+        self.epoch_state: EpochState | None = None
+        """None while there are no workers."""
         self._epoch = epoch
-        self._answers = Answers(engine, epoch)
-        self._passing_on = PassingOn(engine, self._answers, self.store, self.tally)
-        self._intake = Intake(limits.max_waiting, self._answers, self._passing_on)
+        self._tickets = count(1)
+        self._outbox = EngineOutbox(engine, epoch)
+        self._sender = HandOverSender(engine, self.store)
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Takes one event in; the outputs are to be sent in order. `now` are seconds on the liveness clock."""
         match event:
-            case Generate():
-                self._intake.generate(event, self.serving)
+            case StepFinished() | StepMissed() | GrammarCompiled() | TransferProgress() | RankProgress():
+                self._handle_rank(event, now)
+            case GenerateRequest():
+                self._handle_request(event)
             case Cancel() | StopMatched():
-                self._intake.call_off(event, self.serving)
-            case NotTaken():
-                self._passing_on.not_taken(event)
+                self._call_off(event)
+            case HandOverRefused():
+                self._take_back(event)
             case PeerChanged():
-                self.peers.changed(event.engine, takes=event.takes)
-            case DetokenizerLost() | DetokenizerGone() | GatewayGone():
-                self._listener_gone(event)
-            case StepFinished() | StepMissed() | GrammarCompiled() | Transferred() | RankProgress():
-                if self.serving is not None:
-                    self._rank_said(self.serving, event, now)
-            case StoreAnswered():
-                self._store_answered(event, now)
-            case StoreHere() | StoreGone():
-                self._store_changed(event)
+                self._sender.record_peer(event.engine, takes=event.takes)
+            case TokenBatchLost() | DetokenizerGone() | GatewayGone():
+                self._end_unheard(event)
+            case StoreReplied():
+                self._handle_store_reply(event, now)
+            case StoreReady() | StoreGone():
+                self._handle_store_change(event)
             case WorkersReady():
-                self._workers_ready(event)
+                self._start_epoch(event)
             case WorkersLost():
-                self._stop_serving(event.reason)
+                self._end_epoch(event.reason)
             case TimePassed():
-                self._look_at_clock(now)
+                self._tick(now)
             case _:
                 assert_never(event)
-        self._plan(now)
-        if self.site.node is not None:
-            self._mind_store(now)
-        return self._answers.take()
+        if self.epoch_state is not None:
+            self.epoch_state.plan(now)
+        if self.role.node is not None:
+            self._exchange_with_store(now)
+        return self._outbox.take()
 
     # ---- questions
 
     @property
-    def requests(self) -> dict[RequestId, Sequence]:
-        """Those taken in that have not ended; without workers, none is."""
-        return {} if self.serving is None else self.serving.requests.held
+    def requests(self) -> Mapping[RequestId, Sequence]:
+        """The accepted requests that have not ended; empty without workers."""
+        return {} if self.epoch_state is None else self.epoch_state.requests.held
 
     @property
-    def tokens(self) -> int:
-        """Output tokens since the start."""
-        return self.tally.output_tokens
+    def epoch(self) -> Incarnation | None:
+        """The epoch whose plans are sent; None while there are no workers."""
+        return None if self.epoch_state is None else self.epoch_state.steps.epoch
 
     @property
     def plan_due(self) -> float | None:
         """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
-        return None if self.serving is None else self.serving.stepping.plan_due
+        return None if self.epoch_state is None else self.epoch_state.plan_due
 
     @property
-    def peers(self) -> Peers:
-        """Who takes over what is handed over."""
-        return self._passing_on.peers
+    def prefix_index(self) -> PrefixIndex | None:
+        """The names of the epoch's blocks, to be published; None while there are no workers."""
+        return None if self.epoch_state is None else self.epoch_state.memory.index
+
+    def takes_over(self, engine: EngineId) -> bool:
+        """Whether another engine takes requests over, as far as is known."""
+        return self._sender.takes_over(engine)
 
     def probe(self, request: RequestId, attempt: Attempt) -> ProbeReply:
+        """The state of the attempt, and how many output tokens it has."""
         sequence = self.requests.get(request)
         if sequence is None or sequence.generation.attempt != attempt:
             return ProbeReply("unknown", 0)
         running = sequence.phase in ("loading", "prefilling", "decoding", "handing")
-        return ProbeReply("running" if running else "waiting", sequence.produced)
+        return ProbeReply("running" if running else "waiting", sequence.tokens.produced)
 
-    def report(self) -> EngineReport | None:
-        """The load, or None while there are no workers."""
-        if self.serving is None:
-            return None
-        places, pool = self.serving.planner.places, self.serving.planner.memory.pool
-        return EngineReport(
-            model=self.serving.card,
-            waiting=len(self.requests) - places.running,
-            running=places.running,
-            max_waiting=self.limits.max_waiting,
-            max_running=self.serving.limits.max_running,
+    def snapshot(self) -> EngineSnapshot:
+        """A snapshot of the engine's state. It is slow if many requests wait, so do not take one for every event."""
+        state = self.epoch_state
+        if state is None:
+            return EngineSnapshot(replace(self.counters), 0, None)
+        held, queues, pool = state.requests.held, state.queues, state.memory.pool
+        epoch = EpochSnapshot(
+            epoch=state.steps.epoch,
+            model=state.workers.card,
+            max_running=state.limits.max_running,
+            waiting=len(held) - queues.running,
+            running=queues.running,
+            compiling=len(queues.compiling),
+            prefill_tokens=sum(max(0, len(s.tokens.known) - s.tokens.planned) for s in held.values()),
+            transfers=len(state.transfers.in_flight),
             blocks_total=pool.total,
             blocks_free=pool.free,
-            steps=self.serving.steps.finished,
-            tokens=self.tokens,
-            role=self.site.role,
-            node=self.site.node,
-            prefill_tokens=sum(max(0, len(s.tokens) - s.planned) for s in self.requests.values()),
-            prompt_tokens=self.tally.prompt_tokens,
-            cached_tokens=self.tally.cached_tokens,
-            drafted_tokens=self.tally.drafted,
-            accepted_tokens=sum(self.tally.accepted),
+            blocks_cached=len(pool.cached),
+            steps=state.steps.finished,
+            preemptions=state.planner.preemption.count,
+        )
+        return EngineSnapshot(replace(self.counters), len(held), epoch)
+
+    def report(self) -> EngineReport | None:
+        """The load as it is reported to coordinators, or None while there are no workers."""
+        snapshot = self.snapshot()
+        epoch, counters = snapshot.epoch, snapshot.counters
+        if epoch is None:
+            return None
+        return EngineReport(
+            model=epoch.model,
+            waiting=epoch.waiting,
+            running=epoch.running,
+            max_waiting=self.limits.max_waiting,
+            max_running=epoch.max_running,
+            blocks_total=epoch.blocks_total,
+            blocks_free=epoch.blocks_free,
+            steps=epoch.steps,
+            tokens=counters.output_tokens,
+            role=self.role.kind,
+            node=self.role.node,
+            prefill_tokens=epoch.prefill_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            drafted_tokens=counters.drafted,
+            accepted_tokens=sum(counters.accepted),
         )
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in hand, neither requests nor blocks on their way to the store."""
-        return not self.requests and (self.serving is None or not self.serving.saving)
+        return self.epoch_state is None or not (self.epoch_state.requests.held or self.epoch_state.saving)
 
-    # ---- who listens, who computes
+    # ---- requests
 
-    def _listener_gone(self, event: DetokenizerLost | DetokenizerGone | GatewayGone) -> None:
+    def _handle_request(self, request: GenerateRequest) -> None:
+        generation = request.generation
+        if self.epoch_state is not None:
+            self.epoch_state.requests.receive(request)
+        elif self._outbox.fence.is_closed(generation.request, generation.attempt):
+            self._outbox.disown(request)  # a cancel has overtaken it
+        else:
+            failed = RequestFailed(generation.request, generation.attempt, "the engine has no workers")
+            self._outbox.refuse(request, failed)
+
+    def _call_off(self, message: Cancel | StopMatched) -> None:
+        """Fences even what is unknown: a cancel can overtake the request that it cancels."""
+        self._outbox.fence.close(message.request, message.attempt)
+        ended = self.epoch_state is not None and self.epoch_state.requests.call_off(message)
+        if not ended and isinstance(message, Cancel) and message.detokenizer is not None:
+            self._outbox.streams.disown(message.detokenizer, message.request, message.attempt)
+        if (forward := self._sender.forward(message)) is not None:
+            self._outbox.add(forward)
+
+    def _take_back(self, event: HandOverRefused) -> None:
+        """The engine that we handed a request over to is gone: it fails, unless it is not wanted any more."""
+        generation = event.generate.generation
+        self._outbox.streams.disown(event.generate.detokenizer, generation.request, generation.attempt)
+        if self._sender.take_back(event):
+            reason = f"{event.engine} does not take it over"
+            self._outbox.send_to_gateway(generation, RequestFailed(generation.request, generation.attempt, reason))
+
+    def _end_unheard(self, event: TokenBatchLost | DetokenizerGone | GatewayGone) -> None:
+        """Ends the requests whose tokens no process would read."""
         if isinstance(event, DetokenizerGone):
-            self._answers.streams.forget(event.detokenizer)
-        if self.serving is None:
+            self._outbox.streams.forget(event.detokenizer)
+        if self.epoch_state is None:
             return
-        requests = self.serving.requests
+        requests = self.epoch_state.requests
         if isinstance(event, GatewayGone):
             requests.end_where(lambda s: s.generation.gateway == event.gateway)
         else:
-            reached = isinstance(event, DetokenizerLost)
+            reached = isinstance(event, TokenBatchLost)
             requests.fail_where(
                 lambda s: s.detokenizer == event.detokenizer, "its detokenizer was lost", tell_detokenizer=reached
             )
 
-    def _rank_said(
-        self,
-        serving: Serving,
-        event: StepFinished | StepMissed | GrammarCompiled | Transferred | RankProgress,
-        now: float,
+    # ---- ranks and time
+
+    def _handle_rank(
+        self, event: StepFinished | StepMissed | GrammarCompiled | TransferProgress | RankProgress, now: float
     ) -> None:
-        current = event.epoch == serving.steps.epoch
+        state = self.epoch_state
+        if state is None:
+            return
         lost: str | None = None
         match event:
             case StepFinished():
-                lost = serving.stepping.finished(event, now)
-            case StepMissed():
-                lost = f"{event.worker} never received step {event.expected}" if current else None
-            case GrammarCompiled():
-                if current:
-                    serving.requests.waited(serving.grammars.answered(event.grammar, event.error, now))
-            case Transferred():
-                if current:
-                    serving.kv_traffic.transferred(event, now)
+                lost = state.finish_step(event, now)
             case RankProgress():
-                lost = self._rank_progress(serving, event, now)
-            case _:
-                assert_never(event)
-        if lost is not None:
-            self._start_anew(serving, lost)
+                lost = state.record_progress(event, now)
+            case _ if event.epoch != state.steps.epoch:
+                pass
+            case StepMissed():
+                lost = f"{event.worker} never received step {event.expected}"
+            case GrammarCompiled():
+                state.requests.record_grammars(state.grammars.record_reply(event.grammar, event.error, now))
+            case TransferProgress():
+                state.record_transfers(event, now)
+        if lost is not None:  # workers and engine may disagree on everything: a new epoch
+            self._end_epoch(lost)
+            self._start_epoch(state.workers)
 
-    def _rank_progress(self, serving: Serving, report: RankProgress, now: float) -> str | None:
-        transfers = report.transfers
-        if transfers is not None and transfers.epoch == serving.steps.epoch:
-            serving.kv_traffic.transferred(transfers, now)
-        return serving.steps.lost(report, now)
-
-    # ---- steps
-
-    def _plan(self, now: float) -> None:
-        if self.serving is not None:
-            self.serving.stepping.plan(now)
-
-    def _look_at_clock(self, now: float) -> None:
-        if self.serving is not None and (reason := self.serving.stepping.overdue(now)) is not None:
-            self._stop_serving(reason)
-            self._answers.add(GiveUp(reason))
-        if self.serving is not None:
-            self.serving.requests.waited(self.serving.grammars.look_at_clock(now))
-        self.store.look_at_clock(now)
+    def _tick(self, now: float) -> None:
+        if self.epoch_state is not None and (reason := self.epoch_state.overdue(now)) is not None:
+            self._end_epoch(reason)
+            self._outbox.add(EndProcess(reason))
+        state = self.epoch_state
+        if state is not None and state.grammars.compiling:
+            state.requests.record_grammars(state.grammars.expire(now))
+        if self.role.node is not None:
+            self.store.tick(now)
 
     # ---- the KV store
 
-    def _store_changed(self, event: StoreHere | StoreGone) -> None:
+    def _handle_store_change(self, event: StoreReady | StoreGone) -> None:
         if isinstance(event, StoreGone):
-            self.store.gone()
-        elif not self.store.here(event.incarnation):
+            self.store.record_gone()
+        elif not self.store.record_ready(event.incarnation):
             return
-        if self.serving is not None:
-            self.serving.saves.forget()
+        if self.epoch_state is not None:
+            self.epoch_state.saves.forget_reservations()
 
-    def _store_answered(self, event: StoreAnswered, now: float) -> None:
-        question, answer = event.question, event.answer
-        self.store.take_note(question, answer, now)
-        if isinstance(question, Attach):
-            self.store.attach_answered(question, answer, now)
-        elif self.serving is None:
-            self.store.release(question.lease)
+    def _handle_store_reply(self, event: StoreReplied, now: float) -> None:
+        request, reply = event.request, event.reply
+        self.store.record_reply(request, reply, now)
+        if isinstance(request, Attach):
+            self.store.record_attach(request, reply, now)
+        elif self.epoch_state is None:
+            self.store.release(request.lease)
         else:
-            self.serving.kv_traffic.answered(question, answer, now)
+            self.epoch_state.record_store_reply(request, reply, now)
 
-    def _mind_store(self, now: float) -> None:
-        """Offers what the last plan computes, and hands over what is saved; then somebody may be planned again."""
-        while (serving := self.serving) is not None:
-            settled = serving.kv_traffic.offer(now, idle=serving.steps.in_flight == 0)
+    def _exchange_with_store(self, now: float) -> None:
+        """Offers what the last plan computes, and hands over what is saved; then others may be planned again."""
+        while (state := self.epoch_state) is not None:
+            settled = state.offer_saves(now)
             if not settled:
                 break
-            for one in settled:
-                self._passing_on.hand_over(serving, one)
-            self._plan(now)
+            for each in settled:
+                self._hand_over(state, each)
+            state.plan(now)
         for output in self.store.take_outputs():
-            self._answers.add(output)
+            self._outbox.add(output)
+
+    def _hand_over(self, state: EpochState, settled: SettledHandOver) -> None:
+        """To the engine that goes on; or back to our own decodes, where it would have to compute what is not saved."""
+        hand_over = self._sender.send(settled)
+        if hand_over is None:
+            state.queues.cancel_hand_over(settled.sequence)
+        else:
+            self._outbox.hand_over(settled.sequence, hand_over)
+            state.requests.end(settled.sequence, tell_detokenizer=False)
 
     # ---- epochs
 
-    def _workers_ready(self, workers: WorkersReady) -> None:
-        if self.serving is not None:
-            self._stop_serving("the engine's workers were exchanged")
-        self.serving = Serving(self._epoch, self.limits, workers, self.store, self._answers)
-        self.store.share(workers.layout if self.site.node is not None else None, workers.card.name)
+    def _start_epoch(self, workers: WorkersReady) -> None:
+        if self.epoch_state is not None:
+            self._end_epoch("the engine's workers were exchanged")
+        self.epoch_state = EpochState(
+            self._epoch, self.limits, workers, self._tickets, self.store, self._sender, self._outbox
+        )
+        self.store.share(workers.layout if self.role.node is not None else None, workers.card.name)
 
-    def _start_anew(self, serving: Serving, reason: str) -> None:
-        """A message to or from the workers was lost, so they and we may disagree on everything: a new epoch."""
-        self._stop_serving(reason)
-        self._workers_ready(serving.workers)
-
-    def _stop_serving(self, reason: str) -> None:
-        if self.serving is not None:
-            self.serving.requests.fail_where(lambda _: True, reason, tell_detokenizer=True)
-            self.serving.close()
-        self.serving = None
+    def _end_epoch(self, reason: str) -> None:
+        """Fails every request for `reason`. Those that come now wait for the next epoch's workers."""
+        if self.epoch_state is not None:
+            self.epoch_state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True)
+            self.epoch_state.close()
+        self.epoch_state = None
         self._epoch = Incarnation(self._epoch + 1)
-        self._answers.begin(self._epoch)
+        self._outbox.start_epoch(self._epoch)

@@ -1,4 +1,4 @@
-"""What the engine's core hears beside bus messages, and what it answers: closed unions."""
+"""The events that the engine's core handles beside bus messages, and the outputs that it returns: closed unions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from dataclasses import dataclass
 
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import Failed, Placed, Rejected
-from shared.messages.kvstore import KvLayout, KvStoreAnswer, KvStoreQuestion, Release
+from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Release
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Cancel, Generate, SchedulerControl, StopMatched, Transferred, WorkerResult
+from shared.messages.scheduler import (
+    Cancel,
+    GenerateRequest,
+    SchedulerControl,
+    StopMatched,
+    TransferProgress,
+    WorkerResult,
+)
 from shared.messages.worker import StepPlan
 
 
@@ -23,7 +30,7 @@ class WorkersReady:
     max_batch_tokens: int | None = None
     world_size: int = 1
     layout: KvLayout | None = None
-    """None: their blocks cannot be shared through a KV store."""
+    """None: the ranks' blocks cannot be shared through a KV store."""
     stages: int = 1
     """Of the pipeline that the ranks form."""
     max_speculate: int = 0
@@ -47,7 +54,7 @@ class RankProgress:
     epoch: Incarnation | None
     received: int
     published: int
-    transfers: Transferred | None = None
+    transfers: TransferProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +81,12 @@ class PeerChanged:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time to look for a step that takes too long, and for a plan that is due (`Engine.plan_due`)."""
+    """Time has passed: a step may have taken too long, or a plan may be due (`Engine.plan_due`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoreHere:
-    """The node's KV store is there, in this life of it."""
+class StoreReady:
+    """The node's KV store is there, with this incarnation."""
 
     incarnation: Incarnation
 
@@ -90,23 +97,23 @@ class StoreGone:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAnswered:
-    """To `AskStore`, in any order. None: not in time, or nobody was there."""
+class StoreReplied:
+    """To `SendStoreRequest`, in any order. `reply` is None where none came in time, or no store was there."""
 
-    question: KvStoreQuestion
-    answer: KvStoreAnswer | None
+    request: KvStoreRequest
+    reply: KvStoreReply | None
 
 
 @dataclass(frozen=True, slots=True)
-class NotTaken:
-    """`PassOn` found nobody there."""
+class HandOverRefused:
+    """`SendHandOver` was not delivered: the engine is gone."""
 
-    generate: Generate
+    generate: GenerateRequest
     engine: EngineId
 
 
 Event = (
-    Generate
+    GenerateRequest
     | SchedulerControl
     | WorkerResult
     | WorkersReady
@@ -116,64 +123,74 @@ Event = (
     | GatewayGone
     | PeerChanged
     | TimePassed
-    | StoreHere
+    | StoreReady
     | StoreGone
-    | StoreAnswered
-    | NotTaken
+    | StoreReplied
+    | HandOverRefused
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SendPlan:
+    """To every rank."""
+
     plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class SendTokens:
+    """To one detokenizer; its batches are numbered, and must be sent in order."""
+
     detokenizer: DetokenizerId
     batch: TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
-class TellGateway:
+class SendToGateway:
+    """Says why a request ends without tokens, or which engine continues it."""
+
     gateway: GatewayId
-    message: Rejected | Failed | Placed
+    message: RequestRejected | RequestFailed | RequestPlaced
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The engine is wedged: every request has been failed, the process must end and be started anew."""
+class EndProcess:
+    """The engine is wedged: every request has failed, and the process must end and be started again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class AskStore:
-    """To be answered by `StoreAnswered`, after `timeout` seconds at the latest."""
+class SendStoreRequest:
+    """To the node's KV store; answered by `StoreReplied`, after `timeout` seconds at the latest."""
 
-    question: KvStoreQuestion
+    request: KvStoreRequest
     timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
+    """To the node's KV store, which does not reply."""
+
     release: Release
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn:
-    """The request's first token is drawn and its blocks are in the store: `engine` goes on with it."""
+class SendHandOver:
+    """The request's first token is drawn and its blocks are in the store: `engine` continues it."""
 
     engine: EngineId
-    generate: Generate
+    generate: GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
-    """A request was called off here that `engine` has by now."""
+class ForwardControl:
+    """A request was cancelled here that was handed over to `engine`."""
 
     engine: EngineId
     message: Cancel | StopMatched
 
 
-Output = SendPlan | SendTokens | TellGateway | GiveUp | AskStore | ReleaseLease | PassOn | Relay
+Output = (
+    SendPlan | SendTokens | SendToGateway | EndProcess | SendStoreRequest | ReleaseLease | SendHandOver | ForwardControl
+)

@@ -1,38 +1,43 @@
-"""What bounds an engine: how much a step may hold, how many may run and wait, how far plans run ahead."""
+"""How an engine is configured: its role, its node, and its limits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Policy = Literal["fcfs", "priority"]
+from shared.ids import NodeId
+from shared.messages.kvstore import LeaseOwner
+from shared.messages.lifecycle import Role
+
+QueuePolicy = Literal["fcfs", "priority"]
 SpeculationPolicy = Literal["dynamic", "fixed", "off"]
 """dynamic: as many drafts as pay (see `speculation.py`). fixed: as many as the ranks can. off: none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Raises ValueError where a step could not hold one token of every running sequence."""
+class EngineLimits:
+    """What bounds an engine: how much a step may hold, how many sequences may run and wait, how far plans run ahead.
+    Raises ValueError where a step could not hold one token of every running sequence."""
 
     max_batch_tokens: int = 2048
     """Tokens that one step computes, all sequences together."""
     max_running: int = 256
     max_waiting: int = 1024
     """New requests beyond it are rejected as overloaded; preempted ones always find a place."""
-    policy: Policy = "fcfs"
+    policy: QueuePolicy = "fcfs"
     max_new_bytes: int = 4 * 2**20
-    """Token ids that newcomers may add to one plan, in bytes: a plan must fit the bus. A single one always may."""
+    """Token ids that new sequences may add to one plan, in bytes: a plan must fit the bus. A single one always may."""
     run_ahead: int = 1
     """Plans issued beyond those that are being computed."""
     stages: int = 1
-    """Of the pipeline that the workers form: plans that are computed at a time."""
+    """Stages of the workers' pipeline: as many plans are computed at a time."""
     plan_late: bool = True
     """Make plans ahead only when the step before is half over, or nearly over where that is short: for the sake of who
     arrives meanwhile."""
     step_timeout: float = 60.0
     """Seconds that the oldest step in flight may take before the engine counts as wedged."""
     store_deadline: float = 0.015
-    """Seconds that the KV store may take to say what it has of a newcomer."""
+    """Seconds that the KV store may take to say what it has of a new sequence."""
     remote_deadline: float = 0.5
     """The same, where another node is likely to have it: the blocks come over before the answer does."""
 
@@ -54,8 +59,23 @@ class Limits:
         """Plans issued beyond the one whose result comes next."""
         return self.run_ahead + self.stages - 1
 
-    def bounded(self, max_running: int | None, max_batch_tokens: int | None, stages: int = 1) -> Limits:
+    def bounded(self, max_running: int | None, max_batch_tokens: int | None, stages: int = 1) -> EngineLimits:
         """These limits, or less where the workers can hold only less."""
         running = min(self.max_running, max_running or self.max_running)
         tokens = min(self.max_batch_tokens, max_batch_tokens or self.max_batch_tokens)
         return replace(self, max_running=min(running, tokens), max_batch_tokens=tokens, stages=stages)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRole:
+    """An engine's role and its node. Raises ValueError if a node is named without the owner of its leases."""
+
+    kind: Role = "mixed"
+    node: NodeId | None = None
+    """Whose KV store is used; None: no store."""
+    owner: LeaseOwner | None = None
+    """The owner of the engine's leases in the node's KV store."""
+
+    def __post_init__(self) -> None:
+        if self.node is not None and self.owner is None:
+            raise ValueError("a KV store is used in an owner's name")

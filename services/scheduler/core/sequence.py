@@ -1,20 +1,24 @@
-"""One request inside the engine: its tokens, how far they are planned, and the phase it is in."""
+"""One request inside the engine: its tokens, how far they are planned, its blocks, and the phase it is in."""
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
-from shared.messages.generation import FinishReason, SamplingParams
-from shared.messages.scheduler import Generate
-from shared.messages.worker import Work
-from shared.tokens import pack, unpack
+from shared.messages.generation import FinishReason, SamplingOptions
+from shared.messages.scheduler import GenerateRequest
+from shared.messages.worker import SequenceWork
+from shared.packing import pack, unpack
+from shared.reliability.transitions import extend_history
 
-Phase = Literal["waiting", "compiling", "seeking", "loading", "prefilling", "decoding", "handing", "returning", "ended"]
+SequencePhase = Literal[
+    "waiting", "compiling", "seeking", "loading", "prefilling", "decoding", "handing", "returning", "ended"
+]
 
-FOLLOWS: dict[Phase, frozenset[Phase]] = {
+NEXT_PHASES: dict[SequencePhase, frozenset[SequencePhase]] = {
     "waiting": frozenset({"compiling", "seeking", "loading", "prefilling", "ended"}),
     "compiling": frozenset({"waiting", "ended"}),
     "seeking": frozenset({"waiting", "ended"}),
@@ -25,183 +29,238 @@ FOLLOWS: dict[Phase, frozenset[Phase]] = {
     "returning": frozenset({"waiting", "ended"}),
     "ended": frozenset(),
 }
-"""compiling: out of the line until the workers have compiled its grammar. seeking: the same until the KV store has
-answered, or others have loaded or computed the same blocks. loading: its blocks are being filled from the store.
-handing: drew its one token here; its blocks are being saved for the engine that goes on. returning: preempted while
-sampled tokens were still on their way; waits again once those have come."""
+"""The phases that may follow each phase.
+
+compiling: outside the waiting queue until the workers have compiled its grammar. seeking: outside the queue until the
+KV store has answered, or until another sequence has loaded or computed the same blocks. loading: its blocks are being
+filled from the store. handing: it drew its only token here, and its blocks are being saved for the engine that goes on.
+returning: preempted while sampled tokens were still on their way; it waits again once those have come."""
 
 
-class IllegalStep(Exception):
-    """A phase that may not follow the present one; the text holds the history."""
-
-
-class Rank(NamedTuple):
-    """The place in any line: compared as a tuple, smaller goes first and is preempted last."""
+class QueueKey(NamedTuple):
+    """The order in any queue: compared as a tuple; the smaller one is served first and preempted last."""
 
     priority: int
     arrival: float
     ticket: int
 
 
-class Acceptance:
+class AcceptanceRate:
     """How likely a draft is accepted whose predecessors were, from counts that fade with each step."""
 
     __slots__ = ("_accepted", "_tried")
 
     FADE = 0.9
-    """What a step leaves of the weight of those before it."""
+    """The factor by which a step reduces the weight of earlier ones."""
     FADE_UNTRIED = 0.98
-    """The same for a step without drafts: what is not tried is forgotten, and so is tried again some time."""
+    """The same for a step without drafts: what is not tried is forgotten, and so it is tried again some time."""
 
     def __init__(self) -> None:
         self._accepted = self._tried = 0.0
 
-    def note(self, drafted: int, accepted: int) -> None:
-        """The first that is rejected ends the trial of those behind it."""
+    def record(self, drafted: int, accepted: int) -> None:
+        """Adds one step's drafts. Those behind the first rejected one count as not tried."""
         self._accepted = self._accepted * self.FADE + accepted
         self._tried = self._tried * self.FADE + min(drafted, accepted + 1)
 
     def fade(self) -> None:
+        """Records a step that tried no drafts."""
         self._accepted *= self.FADE_UNTRIED
         self._tried *= self.FADE_UNTRIED
 
     def rate(self, assumed: float) -> float:
-        """`assumed` counts as one trial more."""
+        """The probability from 0 to 1; `assumed` counts as one more trial."""
         return (self._accepted + assumed) / (self._tried + 1.0)
 
 
-class Sequence:
-    """Owned by the engine; a field is written by the one part of the core that its comment names.
+class TokenState:
+    """Owns the tokens of one sequence, and how many of them are planned. Only its methods write its fields.
 
     `planned` ≤ `length`: of `length` tokens (known ones, and those that are being sampled) the first `planned` have
-    been given to the workers to compute. The last token of all is never computed: nothing follows it. Both are upper
-    bounds while steps are in flight that may yield several tokens; with each result they are corrected.
+    been given to the workers to compute. The last token of all is never computed, because nothing follows it. Both are
+    upper bounds while steps are in flight that may yield several tokens; each result corrects them.
     """
 
     __slots__ = (
+        "_salt",
+        "hashes",
+        "known",
+        "length",
+        "limit",
+        "min_length",
+        "planned",
+        "prompt_length",
+        "stops",
+    )
+
+    def __init__(self, generate: GenerateRequest, limit: int, stops: frozenset[int]) -> None:
+        generation = generate.generation
+        self.prompt_length = generation.prompt_length
+        self.min_length = generation.prompt_length + generation.stopping.min_tokens
+        """Tokens, prompt and output, up to which no stop token ends it."""
+        self.limit = limit
+        """Tokens, prompt and output, at which it ends as `length`."""
+        self.stops = stops
+        self.known = array("I", unpack(generation.tokens))
+        self.hashes: list[BlockHash] = list(split_hashes(generation.block_hashes))
+        """One for each full block of known tokens."""
+        self.length = len(self.known)
+        self.planned = 0
+        self._salt = generation.cache_salt
+
+    def learn(self, token: int) -> FinishReason | None:
+        """Adds the value of the next token. Returns how the sequence ends with it, None where it goes on."""
+        known = self.known
+        known.append(token)
+        count = len(known)
+        if count % BLOCK_SIZE == 0:
+            parent = self.hashes[-1] if self.hashes else root_hash(self._salt)
+            self.hashes.append(next_hash(parent, pack(known[-BLOCK_SIZE:])))
+        if token in self.stops and count > self.min_length:
+            return "stop"
+        return "length" if count >= self.limit else None
+
+    def plan_decode(self, count: int) -> None:
+        """A step computes one token, and draws up to `count`: all but the first are drafts."""
+        self.planned += count
+        self.length += count
+
+    def plan_prefill(self, count: int) -> None:
+        """A step computes `count` more tokens of the prompt."""
+        self.planned += count
+
+    def expect_token(self) -> None:
+        """The step that computes the end of the prompt draws a token."""
+        self.length += 1
+
+    def retract(self, count: int, *, planned: bool) -> None:
+        """A step yielded `count` tokens less than it might have; `planned`: they had been planned, too."""
+        self.length -= count
+        if planned:
+            self.planned -= count
+
+    def set_planned(self, count: int) -> None:
+        """The first `count` tokens lie computed in the sequence's blocks, and no others."""
+        self.planned = count
+
+    @property
+    def produced(self) -> int:
+        """Output tokens known, those of earlier attempts included."""
+        return len(self.known) - self.prompt_length
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a token is being sampled whose value is not known yet."""
+        return self.length > len(self.known)
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of KV memory that one sequence holds. Only `BlockAllocator` writes its fields."""
+
+    numbers: list[int] = field(default_factory=list)
+    capacity: int = 0
+    """Tokens that the blocks have room for."""
+    indexed: int = 0
+    """Leading blocks that were offered to the prefix index."""
+
+
+class TransferState:
+    """Where a sequence's blocks may come from, and which engine continues it. Only its methods write its fields."""
+
+    __slots__ = ("decode_on", "kv_source", "partial")
+
+    def __init__(self, generate: GenerateRequest) -> None:
+        handed = generate.handed
+        self.decode_on: EngineId | None = generate.decode_on
+        """The engine that takes it over once its first token is drawn."""
+        self.kv_source: NodeId | None = generate.kv_source if handed is None else handed.node
+        """The node whose KV store is likely to hold its blocks."""
+        self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
+        """The name of its last, partial block in the store, where it was handed over."""
+
+    def stay(self) -> None:
+        """The sequence is decoded here, and not handed over to the engine that was chosen for it."""
+        self.decode_on = None
+
+    def forget_partial(self) -> None:
+        """The partial block in the store is of no use any more: it was loaded, or is computed instead."""
+        self.partial = None
+
+
+@dataclass(slots=True)
+class StreamState:
+    """What the detokenizer knows of a sequence. Only `TokenStreams` writes its fields."""
+
+    opened: bool
+    """Whether it has been sent the stream's opening."""
+    cached_tokens: int = 0
+    """Prompt tokens that lay in a cache, as reported to the client."""
+
+
+class Sequence:
+    """One request inside the engine. Its state lies in parts, each with one writer; `move` alone writes the phase."""
+
+    __slots__ = (
         "acceptance",
-        "awaited",
         "blocks",
-        "cached_tokens",
-        "capacity",
-        "decode_on",
         "decode_work",
         "detokenizer",
         "drawn_in",
         "generation",
-        "hashes",
         "history",
         "id",
-        "indexed",
-        "introduced",
-        "kv_source",
-        "length",
-        "limit",
         "list_bytes",
-        "min_length",
-        "opened",
-        "partial",
         "phase",
-        "planned",
-        "prompt_length",
-        "rank",
-        "stops",
+        "prompt_waits",
+        "queue_key",
+        "stream",
         "tokens",
+        "transfer",
     )
 
-    def __init__(self, generate: Generate, rank: Rank, limit: int, stops: frozenset[int]) -> None:
+    def __init__(self, generate: GenerateRequest, queue_key: QueueKey, limit: int, stops: frozenset[int]) -> None:
         generation = generate.generation
         self.generation = generation
         self.detokenizer: DetokenizerId = generate.detokenizer
-        self.rank = rank
-        self.id = SequenceId(rank.ticket)
-        """Kept over a preemption: the workers hear of the release before they hear of the sequence again."""
+        self.queue_key = queue_key
+        self.id = SequenceId(queue_key.ticket)
+        """Kept over a preemption: the workers receive the release before they receive the sequence again."""
         self.list_bytes = _list_bytes(generation.sampling)
-        """What the lists of its sampling parameters take on the wire."""
-        self.decode_work = Work(self.id, 1, b"", True)
+        """Bytes of its sampling parameters' lists on the wire."""
+        self.decode_work = SequenceWork(self.id, 1, b"", True)
         """The same for every decode step that needs no new block, so it is made once."""
-        self.prompt_length = generation.prompt_length
-        self.min_length = generation.prompt_length + generation.stopping.min_tokens
-        self.limit = limit
-        """Tokens, prompt and output, at which it ends as `length`."""
-        self.stops = stops
-        self.phase: Phase = "waiting"
-        self.history: list[Phase] = ["waiting"]
-        handed = generate.handed
-        self.decode_on: EngineId | None = generate.decode_on
-        """Who takes it over once its first token is drawn."""
-        self.kv_source: NodeId | None = generate.kv_source if handed is None else handed.node
-        """Whose KV store is likely to hold its blocks."""
-        self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
-        """The name of its last, partial block in the store, where it was handed over."""
-        # written when results come
-        self.tokens = array("I", unpack(generation.tokens))
-        self.hashes: list[BlockHash] = list(split_hashes(generation.block_hashes))
-        # written by the planner
-        self.length = len(self.tokens)
-        self.planned = 0
-        self.introduced = False
-        """Whether the workers know it."""
-        # written by SharedPrompts
-        self.awaited = 0
-        """Times that it waited for others to compute what it needs, too."""
-        # written by Speculation
-        self.acceptance = Acceptance()
-        # written by MicroBatches
+        self.phase: SequencePhase = "waiting"
+        self.history: list[SequencePhase] = ["waiting"]
+        self.tokens = TokenState(generate, limit, stops)
+        self.blocks = BlockTable()
+        self.transfer = TransferState(generate)
+        self.stream = StreamState(opened=generate.handed is not None)
+        self.acceptance = AcceptanceRate()
+        """Of its own drafts; written by `SpeculationBudget`."""
+        self.prompt_waits = 0
+        """Times that it waited for others to compute what it needs, too; written by `SharedPrompts`."""
         self.drawn_in = 0
-        """The plan that draws its latest token, where the engine has several stages."""
-        # written by KvMemory
-        self.blocks: list[int] = []
-        self.capacity = 0
-        """Tokens that `blocks` have room for."""
-        self.indexed = 0
-        """Leading blocks that were offered to the prefix index."""
-        # written by Streams
-        self.opened = handed is not None
-        self.cached_tokens = 0
-        """As the client is told."""
+        """The plan that draws its latest token, where the engine has several stages; written by `MicroBatches`."""
 
-    def move(self, phase: Phase) -> None:
-        """Enters `phase`. Raises IllegalStep."""
-        if phase not in FOLLOWS[self.phase]:
-            raise IllegalStep(f"{self.generation.request}: {' → '.join([*self.history, phase])}")
+    def move(self, phase: SequencePhase) -> None:
+        """Enters `phase`. Raises IllegalTransition where it may not follow the present one."""
+        self.history = extend_history(NEXT_PHASES, self.history, phase, self.generation.request)
         self.phase = phase
-        self.history = [*self.history[-15:], phase]
-
-    def learn(self, token: int) -> FinishReason | None:
-        """The value of the next token came back. How the sequence ends with it, if it does."""
-        tokens = self.tokens
-        tokens.append(token)
-        known = len(tokens)
-        if known % BLOCK_SIZE == 0:
-            parent = self.hashes[-1] if self.hashes else root_hash(self.generation.cache_salt)
-            self.hashes.append(next_hash(parent, pack(tokens[-BLOCK_SIZE:])))
-        if token in self.stops and known > self.min_length:
-            return "stop"
-        return "length" if known >= self.limit else None
 
     @property
     def reusable(self) -> int:
         """Leading tokens that need not be computed where their blocks are found: all but the last, from which the
         next is drawn. None of a prompt of which log-probabilities are wanted: only computing gives them."""
-        return 0 if self.scored else len(self.tokens) - 1
+        return 0 if self.scored else len(self.tokens.known) - 1
 
     @property
     def scored(self) -> bool:
-        """Whether its prompt is to be computed for its log-probabilities. They are told before the first token."""
-        return self.generation.sampling.prompt_logprobs is not None and not self.produced
-
-    @property
-    def produced(self) -> int:
-        """Output tokens known, those of earlier attempts included."""
-        return len(self.tokens) - self.prompt_length
-
-    @property
-    def awaits_token(self) -> bool:
-        return self.length > len(self.tokens)
+        """Whether its prompt is computed for its log-probabilities. They are sent before the first token."""
+        return self.generation.sampling.prompt_logprobs is not None and not self.tokens.produced
 
 
-def _list_bytes(sampling: SamplingParams) -> int:
+def _list_bytes(sampling: SamplingOptions) -> int:
     """An upper bound: a token takes up to 5 bytes, a word's frame 3, a bias 15."""
     words = sum(3 + 5 * len(word) for word in sampling.bad_words)
     return 5 * len(sampling.allowed_token_ids or ()) + 15 * len(sampling.logit_bias) + words

@@ -10,17 +10,17 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.graphs.capture import Capture, CudaCapture
-from services.worker.graphs.decode_inputs import DecodeInputs
-from services.worker.graphs.replayed_decodes import ReplayedDecodes
-from services.worker.graphs.sizes import capture_sizes
-from services.worker.memory import free_bytes, gib
-from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
-from services.worker.parallel import Communicator
-from services.worker.pipeline import Pipeline
-from services.worker.runner_parts import Replaying, RunnerParts
-from services.worker.speculation.drafter import HasDecoder
+from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
+from services.worker.graphs.replayed_decodes import ReplayedDecodes, Replaying
+from services.worker.kv.device_memory import free_bytes, gib
+from services.worker.models.decoder import Decoder
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.speculation.drafter import Drafter, HasDecoder
+from services.worker.speculation.proposer import DraftSettings
 from shared.blocks import blocks_for
+from shared.messages.lifecycle import ModelCard
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,36 @@ class Capturable(Protocol):
     """
 
     @property
-    def capturable(self) -> bool: ...
+    def capturable(self) -> bool:
+        """Whether what it launches may be part of a graph."""
+
+
+class RankParts(Protocol):
+    """What is known of a rank before it has KV memory."""
+
+    @property
+    def card(self) -> ModelCard:
+        """With the longest sequences that are asked for."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """Of the model."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that a step may hold."""
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts on this rank."""
+
+    @property
+    def drafting(self) -> DraftSettings:
+        """What every rank knows of what drafts."""
 
 
 class DecodeGraphs(Struct, frozen=True):
@@ -47,13 +76,13 @@ class DecodeGraphs(Struct, frozen=True):
     """Whether steps are asked for the last hidden states."""
 
     @classmethod
-    def of(cls, parts: RunnerParts) -> DecodeGraphs:
+    def of(cls, parts: RankParts) -> DecodeGraphs:
         """For all batches of decodes that there can be, up to a limit. Drafts are decodes of their own."""
-        sizes = capture_sizes(parts.max_num_seqs * (1 + parts.drafting.most))
+        sizes = capture_sizes(parts.max_num_seqs * (1 + parts.drafting.max_tokens))
         return cls(parts.decoder, parts.device, sizes, parts.card.max_model_len, parts.drafting.features)
 
     @classmethod
-    def of_drafts(cls, parts: RunnerParts) -> DecodeGraphs | None:
+    def of_drafts(cls, parts: RankParts) -> DecodeGraphs | None:
         """Of the model that drafts, where one does on this rank."""
         drafter = parts.drafter
         if not isinstance(drafter, HasDecoder) or not _capturable(drafter.decoder.ops):
@@ -86,7 +115,8 @@ class RankGraphs(NamedTuple):
     drafts: DecodeGraphs | None
 
     @classmethod
-    def of(cls, parts: RunnerParts) -> RankGraphs:
+    def of(cls, parts: RankParts) -> RankGraphs:
+        """Of a rank whose decodes are captured."""
         return cls(DecodeGraphs.of(parts), DecodeGraphs.of_drafts(parts))
 
     def replaying(self, max_model_len: int) -> tuple[Replaying | None, Replaying | None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 from torch import Tensor
 
-from services.worker.ops import BatchMeta
+from services.worker.ops.interface import BatchMeta
 
 PADDING_SLOT = -1
 """Nothing is stored for such a row."""
@@ -28,6 +30,7 @@ class DecodeInputs:
 
     @property
     def width(self) -> int:
+        """Blocks that a table has room for."""
         return self._tables.shape[1]
 
     def views(self, size: int) -> tuple[Tensor, BatchMeta]:
@@ -60,7 +63,7 @@ _Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _by_kernel(rows: _Rows, into: _Rows, size: int) -> None:
-    from services.worker.kernels.decode_rows import DecodeRows, pad_decodes
+    from services.worker.ops.triton.decode_inputs import DecodeRows, pad_decodes
 
     pad_decodes(DecodeRows(*rows), DecodeRows(*into), size, slot=PADDING_SLOT, context=PADDING_CONTEXT)
 
@@ -72,3 +75,27 @@ def _by_copies(rows: _Rows, into: _Rows, size: int) -> None:
     into[-1][:count, :width].copy_(rows[-1])
     into[2][count:size].fill_(PADDING_SLOT)
     into[3][count:size].fill_(PADDING_CONTEXT)
+
+
+# Which batch sizes are captured, and which of them a batch is padded to. Pure.
+
+
+MAX_CAPTURED_ROWS = 512
+"""Beyond that a step computes for so long that launching it costs nothing."""
+_SMALL = (1, 2, 4)
+_FINE, _COARSE, _COARSE_FROM = 8, 16, 256
+
+
+def capture_sizes(most: int) -> tuple[int, ...]:
+    """Rising, the last of them `most` or MAX_CAPTURED_ROWS: 1, 2, 4, then every 8th, from 256 on every 16th.
+
+    So a batch is padded by an eighth of its rows at the most, but for the smallest, which cost what one row costs."""
+    last = min(most, MAX_CAPTURED_ROWS)
+    sizes = [*_SMALL, *range(_FINE, _COARSE_FROM, _FINE), *range(_COARSE_FROM, MAX_CAPTURED_ROWS + 1, _COARSE)]
+    return (*(size for size in sizes if size < last), last)
+
+
+def padded_size(rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The least of `sizes` that `rows` fit into; None where none is large enough."""
+    at = bisect_left(sizes, rows)
+    return sizes[at] if at < len(sizes) else None

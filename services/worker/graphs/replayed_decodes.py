@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from services.worker.graphs.capture import Capture, Replay
-from services.worker.graphs.decode_inputs import DecodeInputs
-from services.worker.graphs.sizes import padded_size
-from services.worker.model.decoder import ForwardPass, KvCaches
-from services.worker.ops import BatchMeta
+from services.worker.graphs.decode_inputs import DecodeInputs, padded_size
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.interface import BatchMeta
 
 _TOLD_EVERY = 8
 """Sizes captured between two lines of the log."""
+
+Replaying = Callable[[ForwardPass, KvCaches], ForwardPass]
+"""A forward pass on these caches → one that replays what it can."""
 
 _log = logging.getLogger(__name__)
 
 
 class ReplayedDecodes:
-    """See :class:`services.worker.model.decoder.ForwardPass`. Steps that are no batch of decodes alone, or more of them
+    """See :class:`services.worker.models.decoder.ForwardPass`. Steps that are no batch of decodes alone, or more of
+    them
     than the largest size captured, run as `forward` does.
 
     Where several ranks compute together, each decides the same, as all are given the same rows.

@@ -11,18 +11,17 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from services.worker.guided.matcher import Spelling
-from services.worker.guided.refusal import GrammarRefused
+from services.worker.guided.matcher import TokenPieces
+from services.worker.guided.schema.keywords import GrammarRefused, refuse
 from services.worker.guided.schema.normal_form import normal_form
-from services.worker.guided.structural import enforceable
 from services.worker.guided.vocabulary import TokenBytes, never_second, token_bytes
-from services.worker.sampling.masks import bits_of
+from services.worker.sampling.masks import mask_bits
 from shared.messages.generation import Grammar
 
 if TYPE_CHECKING:
     import xgrammar
 
-MOST_WHITESPACE = 16
+MAX_WHITESPACE = 16
 """Characters of white space in a row: enough to indent, an end to a model that would go on for ever."""
 
 _THREADS = 1
@@ -32,7 +31,7 @@ _SOURCE = re.compile(r"^\s*\[[\d:]+\] \S+?:\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*?\)(?: is false)?: ")
 
 
-class Compiler:
+class GrammarCompiler:
     """Owns the vocabulary as xgrammar sees it, read when it is first needed. Any thread may use it."""
 
     def __init__(self, folder: Path, vocab_size: int, stops: tuple[int, ...]) -> None:
@@ -42,25 +41,25 @@ class Compiler:
         self.stops = tuple(token for token in stops if token < vocab_size)
         self._loading = Lock()
         self._tokens: TokenBytes | None = None
-        self._spelling: Spelling | None = None
+        self._spelling: TokenPieces | None = None
         self._backends: dict[bool, xgrammar.GrammarCompiler] = {}
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        """Raises GrammarRefused."""
+        """What matchers of `grammar` run on. Takes milliseconds to seconds. Raises GrammarRefused."""
         try:
-            return self._compiled(grammar)
+            return self._compile(grammar)
         except RuntimeError as error:  # the library's only kind, for whatever it cannot take
             raise GrammarRefused(_without_source(str(error))) from None
         except UnicodeDecodeError as error:  # its message, which cites a character by its first byte
             raise GrammarRefused(_without_source(error.object.decode(errors="replace"))) from None
 
-    def spelling(self) -> Spelling:
+    def spelling(self) -> TokenPieces:
         """The bytes of each token, special ones as they are written. Raises GrammarRefused."""
-        if self._spelling is None:  # made twice, it would be the same; and nobody waits for what else is loaded
+        if self._spelling is None:  # made twice, it would be the same; and no lock is held while the rest is loaded
             self._spelling = _spelling(self._token_bytes(), self.vocab_size)
         return self._spelling
 
-    def _compiled(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         self.spelling()
         backend = self._backend(with_special=grammar.kind == "structural_tag")
         match grammar.kind:
@@ -73,7 +72,7 @@ class Compiler:
             case "grammar":
                 return backend.compile_grammar(grammar.text)
             case "structural_tag":
-                return backend.compile_structural_tag(enforceable(grammar.text))
+                return backend.compile_structural_tag(normalize_structural_tag(grammar.text))
 
     def _backend(self, *, with_special: bool) -> xgrammar.GrammarCompiler:
         tokens = self._token_bytes()
@@ -99,13 +98,13 @@ class Compiler:
         return xgrammar.GrammarCompiler(info, max_threads=_THREADS, cache_enabled=False)
 
 
-def _spelling(tokens: TokenBytes, vocab_size: int) -> Spelling:
-    barred = {lead: ~bits_of(second, vocab_size) for lead, second in never_second(tokens.spelled).items()}
+def _spelling(tokens: TokenBytes, vocab_size: int) -> TokenPieces:
+    barred = {lead: ~mask_bits(second, vocab_size) for lead, second in never_second(tokens.spelled).items()}
 
     def encode(text: str) -> list[int]:
         return list(tokens.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    return Spelling(tokens.spelled, barred, encode)
+    return TokenPieces(tokens.spelled, barred, encode)
 
 
 def _json(backend: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -116,7 +115,7 @@ def _json(backend: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.Compi
     text = json.dumps(normal_form(schema), ensure_ascii=False)
     if grammar.compact:
         return backend.compile_json_schema(text, any_whitespace=False)
-    return backend.compile_json_schema(text, max_whitespace_cnt=MOST_WHITESPACE)
+    return backend.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 def _choice(text: str) -> str:
@@ -137,3 +136,47 @@ def _strings(text: str) -> list[str]:
 def _without_source(text: str) -> str:
     """The library's message without its time and source line."""
     return _CHECK.sub("", _SOURCE.sub("", text)).strip()[:500]
+
+
+# The JSON schemas within a structural tag, brought into the shapes that the compiler enforces.
+
+
+MAX_LEVELS = 128
+
+
+def normalize_structural_tag(text: str) -> str:
+    """The tag with each of its schemas in normal form. Raises GrammarRefused."""
+    try:
+        tag = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(f"not valid JSON ({error})") from None
+    return json.dumps(_with_normal_forms(tag, "$"), ensure_ascii=False)
+
+
+def _with_normal_forms(part: Any, path: str) -> Any:
+    if path.count(".") > MAX_LEVELS:
+        raise refuse(path, "nested too deeply")
+    if isinstance(part, list):
+        return [_with_normal_forms(item, f"{path}.{number}") for number, item in enumerate(part)]
+    if not isinstance(part, dict):
+        return part
+    return {
+        name: _schema(value, f"{path}.{name}")
+        if _holds_schema(part, name)
+        else _with_normal_forms(value, f"{path}.{name}")
+        for name, value in part.items()
+    }
+
+
+def _holds_schema(part: dict[str, Any], name: str) -> bool:
+    """In a format of JSON, and (older) in a structure."""
+    return (name == "json_schema" and part.get("type") == "json_schema") or (name == "schema" and "begin" in part)
+
+
+def _schema(schema: Any, path: str) -> Any:
+    try:
+        return normal_form(json.loads(schema) if isinstance(schema, str) else schema)
+    except ValueError as error:
+        raise refuse(path, f"not valid JSON ({error})") from None
+    except GrammarRefused as refused:
+        raise GrammarRefused(f"{path}: {refused}") from None

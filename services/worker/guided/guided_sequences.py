@@ -1,4 +1,4 @@
-"""The grammars of the sequences that a rank holds: their masks before a draw, their next state behind it."""
+"""The grammars of the sequences that a rank holds: masks before a draw, the next state behind it, and forced drafts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.guided import meters
+from services.worker.batch.batch import DraftTokens
+from services.worker.guided import metrics
 from services.worker.guided.library import GrammarLibrary
-from services.worker.guided.matcher import Bits, Matcher, allows
-from services.worker.sampling.masks import Mask, words
+from services.worker.guided.matcher import Bits, GrammarMatcher, allows
+from services.worker.sampling.masks import TokenMask, mask_words
+from services.worker.speculation.proposer import DraftRequest, StatelessProposer
 from shared.messages.worker import NewSequence
-from shared.tokens import unpack
+from shared.packing import unpack
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.intp]
@@ -24,8 +26,8 @@ class GuidedSequences:
 
     def __init__(self, library: GrammarLibrary, vocab_size: int) -> None:
         self._library = library
-        self._words = words(vocab_size)
-        self._matchers: dict[int, Matcher] = {}
+        self._words = mask_words(vocab_size)
+        self._matchers: dict[int, GrammarMatcher] = {}
         self._masks: dict[int, Bits] = {}
         """[1 + drafts, words] the rows that each sequence's next tokens are drawn under."""
 
@@ -33,6 +35,7 @@ class GuidedSequences:
         return len(self._matchers)
 
     def clear(self) -> None:
+        """Forgets every sequence and its grammar."""
         self._matchers.clear()
         self._masks.clear()
 
@@ -45,19 +48,20 @@ class GuidedSequences:
         self._matchers[slot] = matcher
 
     def release(self, slot: int) -> None:
+        """Forgets the sequence in `slot`, whether or not it has a grammar."""
         self._matchers.pop(slot, None)
         self._masks.pop(slot, None)
 
-    def followed(self, slots: Slots) -> Slots:
+    def with_grammar(self, slots: Slots) -> Slots:
         """Those of `slots` whose sequences have a grammar."""
         return np.array([slot for slot in slots.tolist() if slot in self._matchers], dtype=np.intp)
 
-    def forced(self, slot: int, most: int) -> list[int]:
+    def jump_forward(self, slot: int, most: int) -> list[int]:
         """Tokens that the sequence will probably go on with, as its grammar leaves it no other text."""
         matcher = self._matchers.get(slot)
-        return [] if matcher is None else matcher.forced(most)
+        return [] if matcher is None else matcher.jump_forward(most)
 
-    def mask(self, slots: Slots, drafted: Int32s, drafts: Int32s) -> Mask | None:
+    def mask(self, slots: Slots, drafted: Int32s, drafts: Int32s) -> TokenMask | None:
         """What may be drawn next by those sequences that a grammar binds. Best called while the device computes.
 
         slots [Q]; drafts [Q, K], `drafted` [Q] of each row. The mask is of rows that lie 1 + `drafted` for each
@@ -78,11 +82,11 @@ class GuidedSequences:
             self._masks[slot] = own
             rows.append(np.arange(first[place], first[place] + 1 + count))
             bits.append(own)
-        meters.MASK_SECONDS.inc(time.perf_counter() - begun)
-        meters.MASKS.inc(sum(map(len, bits)))
-        return Mask(np.concatenate(rows), np.concatenate(bits)) if rows else None
+        metrics.MASK_SECONDS.inc(time.perf_counter() - begun)
+        metrics.MASKS.inc(sum(map(len, bits)))
+        return TokenMask(np.concatenate(rows), np.concatenate(bits)) if rows else None
 
-    def take(self, slots: Slots, counts: Int32s, tokens: Int32s) -> None:
+    def accept(self, slots: Slots, counts: Int32s, tokens: Int32s) -> None:
         """The tokens just drawn: the first `counts` [Q] of each row of `tokens` [Q, K + 1]. Raises MatcherBroken."""
         if not self._matchers:
             return
@@ -90,4 +94,37 @@ class GuidedSequences:
             if (matcher := self._matchers.get(slot)) is not None:
                 mask = self._masks.pop(slot, None)
                 for ahead, token in enumerate(tokens[place, : counts[place]].tolist()):
-                    matcher.take(token, allowed=mask is not None and allows(mask[ahead], token))
+                    matcher.accept(token, allowed=mask is not None and allows(mask[ahead], token))
+
+
+# Jump-forward drafts: where a grammar leaves one text only, that text is drafted in the tokens that the model would
+# probably choose for it. They are verified like any drafts, so the output is what it would be without them: where the
+# model prefers to spell the text in other tokens, its own are taken.
+
+
+MAX_JUMP_FORWARD = 16
+"""Tokens in one step. Names of properties are seldom longer, with the punctuation around them."""
+
+
+class JumpForwardProposer(StatelessProposer):
+    """Drafts what grammars force, see :class:`services.worker.speculation.proposer.Proposer`."""
+
+    most = MAX_JUMP_FORWARD
+
+    def __init__(self, guided: GuidedSequences) -> None:
+        self._guided = guided
+
+    def propose(self, request: DraftRequest) -> DraftTokens:
+        """Drafts of the sequences that a grammar binds, up to `request.limits` and MAX_JUMP_FORWARD of each."""
+        if not len(self._guided):
+            return DraftTokens.none(len(request.slots))
+        limits = np.minimum(request.limits, MAX_JUMP_FORWARD).tolist()
+        forced = [
+            self._guided.jump_forward(slot, most) if most else []
+            for slot, most in zip(request.slots.tolist(), limits, strict=True)
+        ]
+        counts = np.array([len(tokens) for tokens in forced], dtype=np.int32)
+        drafts = np.zeros((len(forced), int(counts.max(initial=0))), dtype=np.int32)
+        for row, tokens in enumerate(forced):
+            drafts[row, : len(tokens)] = tokens
+        return DraftTokens(drafts, counts)

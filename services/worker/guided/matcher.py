@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.guided import meters
-from services.worker.sampling.masks import bits_of
+from services.worker.guided import metrics
+from services.worker.sampling.masks import mask_bits
 
 if TYPE_CHECKING:
     import xgrammar
@@ -21,13 +21,21 @@ Bits = NDArray[np.int32]
 Stage = Literal["free", "binding", "ending", "ended"]
 """free: the text behind which the grammar binds has not come. ending: only stop tokens may follow. ended: one did."""
 
+TRANSITIONS: dict[Stage, tuple[Stage, ...]] = {
+    "free": ("binding",),
+    "binding": ("ending", "ended"),
+    "ending": ("ended",),
+    "ended": (),
+}
+"""Which stage may follow which."""
+
 
 class MatcherBroken(Exception):
-    """A matcher that does not accept a token which it has allowed: a bug."""
+    """A matcher rejects a token that it has allowed, or enters a stage that `TRANSITIONS` does not know: a bug."""
 
 
-class Spelling(NamedTuple):
-    """What tokens are made of."""
+class TokenPieces(NamedTuple):
+    """The text of tokens: which bytes each stands for."""
 
     pieces: list[bytes]
     """The bytes of each."""
@@ -37,14 +45,15 @@ class Spelling(NamedTuple):
     """Text to tokens, as the model would probably choose them."""
 
     def of(self, token: int) -> bytes:
+        """The bytes of `token`; none for an id that the vocabulary does not have."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
 
-class Matcher:
+class GrammarMatcher:
     """Owns the state of one sequence's grammar."""
 
     def __init__(
-        self, automaton: xgrammar.GrammarMatcher, stops: tuple[int, ...], after: bytes, spelling: Spelling
+        self, automaton: xgrammar.GrammarMatcher, stops: tuple[int, ...], after: bytes, spelling: TokenPieces
     ) -> None:
         """`automaton` ends with any of `stops`. It binds behind `after`, at once where that is empty."""
         self._automaton = automaton
@@ -53,43 +62,50 @@ class Matcher:
         self._spelling = spelling
         self._tail = b""
         """Free: the output's last bytes. Binding: its last token's."""
-        self.stage: Stage = "free" if after else "binding"
+        self._stages: list[Stage] = ["free" if after else "binding"]
+        """All that it went through, the present one last."""
+
+    @property
+    def stage(self) -> Stage:
+        """Where the sequence is in its grammar."""
+        return self._stages[-1]
 
     @property
     def binds(self) -> bool:
+        """Whether the grammar restricts the next token: it has begun, and not ended."""
         return self.stage in ("binding", "ending")
 
     def fill(self, bits: Bits, drafts: Sequence[int] = ()) -> None:
         """What may follow, into `bits` [1 + drafts, words]: behind what was taken, behind the first draft, and so on.
 
         Only stop tokens where nothing else can: an end that comes too early is better than one that never comes.
-        Behind a draft that cannot be drawn everything may follow, as nobody will ask.
+        Behind a draft that cannot be drawn everything may follow: that row is never drawn from.
         """
         was = self.stage
         self._fill(bits[0])
         if was != self.stage:
-            meters.DEAD_ENDS.inc()
+            metrics.DEAD_ENDS.inc()
             log.warning("grammar at a dead end", extra={"stops": self._stops})
         if drafts:
             self._fill_ahead(bits, drafts)
 
-    def take(self, token: int, *, allowed: bool) -> None:
+    def accept(self, token: int, *, allowed: bool) -> None:
         """Goes on behind `token`, which the mask `allowed`. Raises MatcherBroken."""
         if self._advance(token) is not None:
             return
         if allowed:
             raise MatcherBroken(f"token {token} was allowed and is not accepted")
         # Something stronger than the grammar has chosen it. The stream is beyond repair; the process is not.
-        meters.BROKEN.inc()
+        metrics.BROKEN.inc()
         log.error("token outside of its grammar", extra={"token": token})
-        self.stage = "ending"
+        self._enter("ending")
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Takes what an earlier engine, or this one before a preemption, has drawn."""
         for token in tokens:
-            self.take(token, allowed=False)
+            self.accept(token, allowed=False)
 
-    def forced(self, most: int) -> list[int]:
+    def jump_forward(self, most: int) -> list[int]:
         """Up to `most` tokens that spell text which alone can follow: the model will probably draw them."""
         if self.stage != "binding":
             return []
@@ -103,23 +119,28 @@ class Matcher:
         # The last one may be the beginning of a longer one.
         return tokens[: min(most, max(1, len(tokens) - 1))]
 
+    def _enter(self, stage: Stage) -> None:
+        if stage not in TRANSITIONS[self.stage]:
+            raise MatcherBroken(f"a grammar cannot be {stage} behind {', '.join(self._stages)}")
+        self._stages.append(stage)
+
     def _fill(self, bits: Bits) -> None:
         match self.stage:
             case "free" | "ended":
                 bits[:] = -1
             case "ending":
-                bits[:] = bits_of(self._stops, len(bits) * 32) if self._stops else -1
+                bits[:] = mask_bits(self._stops, len(bits) * 32) if self._stops else -1
             case "binding":
                 self._automaton.fill_next_token_bitmask(bits[np.newaxis], 0)
                 if self._tail and self._tail[-1] in self._spelling.barred:
                     bits &= self._spelling.barred[self._tail[-1]]
                 if not bits.any():
-                    self.stage = "ending"
+                    self._enter("ending")
                     self._fill(bits)
 
     def _fill_ahead(self, bits: Bits, drafts: Sequence[int]) -> None:
         """The rows behind drafts. Leaves no trace."""
-        stage, tail, steps = self.stage, self._tail, 0
+        stages, tail, steps = len(self._stages), self._tail, 0
         for place, draft in enumerate(drafts):
             advanced = self._advance(draft) if allows(bits[place], draft) else None
             if advanced is None:
@@ -129,7 +150,8 @@ class Matcher:
             self._fill(bits[place + 1])
         if steps:
             self._automaton.rollback(steps)
-        self.stage, self._tail = stage, tail
+        del self._stages[stages:]
+        self._tail = tail
 
     def _advance(self, token: int) -> int | None:
         """Goes on behind `token`: how many steps the automaton took, or None where it takes none."""
@@ -141,10 +163,11 @@ class Matcher:
                     return None
                 self._tail = self._spelling.of(token)
                 if self._automaton.is_terminated():
-                    self.stage = "ended"
+                    self._enter("ended")
                 return 1
             case "ending":
-                self.stage = "ended" if token in self._stops else "ending"
+                if token in self._stops:
+                    self._enter("ended")
                 return 0
             case "ended":
                 return 0
@@ -158,7 +181,7 @@ class Matcher:
             self._tail = self._tail[-len(self._after) :]
             return 0
         self._tail = self._tail[place + len(self._after) :]
-        self.stage = "binding"
+        self._enter("binding")
         return int(bool(self._tail) and self._automaton.accept_string(self._tail))
 
 
@@ -167,9 +190,11 @@ def allows(bits: Bits, token: int) -> bool:
     return bool(int(bits[token // 32]) >> (token % 32) & 1)
 
 
-def make_matcher(compiled: xgrammar.CompiledGrammar, stops: tuple[int, ...], after: str, spelling: Spelling) -> Matcher:
-    """See Matcher. `compiled` is made by xgrammar, which is loaded by now."""
+def make_matcher(
+    compiled: xgrammar.CompiledGrammar, stops: tuple[int, ...], after: str, spelling: TokenPieces
+) -> GrammarMatcher:
+    """A matcher at its start, see `GrammarMatcher`. `compiled` is made by xgrammar, which is loaded by now."""
     import xgrammar
 
     automaton = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(stops) or None)
-    return Matcher(automaton, tuple(stops), after.encode(), spelling)
+    return GrammarMatcher(automaton, tuple(stops), after.encode(), spelling)

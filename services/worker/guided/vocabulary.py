@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from services.worker.guided.refusal import GrammarRefused
-from shared.byte_alphabet import spelled_bytes
-from shared.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
+from services.worker.guided.schema.keywords import GrammarRefused
+from shared.models.byte_alphabet import spelled_bytes
+from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
 
 _NO_UTF8 = re.compile(rb"[\xC0\xC1\xF5-\xFF]|\xE0[\x80-\x9F]|\xED[\xA0-\xBF]|\xF0[\x80-\x8F]|\xF4[\x90-\xBF]")
 NO_SECOND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F), 0xF4: (0x90, 0xBF)}
@@ -33,7 +33,9 @@ class TokenBytes(NamedTuple):
 
 
 def token_bytes(folder: Path, vocab_size: int) -> TokenBytes:
-    """Of the model in `folder`. Raises GrammarRefused where its kind of vocabulary does not spell bytes."""
+    """The bytes of the tokens of the model in `folder`.
+
+    Raises GrammarRefused where its kind of vocabulary does not spell bytes."""
     try:
         tokenizer = load_tokenizer(folder).tokenizer
     except TokenizerUnusable as error:
@@ -60,7 +62,7 @@ def never_second(pieces: list[bytes]) -> dict[int, list[int]]:
 
 
 def _spelling(tokenizer: Tokenizer) -> Callable[[str], bytes]:
-    """How tokens become bytes, told by the decoder."""
+    """How tokens become bytes, by what the tokenizer's decoder does."""
     steps = _decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:

@@ -59,7 +59,7 @@ class KvCopier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KvShare:
+class RankKvCache:
     """One rank's KV memory, as far as it is shared with the other engines of the node."""
 
     layout: KvLayout

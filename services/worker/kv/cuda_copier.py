@@ -23,8 +23,6 @@ from torch import Tensor
 from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.plain_copier import slots_as_array
 from services.worker.kv.rank_heads import RankHeads
-from services.worker.kv.torch_blocks import TorchBlocks
-from services.worker.sampling.kernel_draws import draws_by_kernel
 
 _STAGED_BYTES = 1 << 20
 """A quarter of a piece of a transfer: so its parts overlap."""
@@ -35,7 +33,7 @@ Int32s = NDArray[np.int32]
 Caches = list[tuple[Tensor, Tensor]]
 
 
-class Stage(Protocol):
+class StagingBuffer(Protocol):
     """Blocks on their way between a device and the host, in the arena's layout."""
 
     @property
@@ -49,31 +47,44 @@ class Stage(Protocol):
 class BlockStream(Protocol):
     """What a device copies by itself, in order, beside its steps. Used from one thread, on which it was made."""
 
-    def stage(self, shape: tuple[int, ...]) -> Stage:
+    def stage(self, shape: tuple[int, ...]) -> StagingBuffer:
         """Room for blocks of that many words."""
 
-    def fetch(self, blocks: Int32s, stage: Stage) -> None:
+    def fetch(self, blocks: Int32s, stage: StagingBuffer) -> None:
         """From the caches to `stage`, without waiting."""
 
-    def bring(self, blocks: Int32s, stage: Stage) -> None:
+    def bring(self, blocks: Int32s, stage: StagingBuffer) -> None:
         """From `stage` to the caches, without waiting."""
 
     def clear(self, blocks: Int32s) -> None:
         """Zeros to the caches. Returns when they are there."""
 
 
+class BlockCopies(Protocol):
+    """All layers' caches on a device, of which blocks are copied by launches on the current stream."""
+
+    def gather(self, blocks: Tensor, staged: Tensor) -> None:
+        """staged [n, heads, layers, 2, words], contiguous = the caches' `blocks` (int32 [n], on the device)."""
+
+    def scatter(self, blocks: Tensor, staged: Tensor) -> None:
+        """The caches' `blocks`, each named once = staged."""
+
+
 class CudaKvCopier:
     """See :class:`services.worker.kv.copier.KvCopier`."""
 
     def __init__(self, caches: Caches, make_stream: Callable[[Caches], BlockStream] | None = None) -> None:
+        """`make_stream`: called on the thread that copies; by default a `CudaBlockStream` on PyTorch's copies."""
         self._caches = caches
         self._make_stream = make_stream or CudaBlockStream
 
     @property
     def runs(self) -> tuple[CacheRun, ...]:
+        """None: the caches are no pages of this process's memory."""
         return ()
 
     def bind(self, heads: RankHeads) -> BoundCudaKvCopier:
+        """See `KvCopier.bind`. Called on the thread that copies."""
         return BoundCudaKvCopier(self._make_stream(self._caches), heads)
 
 
@@ -96,11 +107,12 @@ class BoundCudaKvCopier:
         self._stages = tuple(stream.stage((self._at_once, *self._slots.shape[1:])) for _ in range(2))
 
     def save(self, piece: Piece) -> Copied:
+        """See `BoundCopier.save`."""
         slots, generations = piece.slots.tolist(), piece.generations.tolist()
         self._heads.touch(slots)
         if not self._heads.unchanged(slots, generations):
             return "other generation"
-        under_way: tuple[_Part, Stage] | None = None
+        under_way: tuple[_Part, StagingBuffer] | None = None
         for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
             self._stream.fetch(part.blocks, stage)
             if under_way is not None:
@@ -114,6 +126,7 @@ class BoundCudaKvCopier:
         return "other generation"
 
     def load(self, piece: Piece) -> Copied:
+        """See `BoundCopier.load`."""
         copied = self._loaded(piece)
         for stage in self._stages:
             stage.wait()
@@ -125,12 +138,13 @@ class BoundCudaKvCopier:
         return copied
 
     def close(self) -> None:
+        """Waits for copies under way, and lets go of the arena."""
         for stage in self._stages:
             stage.wait()
         del self._slots
         self._heads.close()
 
-    def _arrive(self, part: _Part, stage: Stage) -> None:
+    def _arrive(self, part: _Part, stage: StagingBuffer) -> None:
         """Waits for what is on its way to the arena, and sums it up."""
         stage.wait()
         for row, (slot, generation) in enumerate(zip(part.slots, part.generations, strict=True)):
@@ -156,7 +170,9 @@ class BoundCudaKvCopier:
             yield _Part(piece.blocks[part], piece.slots[part].tolist(), piece.generations[part].tolist())
 
 
-class CudaStage:
+class CudaStagingBuffer:
+    """Memory on the device and page-locked memory on the host, both for the same blocks."""
+
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.on_device = torch.empty(shape, dtype=torch.int32, device=device)
         self.pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
@@ -165,6 +181,7 @@ class CudaStage:
         self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
+        """Lets this thread sleep until the last copy is over."""
         self.over.synchronize()  # one that was never recorded is over
 
 
@@ -172,21 +189,24 @@ class CudaBlockStream:
     """See `BlockStream`. The device is current on this thread from here on: calls that name none would take memory of
     another GPU, for a context there."""
 
-    def __init__(self, caches: Caches) -> None:
+    def __init__(self, caches: Caches, copies: Callable[[Caches], BlockCopies] | None = None) -> None:
+        """`copies`: what gathers and scatters the caches' blocks; by default PyTorch, layer by layer."""
         self._caches = caches
         self._device = caches[0][0].device
         torch.cuda.set_device(self._device)
-        self._blocks = _copies_of(caches)
+        self._blocks = (copies or TorchBlocks)(caches)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def stage(self, shape: tuple[int, ...]) -> CudaStage:
+    def stage(self, shape: tuple[int, ...]) -> CudaStagingBuffer:
+        """See `BlockStream.stage`."""
         # Memory that steps gave back may be theirs until the device has come that far: this stream takes its own.
         with torch.cuda.stream(self._stream):
-            return CudaStage(shape, self._device)
+            return CudaStagingBuffer(shape, self._device)
 
     @torch.inference_mode()
-    def fetch(self, blocks: Int32s, stage: Stage) -> None:
-        assert isinstance(stage, CudaStage)
+    def fetch(self, blocks: Int32s, stage: StagingBuffer) -> None:
+        """See `BlockStream.fetch`."""
+        assert isinstance(stage, CudaStagingBuffer)
         with torch.cuda.stream(self._stream):
             on_device = stage.on_device[: len(blocks)]
             self._blocks.gather(self._sent(blocks), on_device)
@@ -194,8 +214,9 @@ class CudaBlockStream:
             stage.over.record()
 
     @torch.inference_mode()
-    def bring(self, blocks: Int32s, stage: Stage) -> None:
-        assert isinstance(stage, CudaStage)
+    def bring(self, blocks: Int32s, stage: StagingBuffer) -> None:
+        """See `BlockStream.bring`."""
+        assert isinstance(stage, CudaStagingBuffer)
         with torch.cuda.stream(self._stream):
             on_device = stage.on_device[: len(blocks)]
             on_device.copy_(stage.pinned[: len(blocks)], non_blocking=True)
@@ -204,6 +225,7 @@ class CudaBlockStream:
 
     @torch.inference_mode()
     def clear(self, blocks: Int32s) -> None:
+        """See `BlockStream.clear`."""
         with torch.cuda.stream(self._stream):
             index = self._sent(blocks).long()
             for halves in self._caches:
@@ -215,14 +237,25 @@ class CudaBlockStream:
         return torch.from_numpy(blocks).to(self._device, non_blocking=True)
 
 
-class _BlockCopies(Protocol):
-    def gather(self, blocks: Tensor, staged: Tensor) -> None: ...
-    def scatter(self, blocks: Tensor, staged: Tensor) -> None: ...
+# Blocks between all layers' caches and a stage by PyTorch: what `kernels.kv_blocks` does where Triton can be had.
 
 
-def _copies_of(caches: Caches) -> _BlockCopies:
-    if not draws_by_kernel(caches[0][0].device):
-        return TorchBlocks(caches)
-    from services.worker.kernels.kv_blocks import BlockCaches
+class TorchBlocks:
+    """Caches as `kernels.kv_blocks.BlockCaches` takes them. Launches for the keys and for the values of each layer."""
 
-    return BlockCaches(caches)
+    def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
+        self._caches = [[cache.flatten(2).view(torch.int32) for cache in halves] for halves in caches]
+        """Each [blocks, heads, words of 16 tokens]. What is only copied may be taken for numbers."""
+
+    def gather(self, blocks: Tensor, staged: Tensor) -> None:
+        """staged [n, heads, layers, 2, words] = the caches' `blocks` (int32 [n])."""
+        for layer, halves in enumerate(self._caches):
+            for half, cache in enumerate(halves):
+                staged[:, :, layer, half] = cache.index_select(0, blocks)
+
+    def scatter(self, blocks: Tensor, staged: Tensor) -> None:
+        """The caches' `blocks`, each named once = staged."""
+        where = blocks.long()
+        for layer, halves in enumerate(self._caches):
+            for half, cache in enumerate(halves):
+                cache.index_copy_(0, where, staged[:, :, layer, half])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import sys
 
 from kvstore.core.layout import PAGE
+from services.worker.kv.copier import RankKvCache
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 """Linux 5.14 and later; see madvise(2)."""
@@ -31,3 +33,54 @@ def provide(start: int, length: int, *, write: bool) -> None:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+# Provides the pages of KV memory shortly before blocks are used. Knows no threads and no arena.
+#
+# Memory that was never touched must be zeroed by the system before it can be written to, which takes several times as
+# long as loading a block into it. Little is provided beyond what is used, as it cannot be given back.
+
+
+AHEAD_BYTES = 256 << 20
+"""Of blocks beyond the last that was used; the scheduler takes blocks in order."""
+PIECE_BYTES = 2 << 20
+"""Provided at a time: less than a millisecond's work, so that nothing waits for it."""
+
+_log = logging.getLogger(__name__)
+
+
+class PagesAhead:
+    """Owns how far a rank's blocks have their pages. Used from one thread."""
+
+    def __init__(self, share: RankKvCache) -> None:
+        self._runs = tuple(share.copier.runs)
+        self._blocks = share.num_blocks
+        self._ahead = AHEAD_BYTES // max(1, sum(run.block_bytes for run in self._runs))
+        self._at_a_time = max(1, PIECE_BYTES // max((run.block_bytes for run in self._runs), default=1))
+        self._provided = 0
+        """Blocks before this one have their pages, and it and those behind it in the first `_run` runs."""
+        self._run = 0
+        self._wanted = min(self._ahead, self._blocks) if self._runs else 0
+
+    @property
+    def left(self) -> bool:
+        """Whether there are pages to provide."""
+        return self._provided < self._wanted
+
+    def used(self, block: int) -> None:
+        """It and what lies before it is in use."""
+        if self._runs:
+            self._wanted = max(self._wanted, min(block + 1 + self._ahead, self._blocks))
+
+    def provide_some(self) -> None:
+        """One piece, where some is left."""
+        run, count = self._runs[self._run], min(self._at_a_time, self._blocks - self._provided)
+        try:
+            provide(run.address + self._provided * run.block_bytes, count * run.block_bytes, write=True)
+        except OSError as error:
+            _log.warning("no memory ahead of its use: %s", error)
+            self._runs, self._wanted = (), 0
+            return
+        self._run = (self._run + 1) % len(self._runs)
+        if self._run == 0:
+            self._provided += count

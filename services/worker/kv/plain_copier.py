@@ -30,10 +30,12 @@ class PlainKvCopier:
 
     @property
     def runs(self) -> tuple[CacheRun, ...]:
+        """Each cache, as pages of this process."""
         caches = [cache for halves in self._caches for cache in halves]
         return tuple(CacheRun(cache.ctypes.data, cache[0].nbytes) for cache in caches)
 
     def bind(self, heads: RankHeads) -> BoundPlainKvCopier:
+        """See `KvCopier.bind`."""
         return BoundPlainKvCopier(self._caches, heads, self._dtype)
 
 
@@ -46,6 +48,7 @@ class BoundPlainKvCopier:
         self._slots = slots_as_array(heads, dtype)
 
     def save(self, piece: Piece) -> Copied:
+        """See `BoundCopier.save`."""
         slots, generations = piece.slots.tolist(), piece.generations.tolist()
         self._heads.touch(slots)
         if not self._heads.unchanged(slots, generations):
@@ -63,12 +66,14 @@ class BoundPlainKvCopier:
         return "other generation"
 
     def load(self, piece: Piece) -> Copied:
+        """See `BoundCopier.load`."""
         copied = self._loaded(piece)
         if copied != "all":
             self._clear(piece.blocks.tolist())
         return copied
 
     def close(self) -> None:
+        """Lets go of the arena."""
         del self._slots
         self._heads.close()
 

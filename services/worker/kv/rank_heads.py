@@ -9,7 +9,7 @@ import ctypes
 import time
 from collections.abc import Iterable, Iterator
 
-from kvstore.arena import MappedArena
+from kvstore.arena.mapped_arena import MappedArena
 from kvstore.core.layout import CHECKSUM, COMMITTED, GENERATION_AT
 from services.worker.kv.pages import provide
 
@@ -70,6 +70,7 @@ class RankHeads:
         return self._base + self.arena.geometry.checksum_at(0, self._first_cells[0])
 
     def unchanged(self, slots: Iterable[int], generations: Iterable[int]) -> bool:
+        """Whether each slot's generation is still the one wanted, so that it holds the same block."""
         return all(self.arena.generation(slot) == wanted for slot, wanted in zip(slots, generations, strict=True))
 
     def touch(self, slots: Iterable[int]) -> None:
@@ -97,7 +98,7 @@ class RankHeads:
     def write_checksums(self, slot: int, generation: int) -> bool:
         """After the cells' bytes are written. Answers False, and writes none, where the slot is another's by now: they
         would fit what was written over its block, and be believed."""
-        sums = [self.arena.sum_up(slot, cell) for cell in self._cells_one_by_one()]
+        sums = [self.arena.compute_checksum(slot, cell) for cell in self._cells_one_by_one()]
         if self.arena.generation(slot) != generation:
             return False
         for cell, value in zip(self._cells(), sums, strict=True):
@@ -128,6 +129,7 @@ class RankHeads:
             yield cell
 
     def close(self) -> None:
+        """Lets go of the arena's memory."""
         self._keeps.release()
         self.arena.close()
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from prometheus_client import Counter, Histogram
 
-from kvstore.arena import ArenaError, MappedArena
+from kvstore.arena.mapped_arena import ArenaError, MappedArena
 from kvstore.core.layout import file_name
-from services.worker import metrics
-from services.worker.kv.copier import BoundCopier, Copied, KvShare, Piece
-from services.worker.kv.pages_ahead import PagesAhead
+from services.worker.kv.copier import BoundCopier, Copied, Piece, RankKvCache
+from services.worker.kv.pages import PagesAhead
 from services.worker.kv.rank_heads import RankHeads
 from shared.ids import ArenaId
 from shared.messages.worker import Transfer
@@ -25,6 +25,23 @@ PIECE_BYTES = 4 << 20
 Outcome = Literal["done", "failed", "stopped"]
 
 _log = logging.getLogger(__name__)
+
+_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+TRANSFERS = Counter(
+    "baton_worker_transfers_total", "Copies to and from the KV store that are over.", ["kind", "outcome"]
+)
+TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks copied, this rank's share.", ["kind"])
+TRANSFER_SECONDS = Histogram(
+    "baton_worker_transfer_seconds", "What one transfer took, waiting left out.", ["kind"], buckets=_BUCKETS
+)
+
+
+def record_transfer(kind: str, outcome: str, copied: int, seconds: float) -> None:
+    """Counts a transfer that is over: `copied` bytes of this rank's share, in so many seconds."""
+    TRANSFERS.labels(kind, outcome).inc()
+    TRANSFERRED.labels(kind).inc(copied)
+    TRANSFER_SECONDS.labels(kind).observe(seconds)
 
 
 class BrokenTransfer(Exception):
@@ -38,7 +55,7 @@ class TransferFailed(Exception):
 class Transfers:
     """Owns the mapping of the arena that the newest transfer named. Used from one thread."""
 
-    def __init__(self, share: KvShare, directory: Path) -> None:
+    def __init__(self, share: RankKvCache, directory: Path) -> None:
         self._share = share
         self._directory = directory
         self._bound: tuple[MappedArena, BoundCopier] | None = None
@@ -66,7 +83,7 @@ class Transfers:
             outcome = "failed"
         self._pages.used(int(whole.blocks.max(initial=0)))
         copied = len(whole.blocks) * self._bytes_of_block if outcome == "done" else 0
-        metrics.note_transfer(transfer.kind, outcome, copied, time.perf_counter() - begun)
+        record_transfer(transfer.kind, outcome, copied, time.perf_counter() - begun)
         return outcome
 
     def close(self) -> None:

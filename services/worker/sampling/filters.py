@@ -17,7 +17,7 @@ _HALF = 16
 _LOWER = (1 << _HALF) - 1
 
 
-def kept(weights: Tensor, threshold: Tensor) -> Tensor:
+def zero_below(weights: Tensor, threshold: Tensor) -> Tensor:
     """`weights` with 0 for what lies below `threshold` [R, 1]; overwrites them."""
     at_least = torch.empty_like(weights)
     torch.ge(weights, threshold, out=at_least)
@@ -38,7 +38,7 @@ def top_threshold(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     width = weights.shape[1]
     only_p = top_k >= width
     wanted = min(width, max(_CANDIDATES, int(torch.where(only_p, 1, top_k).max())))
-    candidates = greatest(weights, wanted)
+    candidates = greatest_weights(weights, wanted)
     rank = torch.arange(wanted, device=weights.device)
     candidates = torch.where(rank < top_k, candidates, 0.0)
     total = torch.where(only_p, weights.sum(dim=1, keepdim=True), candidates.sum(dim=1, keepdim=True))
@@ -53,7 +53,7 @@ def top_threshold(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return threshold
 
 
-def greatest(weights: Tensor, count: int) -> Tensor:
+def greatest_weights(weights: Tensor, count: int) -> Tensor:
     """The `count` greatest of each row, in falling order: [R, count].
 
     They lie in the `count` chunks with the greatest maxima, so only those are looked through: 6 times as fast as `topk`

@@ -1,6 +1,6 @@
 """Log-probabilities as the model gives them, before anything is done to the logits.
 
-They are found where the logits are, and put into words when they have come from there.
+They are computed where the logits are, and become messages once they are on the host.
 """
 
 from __future__ import annotations
@@ -12,24 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.crossing import fetched, sent
+from services.worker.ops.transfer import to_device, to_host
 from shared.messages.generation import TokenLogprobs
 
 _AT_ONCE = 1 << 23
 """Logits turned to float32 at once: a prompt has many rows, and 32 MiB are enough to keep a device busy."""
 
-
-class Ranked(NamedTuple):
-    """Rows of logits whose tokens are known already: a prompt's."""
-
-    tokens: NDArray[np.int64]
-    """[R] what followed each row."""
-    counts: NDArray[np.int32]
-    """[R] how many of the most likely ones are told beside it."""
+Int32s = NDArray[np.int32]
 
 
-class Likelihoods(NamedTuple):
-    """Of R rows: their tokens' log-probabilities, and those of other tokens beside them."""
+class LogprobTensors(NamedTuple):
+    """The log-probabilities of R rows' tokens, and of other tokens beside them."""
 
     tokens: Tensor
     """[R] int64"""
@@ -40,18 +33,18 @@ class Likelihoods(NamedTuple):
     values: Tensor
     """[R, most] of the others."""
     counts: NDArray[np.int32]
-    """[R] how many of the others are told."""
+    """[R] how many of the others are reported."""
     ranks: Tensor | None = None
-    """[R] how many tokens are as likely as this one, itself included; None where nobody asks."""
+    """[R] how many tokens are as likely as this one, itself included; None where not asked for."""
 
-    def on_host(self) -> Likelihoods:
-        """The same, see `crossing.fetched`."""
-        ranks = None if self.ranks is None else fetched(self.ranks)
-        tokens, own, others, values = map(fetched, self[:4])
-        return Likelihoods(tokens, own, others, values, self.counts, ranks)
+    def on_host(self) -> LogprobTensors:
+        """The same, see `transfer.to_host`."""
+        ranks = None if self.ranks is None else to_host(self.ranks)
+        tokens, own, others, values = map(to_host, self[:4])
+        return LogprobTensors(tokens, own, others, values, self.counts, ranks)
 
     def entries(self) -> list[TokenLogprobs]:
-        """In words, of what is on the host."""
+        """As messages, of what is on the host."""
         ranks = [None] * len(self.counts) if self.ranks is None else self.ranks.tolist()
         return [
             TokenLogprobs(token, own, tuple(zip(others[:count], values[:count], strict=True)), rank)
@@ -61,45 +54,46 @@ class Likelihoods(NamedTuple):
         ]
 
 
-class Told(NamedTuple):
+class RowLogprobs(NamedTuple):
     """Log-probabilities of some of a batch's rows."""
 
     rows: NDArray[np.intp]
-    likelihoods: Likelihoods
+    likelihoods: LogprobTensors
 
 
-def by_row(told: tuple[Told, ...]) -> dict[int, TokenLogprobs]:
-    """In words, of what is on the host; by row, for the rows that asked."""
-    parts = ((rows.tolist(), part.entries()) for rows, part in told)
+def logprobs_by_row(logprobs: tuple[RowLogprobs, ...]) -> dict[int, TokenLogprobs]:
+    """As messages, of what is on the host; by row, for the rows that asked."""
+    parts = ((rows.tolist(), part.entries()) for rows, part in logprobs)
     return {row: entry for rows, entries in parts for row, entry in zip(rows, entries, strict=True)}
 
 
-def prompt_logprobs(logits: Tensor, wanted: Ranked) -> list[Likelihoods]:
-    """logits [R, vocab] of any dtype → the rows in their order, with ranks, in parts."""
+def prompt_logprobs(logits: Tensor, tokens: NDArray[np.int64], counts: NDArray[np.int32]) -> list[LogprobTensors]:
+    """The log-probabilities of a prompt's tokens: logits [R, vocab] of any dtype, `tokens` [R] that followed each, and
+    `counts` [R] of the most likely ones to report beside it → the rows in their order, with ranks, in parts."""
     step = max(1, _AT_ONCE // logits.shape[1])
-    parts: list[Likelihoods] = []
+    parts: list[LogprobTensors] = []
     for first in range(0, len(logits), step):
         rows = slice(first, first + step)
-        parts.append(_ranked(logits[rows].float(), sent(wanted.tokens[rows], logits.device), wanted.counts[rows]))
+        parts.append(_with_ranks(logits[rows].float(), to_device(tokens[rows], logits.device), counts[rows]))
     return parts
 
 
-def _ranked(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> Likelihoods:
+def _with_ranks(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> LogprobTensors:
     ranks = (raw >= raw.gather(1, tokens.unsqueeze(1))).sum(dim=1)
-    return most_likely(raw, tokens, counts)._replace(ranks=ranks)
+    return top_logprobs(raw, tokens, counts)._replace(ranks=ranks)
 
 
-def most_likely(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> Likelihoods:
+def top_logprobs(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> LogprobTensors:
     """raw float32 [R, vocab], tokens int64 [R] → each with the `counts` [R] most likely tokens of its row."""
     total = raw.logsumexp(dim=1, keepdim=True)
     top = torch.topk(raw, min(int(counts.max()), raw.shape[1]), dim=1)
-    return Likelihoods(tokens, _of(raw, tokens, total), top.indices, top.values - total, counts)
+    return LogprobTensors(tokens, _of(raw, tokens, total), top.indices, top.values - total, counts)
 
 
-def of_tokens(raw: Tensor, tokens: Tensor, others: Tensor, counts: NDArray[np.int32]) -> Likelihoods:
-    """As `most_likely`, with the first `counts` of `others` [R, most] instead."""
+def token_logprobs(raw: Tensor, tokens: Tensor, others: Tensor, counts: NDArray[np.int32]) -> LogprobTensors:
+    """As `top_logprobs`, with the first `counts` of `others` [R, most] instead."""
     total = raw.logsumexp(dim=1, keepdim=True)
-    return Likelihoods(tokens, _of(raw, tokens, total), others, raw.gather(1, others) - total, counts)
+    return LogprobTensors(tokens, _of(raw, tokens, total), others, raw.gather(1, others) - total, counts)
 
 
 def _of(raw: Tensor, tokens: Tensor, total: Tensor) -> Tensor:

@@ -13,39 +13,48 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.worker.ops.transfer import to_device
+
 _WORD = 32
 
 
-class Mask(NamedTuple):
-    """Of some of a batch's rows."""
+class TokenMask(NamedTuple):
+    """Which tokens some of a batch's rows may draw."""
 
     rows: NDArray[np.intp]
     """[M] in rising order, each once."""
     bits: NDArray[np.int32]
     """[M, words]"""
 
-    def part(self, first: int, last: int) -> Mask:
-        """Of the batch's rows from `first` up to `last`, which count from 0 then."""
+    def part(self, first: int, last: int) -> TokenMask:
+        """The mask of the batch's rows from `first` up to `last`, which count from 0 then."""
         begin, end = np.searchsorted(self.rows, (first, last))
-        return Mask(self.rows[begin:end] - first, self.bits[begin:end])
+        return TokenMask(self.rows[begin:end] - first, self.bits[begin:end])
 
 
-def words(vocab_size: int) -> int:
+def mask_words(vocab_size: int) -> int:
     """int32 words of one row's bits."""
     return -(-vocab_size // _WORD)
 
 
-def bits_of(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+def mask_bits(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """[words] a row that allows `tokens`; those outside the vocabulary are left out."""
-    allowed = np.zeros(words(vocab_size) * _WORD, dtype=np.uint8)
+    allowed = np.zeros(mask_words(vocab_size) * _WORD, dtype=np.uint8)
     inside = np.array([token for token in tokens if 0 <= token < vocab_size], dtype=np.int64)
     allowed[inside] = 1
     return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
 
-def only_allowed(logits: Tensor, bits: Tensor) -> Tensor:
+def apply_mask(logits: Tensor, bits: Tensor) -> Tensor:
     """logits [P, vocab], bits int32 [P, words] → -inf where a bit is 0; overwrites `logits`."""
     return logits.masked_fill_(_spread(bits)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def apply_mask_by_kernel(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
+    """As `apply_mask`, by a Triton kernel: of `logits` [R, vocab], contiguous on a GPU, the `rows` [P], each once."""
+    from services.worker.ops.triton.sampling import apply_bitmask
+
+    apply_bitmask(logits, to_device(bits, logits.device), to_device(rows.astype(np.int64), logits.device))
 
 
 def _spread(bits: Tensor) -> Tensor:

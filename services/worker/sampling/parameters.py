@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag, auto
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from services.worker.sampling.bad_words import BadWords
-from services.worker.sampling.masks import Mask, bits_of, words
-from services.worker.sampling.padded import Padded
-from shared.messages.generation import SamplingParams
+from services.worker.sampling.history import BadWords
+from services.worker.sampling.masks import TokenMask, mask_bits, mask_words
+from services.worker.sampling.random_numbers import RejectedDrafts, uniforms
+from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
-
-if TYPE_CHECKING:
-    from services.worker.shortfall import Shortfall
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this one are greedy, as in vLLM: dividing by them would only overflow."""
 
 
-HIGHEST = 1e30
+MAX_FACTOR = 1e30
 """Factors beyond it, or beyond its inverse, would leave the range of single precision."""
 
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 """No sequence is longer than counts of 32 bits can say."""
 
 _ALL = 1 << 40
@@ -50,11 +49,11 @@ class Feature(IntFlag):
     LOGPROB_IDS = auto()
     """Log-probabilities of chosen tokens instead of the likeliest."""
     GRAMMAR = auto()
-    """A mask that comes with the batch: see `Choices.masked`."""
+    """A mask that comes with the batch: see `SamplingBatch.masked`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class SamplingBatch:
     """The parameters of a step's R sampled rows. Read while the step lasts: they lie in the table's arrays."""
 
     features: Feature
@@ -67,36 +66,55 @@ class Choices:
     """[R]"""
     table: ParameterTable
 
-    mask: Mask | None = None
+    mask: TokenMask | None = None
     """What grammars allow; of the rows with Feature.GRAMMAR."""
-    shortfall: Shortfall | None = None
+    rejected: RejectedDrafts | None = None
     """[R] by how much `position` is too high, where the host cannot know."""
 
     def rows_with(self, feature: Feature) -> NDArray[np.intp]:
         """The numbers of the rows that ask for any of `feature`."""
         return np.flatnonzero(self.by_row & int(feature))
 
-    def masked(self, mask: Mask) -> Choices:
+    def masked(self, mask: TokenMask) -> SamplingBatch:
         """The same rows, of which `mask` says what some may draw."""
         by_row = self.by_row.copy()
         by_row[mask.rows] |= int(Feature.GRAMMAR)
         return replace(self, features=self.features | Feature.GRAMMAR, by_row=by_row, mask=mask)
 
-    def later(self, tokens: int) -> Choices:
+    def later(self, tokens: int) -> SamplingBatch:
         """The same rows so many tokens later, where `ParameterTable.settled` says so."""
-        return Choices(self.features, self.by_row, self.position + np.int32(tokens), self.slots, self.table)
+        return SamplingBatch(self.features, self.by_row, self.position + np.int32(tokens), self.slots, self.table)
 
-    def part(self, first: int, last: int) -> Choices:
+    def candidate_uniforms(self, rows: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
+        """The random numbers that `rows` may be drawn by, to be sent to the device: one for each, or one for each
+        position that may be meant."""
+        seeds, positions = self.table.seed[self.slots[rows]], self.position[rows]
+        if self.rejected is None:
+            return uniforms(seeds, positions)
+        back = np.arange(self.rejected.max_count + 1, dtype=np.int32)
+        return uniforms(np.repeat(seeds, len(back)), (positions[:, None] - back).ravel())
+
+    def select_uniforms(self, candidates: Tensor, rows: Tensor | None = None) -> Tensor:
+        """[P] float64 in [0, 1): of the `candidates` of `rows` [P], or of all rows, those of the positions drawn."""
+        if self.rejected is None:
+            return candidates
+        rejected = self.rejected if rows is None else self.rejected.of(rows)
+        index = rejected.counts.long().unsqueeze(1)
+        return candidates.view(-1, rejected.max_count + 1).gather(1, index).squeeze(1)
+
+    def part(self, first: int, last: int) -> SamplingBatch:
         """Those of the rows from `first` up to `last`, which count from 0 then."""
         by_row = self.by_row[first:last]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
         mask = None if self.mask is None else self.mask.part(first, last)
-        short = None if self.shortfall is None else self.shortfall.part(first, last)
-        return Choices(features, by_row, self.position[first:last], self.slots[first:last], self.table, mask, short)
+        short = None if self.rejected is None else self.rejected.part(first, last)
+        return SamplingBatch(
+            features, by_row, self.position[first:last], self.slots[first:last], self.table, mask, short
+        )
 
 
 class ParameterTable:
-    """Owned by the sequence table: one slot for each sequence that the worker holds. Arrays are [slots]."""
+    """The parameters of every sequence that the worker holds; owned by the sequence table. Arrays are [slots]."""
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -114,13 +132,13 @@ class ParameterTable:
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.logprobs = np.zeros(slots, dtype=np.int32)
         """0 also where none are asked for; the features tell the two apart."""
-        self.bias_tokens = Padded(slots, np.int64)
-        self.bias_values = Padded(slots, np.float32)
-        self.stops = Padded(slots, np.int64)
+        self.bias_tokens = PaddedLists(slots, np.int64)
+        self.bias_values = PaddedLists(slots, np.float32)
+        self.stops = PaddedLists(slots, np.int64)
         self.bad_words = BadWords(slots)
-        self.logprob_ids = Padded(slots, np.int64)
-        self.thinking_starts = Padded(slots, np.int64)
-        self.thinking_ends = Padded(slots, np.int64)
+        self.logprob_ids = PaddedLists(slots, np.int64)
+        self.thinking_starts = PaddedLists(slots, np.int64)
+        self.thinking_ends = PaddedLists(slots, np.int64)
         self.allowed: NDArray[np.int32] = np.zeros((slots, 0), dtype=np.int32)
         """[slots, words] bits as in `masks`; no words until the first who asks."""
         self._min_tokens = np.zeros(slots, dtype=np.int32)
@@ -131,33 +149,33 @@ class ParameterTable:
         params = sequence.sampling
         self.prompt_lengths[slot] = sequence.prompt_length
         greedy = params.temperature < GREEDY_BELOW
-        self.temperature[slot] = 1.0 if greedy else min(params.temperature, HIGHEST)
+        self.temperature[slot] = 1.0 if greedy else min(params.temperature, MAX_FACTOR)
         keeps_all = not 0 < params.top_k < self._vocab_size
         self.top_k[slot] = _ALL if keeps_all else params.top_k
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
-        self.repetition[slot] = min(max(params.repetition_penalty, 1 / HIGHEST), HIGHEST)
+        self.repetition[slot] = min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR)
         self.seed[slot] = params.seed & (2**64 - 1)
-        self._min_tokens[slot] = min(sequence.min_tokens, MOST_TOKENS)
-        drawn = self._asked_of_draw(slot, params, greedy)
-        told = self._asked_of_logprobs(slot, params)
-        self._features[slot] = drawn | told | self._put_lists(slot, sequence)
+        self._min_tokens[slot] = min(sequence.min_tokens, MAX_TOKENS)
+        drawn = self._draw_features(slot, params, greedy)
+        logprobs = self._logprob_features(slot, params)
+        self._features[slot] = drawn | logprobs | self._put_lists(slot, sequence)
 
-    def _asked_of_draw(self, slot: int, params: SamplingParams, greedy: bool) -> Feature:
-        asked = Feature(0)
+    def _draw_features(self, slot: int, params: SamplingOptions, greedy: bool) -> Feature:
+        features = Feature(0)
         if not greedy:
-            asked |= Feature.RANDOM
+            features |= Feature.RANDOM
             if self.top_k[slot] < _ALL or params.top_p < 1.0:
-                asked |= Feature.TOP
+                features |= Feature.TOP
             if params.min_p > 0.0:
-                asked |= Feature.MIN_P
+                features |= Feature.MIN_P
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
-            asked |= Feature.PENALTIES
-        return asked
+            features |= Feature.PENALTIES
+        return features
 
-    def _asked_of_logprobs(self, slot: int, params: SamplingParams) -> Feature:
+    def _logprob_features(self, slot: int, params: SamplingOptions) -> Feature:
         self.logprobs[slot] = params.logprobs or 0
         if params.logprob_token_ids is not None:
             self.logprob_ids.put(slot, self._inside(params.logprob_token_ids))
@@ -166,42 +184,42 @@ class ParameterTable:
 
     def _put_lists(self, slot: int, sequence: NewSequence) -> Feature:
         """What is asked for as lists of tokens."""
-        params, asked = sequence.sampling, Feature(0)
+        params, features = sequence.sampling, Feature(0)
         if biases := {token: value for token, value in params.logit_bias if 0 <= token < self._vocab_size}:
             self.bias_tokens.put(slot, tuple(biases))
             self.bias_values.put(slot, tuple(biases.values()))
-            asked |= Feature.BIAS
+            features |= Feature.BIAS
         if sequence.min_tokens and (stops := self._inside(sequence.stop_token_ids)):
             self.stops.put(slot, stops)
-            asked |= Feature.MIN_TOKENS
+            features |= Feature.MIN_TOKENS
         if params.allowed_token_ids is not None:
             self._put_allowed(slot, params.allowed_token_ids)
-            asked |= Feature.ALLOWED
+            features |= Feature.ALLOWED
         if bad := [word for word in params.bad_words if word and len(self._inside(word)) == len(word)]:
             self.bad_words.put(slot, bad)
-            asked |= Feature.BAD_WORDS
+            features |= Feature.BAD_WORDS
         if params.thinking_budget is not None and (end := self._inside(params.thinking_end)):
-            self.thinking_budget[slot] = min(params.thinking_budget, MOST_TOKENS)
+            self.thinking_budget[slot] = min(params.thinking_budget, MAX_TOKENS)
             self.thinking_starts.put(slot, self._inside(params.thinking_start))
             self.thinking_ends.put(slot, end)
-            asked |= Feature.THINKING
-        return asked
+            features |= Feature.THINKING
+        return features
 
     def _put_allowed(self, slot: int, tokens: tuple[int, ...]) -> None:
         if not self.allowed.shape[1]:
-            self.allowed = np.zeros((len(self.allowed), words(self._vocab_size)), dtype=np.int32)
-        self.allowed[slot] = bits_of(tokens, self._vocab_size)
+            self.allowed = np.zeros((len(self.allowed), mask_words(self._vocab_size)), dtype=np.int32)
+        self.allowed[slot] = mask_bits(tokens, self._vocab_size)
 
     def _inside(self, tokens: tuple[int, ...]) -> list[int]:
         return [token for token in tokens if 0 <= token < self._vocab_size]
 
-    def settled(self, choices: Choices) -> bool:
+    def settled(self, choices: SamplingBatch) -> bool:
         """Whether the same is asked for by the same rows, however long their outputs get: nothing that binds only at
         first, or only later."""
-        asked = Feature(int(np.bitwise_or.reduce(self._features[choices.slots])))
-        return not choices.features & Feature.MIN_TOKENS and not asked & Feature.THINKING
+        features = Feature(int(np.bitwise_or.reduce(self._features[choices.slots])))
+        return not choices.features & Feature.MIN_TOKENS and not features & Feature.THINKING
 
-    def choose(self, slots: NDArray[np.intp], position: NDArray[np.int32]) -> Choices:
+    def sampling_batch(self, slots: NDArray[np.intp], position: NDArray[np.int32]) -> SamplingBatch:
         """The parameters of the sequences in `slots`, about to draw the output tokens at `position`."""
         by_row = self._features[slots]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
@@ -210,4 +228,35 @@ class ParameterTable:
             thinks_on = np.where(position < self.thinking_budget[slots], int(Feature.THINKING), 0)
             by_row = by_row & ~(reached | thinks_on).astype(np.int32)
             features = Feature(int(np.bitwise_or.reduce(by_row)))
-        return Choices(features, by_row, position, slots, self)
+        return SamplingBatch(features, by_row, position, slots, self)
+
+
+class PaddedLists:
+    """Rows padded by repeating their first item, so that the padding may be written where that was written: twice the
+    same value. As wide as the longest list so far."""
+
+    def __init__(self, slots: int, dtype: type[np.generic]) -> None:
+        self._lengths = np.zeros(slots, dtype=np.int32)
+        self._values: NDArray[Any] = np.zeros((slots, 0), dtype=dtype)
+
+    def put(self, slot: int, items: Sequence[int] | Sequence[float] | NDArray[Any]) -> None:
+        """Replaces the slot's list. One that is never read may be empty."""
+        count = len(items)
+        self._lengths[slot] = count
+        if count > self._values.shape[1]:
+            wider = np.zeros((len(self._values), count), dtype=self._values.dtype)
+            wider[:, : self._values.shape[1]] = self._values
+            fresh = wider[:, self._values.shape[1] :]
+            fresh[:] = wider[:, :1] if self._values.shape[1] else 0
+            self._values = wider
+        if count:
+            self._values[slot, :count] = items
+            self._values[slot, count:] = items[0]
+
+    def rows(self, slots: NDArray[np.intp]) -> NDArray[Any]:
+        """[P, the longest of their lists]"""
+        return self._values[slots, : int(self._lengths[slots].max())]
+
+    def lengths(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
+        """[P] items that the lists of `slots` have without their padding."""
+        return self._lengths[slots]

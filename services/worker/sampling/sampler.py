@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.crossing import fetched, sent, sent_together
-from services.worker.sampling.chances import chances, numbers
-from services.worker.sampling.filters import CHUNK, kept, min_p_threshold, top_threshold
-from services.worker.sampling.held import History
-from services.worker.sampling.kernel_draws import drawn_by_kernel, draws_by_kernel
-from services.worker.sampling.logprobs import Told, most_likely, of_tokens
-from services.worker.sampling.parameters import Choices, Feature
-from services.worker.sampling.processing import CHANGES, processed
+from services.worker.ops.gpu import runs_triton
+from services.worker.ops.transfer import to_device, to_device_together, to_host
+from services.worker.sampling.filters import CHUNK, min_p_threshold, top_threshold, zero_below
+from services.worker.sampling.history import HistoryLookup
+from services.worker.sampling.logits_processors import LOGITS_FEATURES, process_logits
+from services.worker.sampling.logprobs import RowLogprobs, token_logprobs, top_logprobs
+from services.worker.sampling.parameters import Feature, SamplingBatch
 
 _CHUNK = 8 * CHUNK
 """Tokens added up before the cumulative sum: it runs over few numbers, in double precision, at little cost."""
@@ -32,40 +31,42 @@ _CHUNK = 8 * CHUNK
 _CACHED = 1 << 18
 """Logits worked on at once by a CPU: 1 MiB, as larger buffers are fetched from memory, page by page, at every step."""
 
-_CHANGES = CHANGES | Feature.RANDOM
+_CHANGES = LOGITS_FEATURES | Feature.RANDOM
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What the rows drew, where their logits are; or on its way from there."""
+class SamplerOutput:
+    """What rows drew, where their logits are or on its way to the host."""
 
     tokens: Tensor
     """[R] int64"""
-    told: tuple[Told, ...] = ()
+    logprobs: tuple[RowLogprobs, ...] = ()
 
-    def on_host(self) -> Drawn:
-        """The same, see `crossing.fetched`."""
-        return Drawn(fetched(self.tokens), tuple(Told(rows, part.on_host()) for rows, part in self.told))
+    def on_host(self) -> SamplerOutput:
+        """The same, see `transfer.to_host`."""
+        return SamplerOutput(
+            to_host(self.tokens), tuple(RowLogprobs(rows, part.on_host()) for rows, part in self.logprobs)
+        )
 
 
-def sample(logits: Tensor, choices: Choices, history: History) -> Drawn:
+def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
     """Draws one token for each row of `logits` [R, vocab]."""
     if not choices.features & (_CHANGES | Feature.LOGPROBS):
-        return Drawn(_likeliest(logits))
-    if draws_by_kernel(logits.device) and not choices.features & (CHANGES | Feature.LOGPROBS):
-        return Drawn(_drawn(logits, choices))
+        return SamplerOutput(_argmax(logits))
+    if runs_triton(logits.device) and not choices.features & (LOGITS_FEATURES | Feature.LOGPROBS):
+        return SamplerOutput(_draw(logits, choices))
     tokens: list[Tensor] = []
-    told: list[Told] = []
+    logprobs: list[RowLogprobs] = []
     for first, last in _row_blocks(logits):
         drawn = _sample_rows(logits[first:last], choices.part(first, last), history)
         tokens.append(drawn.tokens)
-        told += [Told(rows + first, part) for rows, part in drawn.told]
-    return Drawn(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(told))
+        logprobs += [RowLogprobs(rows + first, part) for rows, part in drawn.logprobs]
+    return SamplerOutput(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(logprobs))
 
 
-def draw_plainly(logits: Tensor, choices: Choices) -> Tensor:
+def sample_unprocessed(logits: Tensor, choices: SamplingBatch) -> Tensor:
     """[R] int64 tokens, drawn as `sample` draws them, by the same random numbers, without what changes logits first."""
-    return _drawn(logits if draws_by_kernel(logits.device) else logits.float().clone(), choices)
+    return _draw(logits if runs_triton(logits.device) else logits.float().clone(), choices)
 
 
 def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
@@ -75,48 +76,68 @@ def _row_blocks(logits: Tensor) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _sample_rows(logits: Tensor, choices: Choices, history: History) -> Drawn:
+def _sample_rows(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
     wants_logprobs = bool(choices.features & Feature.LOGPROBS)
     raw = logits.float()
     if choices.features & _CHANGES:
         untouched = raw is logits or wants_logprobs
-        tokens = _drawn(processed(raw.clone() if untouched else raw, choices, history), choices)
+        tokens = _draw(process_logits(raw.clone() if untouched else raw, choices, history), choices)
     else:
-        tokens = _likeliest(raw)
-    return Drawn(tokens, tuple(_told(raw, tokens, choices)) if wants_logprobs else ())
+        tokens = _argmax(raw)
+    return SamplerOutput(tokens, tuple(_row_logprobs(raw, tokens, choices)) if wants_logprobs else ())
 
 
-def _drawn(logits: Tensor, choices: Choices) -> Tensor:
+def _draw(logits: Tensor, choices: SamplingBatch) -> Tensor:
     """[R] tokens: the likeliest of greedy rows, a random one of the others. Overwrites `logits`, but by kernels."""
     if not choices.features & Feature.RANDOM:
-        return _likeliest(logits)
-    if draws_by_kernel(logits.device):
-        return drawn_by_kernel(logits, choices)
+        return _argmax(logits)
+    if runs_triton(logits.device):
+        return sample_by_kernel(logits, choices)
     random = choices.rows_with(Feature.RANDOM)
     if len(random) == len(logits):
-        return _random(logits, choices, random, None)
-    tokens = _likeliest(logits)
-    rows = sent(random, logits.device)
-    return tokens.index_copy_(0, rows, _random(logits.index_select(0, rows), choices, random, rows))
+        return _draw_random(logits, choices, random, None)
+    tokens = _argmax(logits)
+    rows = to_device(random, logits.device)
+    return tokens.index_copy_(0, rows, _draw_random(logits.index_select(0, rows), choices, random, rows))
 
 
-def _random(logits: Tensor, choices: Choices, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
+def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
+    """[R] int64 tokens: the likeliest of greedy rows, a random one of the others; `logits` stay as they are."""
+    from services.worker.ops.triton.sampling import DrawParameters, draw
+
+    table, slots = choices.table, choices.slots
+    greedy = choices.by_row & int(Feature.RANDOM) == 0
+    uniforms, top_k, temperature, top_p, min_p = to_device_together(
+        [
+            choices.candidate_uniforms(),
+            table.top_k[slots],
+            np.where(greedy, np.float32(0.0), table.temperature[slots]),
+            table.top_p[slots],
+            table.min_p[slots],
+        ],
+        logits.device,
+    )
+    chance = choices.select_uniforms(uniforms)
+    return draw(logits.contiguous(), DrawParameters(temperature, top_k, top_p, min_p, chance))
+
+
+def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
     """A random token of each of the `rows`, whose logits these are, and will be overwritten; `there`: the same numbers
     on the device, None: all rows."""
     table, slots = choices.table, choices.slots[rows]
-    sent_numbers, top_k, temperature, min_p, top_p = sent_together(
+    uniforms, top_k, temperature, min_p, top_p = to_device_together(
         [
-            numbers(choices, rows),
+            choices.candidate_uniforms(rows),
             *(values[slots] for values in (table.top_k, table.temperature, table.min_p, table.top_p)),
         ],
         logits.device,
     )
     weights = _weights(logits.div_(temperature.unsqueeze(1)))
     if choices.features & Feature.MIN_P:
-        weights = kept(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
+        weights = zero_below(weights, min_p_threshold(weights, min_p.unsqueeze(1)))
     if choices.features & Feature.TOP:
-        weights = kept(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
-    return inverse_cdf(weights, chances(sent_numbers, choices, there))
+        weights = zero_below(weights, top_threshold(weights, top_k.unsqueeze(1), top_p.unsqueeze(1)))
+    return inverse_cdf(weights, choices.select_uniforms(uniforms, there))
 
 
 def _weights(logits: Tensor) -> Tensor:
@@ -145,7 +166,7 @@ def inverse_cdf(weights: Tensor, chances: Tensor) -> Tensor:
     return (chunk * _CHUNK + torch.minimum(offset, last_likely)).squeeze(1)
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def _argmax(logits: Tensor) -> Tensor:
     """[R] the first of each row's greatest logits."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=1)
@@ -153,7 +174,7 @@ def _likeliest(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.float().numpy().argmax(axis=1))
 
 
-def _told(raw: Tensor, tokens: Tensor, choices: Choices) -> Iterator[Told]:
+def _row_logprobs(raw: Tensor, tokens: Tensor, choices: SamplingBatch) -> Iterator[RowLogprobs]:
     """Most ask for the likeliest tokens beside their own, some for tokens that they name."""
     naming = choices.rows_with(Feature.LOGPROB_IDS)
     others = choices.rows_with(Feature.LOGPROBS)
@@ -162,11 +183,11 @@ def _told(raw: Tensor, tokens: Tensor, choices: Choices) -> Iterator[Told]:
     for rows, named in ((others, False), (naming, True)):
         if not len(rows):
             continue
-        numbers = sent(rows, raw.device)
-        part, chosen = raw.index_select(0, numbers), tokens.index_select(0, numbers)
+        indices = to_device(rows, raw.device)
+        part, chosen = raw.index_select(0, indices), tokens.index_select(0, indices)
         slots, table = choices.slots[rows], choices.table
         if named:
-            ids = sent(table.logprob_ids.rows(slots), raw.device)
-            yield Told(rows, of_tokens(part, chosen, ids, table.logprob_ids.lengths(slots)))
+            ids = to_device(table.logprob_ids.rows(slots), raw.device)
+            yield RowLogprobs(rows, token_logprobs(part, chosen, ids, table.logprob_ids.lengths(slots)))
         else:
-            yield Told(rows, most_likely(part, chosen, table.logprobs[slots]))
+            yield RowLogprobs(rows, top_logprobs(part, chosen, table.logprobs[slots]))

@@ -19,18 +19,20 @@ MEMORY_SHARE = 0.9
 """Of the memory, for weights and KV together; the rest is activations."""
 
 
-class Load(Struct, frozen=True):
+class StepCost(Struct, frozen=True):
     """What a step has to move and to compute."""
 
     bytes: float
     flops: float
 
-    def shared_by(self, ranks: int) -> Load:
+    def shared_by(self, ranks: int) -> StepCost:
         """One rank's part; what the ranks say to each other is not modelled."""
-        return Load(self.bytes / ranks, self.flops / ranks)
+        return StepCost(self.bytes / ranks, self.flops / ranks)
 
 
 class Accelerator(Struct, frozen=True, kw_only=True):
+    """What a device reaches of its peaks, and its memory in bytes."""
+
     bandwidth: float
     """Bytes per second that are reached."""
     flops: float
@@ -39,7 +41,7 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     fixed_seconds: float = 0.0005
     """Launches, sampling, copies: what an empty step takes."""
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: StepCost) -> float:
         """Fixed time, and whichever of moving and computing binds."""
         return self.fixed_seconds + max(load.bytes / self.bandwidth, load.flops / self.flops)
 

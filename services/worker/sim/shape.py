@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct, field
 
 from services.worker.backend import BackendError
-from services.worker.model.hf_mixture import RawMixture, read_mixture
-from services.worker.sim.accelerator import Load
+from services.worker.models.hf_mixture import RawMixture, read_mixture
+from services.worker.sim.accelerator import StepCost
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -50,6 +50,8 @@ class Experts(Struct, frozen=True):
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
+    """A model's sizes in bytes and floating-point operations."""
+
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
@@ -64,12 +66,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Of the output layer, for each token that is drawn."""
     experts: Experts | None = None
 
-    def load(self, *, tokens: int, pairs: int, read: int, samples: int) -> Load:
+    def load(self, *, tokens: int, pairs: int, read: int, samples: int) -> StepCost:
         """A step of `tokens` rows that attend to `pairs` of positions and read the KV cache of `read` tokens."""
         idle = 0 if self.experts is None else self.experts.idle_bytes(tokens)
         moved = self.weight_bytes - idle + self.kv_bytes_per_token * (read + tokens)
         flops = self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_sample * samples
-        return Load(moved, flops)
+        return StepCost(moved, flops)
 
 
 def read_shape(folder: Path, dtype: str) -> ModelShape:

@@ -1,1 +1,1 @@
-"""Speculative decoding: whoever drafts tokens, and how drafts are verified. The model's distribution never changes."""
+"""Speculative decoding: methods that draft tokens, and how drafts are verified. Output does not depend on drafts."""

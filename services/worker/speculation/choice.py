@@ -6,32 +6,34 @@ from typing import assert_never
 
 import torch
 
-from services.worker.model.config import ModelError
-from services.worker.pipeline import Pipeline
+from services.worker.distributed.communicator import Pipeline
+from services.worker.models.config import ModelError
 from services.worker.speculation.draft_model import open_draft_model
-from services.worker.speculation.drafter import Drafter, Target
+from services.worker.speculation.drafter import Drafter, TargetModel
 from services.worker.speculation.eagle import open_eagle
 from services.worker.speculation.medusa import open_medusa
 from services.worker.speculation.ngram import NgramDrafter
-from services.worker.speculation.proposer import Drafting
-from services.worker.speculation.settings import Speculation, SpeculationError, check_place
+from services.worker.speculation.proposer import DraftSettings
+from services.worker.speculation.settings import SpeculationError, SpeculationSettings, check_supported
 
-DEFAULT_TOKENS = 3
+DEFAULT_DRAFT_TOKENS = 3
 
 
-def drafting_of(settings: Speculation, pipeline: Pipeline) -> Drafting:
-    """What every rank must know of it. Raises ModelError where the method cannot be had."""
+def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSettings:
+    """What every rank must know of the method. Raises ModelError where it cannot be had."""
     try:
-        check_place(settings, device="", stages=pipeline.stages)
+        check_supported(settings, device="", stages=pipeline.stages)
     except SpeculationError as error:
         raise ModelError(str(error)) from None
-    return Drafting(settings.num_speculative_tokens or DEFAULT_TOKENS, settings.method in ("medusa", "eagle"))
+    return DraftSettings(
+        settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS, settings.method in ("medusa", "eagle")
+    )
 
 
 @torch.inference_mode()
-def open_drafter(settings: Speculation, target: Target) -> Drafter:
+def open_drafter(settings: SpeculationSettings, target: TargetModel) -> Drafter:
     """Reads the method's weights. Raises ModelError."""
-    most = settings.num_speculative_tokens or DEFAULT_TOKENS
+    most = settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS
     target = target.for_drafts()
     match settings.method:
         case "ngram":

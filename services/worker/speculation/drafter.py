@@ -1,19 +1,26 @@
-"""What a method has to bring: weights read once, and a proposer for every runner that is made of them."""
+"""What a method of drafting has to bring: weights read once, and a proposer for every runner that is made of them.
+
+Also the checkpoints of Medusa heads and EAGLE layers as they are published: safetensors, or PyTorch's own files, which
+are read with `weights_only` and so run no code. They are small, so all tensors are read at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
+import msgspec
 import torch
 from torch import Tensor
 
-from services.worker.model.checkpoint import open_checkpoint
-from services.worker.model.config import ModelConfig, ModelError
-from services.worker.model.decoder import Decoder, ForwardPass, KvCaches
-from services.worker.ops import Ops, PackedLinear
+from services.worker.models.checkpoint import check_found, open_checkpoint
+from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.decoder import Decoder
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.native.native_ops import NativeOps
 from services.worker.speculation.proposer import Proposer
 
 
@@ -25,7 +32,7 @@ class Drafter(Protocol):
         """Memory that it takes for each of the engine's KV blocks."""
 
     def proposer(self, num_blocks: int, max_sequences: int) -> Proposer:
-        """With memory of its own, for a runner of so many blocks and sequences."""
+        """A proposer with memory of its own, for a runner of so many blocks and sequences."""
 
 
 @runtime_checkable
@@ -33,7 +40,8 @@ class HasDecoder(Protocol):
     """A drafter that is a model itself."""
 
     @property
-    def decoder(self) -> Decoder: ...
+    def decoder(self) -> Decoder:
+        """The model that drafts."""
 
     @property
     def decodes(self) -> int:
@@ -45,19 +53,11 @@ class ReplaysDecodes(Protocol):
     """A proposer that runs a decoder."""
 
     def replay_by(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass]) -> None:
-        """From here on what `replaying` makes of its decoder's forward pass on its caches."""
-
-
-@runtime_checkable
-class DraftsInHalf(Protocol):
-    """An `Ops` that knows faster ones for drafters."""
-
-    def for_drafts(self) -> Ops:
-        """They compute in bfloat16; itself where that is not faster."""
+        """Computes from here on by what `replaying` makes of its decoder's forward pass on its caches."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetModel:
     """The model that is drafted for."""
 
     folder: Path
@@ -69,20 +69,20 @@ class Target:
     max_model_len: int
     ranks: int
 
-    def check_same(self, folder: Path, **sizes: int) -> None:
+    def check_sizes(self, folder: Path, **sizes: int) -> None:
         """Raises ModelError where a size of the drafter in `folder` is not the model's."""
         for name, size in sizes.items():
             own = getattr(self.config, name)
             if size != own:
                 raise ModelError(f"{folder}: {name} is {size}, the model's is {own}")
 
-    def for_drafts(self) -> Target:
-        """With the operations that drafters run by: in half the memory, where that is faster. They may be wrong."""
-        if not isinstance(self.ops, DraftsInHalf) or (faster := self.ops.for_drafts()) is self.ops:
+    def for_drafts(self) -> TargetModel:
+        """The same model with the operations that drafters run by: in bfloat16, where that is faster."""
+        if not isinstance(self.ops, NativeOps) or (faster := self.ops.for_drafts()) is self.ops:
             return self
         return replace(self, ops=faster, dtype=torch.bfloat16)
 
-    def words(self) -> tuple[Tensor, PackedLinear]:
+    def embedding_and_head(self) -> tuple[Tensor, PackedLinear]:
         """The whole embedding, and the whole head; ranks of several hold shares, so they are read anew."""
         weights, tied = self.decoder.weights, self.config.tied_embeddings
         if self.ranks == 1 and weights.embedding is not None and weights.head is not None:
@@ -96,3 +96,95 @@ class Target:
             embedding = checkpoint.read("model.embed_tokens.weight", shape).to(self.device)
             head = embedding if tied else checkpoint.read("lm_head.weight", shape).to(self.device)
         return embedding, self.ops.pack_linear(head, None)
+
+
+_SAFETENSORS = ("model.safetensors", "medusa_lm_head.safetensors")
+_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
+_INDEX = "model.safetensors.index.json"
+
+_T = TypeVar("_T")
+
+
+class DrafterCheckpoint:
+    """The tensors of a drafter, by name; as `models.checkpoint.Checkpoint`."""
+
+    def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        self._folder = folder
+        self._tensors = tensors
+
+    @property
+    def folder(self) -> Path:
+        """The directory that it was read from."""
+        return self._folder
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._tensors)
+
+    def renamed(self, prefix: str, to: str) -> DrafterCheckpoint:
+        """The same tensors, with `to` for `prefix` in the names that begin so."""
+        changed = {
+            to + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
+            for name, tensor in self._tensors.items()
+        }
+        return DrafterCheckpoint(self._folder, changed)
+
+    def with_default(self, name: str, tensor: Tensor) -> DrafterCheckpoint:
+        """The same tensors, with `tensor` where `name` is missing."""
+        return DrafterCheckpoint(self._folder, {name: tensor} | self._tensors)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """See `models.checkpoint.Checkpoint.read`."""
+        whole = self._tensors.get(name)
+        check_found(self._folder, name, None if whole is None else whole.shape, shape)
+        assert whole is not None, "it was found"
+        part = whole if rows is None else whole[slice(*rows)]
+        return (part if columns is None else part[:, slice(*columns)]).contiguous()
+
+
+def read_drafter(folder: Path, dtype: torch.dtype) -> DrafterCheckpoint:
+    """All tensors in `folder`, in `dtype`. Raises ModelError."""
+    for name in _SAFETENSORS:
+        if (folder / name).exists():
+            return DrafterCheckpoint(folder, _safetensors(folder, name, dtype))
+    if (folder / _INDEX).exists():
+        return DrafterCheckpoint(folder, _safetensors(folder, None, dtype))
+    for name in _PICKLED:
+        if (folder / name).exists():
+            return DrafterCheckpoint(folder, _pickled(folder / name, dtype))
+    raise ModelError(f"{folder} has no weights: {', '.join((*_SAFETENSORS, _INDEX, *_PICKLED))} is expected")
+
+
+def read_settings(folder: Path, kind: type[_T]) -> _T:
+    """`config.json`, strictly as far as `kind` goes. Raises ModelError."""
+    path = folder / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _safetensors(folder: Path, name: str | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    with open_checkpoint(folder, dtype, single=name) as checkpoint:
+        return {key: checkpoint.read_whole(key) for key in checkpoint.names}
+
+
+def _pickled(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a broken file makes the unpickler raise
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    return {name: tensor.to(dtype) for name, tensor in state.items() if isinstance(tensor, Tensor)}

@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer that foresees the model's next hidden state from this one and the next token.
+"""EAGLE: one decoder layer that predicts the model's next hidden state from this one and the next token.
 
 Li et al., "EAGLE: Speculative sampling requires rethinking feature uncertainty", arXiv:2401.15077. A row at position i
 takes the feature of i and the embedding of the token at i + 1, and gives the feature of i + 1, from which the model's
@@ -8,7 +8,8 @@ came from the KV store have none, which costs acceptance only.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -17,18 +18,103 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.crossing import sent, there
-from services.worker.model.config import LayerConfig, ModelConfig
-from services.worker.model.decoder import Weights
-from services.worker.model.loading import load_layer
-from services.worker.rows import Int32s, Slots
-from services.worker.shortfall import Shortfall
-from services.worker.speculation.chain import DraftsOn, Draws, chain
-from services.worker.speculation.drafter import Target
-from services.worker.speculation.drafter_files import read_drafter, read_settings
-from services.worker.speculation.eagle_layer import EagleWeights, eagle_pass, head_logits
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories
-from services.worker.speculation.settings import Speculation
+from services.worker.batch.batch import DraftTokens
+from services.worker.batch.rows import Int32s, Slots
+from services.worker.models.config import LayerConfig, ModelConfig
+from services.worker.models.loading import load_layer
+from services.worker.models.native_decoder import EagleProjection, NativeDecoder, native_decoder
+from services.worker.models.weights import DecoderWeights, KvCaches, apply_mlp
+from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.transfer import on_this_device, to_device
+from services.worker.sampling.random_numbers import RejectedDrafts
+from services.worker.speculation.chain import DraftSampler, draft_chain
+from services.worker.speculation.drafter import TargetModel, read_drafter, read_settings
+from services.worker.speculation.proposer import ComputedStep, DraftRequest, SequenceHistories
+from services.worker.speculation.settings import SpeculationSettings
+
+
+@dataclass(frozen=True, slots=True)
+class EagleWeights:
+    """An EAGLE layer's weights, owned by its drafter."""
+
+    weights: DecoderWeights
+    """One layer, and the model's own embedding and head; no final norm."""
+    has_input_norm: bool
+    """The first EAGLE has none."""
+    joined: PackedLinear
+    """[token's embedding, feature] → what the layer begins with."""
+
+
+class EaglePass(Protocol):
+    """Runs a whole EAGLE layer."""
+
+    def predict_features(
+        self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids [n] int32, each behind one of the features `given` [n, hidden] → (the features predicted for them
+        [n, hidden], the head's logits [R, vocab] of `meta.logits_rows` where wanted, until the next call).
+        """
+
+
+def eagle_pass(config: ModelConfig, weights: EagleWeights, ops: Ops) -> EaglePass:
+    """The fastest pass there is: the C++ library's, or one operation by operation."""
+    projection = EagleProjection(weights.joined, weights.has_input_norm)
+    return native_decoder(config, weights.weights, ops, projection) or _OpByOpPass(config, weights, ops)
+
+
+class _OpByOpPass:
+    """By single operations, on any device."""
+
+    def __init__(self, config: ModelConfig, weights: EagleWeights, ops: Ops) -> None:
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+
+    def predict_features(
+        self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        predicted = self._predicted(ids, given, meta, caches[0])
+        if not wants_logits:
+            return predicted, None
+        rows = predicted if meta.every_row else predicted.index_select(0, meta.logits_rows)
+        return predicted, head_logits(rows, self._weights.weights, self._config, self._ops)
+
+    def _predicted(self, ids: Tensor, given: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        ops, layer, eps = self._ops, self._weights.weights.layers[0], self._config.norm_eps
+        embedding = self._weights.weights.embedding
+        assert embedding is not None, "it is the model's"
+        embedded = ops.embed(ids, embedding)
+        if self._config.embedding_scale is not None:
+            embedded = embedded * self._config.embedding_scale
+        residual = ops.linear(torch.cat((embedded, given.to(embedded.dtype)), dim=1), self._weights.joined)
+        x = ops.rms_norm(residual, layer.input_norm, eps) if self._weights.has_input_norm else residual
+        queries = ops.rope_and_store(
+            ops.linear(x, layer.qkv),
+            meta,
+            layer.cos_sin,
+            *cache,
+            heads=self._config.num_heads,
+            q_norm=None,
+            k_norm=None,
+            eps=eps,
+        )
+        mixed = ops.paged_attention(
+            queries, *cache, meta, scale=self._config.attention_scale, window=None, softcap=None
+        )
+        x, residual = ops.add_rms_norm(ops.linear(mixed, layer.output), residual.clone(), layer.mlp_norm, eps)
+        return residual + apply_mlp(ops, layer.mlp, x, self._config.activation)
+
+
+def head_logits(features: Tensor, weights: DecoderWeights, config: ModelConfig, ops: Ops) -> Tensor:
+    """features [R, hidden] → [R, vocab], capped as the model's are."""
+    assert weights.head is not None, "it is the model's"
+    logits = ops.linear(features, weights.head)[:, : config.vocab_size]
+    cap = config.logits_softcap
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+# The drafter, and the proposer that it makes.
+
 
 _LAYER = "model.layers.0"
 
@@ -47,38 +133,40 @@ class _RawEagle(Struct):
 
 
 class EagleDrafter(Struct, frozen=True):
-    """See `drafter.Drafter`."""
+    """Owns an EAGLE layer's weights, see `Drafter`."""
 
     weights: EagleWeights
     config: ModelConfig
-    target: Target
+    target: TargetModel
     most: int
 
     @property
     def kv_block_bytes(self) -> int:
+        """Bytes of the one layer's keys and values."""
         return self.target.ops.kv_block_bytes(self.config.num_kv_heads, self.config.head_dim)
 
     def proposer(self, num_blocks: int, max_sequences: int) -> EagleProposer:
+        """A proposer with the layer's KV cache of `num_blocks` blocks."""
         return EagleProposer(self, num_blocks, max_sequences)
 
 
-def open_eagle(settings: Speculation, target: Target, most: int) -> EagleDrafter:
-    """Raises ModelError."""
+def open_eagle(settings: SpeculationSettings, target: TargetModel, most: int) -> EagleDrafter:
+    """Reads the layer. Raises ModelError where it does not fit the model."""
     folder = settings.folder()
     raw = read_settings(folder, _RawEagle)
-    target.check_same(folder, vocab_size=raw.vocab_size, hidden_size=raw.hidden_size)
+    target.check_sizes(folder, vocab_size=raw.vocab_size, hidden_size=raw.hidden_size)
     config = _layer_config(raw, target.config)
     checkpoint = read_drafter(folder, target.dtype).renamed("layers.0", _LAYER).renamed("model.fc", "fc")
     norm = f"{_LAYER}.input_layernorm.weight"
     hidden = raw.hidden_size
     joined = checkpoint.read("fc.weight", (hidden, 2 * hidden)).to(target.device)
     bias = checkpoint.read("fc.bias", (hidden,)).to(target.device) if "fc.bias" in checkpoint else None
-    embedding, head = target.words()
+    embedding, head = target.embedding_and_head()
     layer = load_layer(
         checkpoint.with_default(norm, torch.ones(hidden)), config, target.ops, target.device, target.max_model_len
     )
     weights = EagleWeights(
-        weights=Weights(embedding, (layer,), None, head),
+        weights=DecoderWeights(embedding, (layer,), None, head),
         has_input_norm=norm in checkpoint,
         joined=target.ops.pack_linear(joined, bias),
     )
@@ -109,7 +197,7 @@ def _layer_config(raw: _RawEagle, target: ModelConfig) -> ModelConfig:
 
 
 class EagleProposer:
-    """Owns the layer's keys and values, and the feature foreseen for each sequence's last token."""
+    """Owns the layer's keys and values, and the feature predicted for each sequence's last token."""
 
     drafts_ahead: Literal[True] = True
 
@@ -121,61 +209,66 @@ class EagleProposer:
         self._most = drafter.most
         self._run = eagle_pass(drafter.config, drafter.weights, self._ops)
         self._caches = [self._ops.allocate_kv(num_blocks, self._config.num_kv_heads, self._config.head_dim)]
-        self._foreseen: Tensor = self._ops.empty_rows(max_sequences, self._config.hidden_size).zero_()
+        self._predicted: Tensor = self._ops.empty_rows(max_sequences, self._config.hidden_size).zero_()
         self._ready: NDArray[np.bool_] = np.zeros(max_sequences, dtype=np.bool_)
-        """Whether `_foreseen` is of the last token: not of who decoded while nobody drafted."""
+        """Whether `_predicted` is of the last token: not for sequences that decoded while no drafts were asked for."""
 
-    def propose(self, asked: Asked) -> Drafts:
-        most = np.where(self._ready[asked.slots], np.minimum(asked.most, self._most), 0).astype(np.int32)
+    def propose(self, request: DraftRequest) -> DraftTokens:
+        """No drafts for sequences whose last feature is not known."""
+        most = np.where(self._ready[request.slots], np.minimum(request.limits, self._most), 0).astype(np.int32)
         ready = np.flatnonzero(most)
         if not len(ready):
-            return Drafts.none(asked)
+            return DraftTokens.none(len(request.slots))
         if len(ready) == len(most):
-            return Drafts(self._drafted(asked.slots, most, asked.histories, asked.shortfall), most)
-        there = sent(ready, self._device)
-        short = None if asked.shortfall is None else asked.shortfall.of(there)
-        drafted = self._drafted(asked.slots[ready], most[ready], asked.histories, short)
-        return Drafts(drafted.new_zeros(len(most), drafted.shape[1]).index_copy_(0, there, drafted), most)
+            return DraftTokens(self._draft(request.slots, most, request.histories, request.rejected), most)
+        there = to_device(ready, self._device)
+        short = None if request.rejected is None else request.rejected.of(there)
+        drafted = self._draft(request.slots[ready], most[ready], request.histories, short)
+        return DraftTokens(drafted.new_zeros(len(most), drafted.shape[1]).index_copy_(0, there, drafted), most)
 
-    def _drafted(self, slots: Slots, most: Int32s, histories: Histories, shortfall: Shortfall | None) -> Tensor:
+    def _draft(
+        self, slots: Slots, most: Int32s, histories: SequenceHistories, rejected: RejectedDrafts | None
+    ) -> Tensor:
         """[P, the greatest of most]"""
-        draws = Draws(slots, histories, shortfall)
-        features = self._foreseen.index_select(0, sent(slots, self._device))
+        draws = DraftSampler(slots, histories, rejected)
+        features = self._predicted.index_select(0, to_device(slots, self._device))
         tokens = [draws.token(head_logits(features, self._weights.weights, self._config, self._ops), 0)]
         steps = int(most.max()) - 1
         if steps:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
-            rows = chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device)
-            if shortfall is not None:
-                rows.move_back(shortfall)
-            if draws.greedy and isinstance(self._run, DraftsOn):
-                return self._run.draft_on(tokens[0], rows, self._caches, features).t()
+            rows = draft_chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device)
+            if rejected is not None:
+                rows.move_back(rejected)
+            if draws.greedy and isinstance(self._run, NativeDecoder):
+                drafts = self._run.draft_chain(tokens[0], rows.meta(0), rows.steps, rows.stride, self._caches, features)
+                return drafts.t()
             for step in range(steps):
-                features, logits = self._run.foresee(
+                features, logits = self._run.predict_features(
                     tokens[-1], features, rows.meta(step), self._caches, wants_logits=True
                 )
                 assert logits is not None, "wanted"
                 tokens.append(draws.token(logits, step + 1))
         return torch.stack(tokens, dim=1)
 
-    def observe(self, computed: Computed) -> None:
+    def observe(self, computed: ComputedStep) -> None:
         """The layer goes over every row of the step, each with the token behind it."""
         if computed.features is None:
             self._ready[computed.sampled_slots] = False
             return
-        foreseen, _ = self._run.foresee(
+        predicted, _ = self._run.predict_features(
             computed.following(), computed.features, computed.meta, self._caches, wants_logits=False
         )
-        rows, slots = there(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
-        self._foreseen.index_copy_(0, slots, foreseen.index_select(0, rows))
+        rows, slots = on_this_device(computed.last_rows, self._device), to_device(computed.sampled_slots, self._device)
+        self._predicted.index_copy_(0, slots, predicted.index_select(0, rows))
         self._ready[computed.sampled_slots] = True
 
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
-        """Its first decode follows a step that computes its last row."""
+    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+        """Nothing to do: its first decode follows a step that computes its last row."""
 
-    def loaded(self, blocks: Int32s) -> None:
-        """What the layer made of their former contents stays, finite and wrong."""
+    def forget_blocks(self, blocks: Int32s) -> None:
+        """Nothing to do: what the layer made of their former contents stays, finite and wrong."""
 
     def clear(self) -> None:
+        """No feature is known from here on."""
         self._ready[:] = False

@@ -15,46 +15,47 @@ import torch.nn.functional as F
 from msgspec import Struct
 from torch import Tensor
 
-from services.worker.crossing import sent, there
-from services.worker.model.config import ModelError
-from services.worker.ops import Ops, PackedLinear
-from services.worker.speculation.chain import Draws
-from services.worker.speculation.drafter import Target
-from services.worker.speculation.drafter_files import DrafterCheckpoint, read_drafter
-from services.worker.speculation.proposer import Asked, Computed, Drafts, Histories, Int32s
-from services.worker.speculation.settings import Speculation
+from services.worker.batch.batch import DraftTokens
+from services.worker.models.config import ModelError
+from services.worker.ops.interface import Ops, PackedLinear
+from services.worker.ops.transfer import on_this_device, to_device
+from services.worker.speculation.chain import DraftSampler
+from services.worker.speculation.drafter import DrafterCheckpoint, TargetModel, read_drafter
+from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, SequenceHistories
+from services.worker.speculation.settings import SpeculationSettings
 
 _HEAD = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.")
 """`0.0.linear.weight` as Medusa's own files have it, with or without `medusa_head.`; and, as vLLM's converted ones,
 `blocks.0.layers.0.weight` with `lm_heads.0.weight`."""
 
 
-class _Head(NamedTuple):
+class _MedusaHead(NamedTuple):
     blocks: tuple[PackedLinear, ...]
     """Those behind the first; each is added to what goes in: x + silu(linear(x))."""
     words: PackedLinear
 
 
-class _Heads(NamedTuple):
+class _MedusaHeads(NamedTuple):
     first: PackedLinear | None
     """The first blocks of all heads side by side: they have the same input. None where heads have none."""
-    each: tuple[_Head, ...]
+    each: tuple[_MedusaHead, ...]
 
 
 class MedusaDrafter(Struct, frozen=True):
-    """See `drafter.Drafter`. Keeps no keys and values."""
+    """Owns the heads' weights, see `Drafter`. Keeps no keys and values."""
 
-    heads: _Heads
-    target: Target
+    heads: _MedusaHeads
+    target: TargetModel
     most: int
     kv_block_bytes: int = 0
 
     def proposer(self, num_blocks: int, max_sequences: int) -> MedusaProposer:
+        """A proposer with room for a hidden state of each of `max_sequences`."""
         return MedusaProposer(self.heads, self.target, self.most, max_sequences)
 
 
-def open_medusa(settings: Speculation, target: Target, most: int) -> MedusaDrafter:
-    """Raises ModelError."""
+def open_medusa(settings: SpeculationSettings, target: TargetModel, most: int) -> MedusaDrafter:
+    """Reads the heads. Raises ModelError where they do not fit the model, or are too few."""
     folder = settings.folder()
     checkpoint = _by_official_names(read_drafter(folder, target.dtype))
     count = 1 + max((int(found[1]) for name in checkpoint.names if (found := _HEAD.match(name))), default=-1)
@@ -83,7 +84,7 @@ def _is_block(name: str, head: str) -> bool:
     return name.startswith(f"{head}.") and name.endswith("linear.weight")
 
 
-def _heads(checkpoint: DrafterCheckpoint, target: Target, count: int) -> _Heads:
+def _heads(checkpoint: DrafterCheckpoint, target: TargetModel, count: int) -> _MedusaHeads:
     pack = target.ops.pack_linear
     read = [_blocks(checkpoint, target, number) for number in range(count)]
     if len({len(blocks) for blocks in read}) > 1:
@@ -91,13 +92,13 @@ def _heads(checkpoint: DrafterCheckpoint, target: Target, count: int) -> _Heads:
     shape = (target.config.vocab_size, target.config.hidden_size)
     words = [checkpoint.read(f"{number}.{len(read[0])}.weight", shape).to(target.device) for number in range(count)]
     each = tuple(
-        _Head(tuple(pack(*block) for block in blocks[1:]), pack(last, None))
+        _MedusaHead(tuple(pack(*block) for block in blocks[1:]), pack(last, None))
         for blocks, last in zip(read, words, strict=True)
     )
-    return _Heads(_side_by_side(target, [blocks[0] for blocks in read]) if read[0] else None, each)
+    return _MedusaHeads(_side_by_side(target, [blocks[0] for blocks in read]) if read[0] else None, each)
 
 
-def _blocks(checkpoint: DrafterCheckpoint, target: Target, number: int) -> list[tuple[Tensor, Tensor | None]]:
+def _blocks(checkpoint: DrafterCheckpoint, target: TargetModel, number: int) -> list[tuple[Tensor, Tensor | None]]:
     """Weights and biases of one head's blocks."""
     hidden = target.config.hidden_size
     blocks: list[tuple[Tensor, Tensor | None]] = []
@@ -108,7 +109,7 @@ def _blocks(checkpoint: DrafterCheckpoint, target: Target, number: int) -> list[
     return blocks
 
 
-def _side_by_side(target: Target, blocks: list[tuple[Tensor, Tensor | None]]) -> PackedLinear:
+def _side_by_side(target: TargetModel, blocks: list[tuple[Tensor, Tensor | None]]) -> PackedLinear:
     weights = torch.cat([weight for weight, _ in blocks])
     biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in blocks]
     return target.ops.pack_linear(weights, torch.cat(biases))
@@ -119,7 +120,7 @@ class MedusaProposer:
 
     drafts_ahead: Literal[True] = True
 
-    def __init__(self, heads: _Heads, target: Target, most: int, max_sequences: int) -> None:
+    def __init__(self, heads: _MedusaHeads, target: TargetModel, most: int, max_sequences: int) -> None:
         self._heads = heads
         self._ops: Ops = target.ops
         self._device = target.device
@@ -127,13 +128,14 @@ class MedusaProposer:
         self._features: Tensor | None = None
         self._max_sequences = max_sequences
 
-    def propose(self, asked: Asked) -> Drafts:
+    def propose(self, request: DraftRequest) -> DraftTokens:
+        """One token from each of the first heads, as many as the longest limit asks for."""
         if self._features is None:
-            return Drafts.none(asked)
-        features = self._features.index_select(0, sent(asked.slots, self._device))
-        wanted = min(self._most, int(asked.most.max()))
-        tokens = Draws(asked.slots, asked.histories, asked.shortfall).tokens(self._logits(features, wanted))
-        return Drafts(tokens, np.minimum(asked.most, wanted).astype(np.int32))
+            return DraftTokens.none(len(request.slots))
+        features = self._features.index_select(0, to_device(request.slots, self._device))
+        wanted = min(self._most, int(request.limits.max()))
+        tokens = DraftSampler(request.slots, request.histories, request.rejected).tokens(self._logits(features, wanted))
+        return DraftTokens(tokens, np.minimum(request.limits, wanted).astype(np.int32))
 
     def _logits(self, features: Tensor, wanted: int) -> list[Tensor]:
         """Of the first `wanted` heads."""
@@ -143,24 +145,25 @@ class MedusaProposer:
             states = states + F.silu(self._ops.linear(features, self._heads.first)).view(rows, -1, hidden)
         return [self._words(head, states[:, number]) for number, head in enumerate(self._heads.each[:wanted])]
 
-    def _words(self, head: _Head, x: Tensor) -> Tensor:
+    def _words(self, head: _MedusaHead, x: Tensor) -> Tensor:
         for block in head.blocks:
             x = x + F.silu(self._ops.linear(x, block)).to(x.dtype)
         return self._ops.linear(x.contiguous(), head.words)
 
-    def observe(self, computed: Computed) -> None:
+    def observe(self, computed: ComputedStep) -> None:
+        """Remembers the hidden state behind each sequence's last token."""
         if computed.features is None:
-            return  # nobody has drafted for a while
+            return  # no drafts were asked for in a while
         if self._features is None:
             self._features = computed.features.new_zeros(self._max_sequences, computed.features.shape[1])
-        rows, slots = there(computed.last_rows, self._device), sent(computed.sampled_slots, self._device)
+        rows, slots = on_this_device(computed.last_rows, self._device), to_device(computed.sampled_slots, self._device)
         self._features.index_copy_(0, slots, computed.features.index_select(0, rows))
 
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
-        """Its first decode follows a step that computes its last row."""
+    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+        """Nothing to do: its first decode follows a step that computes its last row."""
 
-    def loaded(self, blocks: Int32s) -> None:
-        pass
+    def forget_blocks(self, blocks: Int32s) -> None:
+        """Nothing to do: heads keep no keys and values."""
 
     def clear(self) -> None:
-        pass
+        """Nothing to do: what is remembered of a sequence is overwritten before it is used again."""

@@ -9,14 +9,15 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from services.worker.speculation.proposer import Asked, Drafts, Int32s, WithoutMemory
+from services.worker.batch.batch import DraftTokens
+from services.worker.speculation.proposer import DraftRequest, Int32s, StatelessProposer
 
 WINDOW = 4096
 """Tokens before the end that are looked through: bounds the cost for each sequence."""
 
 
-class NgramProposer(WithoutMemory, Struct, frozen=True, kw_only=True):
-    """See the module. Pure: drafts depend on the sequences' tokens alone, so every rank drafts the same."""
+class NgramProposer(StatelessProposer, Struct, frozen=True, kw_only=True):
+    """Drafts by looking up. Pure: drafts depend on the sequences' tokens alone, so every rank drafts the same."""
 
     most: int
     longest: int
@@ -24,18 +25,21 @@ class NgramProposer(WithoutMemory, Struct, frozen=True, kw_only=True):
     shortest: int
     """Tokens that a match must have."""
 
-    def propose(self, asked: Asked) -> Drafts:
-        lengths = asked.histories.lengths[asked.slots]
+    def propose(self, request: DraftRequest) -> DraftTokens:
+        """No drafts for sequences whose last tokens occurred nowhere before."""
+        lengths = request.histories.lengths[request.slots]
         window = min(WINDOW, int(lengths.max()))
         # The sequences' last tokens, aligned at their ends; before the beginning of a short one, its first token.
         at = np.maximum(lengths[:, None] - window + np.arange(window), 0)
-        tokens = asked.histories.tokens[asked.slots[:, None], at]
+        tokens = request.histories.tokens[request.slots[:, None], at]
         ends, found = last_match(tokens, np.minimum(lengths, window), self.longest, self.shortest)
-        return Drafts(continued(tokens, ends, self.most), np.where(found, np.minimum(asked.most, self.most), 0))
+        return DraftTokens(
+            continue_match(tokens, ends, self.most), np.where(found, np.minimum(request.limits, self.most), 0)
+        )
 
 
 class NgramDrafter(Struct, frozen=True):
-    """See `drafter.Drafter`. Has no weights."""
+    """See `Drafter`. Has no weights."""
 
     longest: int
     shortest: int
@@ -43,6 +47,7 @@ class NgramDrafter(Struct, frozen=True):
     kv_block_bytes: int = 0
 
     def proposer(self, num_blocks: int, max_sequences: int) -> NgramProposer:
+        """A proposer; it needs no memory, whatever the sizes."""
         return NgramProposer(most=self.most, longest=self.longest, shortest=self.shortest)
 
 
@@ -78,7 +83,7 @@ def last_match(
     return ends, found
 
 
-def continued(tokens: Int32s, ends: NDArray[np.intp], count: int) -> Int32s:
+def continue_match(tokens: Int32s, ends: NDArray[np.intp], count: int) -> Int32s:
     """The `count` tokens behind `ends` of each row [P, count]; where the row ends, its period goes on."""
     window = tokens.shape[1]
     period = np.maximum(window - ends, 1)[:, None]

@@ -1,7 +1,7 @@
-"""Who drafts: the interface between the model runner and the methods of speculation. Knows no method.
+"""The interface between the runners of a rank and the methods of drafting. Knows no method.
 
-A proposer drafts for whole batches and keeps what it needs of each sequence by its slot. It may be wrong at will: what
-it drafts costs time, never correctness.
+A proposer drafts for whole batches and keeps what it needs of each sequence by its slot. Wrong drafts
+cost time, never correctness.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.ops import BatchMeta
-from services.worker.sampling.parameters import Choices
-from services.worker.shortfall import Shortfall
+from services.worker.batch.batch import DraftTokens
+from services.worker.ops.interface import BatchMeta
+from services.worker.sampling.parameters import SamplingBatch
+from services.worker.sampling.random_numbers import RejectedDrafts
 
 Int32s = NDArray[np.int32]
 Slots = NDArray[np.intp]
 
 
-class Histories(Protocol):
+class SequenceHistories(Protocol):
     """What proposers may know of the sequences: arrays by slot, read while a call lasts, and never written."""
 
     @property
@@ -37,65 +38,26 @@ class Histories(Protocol):
     def block_tables(self) -> Int32s:
         """[slots, blocks]"""
 
-    def choose(self, slots: Slots, ahead: Int32s | int) -> Choices:
+    def sampling_batch(self, slots: Slots, ahead: Int32s | int) -> SamplingBatch:
         """How the tokens are drawn that come `ahead` tokens behind the known ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftRequest:
     """The sequences of one step that may speculate."""
 
     slots: Slots
-    """[P] different ones."""
-    most: Int32s
-    """[P] tokens that may be drafted for each; 0 for some."""
-    histories: Histories
-    shortfall: Shortfall | None = None
+    """[P] which sequences, each once."""
+    limits: Int32s
+    """[P] tokens that may be drafted for each; may be 0."""
+    histories: SequenceHistories
+    rejected: RejectedDrafts | None = None
     """[P] by how much they may be shorter than `histories` says, which knows nothing of the tokens there then. Only
-    who `drafts_ahead` is asked so."""
+    given to proposers that draft ahead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """What was drafted for each sequence asked about.
-
-    Each draft is certain, given what is known and the random number of its position: a proposer that has a distribution
-    draws from it by that number, and drafts what the model draws wherever the two cumulate alike.
-    """
-
-    tokens: Int32s | Tensor
-    """[P, K] what lies behind a row's count means nothing. A tensor where the host does not know them yet."""
-    counts: Int32s
-    """[P] never more than asked for."""
-
-    @classmethod
-    def none(cls, asked: Asked) -> Drafts:
-        """For whoever has nothing to say."""
-        return cls(np.zeros((len(asked.slots), 0), dtype=np.int32), np.zeros(len(asked.slots), dtype=np.int32))
-
-    def known(self) -> Int32s:
-        """The tokens on the host; waits for a device that has them."""
-        return self.tokens.cpu().numpy() if isinstance(self.tokens, Tensor) else self.tokens
-
-    def on_host(self) -> Drafts:
-        return Drafts(self.known(), self.counts)
-
-    def message(self, width: int) -> Int32s:
-        """[P, 1 + width] counts and tokens, to be told to other ranks."""
-        numbers = np.zeros((len(self.counts), 1 + width), dtype=np.int32)
-        numbers[:, 0] = self.counts
-        most = min(width, self.tokens.shape[1])
-        numbers[:, 1 : 1 + most] = self.known()[:, :most]
-        return numbers
-
-    @classmethod
-    def told(cls, numbers: Int32s) -> Drafts:
-        """Out of a message."""
-        return cls(numbers[:, 1:], numbers[:, 0])
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedStep:
     """A step that the model has computed, and what came of it."""
 
     row_slots: Slots
@@ -112,71 +74,71 @@ class Computed:
     """[Q] the sequences that have got tokens."""
     last_rows: Int32s | Tensor
     """[Q] the row that each one's last token was drawn behind; a tensor where the host does not know how many drafts
-    stand."""
+    are accepted."""
     following: Callable[[], Tensor]
     """[n] the token behind each row, on the device, int32; what is behind the last row of a sequence that drew nothing
     means nothing, as what is behind rejected drafts."""
 
 
-class Drafting(NamedTuple):
+class DraftSettings(NamedTuple):
     """What every rank must know of the proposer, also those that have none."""
 
-    most: int = 0
+    max_tokens: int = 0
     """Tokens that it drafts in one step at the most."""
     features: bool = False
-    """Whether it wants `Computed.features`."""
+    """Whether it wants `ComputedStep.features`."""
 
 
-NO_DRAFTING = Drafting()
+NO_DRAFTS = DraftSettings()
 
 
 class Proposer(Protocol):
     """One method of drafting. Lives on the rank that draws; used from the compute thread."""
 
-    def propose(self, asked: Asked) -> Drafts:
-        """Drafts, as many as it likes up to `asked.most` for each sequence."""
+    def propose(self, request: DraftRequest) -> DraftTokens:
+        """Drafts, as many as it likes up to `request.limits` for each sequence."""
 
-    def observe(self, computed: Computed) -> None:
-        """A step is over. Called for every step that computed anything, whether or not somebody speculated."""
+    def observe(self, computed: ComputedStep) -> None:
+        """Called when a step is over: for every step that computed anything, whether or not any sequence had drafts."""
 
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
-        """A new sequence lies in `slot`, `computed` tokens of which were computed before."""
+    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+        """Called when a new sequence lies in `slot`, `computed` tokens of which were computed before."""
 
-    def loaded(self, blocks: Int32s) -> None:
-        """These blocks hold from here on what somebody else computed."""
+    def forget_blocks(self, blocks: Int32s) -> None:
+        """Called when these blocks hold, from here on, what another engine computed."""
 
     def clear(self) -> None:
-        """Every sequence is forgotten."""
+        """Forgets every sequence."""
 
 
 @runtime_checkable
 class DraftsAhead(Protocol):
     """A proposer that reads no token of a sequence but what it observes on the device: it can be asked before the host
-    knows how many of its last drafts stand."""
+    knows how many of its last drafts are accepted."""
 
     drafts_ahead: Literal[True]
 
 
-class WithoutMemory:
-    """What a proposer does between its drafts that keeps nothing of its own: nothing."""
+class StatelessProposer:
+    """A proposer that keeps nothing of its own between two steps."""
 
     __slots__ = ()
 
-    def observe(self, computed: Computed) -> None:
-        pass
+    def observe(self, computed: ComputedStep) -> None:
+        """Nothing is kept of steps."""
 
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
-        pass
+    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+        """Nothing is kept of sequences."""
 
-    def loaded(self, blocks: Int32s) -> None:
-        pass
+    def forget_blocks(self, blocks: Int32s) -> None:
+        """Nothing is kept of blocks."""
 
     def clear(self) -> None:
-        pass
+        """There is nothing to forget."""
 
 
-class FirstThatDrafts:
-    """Several proposers, by rank: each sequence gets the drafts of the first one that has any for it.
+class ProposerChain:
+    """Several proposers in order: each sequence gets the drafts of the first one that has any for it.
 
     Tokens that a grammar forces go before guesses that way.
     """
@@ -184,39 +146,44 @@ class FirstThatDrafts:
     def __init__(self, proposers: Sequence[Proposer]) -> None:
         self._proposers = tuple(proposers)
 
-    def propose(self, asked: Asked) -> Drafts:
+    def propose(self, request: DraftRequest) -> DraftTokens:
+        """The first proposer's drafts, and those of the next ones for sequences that have none yet."""
         first, *others = self._proposers
-        drafts = first.propose(asked)
+        drafts = first.propose(request)
         for proposer in others:
-            left = np.where(drafts.counts > 0, 0, asked.most).astype(np.int32)
+            left = np.where(drafts.counts > 0, 0, request.limits).astype(np.int32)
             if not left.any():
                 break
-            more = proposer.propose(replace(asked, most=left))
+            more = proposer.propose(replace(request, limits=left))
             drafts = _beside(drafts, more) if drafts.tokens.shape[1] else more
         return drafts
 
-    def observe(self, computed: Computed) -> None:
+    def observe(self, computed: ComputedStep) -> None:
+        """Every proposer observes."""
         for proposer in self._proposers:
             proposer.observe(computed)
 
-    def took(self, slot: int, computed: int, histories: Histories) -> None:
+    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+        """Every proposer starts it."""
         for proposer in self._proposers:
-            proposer.took(slot, computed, histories)
+            proposer.start_sequence(slot, computed, histories)
 
-    def loaded(self, blocks: Int32s) -> None:
+    def forget_blocks(self, blocks: Int32s) -> None:
+        """Every proposer forgets them."""
         for proposer in self._proposers:
-            proposer.loaded(blocks)
+            proposer.forget_blocks(blocks)
 
     def clear(self) -> None:
+        """Every proposer forgets."""
         for proposer in self._proposers:
             proposer.clear()
 
 
-def _beside(first: Drafts, second: Drafts) -> Drafts:
-    """Each row is whichever has drafts there; only one of the two does."""
+def _beside(first: DraftTokens, second: DraftTokens) -> DraftTokens:
+    """The drafts of both; no sequence has drafts in both."""
     width = max(first.tokens.shape[1], second.tokens.shape[1])
     tokens = np.zeros((len(first.counts), width), dtype=np.int32)
     tokens[:, : first.tokens.shape[1]] = first.known()
     rows = second.counts > 0
     tokens[rows, : second.tokens.shape[1]] = second.known()[rows]
-    return Drafts(tokens, first.counts + second.counts)
+    return DraftTokens(tokens, first.counts + second.counts)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 Method = Literal["ngram", "draft", "medusa", "eagle"]
 
-MOST_TOKENS = 16
+MAX_DRAFT_TOKENS = 16
 """Drafts of one step at the most: blocks are reserved for all of them."""
 
 
@@ -18,8 +18,8 @@ class SpeculationError(ValueError):
     """`--speculative` asks for what cannot be; the text names key, value and what is allowed."""
 
 
-class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine speculates."""
+class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine drafts tokens."""
 
     method: Method
     num_speculative_tokens: int | None = None
@@ -32,11 +32,12 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Tokens that a match must have."""
 
     def folder(self) -> Path:
+        """The directory of the method's weights, `~` resolved. Only for methods that have weights."""
         assert self.model is not None, "checked when it was read"
         return Path(self.model).expanduser()
 
 
-def check_place(settings: Speculation, *, device: str, stages: int) -> None:
+def check_supported(settings: SpeculationSettings, *, device: str, stages: int) -> None:
     """Raises SpeculationError where `device` drafts nothing, or the method does not go with so many pipeline stages."""
     if device == "sim":
         raise SpeculationError("speculative: the simulated device drafts nothing; see sim_speculate")
@@ -45,10 +46,10 @@ def check_place(settings: Speculation, *, device: str, stages: int) -> None:
         raise SpeculationError(f"speculative: method {settings.method} does not go with pipeline stages; ngram does")
 
 
-def read_speculation(text: str) -> Speculation:
-    """Raises SpeculationError."""
+def read_speculation(text: str) -> SpeculationSettings:
+    """The settings in `text`, a JSON object. Raises SpeculationError."""
     try:
-        settings = msgspec.json.decode(text, type=Speculation)
+        settings = msgspec.json.decode(text, type=SpeculationSettings)
     except msgspec.MsgspecError as error:
         raise SpeculationError(f"speculative: {error}; {_allowed()}") from None
     complaint = _complaint(settings)
@@ -57,10 +58,10 @@ def read_speculation(text: str) -> Speculation:
     return settings
 
 
-def _complaint(settings: Speculation) -> str | None:
+def _complaint(settings: SpeculationSettings) -> str | None:
     most = settings.num_speculative_tokens
-    if most is not None and not 1 <= most <= MOST_TOKENS:
-        return f"num_speculative_tokens is {most}, must be from 1 to {MOST_TOKENS}"
+    if most is not None and not 1 <= most <= MAX_DRAFT_TOKENS:
+        return f"num_speculative_tokens is {most}, must be from 1 to {MAX_DRAFT_TOKENS}"
     if settings.method == "ngram":
         if settings.model is not None:
             return f"model is {settings.model!r}, but method ngram has none"
@@ -75,5 +76,5 @@ def _complaint(settings: Speculation) -> str | None:
 
 
 def _allowed() -> str:
-    keys = ", ".join(field.name for field in msgspec.structs.fields(Speculation))
+    keys = ", ".join(field.name for field in msgspec.structs.fields(SpeculationSettings))
     return f"a JSON object is wanted, with keys of {keys}, and method one of ngram, draft, medusa, eagle"

@@ -1,12 +1,14 @@
-"""The keywords of JSON Schema (2020-12, and draft 7's that are still written), by what they say."""
+"""The keywords of JSON Schema (2020-12, and those of draft 7 that are still written): their shapes and what they admit.
+
+Also what every refusal of a grammar is raised as. Pure.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
-
-from services.worker.guided.refusal import GrammarRefused
 
 Schema = dict[str, Any]
 
@@ -88,11 +90,12 @@ _SHAPES: dict[str, Shape] = {
 
 
 def refuse(path: str, reason: str) -> GrammarRefused:
+    """The exception to raise: `reason` says what is not supported at `path`, a place such as `$.items`."""
     return GrammarRefused(f"{path}: {reason}")
 
 
 def assertions(schema: Schema, path: str) -> Schema:
-    """Those of `schema`, its own order kept. Raises GrammarRefused for what could not be enforced."""
+    """The enforced keywords of `schema`, in its own order. Raises GrammarRefused for what could not be enforced."""
     for keyword in REFUSED:
         if keyword in schema and (schema[keyword] != {} or keyword in ("not", "if", "contains")):
             raise refuse(f"{path}.{keyword}", "this keyword is not supported")
@@ -115,7 +118,7 @@ def assertions(schema: Schema, path: str) -> Schema:
 
 
 def types_of(schema: Schema, path: str) -> tuple[str, ...]:
-    """Those that are declared; all where none is. Raises GrammarRefused."""
+    """The types that `schema` declares; all where it declares none. Raises GrammarRefused."""
     declared = schema.get("type", list(TYPES))
     names = declared if isinstance(declared, list) else [declared]
     for name in names:
@@ -127,5 +130,86 @@ def types_of(schema: Schema, path: str) -> tuple[str, ...]:
 
 
 def count_of(schema: Schema, keyword: str) -> int | None:
-    """A number of characters, items or properties."""
+    """The number of characters, items or properties that `keyword` says; None where it is missing."""
     return None if keyword not in schema else int(schema[keyword])
+
+
+# Single values against the simple keywords: which values of an `enum` the other keywords admit.
+
+
+_CHECKED = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "format"}
+
+
+def type_of(value: Any) -> str:
+    """The JSON Schema type of a decoded value; a float without a fraction is an integer."""
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return "null"
+        case str():
+            return "string"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value == int(value) else "number"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def value_key(value: Any) -> str:
+    """One text for values that JSON Schema takes for equal: 1 is 1.0, and no order of properties counts."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def admitted_values(schema: Schema, path: str) -> list[Any]:
+    """The values of `enum` and `const` that the other keywords admit. Raises GrammarRefused."""
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
+    if "const" in schema:
+        values = [value for value in values if value_key(value) == value_key(schema["const"])]
+    types = types_of(schema, path)
+    return [value for value in values if _has_type(value, types) and _admitted(value, schema, path)]
+
+
+def _has_type(value: Any, types: tuple[str, ...]) -> bool:
+    name = type_of(value)
+    return name in types or (name == "integer" and "number" in types)
+
+
+def _admitted(value: Any, schema: Schema, path: str) -> bool:
+    asked = (BY_TYPE[type_of(value)] & schema.keys()) - {"format"}
+    for keyword in sorted(asked - _CHECKED):
+        raise refuse(f"{path}.{keyword}", "not supported together with enum or const")
+    return all(_holds(value, keyword, schema[keyword]) for keyword in asked)
+
+
+def _holds(value: Any, keyword: str, bound: Any) -> bool:
+    match keyword:
+        case "minimum":
+            return bool(value >= bound)
+        case "maximum":
+            return bool(value <= bound)
+        case "exclusiveMinimum":
+            return bool(value > bound)
+        case "exclusiveMaximum":
+            return bool(value < bound)
+        case "minLength":
+            return bool(len(value) >= bound)
+        case _:
+            return bool(len(value) <= bound)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value == int(value):
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+class GrammarRefused(Exception):
+    """A grammar cannot be compiled; the text says why and where, and the client reads it."""

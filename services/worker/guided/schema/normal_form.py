@@ -9,23 +9,29 @@ type imply theirs, and patterns match strings as a whole. Pure.
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from services.worker.guided.schema.arrays import array_form
-from services.worker.guided.schema.branches import exclusive
-from services.worker.guided.schema.keywords import BY_TYPE, TYPES, Schema, assertions, refuse, types_of
-from services.worker.guided.schema.merging import Contradiction, merged
-from services.worker.guided.schema.numbers import number_form
-from services.worker.guided.schema.objects import object_form
-from services.worker.guided.schema.patterns import string_form
-from services.worker.guided.schema.references import Definitions
-from services.worker.guided.schema.values import key, meant
+from services.worker.guided.schema.combining import Contradiction, merge_schemas, mutually_exclusive
+from services.worker.guided.schema.keywords import (
+    BY_TYPE,
+    TYPES,
+    Schema,
+    admitted_values,
+    assertions,
+    refuse,
+    types_of,
+    value_key,
+)
+from services.worker.guided.schema.typed_forms import array_form, number_form, object_form, string_form
 
-MOST_SCHEMAS = 20_000
+MAX_SCHEMAS = 20_000
 """Schemas read, those repeated by references counted each time: an end to what would grow without one."""
 
 
 def normal_form(schema: Any) -> Schema:
-    """Raises GrammarRefused where no document satisfies `schema`, or it says what cannot be enforced."""
+    """`schema` in normal form.
+
+    Raises GrammarRefused where no document satisfies it, or it says what cannot be enforced."""
     try:
         return _normal_form(schema)
     except RecursionError:
@@ -95,7 +101,7 @@ class _Reader:
                 other = self._flat(part, place, beyond)
                 if other is None:
                     return None
-                flat = merged(flat, other, path)
+                flat = merge_schemas(flat, other, path)
         except Contradiction:
             return None
         return flat
@@ -109,12 +115,12 @@ class _Reader:
             try:
                 part = self._flat(branch, place)
                 if part is not None:
-                    part = merged(rest, part, place)
+                    part = merge_schemas(rest, part, place)
                     parts.append(_Branch(part, part if rest else branch, place))
             except Contradiction:
                 continue
         flats = [part.flat for part in parts]
-        if keyword == "oneOf" and not exclusive(flats, path, lambda schema: self._flat(schema, path)):
+        if keyword == "oneOf" and not mutually_exclusive(flats, path, lambda schema: self._flat(schema, path)):
             raise refuse(f"{path}.oneOf", "its branches must exclude each other by type, or by a required constant")
         forms = [form for part in parts if (form := self.read(part.schema, part.path)) is not None]
         return _any_of(forms)
@@ -122,7 +128,7 @@ class _Reader:
     def _single(self, schema: Schema, path: str) -> Schema | None:
         """A schema that combines no others."""
         if "enum" in schema or "const" in schema:
-            values = {key(value): value for value in meant(schema, path)}
+            values = {value_key(value): value for value in admitted_values(schema, path)}
             return {"enum": list(values.values())} if values else None
         types = types_of(schema, path) if "type" in schema else _implied(schema)
         if types == TYPES:
@@ -146,8 +152,8 @@ class _Reader:
 
     def _count(self, path: str) -> None:
         self._read += 1
-        if self._read > MOST_SCHEMAS:
-            raise refuse(path, f"more than {MOST_SCHEMAS} schemas, or keywords beside a reference that leads to itself")
+        if self._read > MAX_SCHEMAS:
+            raise refuse(path, f"more than {MAX_SCHEMAS} schemas, or keywords beside a reference that leads to itself")
 
 
 def _implied(schema: Schema) -> tuple[str, ...]:
@@ -160,3 +166,61 @@ def _any_of(forms: list[Schema]) -> Schema | None:
     if not forms or {} in forms:
         return {} if forms else None
     return forms[0] if len(forms) == 1 else {"anyOf": forms}
+
+
+# `$ref` within one document: JSON pointers (RFC 6901) to the schemas they mean.
+
+
+class PendingDefinition(NamedTuple):
+    """A schema that was referred to and has not been read."""
+
+    name: str
+    schema: Any
+    path: str
+
+
+class Definitions:
+    """Owns the names of the schemas that are referred to."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._names: dict[str, str] = {}
+        self._pending: list[PendingDefinition] = []
+
+    def refer(self, pointer: Any, path: str) -> str:
+        """The reference that the compiler is given. Raises GrammarRefused."""
+        schema = self.target(pointer, path)
+        if pointer not in self._names:
+            self._names[pointer] = f"d{len(self._names)}"
+            self._pending.append(PendingDefinition(self._names[pointer], schema, pointer))
+        return f"#/$defs/{self._names[pointer]}"
+
+    def next(self) -> PendingDefinition | None:
+        """The next schema to read."""
+        return self._pending.pop() if self._pending else None
+
+    def target(self, pointer: Any, path: str) -> Any:
+        """The schema that `pointer` means, behind all references that are nothing else. Raises GrammarRefused."""
+        seen: list[str] = []
+        schema = self._at(pointer, path)
+        while isinstance(schema, dict) and set(schema) == {"$ref"}:
+            if pointer in seen:
+                raise refuse(f"{path}.$ref", f"{pointer!r} refers to nothing but itself")
+            seen.append(pointer)
+            pointer = schema["$ref"]
+            schema = self._at(pointer, path)
+        return schema
+
+    def _at(self, pointer: Any, path: str) -> Any:
+        if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
+            raise refuse(f"{path}.$ref", f"{pointer!r:.80} is not supported; a pointer into this schema is (#/$defs/…)")
+        value = self._root
+        for step in unquote(pointer[1:]).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in value:
+                value = value[name]
+            elif isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                raise refuse(f"{path}.$ref", f"{pointer!r:.80} leads nowhere")
+        return value

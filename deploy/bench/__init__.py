@@ -1,1 +1,0 @@
-"""Measurements that need processes of their own: an engine by itself, without gateways, tokenizers and coordinators."""

@@ -1,0 +1,1 @@
+"""`baton batch`: a file of requests in, a file of answers out."""

@@ -1,0 +1,203 @@
+"""One line of a batch: OpenAI's request format in, its answer format out. No files, no network."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Collection
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from deploy.errors import CommandError
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class _Line(Struct, frozen=True):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(Struct, frozen=True):
+    stream: Any = None
+
+
+class BatchRequest(NamedTuple):
+    """A line of the input that is a valid request."""
+
+    id: str
+    """Of the answer; the same for the same line with the same number."""
+    custom_id: str
+    url: str
+    body: bytes
+    """JSON, as in the line."""
+
+
+class BadLine(NamedTuple):
+    """A line that is no request."""
+
+    id: str
+    custom_id: str | None
+    code: Literal["invalid_line", "invalid_request", "duplicate_custom_id"]
+    message: str
+
+
+class BatchAnswer(NamedTuple):
+    """A server's response to one request."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+class WrittenLine(Struct, frozen=True):
+    """An answered line, as far as resuming needs it."""
+
+    id: str
+
+
+_line = msgspec.json.Decoder(_Line)
+_body = msgspec.json.Decoder(_Body)
+_written = msgspec.json.Decoder(WrittenLine)
+
+
+def line_id(number: int, line: bytes) -> str:
+    """Names the line with this number in the file, counted from 1."""
+    return f"batch_req_{blake2b(b'%d %b' % (number, line.strip()), digest_size=12).hexdigest()}"
+
+
+def read_line(number: int, line: bytes) -> BatchRequest | BadLine:
+    """`line` is not blank."""
+    id_ = line_id(number, line)
+    try:
+        request = _line.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return BadLine(id_, _custom_id(line), "invalid_line", f"line {number}: {error}")
+    problem = _problem(request)
+    if problem is not None:
+        return BadLine(id_, request.custom_id, "invalid_request", f"line {number}: {problem}")
+    return BatchRequest(id_, request.custom_id, request.url, bytes(request.body))
+
+
+def _custom_id(line: bytes) -> str | None:
+    """Of a line that is otherwise wrong, so that its owner finds it."""
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    custom_id = found.get("custom_id") if isinstance(found, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def _problem(request: _Line) -> str | None:
+    if not request.custom_id:
+        return "custom_id: it must not be empty"
+    if request.method != "POST":
+        return f"method: {request.method!r} is not allowed; 'POST' is"
+    if request.url not in URLS:
+        return f"url: {request.url!r} is not allowed; one of {', '.join(URLS)}"
+    try:
+        body = _body.decode(request.body)
+    except msgspec.DecodeError as error:
+        return f"body: {error}"
+    return "body.stream: true is not allowed in a batch" if body.stream else None
+
+
+def answered_line(request: BatchRequest, answer: BatchAnswer) -> bytes:
+    """With its line end. What is no JSON, from a proxy say, becomes an error entry."""
+    try:
+        msgspec.json.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        message = f"the server's answer, with status {answer.status}, is not JSON"
+        return _entry(request.id, request.custom_id, None, {"code": "invalid_answer", "message": message})
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.request_id,
+        "body": msgspec.Raw(answer.body),
+    }
+    return _entry(request.id, request.custom_id, response, None)
+
+
+def refused_line(bad: BadLine) -> bytes:
+    """The output line, with its line end, for an input line that is no request: an error, and no response."""
+    return _entry(bad.id, bad.custom_id, None, {"code": bad.code, "message": bad.message})
+
+
+def _entry(id_: str, custom_id: str | None, response: object, error: object) -> bytes:
+    entry = {"id": id_, "custom_id": custom_id, "response": response, "error": error}
+    encoded = msgspec.json.encode(entry)
+    if b"\n" in encoded:  # a body that was printed over several lines
+        encoded = msgspec.json.format(encoded, indent=-1)
+    return encoded + b"\n"
+
+
+def written_id(line: bytes) -> str | None:
+    """Of a line of the output; None where it is none of ours."""
+    try:
+        return _written.decode(line).id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+# The file of a batch's answers: each is in it whole or not at all, and once.
+
+
+class BatchOutput:
+    """Owns the output file, locked against a second run. A line that a killed run left half written is cut off."""
+
+    def __init__(self, path: Path, input_ids: Collection[str]) -> None:
+        """`input_ids`: the ids of the input's lines. Raises CommandError where the file holds answers to anything
+        else."""
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise CommandError(f"{path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise CommandError(f"{path}: another baton batch is writing it") from None
+        try:
+            self.answered = self._recover(input_ids)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        """Ids of the lines that need no answer any more."""
+
+    def _recover(self, input_ids: Collection[str]) -> set[str]:
+        answered: set[str] = set()
+        whole = 0
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                id_ = written_id(line)
+                if id_ is None or id_ not in input_ids:
+                    raise CommandError(
+                        f"{self._path}: line {number} is no answer to a request of this input; choose another output"
+                    )
+                answered.add(id_)
+                whole += len(line)
+        os.ftruncate(self._fd, whole)
+        return answered
+
+    def write(self, line: bytes) -> None:
+        """Raises CommandError, for example where the disk is full; the next run goes on from there."""
+        try:
+            view = memoryview(line)
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise CommandError(f"{self._path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Writes everything to disk and releases the lock."""
+        os.fsync(self._fd)
+        os.close(self._fd)

@@ -1,0 +1,109 @@
+"""Speaks HTTP to a gateway: is it ready, and a chat as it comes. Standard library only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from deploy.errors import CommandError
+
+POLL_INTERVAL = 0.05
+CONNECT_TIMEOUT = 5.0
+ANSWER_TIMEOUT = 300.0
+"""Seconds between two pieces of an answer; the gateway sends keep-alive comments much more often."""
+
+
+async def wait_until_ready(url: str, seconds: float) -> bool:
+    """Whether GET /ready says 200 within that time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not await _is_ready(url):
+                await asyncio.sleep(POLL_INTERVAL)
+            return True
+    return False
+
+
+async def _is_ready(url: str) -> bool:
+    where = urlsplit(url)
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        try:
+            writer.write(f"GET /ready HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n\r\n".encode())
+            return b" 200 " in await reader.readline()
+        finally:
+            writer.close()
+    return False
+
+
+def stream_chat(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str]:
+    """The answer's text, piece by piece. Raises CommandError with the server's own words."""
+    with contextlib.closing(_connection(url)) as connection:
+        response = _post(connection, "/v1/chat/completions", key, {**body, "stream": True})
+        for event in _events(response):
+            if "error" in event:
+                raise CommandError(str(event["error"].get("message", event["error"])))
+            for choice in event.get("choices", ()):
+                if text := choice.get("delta", {}).get("content"):
+                    yield str(text)
+
+
+def served_models(url: str, key: str | None) -> Sequence[str]:
+    """Names under GET /v1/models. Raises CommandError."""
+    with contextlib.closing(_connection(url)) as connection:
+        answer = json.loads(_answer(connection, "GET", "/v1/models", key, None).read())
+        return [str(model["id"]) for model in answer["data"]]
+
+
+def _connection(url: str) -> http.client.HTTPConnection:
+    where = urlsplit(url)
+    if where.scheme not in ("http", "https") or not where.hostname:
+        raise CommandError(f"{url}: http://HOST:PORT is expected", status=2)
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    return kind(where.hostname, where.port, timeout=ANSWER_TIMEOUT)
+
+
+def _post(
+    connection: http.client.HTTPConnection, path: str, key: str | None, body: dict[str, Any]
+) -> http.client.HTTPResponse:
+    return _answer(connection, "POST", path, key, json.dumps(body).encode())
+
+
+def _answer(
+    connection: http.client.HTTPConnection, method: str, path: str, key: str | None, body: bytes | None
+) -> http.client.HTTPResponse:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        raise CommandError(f"http://{connection.host}:{connection.port} does not answer: {error}") from None
+    if response.status != 200:
+        raise CommandError(_refusal(response))
+    return response
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    text = response.read(65_536).decode(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return f"the gateway answered {response.status}: {text}"
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Server-sent events up to [DONE]; comments are skipped."""
+    try:
+        for line in response:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            yield json.loads(data)
+    except (OSError, http.client.HTTPException) as error:
+        raise CommandError(f"the stream broke off: {error}") from None
+    raise CommandError("the stream ended without [DONE]")

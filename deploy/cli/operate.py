@@ -1,0 +1,101 @@
+"""Commands that change a running stack, and how other NATS programs reach it: down, drain, undrain, scale, nats-env."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from typing import Annotated, Any
+
+import typer
+
+from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of, running_stack
+from deploy.errors import CommandError
+from deploy.supervisor.background import remove_what_was_left, stop_stack
+from deploy.supervisor.core.plan import SCALABLE
+from deploy.supervisor.operator_bus import ask_admin
+
+
+def down(
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for requests to finish.")] = False,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Drain and stop a stack."""
+    where = run_dir_of(name, run_dir)
+    if not remove_what_was_left(where):
+        stop_stack(running_stack(name, run_dir), where, now=now)
+
+
+def drain(
+    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, e.g. engine-1; or a pool: prefill, decode.")],
+    force: Annotated[bool, typer.Option("--force", help="Even if it is the last of its kind.")] = False,
+    as_json: AsJson = False,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Let an instance finish what it has and take no more."""
+    answer = asyncio.run(ask_admin(running_stack(name, run_dir), "drain", {"instance": instance, "force": force}))
+    instances, load = answer.get("instances", [instance]), answer.get("load", 0)
+    several = len(instances) > 1
+    verb, rest = (
+        ("drain: they finish what they have", "take") if several else ("drains: it finishes what it has", "takes")
+    )
+    _say(answer, as_json, f"{', '.join(instances)} {verb} ({load} in hand), {rest} no more.")
+
+
+def undrain(
+    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, or a pool.")],
+    as_json: AsJson = False,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Let a drained instance take requests again."""
+    answer = asyncio.run(ask_admin(running_stack(name, run_dir), "undrain", {"instance": instance}))
+    instances = answer.get("instances", [instance])
+    _say(answer, as_json, f"{', '.join(instances)} {'takes' if len(instances) == 1 else 'take'} requests again.")
+
+
+def scale(
+    service: Annotated[
+        str, typer.Argument(help="gateway, tokenizer, detokenizer, coordinator, engines, prefill or decode =N.")
+    ],
+    as_json: AsJson = False,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+) -> None:
+    """Start or stop instances: baton scale tokenizer=3."""
+    kind, equals, count = service.partition("=")
+    if not equals or not count.isdecimal():
+        raise CommandError(f"{service}: SERVICE=N is expected, for example tokenizer=3", status=2)
+    answer = asyncio.run(
+        ask_admin(running_stack(name, run_dir), "scale", {"service": _endpoint_name(kind), "count": int(count)})
+    )
+    started, stopping = answer.get("started", []), answer.get("stopping", [])
+    changes = [f"starting {', '.join(started)}"] if started else []
+    changes += [f"draining and stopping {', '.join(stopping)}"] if stopping else []
+    _say(answer, as_json, f"{service}: {'; '.join(changes) or 'nothing to change'}.")
+
+
+def _endpoint_name(service: str) -> str:
+    """People also type `engine`, `tokenizers`."""
+    for known in SCALABLE:
+        if service.removesuffix("s") == known.removesuffix("s"):
+            return known
+    raise CommandError(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can", status=2)
+
+
+def _say(answer: dict[str, Any], as_json: bool, sentence: str) -> None:
+    print(json.dumps(answer) if as_json else sentence)
+
+
+def nats_env(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:
+    """Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls."""
+    state = running_stack(name, run_dir)
+    values = {"NATS_URL": ",".join(state.nats_url), "NATS_USER": state.nats_user, "NATS_PASSWORD": state.nats_password}
+    known = {name: value for name, value in values.items() if value is not None}
+    if as_json:
+        print(json.dumps(known))
+        return
+    for name, value in known.items():
+        print(f"export {name}={shlex.quote(value)}")

@@ -1,0 +1,1 @@
+"""`baton up`: from the options that were typed to a running stack."""

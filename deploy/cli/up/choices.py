@@ -1,0 +1,295 @@
+"""From what was typed to a `StackSpec`: the model's directory, each service's settings."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from deploy.cli.up.options import given, placed, service_settings, stack_settings
+from deploy.errors import CommandError
+from deploy.model_choice import model_folder, served_name
+from deploy.supervisor.core.plan import POOLS, Counts
+from deploy.supervisor.launch import EVERY_SERVICE
+from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory, shared_memory
+from deploy.supervisor.settings import StackSettings
+from deploy.supervisor.spec import EmbeddedRedis, HostsSpec, OutsideBus, OutsideRedis, StackSpec, StoreSpec
+from services.worker.distributed.binding import available_cores
+from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
+from shared.config import ServiceConfig
+from shared.ids import NodeId, checked_instance
+from shared.messages.lifecycle import Service
+from shared.settings import parse_bytes, settings_of
+
+Settings = Mapping[str, Mapping[str, str]]
+
+
+def stack_spec(
+    typed: Mapping[str, Any], assigned: Settings, *, name: str, run_dir: Path, config: Path | None
+) -> StackSpec:
+    """The stack that the options describe. `assigned` is what `--set` said, which wins. Raises CommandError.
+
+    Removes what a killed supervisor left in shared memory, as it takes the memory that the store is to have.
+    """
+    values = given(typed)
+    stack, dealt = stack_settings(values), placed(values)
+    pp, outside_bus = dealt["pp"], dealt["nats_url"]
+    hosts = hosts_choice(
+        nodes=stack.nodes,
+        node_rank=stack.node_rank,
+        master=stack.master,
+        token=stack.cluster_token,
+        outside_bus=bool(outside_bus),
+        ranks=stack.tp * pp,
+        pools=stack.prefill + stack.decode,
+        kvstore_memory=dealt["kvstore_memory"],
+    )
+    clear_leftovers(run_dir)
+    store = store_choice(
+        memory="0" if hosts else dealt["kvstore_memory"],
+        node=dealt["node"],
+        redis=stack.redis,
+        redis_memory=str(stack.redis_memory),
+        redis_url=dealt["redis_url"],
+    )
+    counts = counts_of(stack, pp, has_store=store is not None)
+    check_journal(assigned, counts.all_engines)
+    drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
+    found = {"speculative": drafts, "threads": cpu_share(counts)}
+    worker = {key: str(value) for key, value in found.items() if value is not None}
+    return StackSpec(
+        name=name,
+        run_dir=run_dir,
+        model=model_folder(dealt["model"], values.get("load_format"), run_dir),
+        served_model_name=served_name(dealt["model"], dealt["served_model_name"]),
+        host=dealt["host"],
+        port=dealt["port"] if counts.leads else 0,
+        counts=counts,
+        pp_layers=layer_split(values.get("pp_layers"), counts),
+        store=store or StoreSpec(),
+        settings=merged(service_settings(values), {"worker": worker}, assigned),
+        api_keys=tuple(dealt["api_key"]),
+        outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
+        hosts=hosts,
+        namespace=dealt["namespace"],
+        config=config.absolute() if config else None,
+        log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
+        drain_timeout=dealt["drain_timeout"],
+        start_timeout=stack.start_timeout,
+    )
+
+
+def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:
+    """How many processes of each kind. Raises CommandError where no engine would decode."""
+    stages, ranks = stack.stages(pp), stack.ranks(pp)
+    return Counts(
+        gateway=stack.gateways,
+        tokenizer=stack.tokenizers,
+        detokenizer=stack.detokenizers,
+        coordinator=stack.coordinators,
+        engines=mixed_engines(stack.engines, stack.prefill, stack.decode),
+        ranks=ranks[0],
+        stages=stages[0],
+        prefill=stack.prefill,
+        prefill_ranks=ranks[1],
+        prefill_stages=stages[1],
+        decode=stack.decode,
+        decode_ranks=ranks[2],
+        decode_stages=stages[2],
+        kvstore=int(has_store),
+        hosts=stack.nodes,
+        host=stack.node_rank,
+    )
+
+
+def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
+    """`scheduler.run_ahead=0` for one service, `log_level=debug` for all. Raises CommandError."""
+    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for assignment in assignments:
+        target, equals, value = assignment.partition("=")
+        service, dot, key = target.rpartition(".")
+        if not equals or not key.replace("_", "").replace("-", "").isalnum():
+            raise CommandError(f"--set {assignment}: SERVICE.KEY=VALUE or KEY=VALUE is expected", status=2)
+        if dot and service not in get_args(Service):
+            raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
+        settings[service if dot else EVERY_SERVICE][key.replace("-", "_")] = value
+    return dict(settings)
+
+
+def check_journal(settings: Settings, engines: int) -> None:
+    """Engines that write into one file would each move away what the others write. Raises CommandError."""
+    journal = settings.get("scheduler", {}).get("journal")
+    if journal and engines > 1 and not Path(journal).is_dir():
+        raise CommandError(
+            f"--set scheduler.journal={journal}: {engines} engines need a folder that is there", status=2
+        )
+
+
+def merged(*layers: Settings) -> dict[str, dict[str, str]]:
+    """Later layers win."""
+    settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for layer in layers:
+        for service, values in layer.items():
+            settings[service].update(values)
+    return dict(settings)
+
+
+def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
+    """Engines that do everything: one, but none beside pools, unless a number is given. Raises CommandError."""
+    mixed = engines if engines is not None else int(not prefill and not decode)
+    if mixed + decode == 0:
+        raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
+    return mixed
+
+
+def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:
+    """`17,15`: layers of each pipeline stage. Raises CommandError."""
+    if text is None:
+        return ()
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise CommandError(f"--pp-layers {text}: numbers from 1 on are expected, e.g. 17,15", status=2)
+    stages = _stage_counts(counts)
+    wrong = next((s for s in stages if s not in (1, len(parts))), None)
+    if wrong is not None or len(parts) not in stages:
+        raise CommandError(f"--pp-layers {text}: {len(parts)} numbers for {wrong or 1} stages (--pp)", status=2)
+    return tuple(map(int, parts))
+
+
+def _stage_counts(counts: Counts) -> list[int]:
+    return [counts.stages_of(pool) for pool in POOLS if counts.of(pool)]
+
+
+def cpu_share(counts: Counts) -> int | None:
+    """Threads for each rank where several engines share this machine; None: a rank knows its share of one engine."""
+    if counts.all_engines == counts.hosts == 1:
+        return None
+    return max(1, available_cores() // counts.all_ranks)
+
+
+# From what was typed about the KV store to a `StoreSpec`.
+
+
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+def store_choice(
+    *, memory: str | None, node: str | None, redis: bool, redis_memory: str, redis_url: str | None
+) -> StoreSpec | None:
+    """None: no store. Raises CommandError."""
+    if redis and redis_url is not None:
+        raise CommandError("--redis starts a server, --redis-url names one: choose", status=2)
+    size = _store_memory(memory)
+    if not size:
+        if redis or redis_url is not None:
+            raise CommandError("Redis is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
+        return None
+    return StoreSpec(node=_node(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
+
+
+def _store_memory(text: str | None) -> int:
+    free = free_memory()
+    if text is None:
+        return default_memory(free)
+    size = _size("--kvstore-memory", text)
+    if not fits(size, free):
+        raise CommandError(f"--kvstore-memory {text}: {shared_memory()} has {free / 2**20:.0f} MiB left")
+    return size
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise CommandError(f"{option} {text}: {error}", status=2) from None
+
+
+def _redis(embedded: bool, memory: str, url: str | None) -> EmbeddedRedis | OutsideRedis | None:
+    if embedded:
+        return EmbeddedRedis(memory=_size("--redis-memory", memory))
+    if url is None:
+        return None
+    if urlsplit(url).scheme not in REDIS_SCHEMES:
+        raise CommandError(f"--redis-url: {', '.join(f'{each}://…' for each in REDIS_SCHEMES)} are known", status=2)
+    return OutsideRedis(url=url)
+
+
+def _node(text: str | None) -> NodeId:
+    """This machine's name, as far as a subject can hold it."""
+    if text is None:
+        return NodeId(re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "here")
+    try:
+        return NodeId(checked_instance(text))
+    except ValueError:
+        raise CommandError(f"--node {text}: 1 to 64 of A-Z a-z 0-9 _ - are allowed", status=2) from None
+
+
+# From what was typed about several hosts to a `HostsSpec`.
+
+
+MIN_TOKEN_LENGTH = 16
+
+
+def hosts_choice(
+    *,
+    nodes: int,
+    node_rank: int,
+    master: str | None,
+    token: str | None,
+    outside_bus: bool,
+    ranks: int,
+    pools: int,
+    kvstore_memory: str | None,
+) -> HostsSpec | None:
+    """None: this host only. Raises CommandError."""
+    if nodes == 1 and node_rank == 0:
+        return None
+    if node_rank >= nodes:
+        raise CommandError(f"--node-rank {node_rank}: from 0 to {nodes - 1}, as --nodes is {nodes}", status=2)
+    if ranks < nodes:
+        raise CommandError(f"--nodes {nodes}: an engine has {ranks} ranks only; see --tp and --pp", status=2)
+    if pools:
+        raise CommandError("--nodes: pools hand over through the KV store of one host; use --engines", status=2)
+    if kvstore_memory not in (None, "0"):
+        raise CommandError("--nodes: the ranks of an engine over several hosts share no KV store", status=2)
+    if not outside_bus and (token is None or len(token) < MIN_TOKEN_LENGTH):
+        raise CommandError(
+            f"--nodes: BATON_CLUSTER_TOKEN must be the same {MIN_TOKEN_LENGTH} characters or more on every host",
+            status=2,
+        )
+    host, port = _master(master)
+    return HostsSpec(master=host, port=port, token=None if outside_bus else token)
+
+
+def _master(text: str | None) -> tuple[str, int]:
+    host, _, port = (text or "").rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise CommandError(f"--master {text}: HOST:PORT of the first host is expected, as all hosts reach it", status=2)
+    return host.strip("[]"), int(port)
+
+
+# `--speculative`, checked before anything starts.
+
+
+def drafting(text: str | None, *, device: str | None, stages: int) -> str | None:
+    """For the workers, which run elsewhere: its `model` as an absolute path. `stages`: the most that an engine of this
+    stack has. Raises CommandError."""
+    if text is None:
+        return None
+    try:
+        settings = read_speculation(text)
+        check_supported(settings, device=device or "", stages=stages)
+    except SpeculationError as error:
+        raise CommandError(f"--{error}", status=2) from None
+    if settings.model is not None:
+        folder = Path(settings.model).expanduser()
+        if not folder.is_dir():
+            raise CommandError(f"--speculative: model {settings.model}: there is no such directory", status=2)
+        settings = msgspec.structs.replace(settings, model=str(folder.absolute()))
+    return msgspec.json.encode(settings).decode()

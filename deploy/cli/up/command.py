@@ -1,0 +1,54 @@
+"""How `baton up` is typed: the settings of the stack and of its services, and what is the command's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deploy.cli import end_at_once, raise_interrupt
+from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
+from deploy.cli.up.choices import parsed_settings, stack_spec
+from deploy.cli.up.options import offers, with_options
+
+
+def up(
+    *,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="SERVICE.KEY=VALUE, any flag of a service; KEY=VALUE for all.", metavar="SETTING"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file that every service reads.", exists=True, dir_okay=False)
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when ready; the stack goes on.", rich_help_panel="Run")
+    ] = False,
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+    **typed: Any,
+) -> None:
+    """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
+    end_at_once()
+    where = run_dir_of(name, run_dir)
+    assigned = parsed_settings(settings or [])
+    if detach:
+        from deploy.supervisor.background import start_in_background
+
+        raise_interrupt()
+        start_in_background(where, [each for each in sys.argv[1:] if each not in ("--detach", "-d")])
+        named = "" if name == DEFAULT else f" --name {name}"
+        down = f"baton down{named}" if run_dir is None else f"baton down --run-dir {run_dir}"
+        print(f"\nIt runs in the background; stop it with: {down}")
+        return
+    from deploy.cli.up.run import run_stack
+
+    spec = stack_spec(typed, assigned, name=name, run_dir=where, config=config)
+    raise_interrupt()
+    run_stack(spec, ready_fd)
+
+
+with_options(up, offers().values())

@@ -1,0 +1,138 @@
+"""The options of `baton up` that are settings, of the stack or of a service: made from the settings themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from msgspec import NODEFAULT, Struct
+
+from deploy.configuration import CONFIGS
+from deploy.errors import CommandError
+from deploy.supervisor.launch import EVERY_SERVICE
+from deploy.supervisor.settings import StackSettings
+from shared.config import COMMON_KEYS, ServiceConfig
+from shared.settings import Setting, UpOption, settings_of
+
+PANELS = ("Model", "Capacity", "How many", "KV store", "Several hosts", "Routing", "Bus", None, "Run")
+"""In the order of `baton up --help`; None: those under no heading of their own."""
+STACK = "stack"
+"""The name in place of a service for settings of the stack itself."""
+
+
+class Offer(NamedTuple):
+    """One option, and the settings that it sets."""
+
+    name: str
+    option: UpOption
+    setting: Setting
+    """The one whose type and meaning the option has; other settings of the option get the same value."""
+    targets: tuple[tuple[str, Setting], ...]
+    """(service, setting); the service is EVERY_SERVICE or STACK for what is no service's own."""
+
+    @property
+    def flag(self) -> str:
+        """As it is typed: `--max-num-seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it is given once for each value."""
+        return bool(self.setting.plain_type == tuple[str, ...])
+
+
+@cache
+def offers() -> Mapping[str, Offer]:
+    """Every option by name, in the order in which help shows them."""
+    found: dict[str, Offer] = {}
+    for service, setting in _offered():
+        option = setting.up_option
+        assert option is not None, "only such are found"
+        name = option.name or setting.name
+        before = found.get(name)
+        targets = (*(before.targets if before else ()), (service, setting))
+        found[name] = before._replace(targets=targets) if before else Offer(name, option, setting, targets)
+    return {offer.name: offer for offer in sorted(found.values(), key=lambda each: PANELS.index(each.option.panel))}
+
+
+def _offered() -> Iterable[tuple[str, Setting]]:
+    sources: list[tuple[str, type[Struct]]] = [(STACK, StackSettings), *CONFIGS.items(), (EVERY_SERVICE, ServiceConfig)]
+    for service, struct in sources:
+        for setting in settings_of(struct).values():
+            inherited = setting.name in COMMON_KEYS and service not in (STACK, EVERY_SERVICE)
+            if setting.up_option is not None and not inherited:
+                yield service, setting
+
+
+def parameter(offer: Offer, panel: str | None) -> inspect.Parameter:
+    """The option as typer takes it: a keyword parameter, None unless it is given (a switch: False)."""
+    setting, plain = offer.setting, offer.setting.plain_type
+    names = (offer.flag,) if plain is bool else ()
+    number = plain in (int, float) and not setting.is_bytes
+    shown = offer.option.unset or setting.default_text
+    info = typer.Option(
+        *names,
+        min=setting.limit("ge") if number else None,
+        max=setting.limit("le") if number else None,
+        help=setting.meaning,
+        envvar=offer.option.environment,
+        rich_help_panel=panel,
+        show_default=shown if shown and plain is not bool else False,
+    )
+    text: Any = list[str] if offer.repeated else plain if number or setting.choices or plain is bool else str
+    annotation = Annotated[bool, info] if plain is bool else Annotated[text | None, info]
+    default = False if plain is bool else None
+    return inspect.Parameter(offer.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_options(command: Callable[..., None], offered: Iterable[Offer], panel: str | None = None) -> None:
+    """Gives a command, in place of its `**typed`, these options. `panel` is a heading for all instead of their own."""
+    own = inspect.signature(command, eval_str=True)
+    made = [parameter(offer, panel or offer.option.panel) for offer in offered]
+    kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    positional = [each for each in kept if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keyword = [each for each in kept if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    command.__signature__ = own.replace(parameters=[*positional, *made, *keyword])  # type: ignore[attr-defined]
+
+
+def given(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """What was typed, without options that were not. Raises CommandError for a value that is not allowed."""
+    values = {name: value for name, value in typed.items() if value is not None and value is not False and value != []}
+    for name, value in values.items():
+        offer = offers()[name]
+        for _, setting in offer.targets:
+            try:
+                setting.parse(value)
+            except ValueError as error:
+                raise CommandError(f"{offer.flag} {value!r}: {error}", status=2) from None
+    return values
+
+
+def stack_settings(values: Mapping[str, Any]) -> StackSettings:
+    """The settings of the stack itself. `values` are those of `given`."""
+    own = settings_of(StackSettings)
+    return StackSettings(**{name: own[name].parse(value) for name, value in values.items() if name in own})
+
+
+def placed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that the supervisor deals out: what was given, or the setting's default, None where there is none."""
+    found = {}
+    for offer in offers().values():
+        if offer.option.placed:
+            default = None if offer.option.unset or offer.setting.required else offer.setting.default
+            found[offer.name] = values.get(offer.name, None if default is NODEFAULT else default)
+    return found
+
+
+def service_settings(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Service → key → value, as flags of that service: all options that are passed on as they are."""
+    found: dict[str, dict[str, str]] = {}
+    for name, value in values.items():
+        offer = offers()[name]
+        for service, setting in offer.targets if not offer.option.placed else ():
+            if service != STACK:
+                found.setdefault(service, {})[setting.name] = str(value).lower() if value is True else str(value)
+    return found

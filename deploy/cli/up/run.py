@@ -1,0 +1,199 @@
+"""`baton up`: runs a stack in this terminal, or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from deploy.cli.gateway_client import wait_until_ready
+from deploy.cli.logs import for_people, parsed
+from deploy.errors import CommandError
+from deploy.supervisor.core.members import SupervisedProcess
+from deploy.supervisor.network import PortTaken
+from deploy.supervisor.servers.nats import NatsServerUnavailable
+from deploy.supervisor.servers.redis import RedisServerUnavailable
+from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.stack import Stack, StartFailed
+from deploy.supervisor.state_file import StackRunning
+from shared.bus import BusError
+from shared.ids import InstanceId
+
+QUESTION = "What is the capital of France?"
+FIRST_ANSWER_DEADLINE = 30.0
+
+
+def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
+    """Returns when the stack has ended in order. Raises CommandError.
+
+    Writes a byte to `ready_fd`, for the process that started this in the background, once the stack is ready.
+    """
+    begun = time.monotonic()
+    console = Console(stderr=False)
+    try:
+        asyncio.run(_run(spec, console, begun, ready_fd))
+    except StackRunning:
+        raise CommandError(
+            f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
+        ) from None
+    except StartFailed as error:
+        raise CommandError(_last_words(error)) from None
+    except (NatsServerUnavailable, RedisServerUnavailable, PortTaken, BusError, OSError) as error:
+        raise CommandError(str(error)) from None
+
+
+def _last_words(failed: StartFailed) -> str:
+    """The last lines of the log, as `baton logs` shows them."""
+    lines = (parsed(failed.instance, line, "") for line in failed.last_lines)
+    shown = (line.text if line.fields is None else for_people(line, False) for line in lines)
+    return "\n".join([failed.heading, *(f"  {line}" for line in shown)])
+
+
+async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | None) -> None:
+    stack = Stack(spec)
+
+    async def show() -> None:
+        with contextlib.suppress(OSError):  # the terminal may go away; the stack does not hang on it
+            await follow(stack, console)
+            if stack.phase == "ready":
+                await _greet(stack, console, begun, ready_fd)
+            await stack.stop_asked.wait()
+            console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
+
+    console.print(f"Starting stack [bold]{spec.name}[/bold] with {spec.model}", highlight=False, soft_wrap=True)
+    await stack.run(beside=(show,))
+    with contextlib.suppress(OSError):
+        console.print("Stopped.", style="dim")
+
+
+async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:
+    if not stack.spec.counts.leads:
+        assert stack.spec.hosts is not None
+        console.print(f"\n[green]Joined[/green] {stack.spec.hosts.master}: its ranks here are ready", highlight=False)
+        if ready_fd is not None:
+            os.write(ready_fd, b"!")
+        return
+    if not await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
+        gateway = InstanceId("gateway-1")
+        stack.give_up(gateway, f"is up, but {stack.url}/ready did not say 200 within {FIRST_ANSWER_DEADLINE:g} s")
+        return
+    _say_ready(stack, console, time.monotonic() - begun)
+    if ready_fd is not None:
+        os.write(ready_fd, b"!")
+
+
+def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
+    console.print(
+        f"\n[green]Ready[/green] after {seconds:.1f} s: [bold]{stack.url}[/bold]"
+        f"  model {stack.spec.served_model_name}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(curl_line(stack), markup=False, highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
+
+
+def curl_line(stack: Stack) -> str:
+    """A question to copy into a shell."""
+    body = {"model": stack.spec.served_model_name, "messages": [{"role": "user", "content": QUESTION}]}
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if stack.spec.api_keys else ""
+    quoted = json.dumps(body).replace("'", "'\\''")
+    return f"curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
+
+
+# What `baton up` shows while the stack starts: a live table on a terminal, plain lines elsewhere.
+
+
+REFRESH = 0.1
+_STYLES = {"ready": "green", "starting": "yellow", "failed": "red", "draining": "cyan", "stopped": "dim"}
+
+
+class Display(Protocol):
+    """How the start of a stack is shown."""
+
+    def show(self, members: Iterable[SupervisedProcess], seconds: float) -> None:
+        """Shows the state of all processes, `seconds` after the start."""
+
+    def close(self) -> None:
+        """Ends the display; nothing is shown after it."""
+
+
+class PlainDisplay:
+    """One line whenever an instance becomes something else."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown: dict[str, str] = {}
+
+    def show(self, members: Iterable[SupervisedProcess], seconds: float) -> None:
+        """Prints a line for each process whose state differs from the one printed last."""
+        for member in members:
+            now = described(member)
+            if self._shown.get(member.process.instance) != now:
+                self._shown[member.process.instance] = now
+                self._console.print(f"{seconds:6.1f} s  {member.process.instance:<20} {now}", highlight=False)
+
+    def close(self) -> None:
+        """Does nothing: every line is final."""
+
+
+class LiveDisplay:
+    """A table that is drawn again in place. Refreshed by hand: the supervisor has no threads."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+        self._spinner = Spinner("dots")
+        self._ready_at: dict[str, float] = {}
+
+    def show(self, members: Iterable[SupervisedProcess], seconds: float) -> None:
+        """Draws the whole table again."""
+        table = Table(box=None, padding=(0, 2), show_header=False)
+        for member in members:
+            name, now = member.process.instance, described(member)
+            if now != "ready":
+                self._ready_at.pop(name, None)
+            since = self._ready_at.setdefault(name, seconds) if now == "ready" else seconds
+            mark = Text("●", "green") if now == "ready" else self._spinner.render(time.monotonic())
+            table.add_row(mark, name, Text(now, _STYLES.get(now, "yellow")), Text(f"{since:.1f} s", "dim"))
+        self._live.update(table, refresh=True)
+
+    def close(self) -> None:
+        """Removes the table from the terminal."""
+        self._live.stop()
+
+
+def described(member: SupervisedProcess) -> str:
+    """The phase that the process reports, or, before it reports any, the state of the program."""
+    match member.state:
+        case "waiting":
+            return "restarting" if member.restarts else "waiting"
+        case "ending":
+            return "ending"
+        case "running":
+            return member.phase or "loading"
+
+
+async def follow(stack: Stack, console: Console) -> None:
+    """Shows the start until all are ready or the stack stops."""
+    display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+    begun = time.monotonic()
+    try:
+        while stack.phase == "starting":
+            display.show(list(stack.supervisor.members()), time.monotonic() - begun)
+            await asyncio.sleep(REFRESH)
+        if stack.phase == "ready":
+            display.show(list(stack.supervisor.members()), time.monotonic() - begun)
+    finally:
+        display.close()

@@ -1,0 +1,120 @@
+"""A stack in the background: started by `baton up --detach` or for one benchmark, ended by `baton down`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from deploy.errors import CommandError
+from deploy.supervisor.log_files import LogFolder, log_files
+from deploy.supervisor.servers.arenas import clear_leftovers
+from deploy.supervisor.state_file import StackState, is_held, read_state
+
+SHOW_EVERY = 0.1
+STOP_POLL = 0.05
+STOP_TIMEOUT = 120.0
+"""Seconds; the supervisor has tighter deadlines of its own."""
+
+
+def start_in_background(run_dir: Path, argv: list[str]) -> None:
+    """Shows what the supervisor says until it is ready. Raises CommandError where it ends before.
+
+    It has deadlines of its own (`--start-timeout`), so there is none here.
+    """
+    if is_held(run_dir):
+        raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down)")
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ready_read, ready_write = os.pipe()
+    with (run_dir / "up.log").open("wb") as output, (run_dir / "up.log").open("rb") as said:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", *argv, f"--ready-fd={ready_write}"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(ready_write,),
+            start_new_session=True,
+        )
+        os.close(ready_write)
+        try:
+            _wait(supervisor, ready_read, said)
+        except KeyboardInterrupt:
+            supervisor.terminate()
+            raise
+        finally:
+            os.close(ready_read)
+
+
+def _wait(supervisor: subprocess.Popen[bytes], ready: int, said: BinaryIO) -> None:
+    """The supervisor writes to `ready` once everything is up; the pipe's end without that is its own end."""
+    while not select.select([ready], [], [], SHOW_EVERY)[0]:
+        _pass_on(said)
+    is_up = os.read(ready, 1) != b""
+    if not is_up:
+        supervisor.wait()
+    _pass_on(said)
+    if not is_up:
+        raise CommandError("the stack did not start", status=supervisor.returncode or 1)
+
+
+def _pass_on(said: BinaryIO) -> None:
+    sys.stdout.write(said.read().decode(errors="replace"))
+    sys.stdout.flush()
+
+
+def stop_stack(state: StackState, run_dir: Path, *, now: bool) -> None:
+    """Returns when the supervisor, and with it everything, is gone. Raises CommandError."""
+    for _ in range(2 if now else 1):
+        _ask(state.pid)
+        time.sleep(STOP_POLL)
+    deadline = time.monotonic() + STOP_TIMEOUT
+    while is_held(run_dir):
+        if time.monotonic() > deadline:
+            raise CommandError(f"stack {state.name} has not ended within {STOP_TIMEOUT:g} s; try: baton down --now")
+        time.sleep(STOP_POLL)
+    print(f"Stack {state.name} stopped.")
+
+
+def remove_what_was_left(run_dir: Path) -> bool:
+    """After a supervisor that was killed: what it had in shared memory. False where it left nothing, or lives."""
+    if not clear_leftovers(run_dir):
+        return False
+    print("No stack runs; what a killed one had left in shared memory is removed.")
+    return True
+
+
+def _ask(pid: int) -> None:
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    except PermissionError:
+        raise CommandError(f"process {pid} belongs to somebody else") from None
+
+
+@contextlib.contextmanager
+def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterator[StackState]:
+    """Ended with the context. What its processes said is written to `keep_logs`. Raises CommandError where it does not
+    start."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        run_dir = Path(folder)
+        try:
+            start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])
+            state = read_state(run_dir)
+            if state is None:
+                raise CommandError("the stack ended as soon as it was ready")
+            try:
+                yield state
+            finally:
+                stop_stack(state, run_dir, now=True)
+        finally:
+            if keep_logs is not None:
+                said = (path.read_bytes() for path in log_files(LogFolder(run_dir).folder))
+                keep_logs.write_bytes(b"".join(said))

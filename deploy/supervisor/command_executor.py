@@ -1,0 +1,108 @@
+"""Executes the commands of the supervisor's core: starts processes, signals them, announces their deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+
+from deploy.supervisor.core.events import (
+    AnnounceDeath,
+    KillProcess,
+    ProcessExited,
+    ProcessStarted,
+    StartProcess,
+    TerminateProcess,
+)
+from deploy.supervisor.launch import CommandLineOf, LaunchContext, secret_settings
+from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.network import network_environment
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.nats import BusAccess
+from deploy.supervisor.servers.redis import StoreAccess
+from deploy.supervisor.servers.server_process import HOST, free_port
+from deploy.supervisor.spec import StackSpec
+from shared import topics
+from shared.bus import Bus, BusError
+from shared.ids import EngineId
+from shared.messages.lifecycle import Lifecycle
+
+log = logging.getLogger(__name__)
+
+NOT_EXECUTABLE = 127
+ANNOUNCEMENTS_LIMIT = 1_000
+"""Waiting to be published; above it the others learn of a death by the silence after it."""
+
+
+class CommandExecutor:
+    """Owns where the ranks of each engine meet, and what is still to be announced."""
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        launch: CommandLineOf,
+        access: BusAccess,
+        store: StoreAccess,
+        children: ChildProcesses,
+        logs: LogFolder,
+    ) -> None:
+        self._spec = spec
+        self._launch = launch
+        self._access = access
+        self._store = store
+        self._children = children
+        self._logs = logs
+        self.rendezvous: dict[EngineId, str] = {}
+        """Chosen on the first host; the other hosts use what that one announces."""
+        self._network = network_environment(spec.hosts)
+        self._to_announce: asyncio.Queue[Lifecycle] = asyncio.Queue(ANNOUNCEMENTS_LIMIT)
+
+    def execute(
+        self, order: StartProcess | TerminateProcess | KillProcess | AnnounceDeath, gateway_port: int
+    ) -> ProcessStarted | ProcessExited | None:
+        """Executes one command; for a start the event that says whether the process runs, None for all others."""
+        match order:
+            case StartProcess():
+                return self._start(order, gateway_port)
+            case TerminateProcess(instance):
+                self._children.signal(instance, signal.SIGTERM)
+            case KillProcess(instance):
+                log.warning("killed", extra={"child": instance})
+                self._children.signal(instance, signal.SIGKILL)
+            case AnnounceDeath(lifecycle):
+                with contextlib.suppress(asyncio.QueueFull):
+                    self._to_announce.put_nowait(lifecycle)
+        return None
+
+    async def announce(self, bus: Bus) -> None:
+        """Publishes deaths as they come, so that the others learn of them now and not by the silence after them."""
+        while True:
+            message = await self._to_announce.get()
+            with contextlib.suppress(BusError):
+                await bus.publish(topics.lifecycle_of(message.service, message.instance), message)
+
+    def _start(self, order: StartProcess, gateway_port: int) -> ProcessStarted | ProcessExited:
+        process = order.process
+        if order.new_rendezvous and process.engine is not None and self._spec.counts.leads:
+            host = self._spec.hosts.master if self._spec.hosts else HOST
+            self.rendezvous[process.engine] = f"{host}:{free_port(host)}"
+        where = LaunchContext(
+            port=gateway_port,
+            supervisor_fd=self._children.pipe,
+            rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
+            arenas=self._store.arenas,
+            redis_url=self._store.redis_url,
+            device=order.device,
+        )
+        environment = {**self._access.environment(process.service), **secret_settings(self._spec, process, where)}
+        if process.service == "worker":
+            environment |= self._network
+        argv = self._launch(self._spec, process, where)
+        try:
+            pid = self._children.start(process.instance, argv, self._logs.of(process.instance), environment)
+        except OSError as error:
+            log.error("not started", extra={"child": process.instance, "error": str(error)})
+            return ProcessExited(process.instance, NOT_EXECUTABLE)
+        log.info("started", extra={"child": process.instance, "pid": pid})
+        return ProcessStarted(process.instance, pid)

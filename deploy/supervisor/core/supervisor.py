@@ -1,0 +1,358 @@
+"""Decides which processes run: starts, restarts, scales and stops. No clock, no processes, no bus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import assert_never
+
+import msgspec
+from msgspec import Struct
+
+from deploy.supervisor.core.events import (
+    AbortStart,
+    AnnounceDeath,
+    ClockTick,
+    Command,
+    Event,
+    KillProcess,
+    LifecycleReceived,
+    ProcessesStalled,
+    ProcessExited,
+    ProcessStarted,
+    RanksLost,
+    RanksRequested,
+    ReplyToScale,
+    ScaleRequested,
+    StartProcess,
+    StopRequested,
+    TerminateProcess,
+)
+from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess, first_free
+from deploy.supervisor.core.plan import (
+    DECODING,
+    MAX_COUNT,
+    POOLS,
+    SCALABLE,
+    STOP_ORDER,
+    Counts,
+    ProcessSpec,
+    Scalable,
+    all_process_specs,
+    process_specs,
+    stop_stage,
+)
+from shared.ids import EngineId, InstanceId
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.supervisor import ScaleRefusal, ScaleResult
+
+BAD_SETTINGS_STATUS = 2
+"""Exit status of a service whose settings cannot be used; starting it again would not help."""
+KILL_RETRY_SECONDS = 1.0
+
+
+class StopDeadlines(Struct, frozen=True, kw_only=True):
+    """Seconds from the signal to end to SIGKILL."""
+
+    drain: float = 32.0
+    """For what holds requests of clients."""
+    idle: float = 5.0
+    """For what is left without work once the others are gone."""
+    hurry: float = 2.0
+
+
+class Supervisor:
+    """Owns every process of the stack. Single writer; the shell hands in events and executes the commands."""
+
+    def __init__(
+        self, counts: Counts, policy: RestartPolicy | None = None, deadlines: StopDeadlines | None = None
+    ) -> None:
+        self._policy = policy or RestartPolicy()
+        self._deadlines = deadlines or StopDeadlines()
+        self._counts = counts
+        self._members: dict[InstanceId, SupervisedProcess] = {}
+        self._add_processes(all_process_specs(counts), 0.0)
+        self._stops_asked = 0
+        self._requested: dict[EngineId, str] = {}
+        """Where the ranks of an engine are to meet, on a host that is not the first."""
+        self._unanswered: set[EngineId] = set()
+        """Engines that were called, and whose ranks here have not been started since."""
+        self.settled = False
+        """Whether all were ready at some moment: before it a failing start is given up, after it never."""
+
+    def members(self) -> Iterator[SupervisedProcess]:
+        """All processes, running or waiting, in the order in which they were planned."""
+        yield from self._members.values()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop of the stack was requested."""
+        return self._stops_asked > 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process is left, nor will be started."""
+        return not self._members
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every process that is wanted takes requests."""
+        return all(member.is_ready for member in self._members.values() if member.wanted)
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Takes an event in and answers with everything that is to be done by `now`."""
+        commands = list(self._apply(event, now))
+        self.settled = self.settled or (self.all_ready and not self.stopping)
+        return [*commands, *self._ends(now), *self._starts(now), *self._overdue(now)]
+
+    def _apply(self, event: Event, now: float) -> Iterable[Command]:
+        match event:
+            case ProcessStarted(instance, pid):
+                self._members[instance].pid = pid
+                return ()
+            case LifecycleReceived(lifecycle):
+                self._record_lifecycle(lifecycle)
+                return ()
+            case ProcessExited(instance, status):
+                return self._exited(instance, status, now)
+            case ScaleRequested(service, count):
+                return (self._scale(service, count, now),)
+            case ProcessesStalled(instances):
+                return self._kill(self._present(instances), now)
+            case RanksRequested():
+                return self._ranks_requested(event, now)
+            case RanksLost(engine):
+                return self._kill(self._running_ranks(engine), now)
+            case StopRequested():
+                return self._stop(now)
+            case ClockTick():
+                return ()
+            case _:
+                assert_never(event)
+
+    def _present(self, instances: Iterable[InstanceId]) -> list[SupervisedProcess]:
+        found = (self._members.get(instance) for instance in instances)
+        return [member for member in found if member is not None and member.state == "running"]
+
+    def _record_lifecycle(self, lifecycle: Lifecycle) -> None:
+        member = self._members.get(lifecycle.instance)
+        if member is not None and member.state != "waiting" and member.pid == lifecycle.pid:
+            member.lifecycle = lifecycle
+
+    # ---- deaths
+
+    def _exited(self, instance: InstanceId, status: int, now: float) -> list[Command]:
+        member = self._members[instance]
+        commands: list[Command] = []
+        if status != 0 and member.lifecycle is not None and member.phase not in ("stopped", "failed"):
+            commands.append(AnnounceDeath(msgspec.structs.replace(member.lifecycle, phase="failed")))
+        own_fault = member.state == "running"
+        self._mark_gone(member)
+        if not member.wanted:
+            del self._members[instance]
+            return commands
+        member.restarts += 1
+        member.due = now + (self._count_failure(member, now) if own_fault else 0.0)
+        if member.process.service == "worker":
+            commands += self._kill(self._running_ranks(member.process.engine), now)
+        if not self.settled and (status == BAD_SETTINGS_STATUS or member.failures >= self._policy.failures_at_start):
+            commands.append(AbortStart(instance, status))
+        return commands
+
+    def _mark_gone(self, member: SupervisedProcess) -> None:
+        member.move("waiting")
+        member.pid = member.lifecycle = member.deadline = None
+
+    def _count_failure(self, member: SupervisedProcess, now: float) -> float:
+        if now - member.spawned >= self._policy.healthy_after:
+            member.failures = 0
+        member.failures += 1
+        return self._policy.pause(member.failures)
+
+    def _running_ranks(self, engine: EngineId | None) -> list[SupervisedProcess]:
+        """Collectives cannot go on without one of the ranks, and a rank inside one hears no signal but this."""
+        return [m for m in self._ranks_of(engine) if m.state == "running"]
+
+    def _ranks_of(self, engine: EngineId | None) -> list[SupervisedProcess]:
+        return [m for m in self._members.values() if m.process.service == "worker" and m.process.engine == engine]
+
+    def _kill(self, members: Iterable[SupervisedProcess], now: float) -> list[Command]:
+        commands: list[Command] = []
+        for member in members:
+            member.move("ending")
+            member.deadline = now + KILL_RETRY_SECONDS
+            commands.append(KillProcess(member.process.instance))
+        return commands
+
+    # ---- several hosts
+
+    def _ranks_requested(self, call: RanksRequested, now: float) -> list[Command]:
+        if self._requested.get(call.engine) == call.rendezvous or not self._ranks_of(call.engine):
+            return []
+        self._requested[call.engine] = call.rendezvous
+        self._unanswered.add(call.engine)
+        return self._kill(self._running_ranks(call.engine), now)
+
+    def answered(self) -> Iterator[tuple[EngineId, str, bool]]:
+        """Engines whose ranks here were started where they were called to, and whether all of them still run."""
+        for engine, rendezvous in self._requested.items():
+            if engine not in self._unanswered:
+                yield engine, rendezvous, all(m.state == "running" for m in self._ranks_of(engine))
+
+    # ---- starts
+
+    def _starts(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for member in self._members.values():
+            if member.state == "waiting" and member.due <= now and self._may_start(member, now):
+                commands += self._start(member, now)
+        return commands
+
+    def _may_start(self, member: SupervisedProcess, now: float) -> bool:
+        """The ranks of an engine start together, once the last of the former ones is gone."""
+        if member.process.service != "worker":
+            return True
+        if not self._counts.leads and member.process.engine not in self._unanswered:
+            return False
+        return all(m.state == "waiting" and m.due <= now for m in self._ranks_of(member.process.engine))
+
+    def _start(self, member: SupervisedProcess, now: float) -> list[Command]:
+        group = self._ranks_of(member.process.engine) if member.process.service == "worker" else [member]
+        if member.process.engine is not None:
+            self._unanswered.discard(member.process.engine)
+        for one in group:
+            one.move("running")
+            one.spawned = now
+        return [StartProcess(one.process, position == 0, one.device) for position, one in enumerate(group)]
+
+    # ---- ends
+
+    def _ends(self, now: float) -> list[Command]:
+        """Terminates the unwanted processes that may end now."""
+        if self.stopping:
+            self._release_stages()
+        self._drop_waiting()
+        commands: list[Command] = []
+        for member in self._members.values():
+            if not member.wanted and member.state == "running" and self._may_end(member.process):
+                member.move("ending")
+                member.deadline = now + self._patience(member.process)
+                commands.append(TerminateProcess(member.process.instance))
+        return commands
+
+    def _release_stages(self) -> None:
+        """Stops the first stage that has processes, and no later one: what it still needs is still restarted."""
+        for number in range(len(STOP_ORDER)):
+            of_stage = [m for m in self._members.values() if stop_stage(m.process.service) == number]
+            for member in of_stage:
+                member.wanted = False
+            if self._stops_asked == 1 and any(member.state != "waiting" for member in of_stage):
+                return
+
+    def _drop_waiting(self) -> None:
+        gone = [m.process.instance for m in self._members.values() if not m.wanted and m.state == "waiting"]
+        for instance in gone:
+            del self._members[instance]
+
+    def _may_end(self, process: ProcessSpec) -> bool:
+        """An engine's ranks end after its scheduler: what it still has, they compute."""
+        if self._stops_asked > 1 or process.engine is None:
+            return True
+        others = (m.process for m in self._members.values() if m.process.engine == process.engine)
+        return not any(stop_stage(other.service) < stop_stage(process.service) for other in others)
+
+    def _patience(self, process: ProcessSpec) -> float:
+        if self._stops_asked > 1:
+            return self._deadlines.hurry
+        if self._stops_asked == 1 and process.service != "gateway":
+            return self._deadlines.idle
+        return self._deadlines.idle if process.service == "worker" else self._deadlines.drain
+
+    def _overdue(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        for member in self._members.values():
+            if member.deadline is not None and now >= member.deadline:
+                member.deadline = now + KILL_RETRY_SECONDS
+                commands.append(KillProcess(member.process.instance))
+        return commands
+
+    def _stop(self, now: float) -> list[Command]:
+        self._stops_asked += 1
+        if self._stops_asked == 2:
+            for member in self._members.values():
+                if member.deadline is not None:
+                    member.deadline = min(member.deadline, now + self._deadlines.hurry)
+        if self._stops_asked <= 2:
+            return []
+        ending = [KillProcess(m.process.instance) for m in self._members.values() if m.state == "ending"]
+        return [*ending, *self._kill(self._present(self._members), now)]
+
+    # ---- scaling
+
+    def _scale(self, service: str, count: int, now: float) -> ReplyToScale:
+        what = next((each for each in SCALABLE if each == service), None)
+        if what is None:
+            return ReplyToScale(ScaleRefusal(f"{service}: cannot be scaled; {', '.join(SCALABLE)} can"))
+        if what in POOLS and self._counts.hosts > 1:
+            return ReplyToScale(ScaleRefusal(f"{service}: engines over several hosts cannot be scaled"))
+        least = self._least(what)
+        if not least <= count <= MAX_COUNT:
+            return ReplyToScale(ScaleRefusal(f"{service}={count}: from {least} to {MAX_COUNT} are possible"))
+        if self.stopping:
+            return ReplyToScale(ScaleRefusal("the stack is stopping"))
+        numbers = self._numbers(what)
+        started = self._add(what, count - len(numbers), now)
+        stopping = self._dismiss(what, self._stop_candidates(what)[: max(0, len(numbers) - count)])
+        return ReplyToScale(ScaleResult(started=tuple(started), stopping=tuple(stopping)))
+
+    def _least(self, what: Scalable) -> int:
+        """Prefill engines may all go, and so may others while some remain that finish what was begun."""
+        if what not in POOLS:
+            return 1
+        others = sum(len(self._numbers(pool)) for pool in DECODING if pool != what)
+        return 1 if what in DECODING and not others else 0
+
+    def _numbers(self, what: Scalable) -> set[int]:
+        return {m.process.number for m in self._members.values() if m.wanted and m.process.kind == what}
+
+    def _add(self, what: Scalable, how_many: int, now: float) -> list[InstanceId]:
+        added: list[InstanceId] = []
+        taken = {m.process.number for m in self._members.values() if m.process.kind == what}
+        for _ in range(how_many):
+            number = next(n for n in range(1, 2 * MAX_COUNT + 2) if n not in taken)
+            taken.add(number)
+            new = process_specs(what, number, self._counts)
+            self._add_processes(new, now)
+            added += [process.instance for process in new]
+        return added
+
+    def _add_processes(self, new: list[ProcessSpec], due: float) -> None:
+        """Whole engines only: their ranks get devices side by side."""
+        taken = {member.device for member in self._members.values()}
+        for _, group in groupby(new, key=lambda process: process.engine):
+            members = [SupervisedProcess(process, due=due) for process in group]
+            workers = [member for member in members if member.process.service == "worker"]
+            for device, worker in enumerate(workers, start=first_free(taken, len(workers))):
+                worker.device = device
+                taken.add(device)
+            self._members |= {member.process.instance: member for member in members}
+
+    def _stop_candidates(self, what: Scalable) -> list[int]:
+        """Which to stop first: drained ones, then those not ready, of equals the newest. Serving ones stay."""
+        of: dict[int, list[SupervisedProcess]] = {number: [] for number in self._numbers(what)}
+        for member in self._members.values():
+            if member.wanted and member.process.kind == what:
+                of[member.process.number].append(member)
+
+        def worth(number: int) -> tuple[bool, bool, int]:
+            members = of[number]
+            drained = any(member.phase == "draining" for member in members)
+            return not drained, all(member.is_ready for member in members), -number
+
+        return sorted(of, key=worth)
+
+    def _dismiss(self, what: Scalable, numbers: list[int]) -> list[InstanceId]:
+        leaving = [m for m in self._members.values() if m.process.kind == what and m.process.number in numbers]
+        for member in leaving:
+            member.wanted = False
+        return [member.process.instance for member in leaving]

@@ -1,0 +1,53 @@
+"""The operator's connection to a running stack's bus."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from deploy.errors import CommandError
+from deploy.supervisor.state_file import StackState
+from shared import topics
+from shared.bus import Bus, BusError, EndpointError, NoResponders, ReplyTimeout
+from shared.bus.nats_bus import NatsOptions, connect
+
+CONNECT_TIMEOUT = 3.0
+ANSWER_TIMEOUT = 35.0
+
+
+@contextlib.asynccontextmanager
+async def operator_bus(state: StackState) -> AsyncIterator[Bus]:
+    """Raises CommandError where the bus cannot be reached."""
+    options = NatsOptions(
+        servers=state.nats_url,
+        namespace=state.namespace,
+        name="baton-command",
+        user=state.nats_user,
+        password=state.nats_password,
+        connect_timeout=CONNECT_TIMEOUT,
+    )
+    try:
+        bus = await connect(options)
+    except BusError as error:
+        raise CommandError(str(error)) from None
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def ask_admin(state: StackState, endpoint: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Sends a request to `admin.<endpoint>`, as `nats req` does. Raises CommandError with the refusal's text."""
+    async with operator_bus(state) as bus:
+        try:
+            answer = await bus.request_raw(f"{topics.ADMIN}.{endpoint}", msgspec.json.encode(request), ANSWER_TIMEOUT)
+        except EndpointError as error:
+            raise CommandError(error.text) from None
+        except NoResponders:
+            raise CommandError("no coordinator is there to answer; see: baton ps") from None
+        except ReplyTimeout:
+            raise CommandError(f"no answer within {ANSWER_TIMEOUT:g} s") from None
+    return dict(msgspec.json.decode(answer))

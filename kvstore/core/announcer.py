@@ -1,0 +1,88 @@
+"""Makes the events by which coordinators know what the store holds, model by model. No bus: the actor publishes
+them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
+
+from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.ids import Incarnation, InstanceId, ModelName, NodeId
+from shared.kv_event_stream import KvEventStream
+from shared.messages.kv_events import KvDump, KvEvents, KvSource
+
+
+class Holdings(Protocol):
+    """Which full blocks are committed, by the fingerprint of their layout."""
+
+    def held(self, layout: str) -> Iterable[BlockHash]:
+        """The hashes of full, committed blocks of one layout."""
+
+    def holds(self, layout: str, name: BlockHash) -> bool:
+        """Whether a full block of this name is committed in one layout."""
+
+
+class KvAnnouncer:
+    """Owns one event stream for each model. A block counts as held while any of the model's layouts holds it.
+
+    Which model a layout belongs to is known once an engine has attached it in this process's time; what is held by then
+    is published then. Partial blocks, which one request hands over, are not published.
+    """
+
+    def __init__(self, instance: InstanceId, node: NodeId, epoch: Incarnation, holdings: Holdings) -> None:
+        self._instance, self._node, self._epoch = instance, node, epoch
+        self._holdings = holdings
+        self._streams: dict[ModelName, KvEventStream] = {}
+        self._layouts: defaultdict[ModelName, set[str]] = defaultdict(set)
+
+    def serve(self, layout: str, model: ModelName) -> None:
+        """From now on the layout's blocks are this model's."""
+        if layout in self._layouts[model]:
+            return
+        if model not in self._streams:
+            source = KvSource(instance=self._instance, model=model, node=self._node, store=True)
+            self._streams[model] = KvEventStream(source, self._epoch)
+        for name in self._holdings.held(layout):
+            self._note(model, layout, name, there=True)
+        self._layouts[model].add(layout)
+
+    def forget(self, layout: str) -> None:
+        """The layout is about to go, with all its blocks."""
+        for name in self._holdings.held(layout):
+            self.gone(layout, name, BLOCK_SIZE)
+        for layouts in self._layouts.values():
+            layouts.discard(layout)
+
+    def stored(self, layout: str, name: BlockHash, tokens: int) -> None:
+        """A block of `tokens` tokens was committed in this layout."""
+        self._changed(layout, name, tokens, there=True)
+
+    def gone(self, layout: str, name: BlockHash, tokens: int) -> None:
+        """A committed block of `tokens` tokens left this layout."""
+        self._changed(layout, name, tokens, there=False)
+
+    def flush(self) -> list[KvEvents]:
+        """The events since the last flush, to be published in this order."""
+        return [event for stream in self._streams.values() for event in stream.flush()]
+
+    def dumps(self) -> list[KvDump]:
+        """Dumps of all that is held, of every model. Only right after the events of a flush were published."""
+        return [
+            part
+            for model, stream in self._streams.items()
+            for part in stream.dump(set().union(*(self._holdings.held(layout) for layout in self._layouts[model])))
+        ]
+
+    def _changed(self, layout: str, name: BlockHash, tokens: int, there: bool) -> None:
+        if tokens != BLOCK_SIZE:
+            return
+        for model, layouts in self._layouts.items():
+            if layout in layouts:
+                self._note(model, layout, name, there)
+
+    def _note(self, model: ModelName, layout: str, name: BlockHash, there: bool) -> None:
+        if any(self._holdings.holds(other, name) for other in self._layouts[model] if other != layout):
+            return
+        changes = self._streams[model].changes
+        changes.stored(name) if there else changes.removed(name)

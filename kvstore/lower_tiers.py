@@ -1,0 +1,70 @@
+"""Makes the lower tiers from the configuration. Imports redis and grpc only where they are configured."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from kvstore.config import KvStoreConfig
+from kvstore.tiers.interface import LowerTier
+
+if TYPE_CHECKING:
+    from kvstore.tiers.peer_nodes import PeerNodes
+    from kvstore.transfer.server import BlockLender
+
+ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+class TierUnavailable(Exception):
+    """A configured tier that cannot be made; the text names the setting and says why."""
+
+
+def redis_tier(config: KvStoreConfig) -> LowerTier | None:
+    """The Redis tier; None without a URL. Raises TierUnavailable where there is no such library or the URL is none. A
+    Redis that does not answer is waited for in the background."""
+    if config.redis_url is None:
+        return None
+    try:
+        from kvstore.tiers.redis_tier import RedisTier
+    except ImportError:
+        raise TierUnavailable("redis-url: the library is missing: pip install 'baton-serve[kvstore]'") from None
+    try:
+        return RedisTier(config.redis_url, config.redis_ttl, config.redis_inflight)
+    except ValueError as error:
+        # Not the URL itself: there may be a password in it.
+        raise TierUnavailable(f"redis-url: {error}") from None
+
+
+def peer_nodes(config: KvStoreConfig) -> PeerNodes | None:
+    """The stores of other nodes; None without a port. Raises TierUnavailable where there is no such library or a
+    certificate cannot be read."""
+    if config.transfer_port is None:
+        return None
+    try:
+        from kvstore.tiers.peer_nodes import PeerNodes
+        from kvstore.transfer.rpc import TlsUnusable, TransferTls
+    except ImportError:
+        raise TierUnavailable("transfer-port: grpc is missing: pip install 'baton-serve[kvstore]'") from None
+    files = config.tls_files()
+    try:
+        return PeerNodes(None if files is None else TransferTls.read(*files))
+    except TlsUnusable as error:
+        raise TierUnavailable(f"transfer-tls: {error}") from None
+
+
+async def listen(peers: PeerNodes, config: KvStoreConfig, lender: BlockLender) -> None:
+    """Opens the transfer port. Raises TierUnavailable where it is taken or the address is not of this machine."""
+    from kvstore.transfer.server import CannotListen
+
+    assert config.transfer_port is not None
+    try:
+        await peers.listen(lender, config.transfer_host, config.transfer_port, known_as(config))
+    except CannotListen as error:
+        raise TierUnavailable(f"transfer-port: {error}") from None
+
+
+def known_as(config: KvStoreConfig) -> str:
+    """The host under which other nodes reach this one."""
+    if config.transfer_advertise:
+        return config.transfer_advertise
+    return socket.gethostname() if config.transfer_host in ANY_ADDRESS else config.transfer_host

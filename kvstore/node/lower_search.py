@@ -1,0 +1,195 @@
+"""Searches beyond the arena: blocks that are not there are fetched from the lower tier, then from another node.
+
+Fetched blocks are put into the arena like written ones, and are pinned under the request's lease. The deadline is the
+request's: blocks that have not arrived by then count as a miss, and those that have arrived stay in the arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvstore import metrics
+from kvstore.arena.in_flight_block import InFlightBlock
+from kvstore.node.node_store import NodeStore
+from kvstore.tiers.interface import LowerTier, PeerStores
+from shared.blocks import HASH_BYTES, BlockHash, split_hashes
+from shared.ids import LeaseId, NodeId
+from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, LeaseOwner, Release
+from shared.reliability.retry import Deadline
+
+MAX_SEARCHES = 32
+"""At a time; beyond that, what the arena has is the reply."""
+MAX_SECONDS = 10.0
+"""The most seconds for one search, however long the request's deadline is."""
+SEARCH_SHARE = 0.9
+"""Share of a deadline that a search may use; the rest is left for giving the answer."""
+TIER_SHARE = 0.5
+"""Share of a search's time that the lower tier may use if another node can be searched, too."""
+SLOT_BYTES = 4
+"""The bytes of one slot in `FindReply.slots`."""
+
+FindOutcome = FindReply | KvStoreRefusal
+
+
+class _Key(NamedTuple):
+    """The lease under which a search's blocks are pinned."""
+
+    owner: LeaseOwner
+    lease: LeaseId
+
+
+class LowerTierSearch:
+    """Owns the searches of lower tiers and other nodes that are under way. They need `run` to be running."""
+
+    def __init__(self, store: NodeStore, tier: LowerTier | None, peers: PeerStores | None) -> None:
+        self._store = store
+        self._tier = tier
+        self._peers = peers
+        self._tasks: asyncio.TaskGroup | None = None
+        self._waiting: dict[_Key, asyncio.Timeout | None] = {}
+        """None until the search takes its first step."""
+        self._fetching: dict[tuple[str, BlockHash], asyncio.Event] = {}
+        """The blocks being fetched. Another search for one of them waits for that fetch to end, and searches again."""
+        self.running = 0
+
+    async def run(self) -> None:
+        """Tier, peers and searches, until cancelled. A bug in any of them is raised here."""
+        async with asyncio.TaskGroup() as self._tasks:
+            for each in (self._tier, self._peers):
+                if each is not None:
+                    self._tasks.create_task(each.run())
+            # The group is there for searches to come, even where nothing else runs in it.
+            await asyncio.Event().wait()
+
+    def find(self, request: Find) -> FindOutcome | asyncio.Future[FindOutcome]:
+        """The reply at once if the arena has everything or there is no other place to search; otherwise a future."""
+        found = self._store.find(request)
+        if isinstance(found, KvStoreRefusal):
+            return found
+        if self._tasks is None or blocks_in(found) == _requested_blocks(request) or not self._can_search(request):
+            self._count(request, found)
+            return found
+        self._waiting[_Key(request.owner, request.lease)] = None
+        self.running += 1
+        return self._tasks.create_task(self._search(request, blocks_in(found)))
+
+    def _can_search(self, request: Find) -> bool:
+        # A second request under the lease of a search that is under way: one reply from below is enough.
+        alone = _Key(request.owner, request.lease) not in self._waiting
+        somewhere = self._tier is not None or self._source(request) is not None
+        return somewhere and alone and self.running < MAX_SEARCHES
+
+    def _source(self, request: Find) -> NodeId | None:
+        """The node to ask beside the lower tier; None where the hint is this node."""
+        return request.source if self._peers is not None and request.source != self._store.node else None
+
+    # ---- searches whose reply is no longer needed
+
+    def released(self, release: Release) -> None:
+        """The search under this lease ends, and pins nothing."""
+        self._end(_Key(release.owner, release.lease))
+
+    def owner_gone(self, owner: LeaseOwner) -> None:
+        """Ends the searches that a process waits for which has ended."""
+        for key in [key for key in self._waiting if key.owner == owner]:
+            self._end(key)
+
+    def _end(self, key: _Key) -> None:
+        deadline = self._waiting.pop(key, None)
+        if deadline is not None and not deadline.expired():
+            deadline.reschedule(0.0)
+
+    # ---- one search
+
+    async def _search(self, request: Find, here: int) -> FindOutcome:
+        key = _Key(request.owner, request.lease)
+        now = _now()
+        deadline = Deadline(now + min(request.deadline, MAX_SECONDS)).after(now, SEARCH_SHARE)
+        try:
+            async with asyncio.timeout_at(deadline.at) as timeout:
+                if key in self._waiting:
+                    self._waiting[key] = timeout
+                    await self._bring(request, here, deadline)
+        except TimeoutError:
+            pass  # the blocks that have arrived by now are the reply
+        finally:
+            self.running -= 1
+            waited_for = self._waiting.pop(key, None) is not None
+        return self._outcome(request, here) if waited_for else KvStoreRefusal("the lease ended during the search")
+
+    def _outcome(self, request: Find, here: int) -> FindOutcome:
+        """Pins what has landed under the lease that pins what was here already, so that one release ends both."""
+        found = self._store.find(request)
+        if isinstance(found, FindReply):
+            found = replace(found, from_lower=max(0, blocks_in(found) - here))
+            self._count(request, found)
+        return found
+
+    async def _bring(self, request: Find, here: int, deadline: Deadline) -> None:
+        """Of searches for the same blocks, one fetches; the others wait for it, and fetch what it did not."""
+        layout = request.layout
+        missing: Sequence[BlockHash] = list(split_hashes(request.hashes))[here:]
+        while missing and (other := self._fetching.get((layout, missing[0]))) is not None:
+            await other.wait()
+            missing = self._store.missing(layout, missing)
+        done = asyncio.Event()
+        mine = [(layout, name) for name in missing if (layout, name) not in self._fetching]
+        self._fetching.update(dict.fromkeys(mine, done))
+        try:
+            await self._fetch(request, missing, deadline)
+        finally:
+            for place in mine:
+                del self._fetching[place]
+            done.set()
+
+    async def _fetch(self, request: Find, missing: Sequence[BlockHash], deadline: Deadline) -> None:
+        arena, source, layout = self._store.arena_of(request.layout), self._source(request), request.layout
+        if arena is None or not missing:
+            return
+        if self._tier is not None:
+            share = TIER_SHARE if source is not None else 1.0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline.after(_now(), share).at):
+                    await self._land("redis", layout, missing, self._tier.fetch(layout, missing, arena.shape))
+            missing = self._store.missing(layout, missing)
+        if self._peers is not None and source is not None and missing:
+            blocks = self._peers.fetch(source, layout, missing, arena.shape)
+            await self._land("peer", layout, missing, blocks)
+
+    async def _land(
+        self, tier: str, layout: str, missing: Sequence[BlockHash], blocks: AsyncGenerator[InFlightBlock, None]
+    ) -> None:
+        landed = 0
+        try:
+            with metrics.TIER_SECONDS.labels(tier).time():
+                async with contextlib.aclosing(blocks):
+                    async for block in blocks:
+                        if not self._store.land(layout, block):
+                            return
+                        landed += 1
+                        # Checking and copying took a while: others' turn, and the deadline's.
+                        await asyncio.sleep(0)
+        finally:
+            metrics.TIER_MISSES.labels(tier).inc(len(missing) - landed)
+
+    def _count(self, request: Find, found: FindReply) -> None:
+        hits = blocks_in(found)
+        self._store.count(hits, found.from_lower, _requested_blocks(request) - hits)
+
+
+def blocks_in(found: FindReply) -> int:
+    """How many blocks the reply gives."""
+    return len(found.slots) // SLOT_BYTES
+
+
+def _requested_blocks(request: Find) -> int:
+    return len(request.hashes) // HASH_BYTES
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

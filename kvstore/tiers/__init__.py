@@ -1,0 +1,1 @@
+"""Lower tiers behind one interface: Redis, and the stores of other nodes."""

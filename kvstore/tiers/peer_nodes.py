@@ -1,0 +1,62 @@
+"""The stores of other nodes: serves blocks to them, fetches blocks from them, and knows their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.transfer.client import TransferClient
+from kvstore.transfer.rpc import TransferTls, host_and_port
+from kvstore.transfer.server import BlockLender, TransferServer
+from shared.blocks import BlockHash
+from shared.ids import NodeId
+from shared.messages.lifecycle import Lifecycle
+
+
+class PeerNodes:
+    """Owns the server, the client, and the addresses of the other nodes' stores.
+    `kvstore.tiers.interface.PeerStores`."""
+
+    def __init__(self, tls: TransferTls | None) -> None:
+        self._tls = tls
+        self._client = TransferClient(self.address_of, tls)
+        self._server: TransferServer | None = None
+        self._stores: dict[NodeId, Lifecycle] = {}
+        self.address = ""
+
+    async def listen(self, lender: BlockLender, host: str, port: int, known_as: str) -> None:
+        """Lets other nodes fetch blocks, at `known_as` as the host. Raises CannotListen."""
+        self._server = TransferServer(lender, self._tls)
+        self.address = host_and_port(known_as, await self._server.start(host, port))
+
+    async def run(self) -> None:
+        """Until cancelled; then closes the connections and stops serving."""
+        try:
+            await self._client.run()
+        finally:
+            if self._server is not None:
+                await self._server.stop()
+
+    def record_lifecycle(self, lifecycle: Lifecycle) -> None:
+        """Remembers where another node's store can be fetched from, if the message says so."""
+        store = lifecycle.store
+        if store is not None and store.transfer and lifecycle.phase in ("ready", "draining"):
+            self._stores[store.node] = lifecycle
+
+    def gone(self, last: Lifecycle) -> None:
+        """Forgets the store that sent this last message, unless it has restarted meanwhile."""
+        if last.store is not None and last.store.node in self._stores:
+            known = self._stores[last.store.node]
+            if (known.instance, known.incarnation) == (last.instance, last.incarnation):
+                del self._stores[last.store.node]
+
+    def address_of(self, node: NodeId) -> str | None:
+        """Host and port of the store of `node`; None where none is known."""
+        known = self._stores.get(node)
+        return None if known is None or known.store is None else known.store.transfer
+
+    def fetch(
+        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
+    ) -> AsyncGenerator[InFlightBlock, None]:
+        """As `PeerStores.fetch`."""
+        return self._client.fetch(source, layout, hashes, shape)

@@ -1,1 +1,0 @@
-"""What a benchmark computes, apart from any network or clock."""

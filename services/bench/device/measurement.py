@@ -1,0 +1,98 @@
+"""Runs `services.worker.measure.roofline` in a process of its own, as torch belongs to workers, and reads what it
+finds."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from services.bench.engine.process import HOST, free_port
+from services.bench.errors import BenchError
+from services.worker.measure.roofline.wire import (
+    Ceilings,
+    Finding,
+    KernelWork,
+    MeasureRefused,
+    MeasureRequest,
+    MeasureStarted,
+    StepsRequest,
+)
+from shared.config import process_environment
+
+MODULE = "services.worker.measure.roofline"
+_STOP_SECONDS = 10.0
+
+
+def findings(request: MeasureRequest) -> Iterator[Finding]:
+    """As they come. Raises BenchError where it cannot be measured."""
+    with contextlib.ExitStack() as processes:
+        ranks = [_started(processes, each) for each in requests_of_ranks(request)]
+        first = ranks[0]
+        assert first.stdout is not None, "it is a pipe"
+        for line in first.stdout:
+            finding = msgspec.json.decode(line, type=Finding)
+            if isinstance(finding, MeasureRefused):
+                raise BenchError(finding.reason)
+            yield finding
+        if first.wait() != 0:
+            raise BenchError(f"the measuring process ended with status {first.returncode}")
+
+
+def requests_of_ranks(request: MeasureRequest) -> list[MeasureRequest]:
+    """The request to each process; only the first one's findings are used."""
+    if not isinstance(request, StepsRequest) or request.tp == 1:
+        return [request]
+    meeting = f"tcp://{HOST}:{free_port()}"
+    return [replace(request, rank=rank, rendezvous=meeting) for rank in range(request.tp)]
+
+
+def _started(processes: contextlib.ExitStack, request: MeasureRequest) -> subprocess.Popen[bytes]:
+    question = msgspec.json.encode(request).decode()
+    output = subprocess.PIPE if not isinstance(request, StepsRequest) or request.rank == 0 else subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, "-m", MODULE, question], stdout=output, env=process_environment())
+    processes.callback(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdout is not None:
+        process.stdout.close()
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def device_line(started: MeasureStarted) -> str:
+    """On what it is measured."""
+    on = f"{started.model} in {started.dtype} on {started.device}"
+    if started.threads is None:
+        return on
+    busy = "" if started.load_average is None else f", load average {started.load_average:.1f}"
+    return f"{on}, {started.threads} threads{busy}"
+
+
+def ceilings_line(ceilings: Ceilings) -> str:
+    """The device's limits in one line of text."""
+    memory = ", ".join(f"{name} {rate / 1e9:,.1f} GB/s" for name, rate in ceilings.memory_rates.items())
+    matrix = ", ".join(f"{name} {rate / 1e12:,.2f} TFLOP/s" for name, rate in ceilings.matrix_rates.items())
+    return f"limits, as measured in this run: {memory}; {matrix}"
+
+
+def against_limits(work: KernelWork, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
+    """The same as a JSON object."""
+    return {
+        "bytes_per_second": work.bytes / seconds,
+        "flops_per_second": work.flops / seconds,
+        "bound": ceilings.bound(work),
+        "share": ceilings.share(work, seconds),
+    }

@@ -1,0 +1,148 @@
+"""How `baton bench roofline` and `baton bench kernels` are typed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.bench.options import output_group, output_options, parse
+from services.bench.report import OutputOptions, check_plot
+from services.worker.measure.roofline.wire import KernelsRequest, StepsRequest, shape_names
+
+DEMO = "demo"
+FAMILIES = (
+    "linears",
+    "norms",
+    "activation",
+    "rotary",
+    "decode-attention",
+    "prefill-attention",
+    "moe",
+    "sampling",
+    "masks",
+    "verification",
+    "rejection",
+    "kv-blocks",
+)
+_MOST = 1 << 20
+"""Of sequences and tokens: beyond every device."""
+
+
+def roofline_options(argv: Sequence[str] | None) -> tuple[StepsRequest, OutputOptions, Path | None]:
+    """What to measure, what becomes of the result, and where the roofline is drawn. A bad flag is explained, and ends
+    the process with status 2. Raises BenchError where a plot could not be drawn."""
+    parser = _parser("roofline", "A model's steps beside the limits of the device, measured in the same run.")
+    parser.add_argument("--ops", choices=["auto", "torch", "native", "triton"], default="auto")
+    parser.add_argument(
+        "--batch", type=_numbers, metavar="N,N", help="Sequences that decode at a time; none: no decodes."
+    )
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Tokens cached of each of them.")
+    parser.add_argument("--prefill", type=_numbers, metavar="N,N", help="Lengths of prompts; none: no prompts.")
+    parser.add_argument("--tp", type=_count, default=1, help="Ranks that share each layer: a GPU or a process each.")
+    parser.add_argument("--enforce-eager", action="store_true", help="No graphs of decodes.")
+    parser.add_argument("--seconds", type=_seconds, default=120.0, help="For all measurements together.")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the roofline; also .svg and .pdf.")
+    options = parse(parser, argv)
+    check_plot(options.plot)
+    name, shape, model = _model(parser, options)
+    if model is None and shape is None:
+        parser.error("name a --model or a --shape: baton bench has the demo model")
+    request = StepsRequest(
+        **_on_what(options),
+        name=name or DEMO,
+        shape=shape,
+        model=model,
+        ops=options.ops,
+        batches=options.batch,
+        contexts=options.context,
+        prefills=options.prefill,
+        tp=options.tp,
+        enforce_eager=options.enforce_eager,
+    )
+    return request, output_options(options), options.plot
+
+
+def kernels_options(argv: Sequence[str] | None) -> tuple[KernelsRequest, OutputOptions]:
+    """What to measure, and what becomes of the result. A bad flag is explained, and ends the process with status 2."""
+    parser = _parser("kernels", "Single kernels beside torch's own operations and the limits of the device.")
+    parser.add_argument("--only", type=_families, default=(), metavar="NAME,NAME", help=", ".join(FAMILIES))
+    parser.add_argument("--rows", type=_numbers, metavar="N,N", help="Tokens that a kernel takes at a time.")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Tokens cached of each sequence.")
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="For all measurements together.")
+    options = parse(parser, argv)
+    name, shape, model = _model(parser, options)
+    request = KernelsRequest(
+        **_on_what(options),
+        name=name,
+        shape=shape,
+        model=model,
+        only=options.only,
+        rows=options.rows,
+        contexts=options.context,
+    )
+    return request, output_options(options)
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"baton bench {command}", description=description)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="DIR", help="Dummy weights where the folder has none.")
+    parser.add_argument("--model-name", help=argparse.SUPPRESS)
+    which.add_argument("--shape", choices=[DEMO, *shape_names()], help="With dummy weights.")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "triton", "flash-attn"], default="auto", help="On a GPU.")
+    parser.add_argument("--threads", type=_count, help="Of a CPU; by default all.")
+    parser.add_argument("--cpu-time", action="store_true", help="Own processor time, on a busy CPU; use --threads 1.")
+    output_group(parser)
+    return parser
+
+
+def _on_what(options: argparse.Namespace) -> dict[str, Any]:
+    """What both commands ask alike."""
+    alike = ("device", "dtype", "threads", "cpu_time", "kv_cache_dtype", "attention", "seconds")
+    return {name: getattr(options, name) for name in alike}
+
+
+def _model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[str | None, str | None, str | None]:
+    """Its name, and either the shape or the folder; nothing where neither was given."""
+    if options.model is not None:
+        if not (Path(options.model) / "config.json").is_file():
+            parser.error(f"--model {options.model}: no config.json is in it")
+        return options.model_name or options.model, None, options.model
+    if options.shape == DEMO:
+        parser.error("--shape demo: it is baton bench that has the demo model")
+    return options.shape, options.shape, None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    return tuple(_count(each) for each in text.split(","))
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to {_MOST} is expected")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < 86_400.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds above 0 and below a day is expected")
+    return seconds
+
+
+def _families(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = next((name for name in names if name not in FAMILIES), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(FAMILIES)}")
+    return names

@@ -1,0 +1,1 @@
+"""Benchmarks of one engine by itself, without gateways, tokenizers and coordinators."""

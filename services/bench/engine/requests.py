@@ -1,0 +1,163 @@
+"""How a benchmark sends requests to one engine directly, in place of coordinator, detokenizer and gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.bench.errors import BenchError
+from shared import topics
+from shared.blocks import hash_chain
+from shared.bus import Bus
+from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, ModelName, RequestId
+from shared.messages.detokenizer import TokenBatch
+from shared.messages.gateway import GatewayMessage
+from shared.messages.generation import Generation, SamplingOptions, StopConditions
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import GenerateRequest, StepFinished, WorkerResult
+from shared.packing import pack
+
+DETOKENIZER = DetokenizerId("bench-detokenizer")
+GATEWAY = GatewayId("bench-gateway")
+
+
+async def listen(
+    bus: Bus,
+    engine: EngineId,
+    tokens: Callable[[TokenBatch], Awaitable[None]],
+    gateway: Callable[[GatewayMessage], Awaitable[None]],
+    result: Callable[[WorkerResult], Awaitable[None]],
+) -> None:
+    """Receives the engine's messages for its requests, and the results of its workers."""
+    await bus.subscribe(topics.detokenizer_tokens(DETOKENIZER), tokens)
+    await bus.subscribe(topics.gateway_inbox(GATEWAY), gateway)
+    await bus.subscribe(topics.engine_results(engine), result)
+
+
+def request_of(number: int) -> RequestId:
+    """The id of the benchmark's request `number`."""
+    return RequestId(f"bench-{number}")
+
+
+def generate(
+    number: int, model: ModelName, prompt: list[int], *, temperature: float, stopping: StopConditions
+) -> GenerateRequest:
+    """Request `number`, which is its seed, too."""
+    tokens = pack(prompt)
+    generation = Generation(
+        request=request_of(number),
+        attempt=Attempt(1),
+        gateway=GATEWAY,
+        model=model,
+        tokens=tokens,
+        prompt_length=len(prompt),
+        block_hashes=b"".join(hash_chain(tokens, None)),
+        sampling=SamplingOptions(seed=number, temperature=temperature),
+        stopping=stopping,
+        arrival=time.time(),
+    )
+    return GenerateRequest(generation, DETOKENIZER)
+
+
+# Has one engine answer a list of prompts to their ends, so many at a time, and adds up what its steps yielded.
+
+
+MAX_OUTPUT_TOKENS = 300
+"""Output tokens."""
+ROUND_TIMEOUT = 600.0
+
+
+class RoundFigures(NamedTuple):
+    """The tokens of the engine's steps during one round of requests."""
+
+    tokens: int
+    """Of the output."""
+    seconds: float
+    decodes: int
+    """Sequences and steps that yielded tokens."""
+    drafted: int
+    accepted: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of the whole round."""
+        return self.tokens / self.seconds
+
+
+@dataclass
+class FiniteLoad:
+    """Owns the open requests of one engine."""
+
+    bus: Bus
+    engine: EngineId
+    card: ModelCard
+    temperature: float
+    _waiting: deque[list[int]] = field(default_factory=deque)
+    _open: set[RequestId] = field(default_factory=set)
+    _number: int = 0
+    _tokens: int = 0
+    _decodes: int = 0
+    _drafted: int = 0
+    _accepted: int = 0
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    _refused: str | None = None
+
+    async def listen(self) -> None:
+        """Subscribes to the engine's messages; call it once, before `answer`."""
+        await listen(self.bus, self.engine, self._on_tokens, self._on_gateway, self._on_result)
+
+    async def answer(self, prompts: list[list[int]], concurrency: int) -> RoundFigures:
+        """Raises BenchError if the engine refuses one, or takes too long."""
+        self._waiting.extend(prompts)
+        self._tokens = self._decodes = self._drafted = self._accepted = 0
+        self._over.clear()
+        begun = time.perf_counter()
+        for _ in range(concurrency):
+            await self._send()
+        try:
+            await asyncio.wait_for(self._over.wait(), ROUND_TIMEOUT)
+        except TimeoutError:
+            raise BenchError(f"{len(self._open)} requests are not answered in {ROUND_TIMEOUT:.0f} s") from None
+        if self._refused is not None:
+            raise BenchError(f"the engine refuses: {self._refused}")
+        seconds = time.perf_counter() - begun
+        return RoundFigures(self._tokens, seconds, self._decodes, self._drafted, self._accepted)
+
+    async def _send(self) -> None:
+        if not self._waiting:
+            if not self._open:
+                self._over.set()
+            return
+        self._number += 1
+        self._open.add(request_of(self._number))
+        asked = generate(
+            self._number,
+            self.card.name,
+            self._waiting.popleft(),
+            temperature=self.temperature,
+            stopping=StopConditions(max_tokens=MAX_OUTPUT_TOKENS),
+        )
+        await self.bus.publish(topics.engine_requests(self.engine), asked)
+
+    async def _on_tokens(self, batch: TokenBatch) -> None:
+        for entry in batch.entries:
+            if entry.request in self._open:
+                self._tokens += len(entry.tokens)
+                if entry.finish is not None:
+                    self._open.discard(entry.request)
+                    await self._send()
+
+    async def _on_gateway(self, message: GatewayMessage) -> None:
+        if type(message).__name__ in ("RequestRejected", "RequestFailed"):
+            self._refused = str(message)
+            self._over.set()
+
+    async def _on_result(self, result: WorkerResult) -> None:
+        if isinstance(result, StepFinished):
+            self._decodes += sum(bool(sampled.tokens) for sampled in result.sampled)
+            self._drafted += result.drafted
+            self._accepted += sum(result.accepted)

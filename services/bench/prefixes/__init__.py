@@ -1,0 +1,1 @@
+"""`bench prefixes`: how much the prompts of a file repeat their beginnings."""

@@ -1,1 +1,0 @@
-"""What clients get: frames of a stream, bodies, usage, log-probabilities."""

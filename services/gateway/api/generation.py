@@ -1,0 +1,299 @@
+"""A generation request: the fields that chats and completions share, and which sequences and what answer they mean.
+
+The allowed ranges are vLLM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.structured_outputs import OutputGrammar, ResponseFormat, StructuredOutputs
+from services.gateway.parsing.output_parser import ParserOptions
+from shared.ids import ModelName
+from shared.messages.generation import SamplingOptions, StopConditions
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import Prompt
+
+INT64 = 2**63
+SEED_MASK = INT64 - 1
+
+
+class RequestLimits(Struct, frozen=True, kw_only=True):
+    """The most that a single request may ask for."""
+
+    max_choices: int = 128
+    """Sequences: prompts × n."""
+    max_stop: int = 16
+    max_stop_chars: int = 1024
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    max_logprob_token_ids: int = 128
+    max_bad_words: int = 128
+    max_bad_word_chars: int = 256
+    max_beams: int = 16
+    allow_request_template: bool = False
+
+
+class StreamOptions(NamedTuple):
+    """OpenAI's `stream_options`: usage in a last chunk, or in every chunk."""
+
+    include_usage: bool
+    continuous_usage: bool
+
+
+EarlyStopping = bool | Literal["never"]
+
+
+class BeamSearchParams(NamedTuple):
+    """How to rank hypotheses and when to stop. The beam width is the request's `n`."""
+
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+
+
+class ResponseOptions(NamedTuple):
+    """What the answer contains beside its text."""
+
+    logprobs: bool = False
+    prompt_logprobs: int | None = None
+    """How many most likely tokens to report at each position of the prompt; None: nothing about the prompt."""
+    echo_logprobs: int | None = None
+    """The same, but placed before the output's log-probabilities, as the echoed prompt is before the text."""
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Name tokens in log-probabilities as `token_id:…`."""
+
+
+TEXT_ONLY = ResponseOptions()
+
+
+class ChoiceRequest(NamedTuple):
+    """One sequence to generate."""
+
+    position: int
+    """Its index in the answer's choices."""
+    prompt: Prompt
+    sampling: SamplingOptions
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """A checked request for a chat or a completion."""
+
+    kind: Literal["chat", "completion"]
+    model: ModelCard
+    prompts: tuple[Prompt, ...]
+    n: int
+    """Choices for each prompt."""
+    seed: int | None
+    """The client's seed; None: one is drawn for each choice."""
+    sampling: SamplingOptions
+    stopping: StopConditions
+    stream: StreamOptions | None
+    """None: one body at the end."""
+    echo: bool = False
+    only_echo: bool = False
+    """The client wants no output. One token is generated nevertheless, as an engine cannot do with less."""
+    response_options: ResponseOptions = TEXT_ONLY
+    bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None
+    beam_search: BeamSearchParams | None = None
+    """The choices of a prompt are the best hypotheses of a beam search instead of samples."""
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    output_grammar: OutputGrammar | None = None
+    """What the output must match."""
+    parser_options: ParserOptions | None = None
+    """How to parse a chat's output; None: it is nothing but text."""
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences to generate: prompts × n."""
+        return len(self.prompts) * self.n
+
+    def choices(self, drawn_seed: int) -> Iterator[ChoiceRequest]:
+        """Yields every sequence. `drawn_seed` is used where the client gave none; choices of a prompt get different
+        seeds."""
+        base = drawn_seed if self.seed is None else self.seed
+        for number, prompt in enumerate(self.prompts):
+            for i in range(self.n):
+                position = number * self.n + i
+                sampling = replace(self.sampling, seed=(base + (position if self.seed is None else i)) & SEED_MASK)
+                if i and self.stream is None:  # the first choice reports the prompt's log-probabilities for all
+                    sampling = replace(sampling, prompt_logprobs=None)
+                yield ChoiceRequest(position, prompt, sampling)
+
+
+class AllowedRange(NamedTuple):
+    """The values that a number may have; NaN and infinity never are among them."""
+
+    low: float | None
+    high: float | None
+    low_allowed: bool = True
+
+    def __contains__(self, value: object) -> bool:
+        assert isinstance(value, int | float)
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        above = self.low is None or value > self.low or (self.low_allowed and value == self.low)
+        return above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'at least' if self.low_allowed else 'above'} {_bound(self.low)}"
+        high = "" if self.high is None else f"at most {_bound(self.high)}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+def _bound(value: float) -> str:
+    """A bound in an error message: powers of two are unreadable in digits."""
+    powers = {2**31 - 1: "2^31 - 1", -(2**31): "-2^31", INT64 - 1: "2^63 - 1", -INT64: "-2^63"}
+    return powers.get(int(value), f"{value:g}")
+
+
+RANGES = {
+    "n": AllowedRange(1, 128),
+    "temperature": AllowedRange(0, None),
+    "top_p": AllowedRange(0, 1, low_allowed=False),
+    "top_k": AllowedRange(-1, INT64 - 1),
+    "min_p": AllowedRange(0, 1),
+    "presence_penalty": AllowedRange(-2, 2),
+    "frequency_penalty": AllowedRange(-2, 2),
+    "repetition_penalty": AllowedRange(0, None, low_allowed=False),
+    "max_tokens": AllowedRange(1, INT64 - 1),
+    "max_completion_tokens": AllowedRange(1, INT64 - 1),
+    "min_tokens": AllowedRange(0, INT64 - 1),
+    "seed": AllowedRange(-INT64, INT64 - 1),
+    "priority": AllowedRange(-(2**31), 2**31 - 1),
+    "thinking_token_budget": AllowedRange(0, INT64 - 1),
+    "length_penalty": AllowedRange(-10, 10),
+}
+
+
+class StreamOptionFields(Struct):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonFields(Struct, kw_only=True):
+    """The JSON fields of both endpoints. Unknown fields are ignored; null means the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptionFields | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
+    prompt_embeds: Any = None
+    logits_processors: Any = None
+    guided_whitespace_pattern: Any = None
+
+
+_UNSUPPORTED = {
+    "prompt_embeds": "a prompt as embeddings",
+    "logits_processors": "a logits processor of the client's",
+    "guided_whitespace_pattern": "a pattern for white space",
+}
+
+
+def check_common_fields(fields: CommonFields, prompts: int, limits: RequestLimits, *, unchecked: str = "") -> None:
+    """Raises RequestError 400 for a number out of its range (except the field `unchecked`), for more choices than
+    allowed, and for unsupported values."""
+    for name, allowed in RANGES.items():
+        value = getattr(fields, name, None)
+        if value is not None and name != unchecked and value not in allowed:
+            raise not_allowed(name, value, f"it must be {allowed}")
+    for name, what in _UNSUPPORTED.items():
+        if getattr(fields, name) is not None:
+            raise unsupported(name, what)
+    if fields.skip_special_tokens is False and fields.spaces_between_special_tokens is False:
+        raise unsupported("spaces_between_special_tokens", "taking spaces away from shown special tokens")
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise not_allowed("best_of", fields.best_of, f"only the value of n ({fields.n or 1}) is")
+    n = fields.n or 1
+    if prompts * n > limits.max_choices:
+        what = f"{prompts} prompts times n = {n}" if prompts > 1 else f"n = {n}"
+        raise invalid("n", f"{what} is not allowed; at most {limits.max_choices} choices in one request")
+    if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
+        raise invalid("cache_salt", "it must have 1 to 256 characters")
+
+
+def stream_options(fields: CommonFields) -> StreamOptions | None:
+    """Returns None where no stream is wanted. Raises RequestError 400 for options without a stream."""
+    options = fields.stream_options
+    if not fields.stream:
+        if options is not None:
+            raise invalid("stream_options", "only allowed when stream is true")
+        return None
+    usage = options is not None and bool(options.include_usage)
+    return StreamOptions(usage, usage and options is not None and bool(options.continuous_usage_stats))
+
+
+def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:
+    """Raises RequestError 400 for an id that is not in the vocabulary."""
+    for position, token in enumerate(ids):
+        if not 0 <= token < card.vocab_size:
+            raise invalid(name, f"{token} at {position} is not allowed; token ids are 0 to {card.vocab_size - 1}")
+
+
+def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
+    """Returns the model that a request names; without a name the only one. Raises RequestError 404 for an unknown
+    model, 503 while none is known, 400 where the name is missing and there are several."""
+    if not cards:
+        raise RequestError(503, "no engine has announced its model yet; the stack is starting", retry_after=1.0)
+    if name is None:
+        if len(cards) == 1:
+            return cards[0]
+        raise invalid("model", "this field is required where several models are served")
+    for card in cards:
+        if card.name == ModelName(name):
+            return card
+    raise RequestError(
+        404, f"The model `{abbreviated(name)[1:-1]}` does not exist.", param="model", code="model_not_found"
+    )

@@ -1,0 +1,165 @@
+"""The request fields that make a prompt: a chat's messages, a completion's texts or token ids, the bodies of
+`/tokenize`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.api.errors import abbreviated, check_depth, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.generation import RequestLimits, check_token_ids, choose_model
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import ChatPrompt, Decode, Encode, Prompt, TextPrompt, TokenPrompt
+from shared.packing import pack
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+ROLES = frozenset(get_args(Role))
+
+
+class ChatTemplateFields(Protocol):
+    """The fields that decide how messages become a prompt; those of a chat and of `POST /tokenize`."""
+
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class TokenizeFields(Struct, kw_only=True):
+    """The JSON of `POST /tokenize`: either `prompt` or `messages`."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt: str | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(Struct, kw_only=True):
+    """The JSON of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeFields)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeFields)
+
+
+def read_tokenize(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> tuple[ModelCard, Encode]:
+    """Reads the body of `POST /tokenize`. Raises RequestError."""
+    fields = decode_body(body, _tokenize_decoder)
+    card = choose_model(fields.model, cards)
+    strings = bool(fields.return_token_strs)
+    if fields.messages is not None:
+        return card, Encode(chat_prompt(fields.messages, fields, limits), strings)
+    if fields.prompt is None:
+        raise invalid("prompt", "either prompt or messages is required")
+    return card, Encode(TextPrompt(fields.prompt, fields.add_special_tokens is not False), strings)
+
+
+def read_detokenize(body: bytes, cards: list[ModelCard]) -> tuple[ModelCard, Decode]:
+    """Reads the body of `POST /detokenize`. Raises RequestError."""
+    fields = decode_body(body, _detokenize_decoder)
+    card = choose_model(fields.model, cards)
+    check_token_ids("tokens", fields.tokens, card)
+    return card, Decode(pack(fields.tokens))
+
+
+def completion_prompts(given: str | list[Any], card: ModelCard, *, add_special_tokens: bool) -> tuple[Prompt, ...]:
+    """Returns the prompts of a completion: one text, several, one list of token ids, or several. Raises
+    RequestError."""
+    if isinstance(given, str):
+        return (TextPrompt(given, add_special_tokens),)
+    if not given:
+        raise invalid("prompt", "[] is not allowed; a string, token ids, or a list of either")
+    if all(isinstance(item, str) for item in given):
+        return tuple(TextPrompt(text, add_special_tokens) for text in given)
+    if all(type(item) is int for item in given):
+        return (_token_prompt("prompt", given, card),)
+    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in given):
+        return tuple(_token_prompt(f"prompt[{i}]", ids, card) for i, ids in enumerate(given))
+    raise not_allowed("prompt", given, "a string, token ids, or a list of either")
+
+
+def _token_prompt(name: str, ids: list[int], card: ModelCard) -> TokenPrompt:
+    if not ids:
+        raise invalid(name, "[] is not allowed; at least one token is needed")
+    check_token_ids(name, ids, card)
+    return TokenPrompt(pack(ids))
+
+
+def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits: RequestLimits) -> ChatPrompt:
+    """Returns the messages as the tokenizer's chat template takes them. Raises RequestError."""
+    if not given:
+        raise invalid("messages", "[] is not allowed; at least one message is needed")
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
+    if fields.chat_template is not None and not limits.allow_request_template:
+        raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
+    for name, value in (
+        ("messages", given),
+        ("tools", fields.tools),
+        ("chat_template_kwargs", fields.chat_template_kwargs),
+    ):
+        check_depth(name, value)
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    return ChatPrompt(
+        messages=msgspec.json.encode(messages),
+        tools=msgspec.json.encode(fields.tools) if fields.tools else None,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        template=fields.chat_template,
+        template_kwargs=fields.chat_template_kwargs or {},
+    )
+
+
+def _message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    """One message: a known role, and content that is text."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise not_allowed(f"{path}.role", role, f"one of {', '.join(sorted(ROLES))}")
+    content = message.get("content")
+    match content:
+        case None if role == "assistant":
+            pass
+        case str():
+            pass
+        case list():
+            message = {**message, "content": [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]}
+        case _:
+            raise not_allowed(f"{path}.content", content, "a string or a list of text parts")
+    if (calls := message.get("tool_calls")) is not None:
+        _check_calls(calls, f"{path}.tool_calls")
+    return message
+
+
+def _check_calls(calls: Any, path: str) -> None:
+    """Checks a message's `tool_calls`. Their arguments need not be JSON: a model wrote them."""
+    if not isinstance(calls, list):
+        raise not_allowed(path, calls, "a list of calls is")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        match function:
+            case {"name": str(), "arguments": str() | dict() | None} | {"name": str()}:
+                pass
+            case _:
+                raise not_allowed(f"{path}[{i}].function", function, "name and arguments are")
+
+
+def _part(part: Any, path: str) -> dict[str, str]:
+    match part:
+        case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": str(kind)} if kind not in ("text", "refusal"):
+            raise unsupported(f"{path}.type", f"a part of type {abbreviated(kind)}, which is not text,")
+        case _:
+            raise not_allowed(path, part, '{"type": "text", "text": "…"} is')

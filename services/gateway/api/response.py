@@ -1,0 +1,322 @@
+"""The response to one generation request: its choices and times while tokens arrive, how it ends, and its JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from services.gateway.api.chat import AssistantMessage
+from services.gateway.api.errors import STATUS, RequestError
+from services.gateway.api.generation import ResponseOptions
+from services.gateway.api.logprobs import (
+    CompletionLogprobs,
+    TokenNaming,
+    by_id,
+    by_text,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
+from services.gateway.metrics import ModelMeters
+from shared.ids import RequestId
+from shared.messages.gateway import Delta, PositionLogprobs, PromptLogprobsDelta, RequestRejected, StreamOpened
+from shared.messages.generation import FinishReason
+
+FINGERPRINT = "baton"
+"""`system_fingerprint`: to be changed when the same seed no longer gives the same text."""
+
+ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"]
+
+
+class ResponseHeader(NamedTuple):
+    """The fields with which every body and every chunk of a response starts."""
+
+    kind: Literal["chat", "completion"]
+    id: str
+    created: int
+    """Unix seconds."""
+    model: str
+
+    def fields(self, *, chunk: bool) -> dict[str, Any]:
+        """Returns them as JSON fields; `chunk`: of a streamed chunk."""
+        chat = "chat.completion.chunk" if chunk else "chat.completion"
+        return {
+            "id": self.id,
+            "object": chat if self.kind == "chat" else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """Owns one choice of the response while it is generated."""
+
+    index: int
+    prompt: int
+    """Index of the prompt that it continues."""
+    echo: str = ""
+    """The prompt's text, where the client wants it before the output."""
+    started: bool = False
+    """In a stream: whether its first chunk was made."""
+    tokens: int = 0
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    """When its newest tokens arrived."""
+    texts: list[str] = field(default_factory=list)
+    """The output in pieces; collected only where the response is one body."""
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    """In a stream: those not sent yet."""
+    text_offset: int = 0
+    """Characters before the next token with log-probabilities."""
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    """Those that have arrived, from the prompt's second token on."""
+    echo_first_token: str | None = None
+    """Text of the prompt's first token, as long as the prompt's log-probabilities are still to be echoed."""
+    prompt_ids: list[int] | None = None
+    """Where the client wants them. In a stream: until they were sent."""
+    token_ids: list[int] = field(default_factory=list)
+    """Output tokens, where the client wants them. In a stream: those not sent yet."""
+    message: AssistantMessage | None = None
+    """Parses a chat's output, where it is more than text."""
+    only_echo: bool = False
+    """The client wants no output."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """`finish_reason` as clients see it; None until the choice has finished."""
+        return self.finish if self.finish is None or self.message is None else self.message.finish_reason(self.finish)
+
+    def record_prompt_logprobs(self, part: PromptLogprobsDelta) -> None:
+        """Appends what is new. A part may repeat positions, after a preemption or in another attempt."""
+        known = 1 + len(self.prompt_logprobs) - part.position
+        assert known >= 0, "the supervisor lets no gap through"
+        self.prompt_logprobs.extend(part.logprobs[known:])
+
+    def echoed_logprobs(self, naming: TokenNaming, top: int | None) -> CompletionLogprobs:
+        """Returns the prompt's log-probabilities, for the echo before the output."""
+        first_id = self.prompt_ids[0] if self.prompt_ids else None
+        return echoed_logprobs(self.echo_first_token or "", first_id, self.prompt_logprobs, naming, top)
+
+
+def usage(choices: list[ChoiceState]) -> dict[str, Any]:
+    """Returns OpenAI's `usage`. A prompt that several choices continue counts once; its cached tokens are those that
+    none of them had to compute, as later choices find in the cache what the first one computed."""
+    prompt = sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
+    completion = sum(choice.tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(cached_prompt_tokens(choices))},
+    }
+
+
+def cached_prompt_tokens(choices: list[ChoiceState]) -> Iterable[int]:
+    """Returns for each prompt how many of its tokens no choice had to compute."""
+    least: dict[int, int] = {}
+    for choice in choices:
+        least[choice.prompt] = min(choice.cached_tokens, least.get(choice.prompt, choice.cached_tokens))
+    return least.values()
+
+
+class ResponseWriter:
+    """Receives a response's output. This one collects it in the choices, for `response_body` to be called at the
+    end."""
+
+    def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
+        """Takes new output. Returns False where the client has stopped reading."""
+        if choice.message is None:
+            choice.texts.append(delta.text)
+        else:
+            choice.message.feed(delta.text, delta.finish)
+        choice.token_ids.extend(delta.tokens)
+        if delta.logprobs:
+            choice.logprobs.extend(delta.logprobs)
+        return True
+
+    def complete(self, choices: list[ChoiceState]) -> None:
+        """Every choice has finished."""
+
+    def fail(self, error: RequestError) -> None:
+        """There will be no more output."""
+
+    def tick(self, now: float) -> None:
+        """Called a few times a second."""
+
+
+class GenerationResponse:
+    """Owns a response's state from the first dispatch to the last byte. It ends once; `ended` says how."""
+
+    def __init__(
+        self,
+        header: ResponseHeader,
+        requests: dict[RequestId, ChoiceState],
+        writer: ResponseWriter,
+        meters: ModelMeters,
+        now: float,
+        *,
+        grammar_field: str | None = None,
+    ) -> None:
+        """`grammar_field` is the client's name of the grammar that its output must match, for error texts."""
+        self.header = header
+        self.requests = requests
+        self.choices = list(requests.values())
+        self.started_at = now
+        self.first_token_at: float | None = None
+        self.attempts = 1
+        self.error: RequestError | None = None
+        self.ended: asyncio.Future[ResponseOutcome] = asyncio.get_running_loop().create_future()
+        self._writer = writer
+        self._meters = meters
+        self._grammar_field = grammar_field
+        self._unfinished = len(self.choices)
+
+    def record_opened(self, opened: StreamOpened) -> None:
+        """Notes what is known of a choice's prompt when its generation starts."""
+        choice = self.requests[opened.request]
+        choice.prompt_tokens, choice.cached_tokens = opened.prompt_tokens, opened.cached_tokens
+        if choice.message is not None:
+            choice.message.parser.thinking = opened.thinking
+
+    def record_delta(self, choice: ChoiceState, delta: Delta, now: float) -> None:
+        """Takes new output of one choice. Every streamed token passes here: measure a change."""
+        if self.ended.done():
+            return
+        if choice.only_echo:
+            delta = without_output(delta)
+        elif delta.tokens:
+            meters, tokens = self._meters, len(delta.tokens)
+            choice.tokens += tokens
+            meters.generation_tokens += tokens
+            if choice.last_token_at is not None:
+                meters.itl.observe(now - choice.last_token_at)
+            else:
+                choice.first_token_at = now
+                meters.ttft.observe(now - self.started_at)
+                if self.first_token_at is None:
+                    self.first_token_at = now
+            choice.last_token_at = now
+        if delta.finish is not None:
+            choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
+        if not self._writer.write(choice, delta, now):
+            self.end("client too slow")
+        elif delta.finish is not None:
+            if choice.tokens > 1 and choice.first_token_at is not None:
+                self._meters.tpot.observe((now - choice.first_token_at) / (choice.tokens - 1))
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                self._complete(now)
+
+    def complete_all(self, now: float) -> None:
+        """Ends a response whose choices were all filled in at once."""
+        if not self.ended.done():
+            self._meters.generation_tokens += sum(choice.tokens for choice in self.choices)
+            self._complete(now)
+
+    def _complete(self, now: float) -> None:
+        self._writer.complete(self.choices)
+        self._meters.e2e.observe(now - self.started_at)
+        self.end("finished")
+
+    def reject(self, rejected: RequestRejected) -> None:
+        """Fails with a rejection, in the client's words for the fields."""
+        param, message = rejected.field, rejected.message
+        if param == "grammar" and self._grammar_field is not None:
+            param, message = self._grammar_field, f"{self._grammar_field}: {message}"
+        if param in ("messages", "prompt"):  # the other services do not know which of them the client sent
+            param = "messages" if self.header.kind == "chat" else "prompt"
+        status, wait = STATUS[rejected.kind], rejected.retry_after
+        self.fail(RequestError(status, message, param=param, code=rejected.code, retry_after=wait))
+
+    def fail(self, error: RequestError) -> None:
+        """Ends with an error, unless the response has ended already."""
+        if not self.ended.done():
+            self.error = error
+            self._writer.fail(error)
+            self.end("failed")
+
+    def end(self, outcome: ResponseOutcome) -> None:
+        """Ends the response; the first outcome counts."""
+        if not self.ended.done():
+            self.ended.set_result(outcome)
+
+    def tick(self, now: float) -> None:
+        """Called a few times a second, for what is due by time."""
+        if not self.ended.done():
+            self._writer.tick(now)
+
+
+def without_output(delta: Delta) -> Delta:
+    """Returns the delta for a client that wants only its prompt back: the one generated token is dropped."""
+    finish: FinishReason | None = None if delta.finish is None else "length"
+    return Delta(delta.request, delta.attempt, delta.position, (), "", finish)
+
+
+def response_body(header: ResponseHeader, choices: list[ChoiceState], options: ResponseOptions) -> bytes:
+    """Returns the JSON of a response that is not streamed."""
+    known = {choice.prompt: choice.prompt_logprobs for choice in choices if choice.prompt_logprobs}
+    for choice in choices:  # one choice of each prompt has received them
+        choice.prompt_logprobs = known.get(choice.prompt, choice.prompt_logprobs)
+    chat = header.kind == "chat"
+    bodies = [_chat_choice(choice, options) if chat else _completion_choice(choice, options) for choice in choices]
+    answer = {**header.fields(chunk=False), "choices": bodies, "usage": usage(choices)}
+    if chat:
+        answer |= _prompt_fields(choices[0], options)
+    return msgspec.json.encode(answer)
+
+
+def _chat_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
+    naming = by_id if options.tokens_as_ids else by_text
+    if choice.message is not None:
+        message = choice.message.body()
+    else:
+        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+    return {
+        "index": choice.index,
+        "message": message,
+        "logprobs": chat_logprobs(choice.logprobs, naming) if options.logprobs else None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        **({"token_ids": choice.token_ids} if options.token_ids else {}),
+    }
+
+
+def _completion_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "text": choice.echo + "".join(choice.texts),
+        "logprobs": _completion_logprobs(choice, options) if options.logprobs else None,
+        "finish_reason": choice.finish,
+        "stop_reason": choice.stop_reason,
+        **({"token_ids": choice.token_ids} if options.token_ids else {}),
+        **_prompt_fields(choice, options),
+    }
+
+
+def _completion_logprobs(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
+    naming = by_id if options.tokens_as_ids else by_text
+    logprobs, _ = completion_logprobs(choice.logprobs, len(choice.echo), naming)
+    if options.echo_logprobs is not None:
+        logprobs = choice.echoed_logprobs(naming, options.echo_logprobs).followed_by(logprobs)
+    return logprobs.body()
+
+
+def _prompt_fields(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
+    """vLLM's fields about the prompt: in each choice of a completion, once in a chat."""
+    fields: dict[str, Any] = {}
+    if options.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, options.prompt_logprobs)
+    if options.token_ids:
+        fields["prompt_token_ids"] = choice.prompt_ids
+    return fields

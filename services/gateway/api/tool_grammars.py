@@ -1,0 +1,223 @@
+"""Grammars for tool calls: in the model's own markup, with arguments that match the tools' JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, assert_never
+
+from msgspec.structs import replace
+
+from services.gateway.api.errors import invalid
+from services.gateway.api.structured_outputs import OutputGrammar, structural_grammar
+from services.gateway.api.tools import ToolDefinition, ToolOptions
+from services.gateway.parsing.output_parser import ParserOptions
+from shared.messages.dialects import THINKING_MARKS, Dialect, ToolFormat
+from shared.models.structural_tags import Format, as_format, either, literal, perhaps, regex, sequence, tag, tagged
+
+MAX_WHITESPACE = 1
+"""White space characters in a row within arguments: without a bound an unsure model could write them for ever."""
+
+HERMES, HERMES_END = "<tool_call>\n", "\n</tool_call>"
+MISTRAL = "[TOOL_CALLS]"
+
+
+def parser_options(dialect: Dialect, options: ToolOptions | None, *, include_reasoning: bool) -> ParserOptions | None:
+    """Returns how to parse a chat's output; None where it is nothing but text."""
+    expected = Dialect(_call_format(dialect, options), dialect.reasoning)
+    if expected == Dialect():
+        return None
+    if options is None:
+        return ParserOptions(expected, include_reasoning=include_reasoning)
+    return ParserOptions(expected, options.schemas, options.parallel, include_reasoning)
+
+
+def combined_grammar(
+    dialect: Dialect, options: ToolOptions | None, output: OutputGrammar | None
+) -> OutputGrammar | None:
+    """Returns the grammar for calls, for the answer that the client described, or for either of them.
+
+    It applies after the reasoning of a model that reasons. Raises RequestError 400.
+    """
+    if options is not None:
+        output = _with_calls(dialect, options, output)
+    if output is None or dialect.reasoning is None:
+        return output
+    after = THINKING_MARKS[dialect.reasoning].end
+    return output._replace(grammar=replace(output.grammar, after=after))
+
+
+def _with_calls(dialect: Dialect, options: ToolOptions, output: OutputGrammar | None) -> OutputGrammar | None:
+    form = _call_format(dialect, options)
+    if form is None:
+        return output
+    calls: Format | None
+    if options.choice == "required":
+        if output is not None:
+            raise invalid(output.field, "not allowed together with a tool_choice that forces a call")
+        calls = forced_calls(form, options.tools, parallel=options.parallel)
+    elif output is not None:
+        answer = as_format(output.grammar)
+        if answer is None:
+            return output
+        calls = either(answer, forced_calls(form, options.tools, parallel=options.parallel))
+    else:
+        calls = triggered_calls(form, options.tools) if any(tool.strict for tool in options.tools) else None
+    return None if calls is None else structural_grammar(tagged(calls), output.field if output else options.field)
+
+
+def _call_format(dialect: Dialect, options: ToolOptions | None) -> ToolFormat | None:
+    """The format of the expected calls: the model's own, unless another one is forced."""
+    if options is None:
+        return None
+    return forced_format(dialect.tools, options.tools) if options.choice == "required" else dialect.tools
+
+
+def forced_format(form: ToolFormat | None, tools: Iterable[ToolDefinition]) -> ToolFormat:
+    """Returns the format to force calls in: `form`, the model's own, or JSON where that has no grammar for them."""
+    if form is None or (form == "pythonic" and not all(expressible(tool) for tool in tools)):
+        return "llama3_json"
+    return form
+
+
+def forced_calls(form: ToolFormat, tools: Sequence[ToolDefinition], *, parallel: bool) -> Format:
+    """Returns a grammar for one call of these tools, or several where `parallel`, and nothing else."""
+    match form:
+        case "hermes":
+            return _several([_object(tool, "arguments", HERMES, HERMES_END) for tool in tools], "\n", parallel)
+        case "qwen3_xml":
+            return _several([_xml(tool) for tool in tools], "\n", parallel)
+        case "llama3_json":
+            return _several([_object(tool, "parameters") for tool in tools], "; ", parallel)
+        case "mistral":  # a model knows one of the two forms, and starts accordingly
+            array = sequence(literal(MISTRAL), _array(tools, parallel), literal("]"))
+            return either(array, _several(_mistral_named(tools), "", parallel))
+        case "pythonic":
+            calls = _several([keywords(tool, arguments) for tool in tools], ", ", parallel)
+            return sequence(literal("["), calls, literal("]"))
+        case _:
+            assert_never(form)
+
+
+def triggered_calls(form: ToolFormat, tools: Sequence[ToolDefinition]) -> Format | None:
+    """Returns a grammar for any text whose calls are valid: calls of strict tools match their schemas, others take any
+    object. None where the format makes that impossible, because a call may start like ordinary text."""
+    bound = [tool if tool.strict else tool._replace(parameters={"type": "object"}) for tool in tools]
+    match form:
+        case "hermes":
+            return _after_trigger("<tool_call>", [_object(tool, "arguments", HERMES, HERMES_END) for tool in bound])
+        case "qwen3_xml":
+            return _after_trigger("<tool_call>", [_xml(tool) for tool in bound])
+        case "llama3_json":
+            return _after_trigger('{"name": "', [_object(tool, "parameters") for tool in bound])
+        case "mistral":
+            return _after_trigger(MISTRAL, [tag(MISTRAL, _array(bound, True), "]"), *_mistral_named(bound)])
+        case "pythonic":
+            return None
+        case _:
+            assert_never(form)
+
+
+def arguments(schema: dict[str, Any], style: str = "json") -> Format:
+    """Returns a grammar for a call's arguments; `style` is one of xgrammar's."""
+    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _several(calls: list[Format], separator: str, parallel: bool) -> Format:
+    return {
+        "type": "tags_with_separator",
+        "tags": calls,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _after_trigger(trigger: str, calls: list[Format]) -> Format:
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": calls}
+
+
+def _object(tool: ToolDefinition, key: str, before: str = "", after: str = "") -> Format:
+    """`{"name": …, key: …}` between two texts."""
+    return tag(f'{before}{{"name": {json.dumps(tool.name)}, "{key}": ', arguments(tool.parameters), "}" + after)
+
+
+def _xml(tool: ToolDefinition) -> Format:
+    end = "</function>\n</tool_call>"  # on its own line, or on the next where there are no parameters
+    return tag(f"<tool_call>\n<function={tool.name}>\n", arguments(tool.parameters, "qwen_xml"), ["\n" + end, end])
+
+
+def _array(tools: Sequence[ToolDefinition], parallel: bool) -> Format:
+    """` [{"name": …, "arguments": …}`, up to the bracket that closes it."""
+    calls = _several([_object(tool, "arguments") for tool in tools], ", ", parallel)
+    return sequence(regex(" ?"), literal("["), calls)
+
+
+def _mistral_named(tools: Sequence[ToolDefinition]) -> list[Format]:
+    """The name and then the arguments, with or without a mark between them."""
+    marks = ("", "[ARGS]")
+    return [tag(MISTRAL + tool.name + mark, arguments(tool.parameters), "") for tool in tools for mark in marks]
+
+
+PLAIN_KEYS = frozenset(
+    {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "title",
+        "description",
+        "$defs",
+        "definitions",
+        "$schema",
+    }
+)
+"""Keywords of a schema that describes each property by itself. `additionalProperties` is allowed: none are written."""
+DEFINITIONS = ("$defs", "definitions")
+
+GrammarOfSchema = Callable[[dict[str, Any]], Format]
+"""Makes the grammar of a value from its schema."""
+
+
+def expressible(tool: ToolDefinition) -> bool:
+    """Whether the schema says only what each argument may be and which arguments are required."""
+    schema = tool.parameters
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    return (
+        PLAIN_KEYS.issuperset(schema)
+        and isinstance(required, list)
+        and all(isinstance(key, str) and key in properties for key in required)
+        and all(key.isidentifier() and value is not False for key, value in properties.items())
+    )
+
+
+def keywords(tool: ToolDefinition, value: GrammarOfSchema) -> Format:
+    """Returns a grammar for one call in Python's syntax, `f(a=1, b="x")`.
+
+    Arguments come in the order of the schema's properties; optional ones may be missing. Values are JSON, which the
+    parser reads as Python literals.
+    """
+    schema = tool.parameters
+    shared = {key: schema[key] for key in DEFINITIONS if key in schema}
+    required = set(schema.get("required", ()))
+    written: list[tuple[Format, bool]] = []
+    for key, described in schema.get("properties", {}).items():
+        inner = described if isinstance(described, dict) else {}
+        written.append((sequence(literal(f"{key}="), value({**shared, **inner})), key in required))
+    return tag(f"{tool.name}(", _listed(written), ")")
+
+
+def _listed(written: list[tuple[Format, bool]]) -> Format:
+    """Arguments separated by commas; the flag says whether an argument is required."""
+    first = next((i for i, (_, required) in enumerate(written) if required), None)
+    if first is None:
+        starts = [sequence(written[i][0], *_further(written[i + 1 :])) for i in range(len(written))]
+        return perhaps(either(*starts)) if starts else literal("")
+    before = [perhaps(sequence(format_, literal(", "))) for format_, _ in written[:first]]
+    return sequence(*before, written[first][0], *_further(written[first + 1 :]))
+
+
+def _further(written: list[tuple[Format, bool]]) -> list[Format]:
+    followed = [(sequence(literal(", "), format_), required) for format_, required in written]
+    return [format_ if required else perhaps(format_) for format_, required in followed]

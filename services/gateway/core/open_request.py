@@ -1,0 +1,190 @@
+"""One open request: its state machine, and the timeouts and retries that apply to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
+from shared.messages.tokenizer import Tokenize
+from shared.packing import pack
+from shared.reliability.transitions import IllegalTransition
+
+RequestState = Literal["dispatched", "queued", "placed", "paused", "ended"]
+"""dispatched: with a tokenizer or a coordinator. queued: with a coordinator, as every engine is full. placed: with an
+engine. paused: between two attempts. ended: the client has the final answer, or has left."""
+
+RequestEvent = Literal["queue", "place", "pause", "dispatch", "end"]
+"""queue: a coordinator found every engine full. place: an engine has the request. pause: the attempt is given up, the
+next one waits. dispatch: the attempt is sent to a tokenizer. end: nothing follows."""
+
+TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
+    "dispatched": {
+        "queue": "queued",
+        "place": "placed",
+        "pause": "paused",
+        "dispatch": "dispatched",
+        "end": "ended",
+    },
+    "queued": {"place": "placed", "pause": "paused", "dispatch": "dispatched", "end": "ended"},
+    "placed": {"pause": "paused", "dispatch": "dispatched", "end": "ended"},
+    "paused": {"dispatch": "dispatched", "end": "ended"},
+    "ended": {},
+}
+
+FIRST_ATTEMPT = Attempt(1)
+MAX_HISTORY = 32
+"""Transitions of a request that are kept for the text of an `IllegalTransition`."""
+
+
+class RetryPolicy(Struct, frozen=True, kw_only=True):
+    """The gateway's timeouts and retries. Seconds are counted on the bus's liveness clock, which is paused while the
+    bus is unreachable, so that an outage uses up no deadline."""
+
+    silence_s: float = 2.0
+    """A placed request that nothing arrives for is probed after this."""
+    confirm_s: float = 0.3
+    """A suspicious reply is checked again after this, as the last tokens may still be on their way. Doubled with each
+    attempt in a row that brought no token, so that retries do not overload services that are only slow."""
+    unanswered_probes: int = 3
+    """Probes in a row that an engine may leave unanswered."""
+    placement_s: float = 5.0
+    """How long tokenizer and coordinator may take to place a request; doubled with each try."""
+    queue_s: float = 120.0
+    """How long a request may be without an engine, in one stretch."""
+    request_s: float = 3600.0
+    """How long a request may take in all."""
+    attempts: int = 6
+    """Placed attempts in a row that may end without a new token. An outage of the bus can cost one request three: its
+    detokenizer comes back after its engine, then a step turns out to be lost, then a placement."""
+    attempts_in_all: int = 10
+    """Placed attempts: bounds a request that kills every engine that computes it."""
+    pause_s: float = 0.25
+    """Before a further try, where an immediate one has just not helped; doubled with each."""
+    pause_limit_s: float = 1.0
+    departed_limit: int = 4096
+    """Requests of clients that left, remembered so that late messages about them are answered by a cancel."""
+    recancel_s: float = 1.0
+    """A cancel is repeated after this when tokens of such a request keep coming."""
+    avoid_limit: int = 4
+    """Failed engines that a request keeps clear of."""
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """Owns what is known of a request and of its newest attempt. `TRANSITIONS` says what may happen to it."""
+
+    tokenize: Tokenize
+    """As first dispatched; later attempts are derived from it."""
+    opened_at: float
+    unplaced_since: float
+    last_message_at: float
+    """When something of the attempt was last received."""
+    state: RequestState = "dispatched"
+    attempt: Attempt = FIRST_ATTEMPT
+    engine: EngineId | None = None
+    """None while unplaced, and where tokens arrived before the message of their placement."""
+    detokenizer: DetokenizerId | None = None
+    handed_by: EngineId | None = None
+    """The engine that had this attempt before `engine`."""
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens that the client has."""
+    chars: int = 0
+    avoid: tuple[EngineId, ...] = ()
+    usage_sent: bool = False
+    prompt_tokens: int | None = None
+    """None: not known yet."""
+    scored_tokens: int = 1
+    """Leading tokens of the prompt whose log-probabilities have arrived; the first one has none."""
+    silent_tries: int = 0
+    """Dispatches in this stretch that neither tokenizer nor coordinator answered."""
+    pauses: int = 0
+    """Pauses since its last new token."""
+    fruitless: int = 0
+    """Placed attempts in a row that brought no token."""
+    failed: int = 0
+    """Placed attempts that failed."""
+    resume_at: float = 0.0
+    probing: bool = False
+    probed_at: float = 0.0
+    doubts: int = 0
+    """Suspicious probe replies in a row."""
+    unanswered: int = 0
+    """Unanswered probes in a row."""
+    probe_at: float | None = None
+    """When to probe even though the silence is short."""
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
+    """The newest transitions, oldest first."""
+
+    @property
+    def request(self) -> RequestId:
+        """The request's id, which all attempts share."""
+        return self.tokenize.request
+
+    def apply(self, event: RequestEvent) -> None:
+        """Moves to the next state. Raises IllegalTransition where the table has no such step."""
+        target = TRANSITIONS[self.state].get(event)
+        if target is None:
+            steps = "; ".join(self.history) or "none yet"
+            raise IllegalTransition(
+                f"{self.request} attempt {self.attempt}: {event} is not allowed while {self.state}; history: {steps}"
+            )
+        self.history.append(f"{self.state} --{event}--> {target} (attempt {self.attempt})")
+        self.state = target
+
+    def place(self, engine: EngineId | None, detokenizer: DetokenizerId, now: float) -> None:
+        """Records where the attempt is computed; `engine` is None where that is not known yet."""
+        self.apply("place")
+        self.engine, self.detokenizer, self.last_message_at = engine, detokenizer, now
+        self.silent_tries = 0
+
+    def record_output(self, tokens: tuple[int, ...], text: str, now: float) -> None:
+        """Appends new output that continues what the client has."""
+        self.last_message_at = now
+        if tokens:
+            self.tokens.extend(tokens)
+            self.fruitless = self.pauses = 0
+        self.chars += len(text)
+        if self.doubts or self.unanswered or self.probe_at is not None:
+            self.clear_suspicion()
+
+    def clear_suspicion(self) -> None:
+        """Forgets suspicious and missing probe replies."""
+        self.doubts = self.unanswered = 0
+        self.probe_at = None
+
+    def start_attempt(self, now: float) -> None:
+        """Starts the next attempt, which has to be paused or dispatched then. Messages of earlier ones are stale."""
+        if self.state == "placed":
+            self.unplaced_since = now
+        self.attempt = Attempt(self.attempt + 1)
+        self.engine = self.detokenizer = self.handed_by = None
+        self.probing = False
+        self.clear_suspicion()
+
+    def message(self) -> Tokenize:
+        """Returns what to dispatch for the present attempt: it resumes behind the tokens that the client has."""
+        sampling = self.tokenize.sampling
+        if self.tokens and sampling.prompt_logprobs is not None:  # they were sent before the first token
+            sampling = replace(sampling, prompt_logprobs=None)
+        return replace(
+            self.tokenize,
+            sampling=sampling,
+            attempt=self.attempt,
+            resume=pack(self.tokens),
+            sent_chars=self.chars,
+            avoid=self.avoid,
+        )
+
+
+def transition_table() -> str:
+    """Returns `TRANSITIONS` as a Markdown table, for the documentation."""
+    events: tuple[RequestEvent, ...] = ("queue", "place", "pause", "dispatch", "end")
+    rows = [f"| state | {' | '.join(events)} |", "|---" * (len(events) + 1) + "|"]
+    for state, steps in TRANSITIONS.items():
+        rows.append(f"| {state} | {' | '.join(steps.get(event, '–') for event in events)} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,405 @@
+"""Ends every open request exactly once, even if processes die or messages are lost. Pure: time is an argument.
+
+ADR 1 says why an engine is probed before a silent request is retried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, assert_never
+
+from services.gateway.core.effects import (
+    AttemptRetry,
+    CancelAttempt,
+    DispatchAttempt,
+    Effect,
+    ProbeEngine,
+)
+from services.gateway.core.open_request import OpenRequest, RetryPolicy
+from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
+from shared.messages.coordinator import Withdraw
+from shared.messages.gateway import (
+    Deltas,
+    GatewayMessage,
+    PromptLogprobsDelta,
+    RequestFailed,
+    RequestPlaced,
+    RequestQueued,
+    RequestRejected,
+    StreamOpened,
+)
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.scheduler import Cancel, Probe, ProbeReply
+from shared.messages.tokenizer import Tokenize
+from shared.reliability.recent import RecentEntries
+from shared.reliability.sequence_numbers import SourceNumbers
+
+NoAnswer = Literal["nobody there", "no answer in time"]
+
+
+class AbandonedRequests:
+    """Owns the last `limit` requests whose clients left: where each was, and when its cancel was last sent.
+
+    An engine that missed the cancel keeps sending tokens, and is sent the cancel again.
+    """
+
+    def __init__(self, limit: int, again_after: float) -> None:
+        self._again_after = again_after
+        self._entries: RecentEntries[RequestId, tuple[EngineId, float]] = RecentEntries(limit)
+
+    def add(self, request: RequestId, engine: EngineId, now: float) -> None:
+        """Remembers a request that was just cancelled at `engine`."""
+        self._entries[request] = (engine, now)
+
+    def cancel_again(self, request: RequestId, attempt: Attempt, now: float) -> list[CancelAttempt]:
+        """Returns the cancel to repeat, now that tokens of `request` have arrived."""
+        entry = self._entries.get(request)
+        if entry is None or now - entry[1] < self._again_after:
+            return []
+        self._entries[request] = (entry[0], now)
+        return [CancelAttempt(entry[0], Cancel(request, attempt))]
+
+
+class RequestSupervisor:
+    """Owns the open requests. Each ends exactly once: by a `Delta` with `finish`, a `RequestRejected`, or `close`."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._open: dict[RequestId, OpenRequest] = {}
+        self._numbers: SourceNumbers[DetokenizerId] = SourceNumbers()
+        self._abandoned = AbandonedRequests(policy.departed_limit, policy.recancel_s)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._open
+
+    def queued(self) -> int:
+        """Returns how many open requests no engine has yet."""
+        return sum(r.state != "placed" for r in self._open.values())
+
+    def open(self, tokenize: Tokenize, now: float) -> list[Effect]:
+        """Opens a new request and dispatches its first attempt."""
+        request = OpenRequest(tokenize, now, now, now)
+        self._open[tokenize.request] = request
+        return [DispatchAttempt(request.message())]
+
+    def close(self, request: RequestId, now: float) -> list[Effect]:
+        """Ends a request that its client no longer wants. An unknown one is no error: it may just have ended."""
+        current = self._open.pop(request, None)
+        if current is None:
+            return []
+        effects = self._release(current, now)
+        current.apply("end")
+        return effects
+
+    def handle(self, message: GatewayMessage, now: float) -> list[Effect]:
+        """Takes a message of another service. Messages about ended requests and earlier attempts are dropped."""
+        match message:
+            case Deltas():
+                return self._deltas(message, now)
+            case RequestPlaced():
+                return self._placed(message, now)
+            case RequestQueued():
+                return self._queued(message, now)
+            case RequestFailed():
+                current = self._current(message.request, message.attempt)
+                return [] if current is None else self._retry(current, message.reason, now, at_once=False)
+            case RequestRejected():
+                return self._rejected(message, now)
+        assert_never(message)
+
+    def undelivered(self, tokenize: Tokenize, now: float) -> list[Effect]:
+        """Pauses a request that could not be dispatched, as there is no tokenizer at the moment."""
+        current = self._current(tokenize.request, tokenize.attempt)
+        if current is not None and current.state == "dispatched":
+            current.start_attempt(now)
+            self._pause(current, now)
+        return []
+
+    def instance_gone(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
+        """An instance stopped or was restarted: the requests that it had are retried. `last` is its last lifecycle
+        message."""
+        why = f"{last.service} {last.instance} {reason}"
+        match last.service:
+            case "scheduler":
+                return self._retry_all(lambda r: r.engine == EngineId(last.instance), why, now)
+            case "detokenizer":
+                self._numbers.forget(DetokenizerId(last.instance))
+                return self._retry_all(lambda r: r.detokenizer == DetokenizerId(last.instance), why, now)
+            case "tokenizer":
+                return self._retry_all(lambda r: r.state == "dispatched", why, now)
+            case "coordinator":
+                return self._retry_all(lambda r: r.state in ("dispatched", "queued"), why, now)
+            case _:
+                return []
+
+    def instance_silent(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
+        """An instance sends no lifecycle messages. It may be dead, or short of CPU for a moment: engines are probed."""
+        match last.service:
+            case "scheduler":
+                self._suspect(lambda r: r.engine == EngineId(last.instance), now)
+                return []
+            case "detokenizer":
+                self._suspect(lambda r: r.detokenizer == DetokenizerId(last.instance), now)
+                return []
+            case _:
+                return self.instance_gone(last, reason, now)
+
+    def record_probe_reply(
+        self, request: RequestId, attempt: Attempt, reply: ProbeReply | NoAnswer, now: float
+    ) -> list[Effect]:
+        """Takes what an engine replied to a `ProbeEngine`."""
+        current = self._current(request, attempt)
+        if current is None or not current.probing:
+            return []
+        current.probing = False
+        if current.last_message_at > current.probed_at:
+            current.clear_suspicion()
+            return []
+        return self._judge(current, reply, now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Checks every deadline; called a few times a second."""
+        return [effect for request in list(self._open.values()) for effect in self._overdue(request, now)]
+
+    # Messages.
+
+    def _deltas(self, message: Deltas, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        arrival = self._numbers.record(message.detokenizer, message.epoch, message.number)
+        if arrival == "repeated":
+            return effects
+        if (
+            arrival == "gap"
+        ):  # requests whose next token is not where it should be, or that get none, have lost something
+            self._suspect(lambda r: r.detokenizer == message.detokenizer, now)
+        for opened in message.opened:
+            effects += self._stream_opened(opened, message.detokenizer, now)
+        for part in message.scored:
+            effects += self._scored(part, now)
+        for delta in message.deltas:
+            current = self._open.get(delta.request)
+            if current is None or current.attempt != delta.attempt or current.state == "paused":
+                effects += self._abandoned.cancel_again(delta.request, delta.attempt, now)
+            elif (
+                current.tokenize.sampling.prompt_logprobs is not None
+                and not current.tokens
+                and current.scored_tokens != current.prompt_tokens
+            ):  # output came before all that was requested of the prompt
+                effects += self._retry(current, "log-probabilities of the prompt were lost", now, at_once=True)
+            elif delta.position == len(current.tokens):
+                if current.state != "placed":
+                    current.place(None, message.detokenizer, now)
+                current.record_output(delta.tokens, delta.text, now)
+                if delta.finish is not None:
+                    current.apply("end")
+                    del self._open[delta.request]
+                effects.append(delta)
+            elif delta.position + len(delta.tokens) > len(current.tokens):
+                effects += self._retry(current, "tokens were lost", now, at_once=True)
+        return effects
+
+    def _stream_opened(self, opened: StreamOpened, detokenizer: DetokenizerId, now: float) -> list[Effect]:
+        current = self._current(opened.request, opened.attempt)
+        if current is None:
+            return []
+        if current.state != "placed":
+            current.place(None, detokenizer, now)
+        current.last_message_at = now
+        current.prompt_tokens = opened.prompt_tokens
+        if current.usage_sent:
+            return []
+        current.usage_sent = True
+        return [opened]
+
+    def _scored(self, part: PromptLogprobsDelta, now: float) -> list[Effect]:
+        """A part that starts too late is dropped; the first output token will show that something is missing."""
+        current = self._current(part.request, part.attempt)
+        if current is None:
+            return []
+        current.last_message_at = now
+        end = part.position + len(part.logprobs)
+        if not part.position <= current.scored_tokens < end:
+            return []
+        current.scored_tokens = end
+        return [part]
+
+    def _placed(self, placed: RequestPlaced, now: float) -> list[Effect]:
+        current = self._current(placed.request, placed.attempt)
+        if current is None:
+            return [
+                CancelAttempt(
+                    placed.engine, _cancel(placed.request, placed.attempt, placed.handed_by, placed.detokenizer)
+                )
+            ]
+        if current.handed_by is not None and current.handed_by == placed.engine:
+            return []  # the message of the hand-over arrived first
+        current.handed_by = placed.handed_by
+        if current.state == "placed":  # it was handed over, or its first tokens arrived before this message
+            current.engine = placed.engine
+        else:
+            current.place(placed.engine, placed.detokenizer, now)
+        return []
+
+    def _queued(self, queued: RequestQueued, now: float) -> list[Effect]:
+        current = self._current(queued.request, queued.attempt)
+        if current is not None and current.state == "dispatched":
+            current.apply("queue")
+            current.last_message_at = now
+        return []
+
+    def _rejected(self, rejected: RequestRejected, now: float) -> list[Effect]:
+        """A rejection for what the request is ends it. One for lack of capacity ends it only in its first attempt: what
+        was accepted once waits."""
+        current = self._current(rejected.request, rejected.attempt)
+        if current is None:
+            return []
+        if rejected.kind in ("overloaded", "unavailable") and current.attempt > 1:
+            return self._retry(current, rejected.message, now, at_once=False, blame=False)
+        return self._end(current, rejected)
+
+    # Retries and ends.
+
+    def _retry(
+        self, current: OpenRequest, reason: str, now: float, *, at_once: bool, blame: bool = True
+    ) -> list[Effect]:
+        """Gives the attempt up and starts the next, or ends the request after too many.
+
+        The first placed attempt that fails is retried at once, further ones in a row after ever longer pauses, so that
+        an outage has time to pass. `blame`: whether the failure counts against the request and its engine.
+        """
+        effects = self._release(current, now)
+        if blame and current.state == "placed":
+            if self._count_failure(current):
+                return effects + self._give_up(current, f"{reason}; {current.failed} attempts failed")
+            at_once = current.fruitless <= 1
+        current.start_attempt(now)
+        effects.append(AttemptRetry(current.request, current.attempt, reason, len(current.tokens)))
+        if at_once:
+            return [*effects, *self._dispatch(current, now)]
+        self._pause(current, now)
+        return effects
+
+    def _count_failure(self, current: OpenRequest) -> bool:
+        """Counts a placed attempt's failure. Returns whether it was one too many."""
+        current.failed += 1
+        current.fruitless += 1
+        if current.engine is not None:
+            others = tuple(engine for engine in current.avoid if engine != current.engine)
+            current.avoid = (*others, current.engine)[-self._policy.avoid_limit :]
+        return current.fruitless >= self._policy.attempts or current.failed >= self._policy.attempts_in_all
+
+    def _release(self, current: OpenRequest, now: float) -> list[Effect]:
+        """Frees what the present attempt may hold at other services."""
+        match current.state:
+            case "placed" if current.engine is not None:
+                self._abandoned.add(current.request, current.engine, now)
+                cancel = _cancel(current.request, current.attempt, current.handed_by, current.detokenizer)
+                return [CancelAttempt(current.engine, cancel)]
+            case "paused":
+                return []
+            case _:
+                return [Withdraw(current.request, current.attempt)]
+
+    def _dispatch(self, current: OpenRequest, now: float) -> list[Effect]:
+        current.apply("dispatch")
+        current.last_message_at = now
+        return [DispatchAttempt(current.message())]
+
+    def _pause(self, current: OpenRequest, now: float) -> None:
+        current.apply("pause")
+        current.resume_at = now + min(self._policy.pause_s * 2 ** min(current.pauses, 8), self._policy.pause_limit_s)
+        current.pauses += 1
+
+    def _give_up(self, current: OpenRequest, why: str) -> list[Effect]:
+        rejected = RequestRejected(
+            request=current.request,
+            attempt=current.attempt,
+            kind="unavailable",
+            message=f"the request could not be served: {why}",
+            retry_after=1.0,
+        )
+        return self._end(current, rejected)
+
+    def _end(self, current: OpenRequest, rejected: RequestRejected) -> list[Effect]:
+        current.apply("end")
+        del self._open[current.request]
+        return [rejected]
+
+    def _retry_all(self, which: Callable[[OpenRequest], bool], reason: str, now: float) -> list[Effect]:
+        affected = [request for request in self._open.values() if which(request)]
+        return [effect for request in affected for effect in self._retry(request, reason, now, at_once=True)]
+
+    # Silence and probes.
+
+    def _suspect(self, which: Callable[[OpenRequest], bool], now: float) -> None:
+        """Has requests probed soon, unless their next tokens arrive before."""
+        for request in self._open.values():
+            if which(request):
+                request.probe_at = now + self._policy.confirm_s
+
+    def _overdue(self, r: OpenRequest, now: float) -> Iterator[Effect]:
+        policy = self._policy
+        if now - r.opened_at > policy.request_s:
+            yield from self._release(r, now)
+            yield from self._give_up(r, f"it took more than {policy.request_s:g} s")
+        elif r.state == "placed":
+            yield from self._probe_if_silent(r, now)
+        elif now - r.unplaced_since > policy.queue_s:
+            yield from self._release(r, now)
+            yield from self._give_up(r, f"no engine was free for {policy.queue_s:g} s")
+        elif r.state == "paused" and now >= r.resume_at:
+            yield from self._dispatch(r, now)
+        elif r.state == "dispatched" and now - r.last_message_at > policy.placement_s * 2**r.silent_tries:
+            r.silent_tries += 1
+            yield from self._retry(r, "not placed in time", now, at_once=True)
+
+    def _probe_if_silent(self, r: OpenRequest, now: float) -> list[Effect]:
+        due = r.last_message_at + self._policy.silence_s if r.probe_at is None else r.probe_at
+        if r.probing or now <= due:
+            return []
+        if r.engine is None:
+            return self._retry(r, "silent, and its engine is unknown", now, at_once=True)
+        r.probing, r.probed_at, r.probe_at = True, now, None
+        return [ProbeEngine(r.engine, Probe(r.request, r.attempt))]
+
+    def _judge(self, r: OpenRequest, reply: ProbeReply | NoAnswer, now: float) -> list[Effect]:
+        finding: str
+        match reply:
+            case ProbeReply(state="waiting" | "running", produced=produced) if produced <= len(r.tokens):
+                r.clear_suspicion()
+                r.last_message_at = now
+                return []
+            case "no answer in time":
+                r.unanswered += 1
+                finding, certain = reply, r.unanswered >= self._policy.unanswered_probes
+            case ProbeReply(state="unknown"):
+                r.doubts += 1
+                finding, certain = "unknown to its engine", r.doubts > 1
+            case ProbeReply():
+                r.doubts += 1
+                finding, certain = f"{reply.produced} tokens were produced, {len(r.tokens)} came", r.doubts > 1
+            case "nobody there":
+                r.doubts += 1
+                finding, certain = reply, r.doubts > 1
+        if certain:
+            return self._retry(r, finding, now, at_once=True)
+        r.probe_at = now + self._policy.confirm_s * 2 ** min(r.fruitless, 5)
+        return []
+
+    def _current(self, request: RequestId, attempt: Attempt) -> OpenRequest | None:
+        """The open request, where `attempt` is its newest one and not paused."""
+        current = self._open.get(request)
+        if current is None or current.attempt != attempt or current.state == "paused":
+            return None
+        return current
+
+
+def _cancel(
+    request: RequestId, attempt: Attempt, handed_by: EngineId | None, detokenizer: DetokenizerId | None
+) -> Cancel:
+    """A cancel that also names the detokenizer where the request was handed over: the engine that takes it over may
+    have died, or never received it, after its stream had moved there."""
+    return Cancel(request, attempt, None if handed_by is None else detokenizer)

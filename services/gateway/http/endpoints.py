@@ -1,0 +1,284 @@
+"""What answers each route: generation, streamed or as one body, and everything else; API keys and errors of all.
+
+Endpoints are plain ASGI: Starlette only routes to them, and nothing of it lies between a token and its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.api.generation import GenerationRequest, RequestLimits, StreamOptions
+from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.api.response import GenerationResponse, ResponseHeader, ResponseWriter, response_body
+from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
+from services.gateway.http.call import Call
+from services.gateway.http.streaming import SseFrames, StreamWriter
+from services.gateway.request_table import RequestTable
+from services.gateway.tokenizer_client import PromptDetails
+from shared.ids import ModelName
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import DecodeReply, EncodeReply
+from shared.packing import unpack
+
+log = logging.getLogger(__name__)
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+VERSION = version("baton-serve")
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class Endpoint:
+    """One route as an ASGI application. An `RequestError` becomes an error response. A bug is logged and becomes a
+    500, as
+    one client's request must not end the streams of all others."""
+
+    def __init__(self, handler: Handler, keys: Sequence[bytes]) -> None:
+        """Without `keys` everybody may call it."""
+        self._handler, self._keys = handler, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, as ASGI defines it."""
+        call = Call(scope, receive, send)
+        try:
+            if self._keys:
+                self._authorize(call)
+            await self._handler(call)
+        except RequestError as error:
+            await call.refuse(error)
+
+    def _authorize(self, call: Call) -> None:
+        """Raises RequestError 401 without a valid key. Compares with every key, so that the time does not depend on
+        which one matches."""
+        scheme, _, given = (call.header(b"authorization") or b"").partition(b" ")
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+class StreamSettings(NamedTuple):
+    """Limits of sending a response."""
+
+    keep_alive: float
+    """Seconds without an event after which a comment shows that the connection lives."""
+    unread_limit: int
+    """Bytes that a client may leave unread before its connection is aborted."""
+    read_timeout: float
+    """Seconds that a client may take to read the end of a response."""
+
+
+class GenerationEndpoint:
+    """Answers `/v1/chat/completions` or `/v1/completions`. Each call's state is in its `GenerationResponse`."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        read: Callable[[bytes, list[ModelCard], RequestLimits], GenerationRequest],
+        settings: StreamSettings,
+        max_body: int,
+    ) -> None:
+        """`read` parses the body."""
+        self._table, self._read, self._settings, self._max_body = table, read, settings, max_body
+
+    async def __call__(self, call: Call) -> None:
+        """Generates and responds. Raises RequestError as long as no response was started."""
+        table = self._table
+        table.admit(1)
+        generation = self._read(await call.body(self._max_body), table.cluster.models(), table.limits)
+        table.admit(generation.sequences)
+        searches, details = None, list[PromptDetails]()
+        if generation.beam_search is not None:
+            searches = await open_searches(table.tokenizer, generation)
+        else:
+            details = await table.tokenizer.prompt_details(generation)
+        prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
+        response_id = f"{prefix}-{secrets.token_hex(12)}"
+        header = ResponseHeader(generation.kind, response_id, int(time.time()), generation.model.name)
+        log.info(
+            "request",
+            extra={
+                "request": header.id,
+                "client_request": call.client_id,
+                "endpoint": header.kind,
+                "model": header.model,
+                "choices": generation.sequences,
+                "stream": generation.stream is not None,
+            },
+        )
+        if generation.stream is None:
+            await self._respond(call, generation, header, details, searches)
+        else:
+            await self._stream(call, generation, header, details, generation.stream)
+
+    async def _respond(
+        self,
+        call: Call,
+        generation: GenerationRequest,
+        header: ResponseHeader,
+        details: list[PromptDetails],
+        searches: list[PromptSearch] | None,
+    ) -> None:
+        """Responds with one body at the end."""
+        if searches is None:
+            response = await self._table.open(generation, header, ResponseWriter(), details)
+        else:
+            response = self._table.open_empty(generation, header, ResponseWriter())
+        async with self._open_for(call, response):
+            if searches is not None:
+                await BeamSearchRunner(self._table, generation, response, searches).run()
+            outcome = await response.ended
+        if response.error is not None:
+            raise response.error
+        if outcome == "finished":
+            body = response_body(header, response.choices, generation.response_options)
+            await self._finish(call, call.respond(body))
+
+    async def _stream(
+        self,
+        call: Call,
+        generation: GenerationRequest,
+        header: ResponseHeader,
+        details: list[PromptDetails],
+        options: StreamOptions,
+    ) -> None:
+        """Responds with events as tokens arrive."""
+        writer = StreamWriter(
+            SseFrames(header, options, generation.sequences, generation.response_options),
+            call.connection,
+            include_usage=options.include_usage,
+            keep_alive=self._settings.keep_alive,
+            unread_limit=self._settings.unread_limit,
+            now=time.monotonic(),
+        )
+        response = await self._table.open(generation, header, writer, details)
+        response.ended.add_done_callback(lambda _: writer.wake())
+        async with self._open_for(call, response):
+            await writer.first
+            # Until there is something to write, an error is still an error response.
+            if started := writer.waiting:
+                await call.start(200, EVENT_STREAM, STREAM_HEADERS)
+                writer.start()
+            outcome = await response.ended
+        if not started and response.error is not None:
+            raise response.error
+        if outcome == "client too slow":
+            call.connection.abort()
+        elif started:
+            await self._finish(call, call.end())
+
+    @asynccontextmanager
+    async def _open_for(self, call: Call, response: GenerationResponse) -> AsyncIterator[None]:
+        """Ends the response when the client leaves meanwhile; closes it at the end."""
+        connection = call.connection
+        try:
+            connection.on_lost = lambda: response.end("client left")
+            if connection.is_closing():
+                response.end("client left")
+            yield
+        finally:
+            connection.on_lost = None
+            outcome = response.ended.result() if response.ended.done() else "client left"
+            await self._table.close(response, outcome)
+
+    async def _finish(self, call: Call, writing: Awaitable[None]) -> None:
+        """Aborts the connection of a client that does not read the response's end."""
+        try:
+            async with asyncio.timeout(self._settings.read_timeout):
+                await writing
+        except TimeoutError:
+            call.connection.abort()
+
+
+class InfoEndpoints:
+    """Answers everything but generation: models, tokens, health, metrics, version."""
+
+    def __init__(self, table: RequestTable, max_body: int) -> None:
+        self._table, self._max_body = table, max_body
+
+    async def live(self, call: Call) -> None:
+        """`/live`: 200 as long as the process answers at all."""
+        await call.respond_json({"status": "alive"})
+
+    async def health(self, call: Call) -> None:
+        """`/health`: 200 only if requests can be served, otherwise 503 with the reason."""
+        await self._respond_status(call, self._table.not_serving())
+
+    async def ready(self, call: Call) -> None:
+        """`/ready`: 200 only if this gateway accepts requests and they can be served, otherwise 503 with the reason."""
+        reason = self._table.not_serving() if self._table.accepting else "this gateway is draining"
+        await self._respond_status(call, reason)
+
+    async def _respond_status(self, call: Call, reason: str | None) -> None:
+        if reason is None:
+            await call.respond_json({"status": "ok"})
+        else:
+            await call.respond_json({"status": "unavailable", "reason": reason}, 503, [(b"retry-after", b"1")])
+
+    async def metrics(self, call: Call) -> None:
+        """`/metrics`: in Prometheus' text format."""
+        await call.respond(generate_latest(REGISTRY), content_type=CONTENT_TYPE_LATEST.encode())
+
+    async def version(self, call: Call) -> None:
+        """`/version`: of the installed package."""
+        await call.respond_json({"version": VERSION})
+
+    async def models(self, call: Call) -> None:
+        """`/v1/models`: all models that are served."""
+        data = [_model_body(card) for card in self._table.cluster.models()]
+        await call.respond_json({"object": "list", "data": data})
+
+    async def model(self, call: Call) -> None:
+        """`/v1/models/NAME`. Raises RequestError 404."""
+        name = call.scope["path_params"]["name"]
+        card = self._table.cluster.model(ModelName(name))
+        if card is None:
+            message = f"The model `{abbreviated(name)[1:-1]}` does not exist."
+            raise RequestError(404, message, param="model", code="model_not_found")
+        await call.respond_json(_model_body(card))
+
+    async def tokenize(self, call: Call) -> None:
+        """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
+        table = self._table
+        card, question = read_tokenize(await call.body(self._max_body), table.cluster.models(), table.limits)
+        encoded = await table.tokenizer.ask(card, question, EncodeReply)
+        tokens = unpack(encoded.tokens)
+        await call.respond_json(
+            {
+                "count": len(tokens),
+                "max_model_len": card.max_model_len,
+                "tokens": tokens,
+                "token_strs": encoded.strings,
+            }
+        )
+
+    async def detokenize(self, call: Call) -> None:
+        """`/detokenize`: the text of token ids. Raises RequestError."""
+        card, question = read_detokenize(await call.body(self._max_body), self._table.cluster.models())
+        decoded = await self._table.tokenizer.ask(card, question, DecodeReply)
+        await call.respond_json({"prompt": decoded.text})
+
+
+def _model_body(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "baton",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }

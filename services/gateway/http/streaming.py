@@ -1,0 +1,197 @@
+"""Streamed responses: server-sent events made from byte templates, written to the client as tokens arrive.
+
+Per token only the escaped text is inserted into a template. What a client reads is always the JSON that OpenAI's API
+defines; the tests parse it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import TEXT_ONLY, ResponseOptions, StreamOptions
+from services.gateway.api.logprobs import by_id, by_text, chat_logprobs, completion_logprobs
+from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter, usage
+from services.gateway.http.call import ClientConnection
+from shared.messages.gateway import Delta
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+
+class SseFrames:
+    """Owns the templates of one stream. `text` costs two joins and one escape in the common case."""
+
+    def __init__(
+        self, header: ResponseHeader, stream: StreamOptions, choices: int, options: ResponseOptions = TEXT_ONLY
+    ) -> None:
+        self._chat = header.kind == "chat"
+        self._options = options
+        self._naming = by_id if options.tokens_as_ids else by_text
+        self._continuous = stream.continuous_usage
+        self._head = b"data: " + encode(header.fields(chunk=True))[:-1]
+        opening = b'"delta":{"content":' if self._chat else b'"text":'
+        self._before_text = [self._head + b',"choices":[{"index":%d,' % index + opening for index in range(choices)]
+        self._after_text = b"}" if self._chat else b""
+        self._end = b"%b}\n\n" % (b',"usage":null' if stream.include_usage else b"")
+        self._plain_end = self._after_text + b',"logprobs":null,"finish_reason":null}]' + self._end
+
+    @property
+    def with_token_ids(self) -> bool:
+        """Whether chunks contain token ids."""
+        return self._options.token_ids
+
+    def role(self, choice: ChoiceState) -> bytes:
+        """Returns the first chunk of a chat's choice; empty for completions, which have none."""
+        if not self._chat:
+            return b""
+        body = (
+            b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        )
+        return self._head + body % choice.index + self._prompt_ids(choice) + self._tail(choice)
+
+    def text(self, choice: ChoiceState, text: str) -> bytes:
+        """Returns a chunk of new text. The choice has counted its tokens; its collected log-probabilities go along."""
+        plain = choice.finish is None and not choice.logprobs and not self._continuous
+        if plain and not self._options.token_ids and choice.echo_first_token is None:
+            return b"%b%b%b" % (self._before_text[choice.index], encode(text), self._plain_end)
+        return self._full(choice, self._before_text[choice.index] + encode(text) + self._after_text)
+
+    def delta(self, choice: ChoiceState, delta: dict[str, Any]) -> bytes:
+        """Returns a chunk with `choices[].delta` of a chat whose output is parsed."""
+        return self._full(choice, b'%b,"choices":[{"index":%d,"delta":%b' % (self._head, choice.index, encode(delta)))
+
+    def _full(self, choice: ChoiceState, start: bytes) -> bytes:
+        parts = [start]
+        parts += [b',"logprobs":', self._logprobs(choice)]
+        parts += [b',"finish_reason":', encode(choice.finish_reason)]
+        if choice.finish is not None:
+            parts += [b',"stop_reason":', encode(choice.stop_reason)]
+        if self._options.token_ids:
+            parts += [b',"token_ids":', encode(choice.token_ids), self._prompt_ids(choice)]
+            choice.token_ids = []
+        return b"".join([*parts, b"}]", self._tail(choice)])
+
+    def _logprobs(self, choice: ChoiceState) -> bytes:
+        if not choice.logprobs and choice.echo_first_token is None:
+            return b"null"
+        positions, choice.logprobs = choice.logprobs, []
+        if self._chat:
+            return encode(chat_logprobs(positions, self._naming))
+        logprobs, choice.text_offset = completion_logprobs(positions, choice.text_offset, self._naming)
+        if choice.echo_first_token is not None:
+            logprobs = choice.echoed_logprobs(self._naming, self._options.echo_logprobs).followed_by(logprobs)
+            choice.echo_first_token = None
+        return encode(logprobs.body())
+
+    def _prompt_ids(self, choice: ChoiceState) -> bytes:
+        """The prompt's token ids, sent once: beside the choices of a chat, within those of a completion."""
+        if not self._options.token_ids or choice.prompt_ids is None:
+            return b""
+        ids, choice.prompt_ids = choice.prompt_ids, None
+        return b',"prompt_token_ids":' + encode(ids)
+
+    def _tail(self, choice: ChoiceState) -> bytes:
+        return b',"usage":%b}\n\n' % encode(usage([choice])) if self._continuous else self._end
+
+    def usage(self, choices: list[ChoiceState]) -> bytes:
+        """Returns the last chunk, which is sent where the client asked for usage."""
+        return self._head + b',"choices":[],"usage":%b}\n\n' % encode(usage(choices))
+
+
+def error_frame(error: RequestError) -> bytes:
+    """Returns an error as an event."""
+    return b"data: %b\n\n" % error.body()
+
+
+class StreamWriter(ResponseWriter):
+    """Owns what a stream has not written yet.
+
+    Frames are collected until the response has been started; from then on each is written to the connection at once. A
+    client that leaves more than `unread_limit` bytes unread is reported as too slow.
+    """
+
+    def __init__(
+        self,
+        frames: SseFrames,
+        connection: ClientConnection,
+        *,
+        include_usage: bool,
+        keep_alive: float,
+        unread_limit: int,
+        now: float,
+    ) -> None:
+        self._frames, self._connection = frames, connection
+        self._include_usage = include_usage
+        self._keep_alive, self._unread_limit = keep_alive, unread_limit
+        self._pending: list[bytes] | None = []
+        """None once the response has been started."""
+        self._written_at = now
+        self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the response can be started, or when there will be nothing to write."""
+
+    def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
+        """Writes new output. Returns False where the client reads too slowly."""
+        if delta.logprobs:
+            choice.logprobs.extend(delta.logprobs)
+        if self._frames.with_token_ids:
+            choice.token_ids.extend(delta.tokens)
+        if not delta.text and delta.finish is None:
+            return True  # half a character, or perhaps the start of a stop string
+        if choice.message is not None:
+            parsed = choice.message.feed(delta.text, delta.finish)
+            if not parsed and delta.finish is None:
+                return True  # perhaps the start of a marker
+            frame = (b"" if choice.started else self._frames.role(choice)) + self._frames.delta(choice, parsed)
+            choice.started = True
+        elif choice.started:
+            frame = self._frames.text(choice, delta.text)
+        else:
+            choice.started, choice.text_offset = True, len(choice.echo)
+            frame = self._frames.role(choice) + self._frames.text(choice, choice.echo + delta.text)
+        self._write(frame)
+        self._written_at = now
+        return self._connection.unread() <= self._unread_limit
+
+    def complete(self, choices: list[ChoiceState]) -> None:
+        """Writes the last events."""
+        self._write(self._frames.usage(choices) + DONE if self._include_usage else DONE)
+
+    def fail(self, error: RequestError) -> None:
+        """Writes the error as an event, once the response has started; before, the endpoint makes it a response."""
+        if self._pending is None:
+            self._write(error_frame(error) + DONE)
+
+    def tick(self, now: float) -> None:
+        """Writes a comment after `keep_alive` seconds without an event."""
+        if now - self._written_at >= self._keep_alive:
+            self._written_at = now
+            self._write(KEEP_ALIVE)
+
+    def _write(self, data: bytes) -> None:
+        if self._pending is None:
+            self._connection.write_chunk(data)
+        else:
+            self._pending.append(data)
+            self.wake()
+
+    def wake(self) -> None:
+        """Completes `first`."""
+        if not self.first.done():
+            self.first.set_result(None)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether frames wait for the response to be started."""
+        return bool(self._pending)
+
+    def start(self) -> None:
+        """Writes the waiting frames: the response has been started."""
+        waiting, self._pending = self._pending, None
+        if waiting:
+            self._connection.write_chunk(b"".join(waiting))

@@ -1,0 +1,49 @@
+"""Reads the reasoning at the start of an output, between the marks of `THINKING_MARKS`."""
+
+from __future__ import annotations
+
+from services.gateway.parsing.events import ParseEvents
+from services.gateway.parsing.text_cursor import Emit, OutputEnd, Reading, TextCursor
+from shared.messages.dialects import THINKING_MARKS, ReasoningFormat, Thinking
+
+
+def read_reasoning(
+    cursor: TextCursor, events: ParseEvents, form: ReasoningFormat, thinking: Thinking | None
+) -> Reading[None]:
+    """Reads up to where the answer starts. The marks, and white space beside them, belong to neither part.
+
+    `thinking` says how the prompt ends. Where it is None, deepseek_r1 takes everything up to the end mark for
+    reasoning, and the other formats only what is marked.
+    """
+    marks = THINKING_MARKS[form]
+    if thinking != "closed":
+        yield from cursor.skip_whitespace()
+        marked = yield from cursor.match_ahead((marks.start,))
+        if marked is None and thinking != "open" and form != "deepseek_r1":
+            cursor.rewind()
+            return
+        if marked is not None:
+            yield from cursor.expect(marks.start)
+            yield from cursor.skip_whitespace()
+        try:
+            yield from cursor.read_until((marks.end,), _TrimmedEnd(events.reasoning).feed)
+        except OutputEnd:
+            return
+        yield from cursor.expect(marks.end)
+    yield from cursor.skip_whitespace()
+    cursor.mark()
+
+
+class _TrimmedEnd:
+    """Holds white space back until more text follows it."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._held = ""
+
+    def feed(self, text: str) -> None:
+        text = self._held + text
+        kept = text.rstrip()
+        self._held = text[len(kept) :]
+        if kept:
+            self._emit(kept)

@@ -1,0 +1,320 @@
+"""Connects HTTP responses with the bus: opens requests, routes what arrives to the responses, and carries out what the
+supervisor of requests wants done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, assert_never
+
+from services.gateway.api.chat import AssistantMessage
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.response import (
+    ChoiceState,
+    GenerationResponse,
+    ResponseHeader,
+    ResponseOutcome,
+    ResponseWriter,
+    cached_prompt_tokens,
+)
+from services.gateway.core.cluster import ClusterView
+from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
+from services.gateway.core.open_request import FIRST_ATTEMPT, RetryPolicy
+from services.gateway.core.supervisor import NoAnswer, RequestSupervisor
+from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
+from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
+from shared import topics
+from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge
+from shared.ids import GatewayId, RequestId
+from shared.messages.coordinator import Withdraw
+from shared.messages.dialects import THINKING_MARKS
+from shared.messages.gateway import Delta, GatewayMessage, PromptLogprobsDelta, RequestRejected, StreamOpened
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.scheduler import ProbeReply
+from shared.messages.tokenizer import Tokenize
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT = 1.0
+"""Seconds that an engine may take to answer a probe."""
+
+
+class RequestTable:
+    """Owns the open responses and the supervision of their requests."""
+
+    def __init__(self, bus: Bus, gateway: GatewayId, policy: RetryPolicy, limits: RequestLimits, max_open: int) -> None:
+        self.limits = limits
+        self.timeout = policy.request_s
+        """Seconds that an answer may take in all."""
+        self.cluster = ClusterView()
+        self.accepting = True
+        self._bus, self._gateway, self._max_open = bus, gateway, max_open
+        self._supervisor = RequestSupervisor(policy)
+        self.prober = EngineProber(bus, self._record_probe_reply)
+        self.tokenizer = TokenizerClient(bus)
+        self._routes: dict[RequestId, tuple[GenerationResponse, ChoiceState]] = {}
+        self._responses: set[GenerationResponse] = set()
+
+    def __len__(self) -> int:
+        return len(self._supervisor)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no response is open."""
+        return not self._responses
+
+    # For the endpoints.
+
+    def not_serving(self) -> str | None:
+        """Returns why requests cannot be served at the moment, or None."""
+        if not self._bus.connected:
+            return "the bus is away"
+        missing = self.cluster.missing
+        return f"no {' and no '.join(missing)} is ready" if missing else None
+
+    def admit(self, sequences: int) -> None:
+        """Raises RequestError where so many more sequences cannot be taken now."""
+        if not self.accepting:
+            raise RequestError(503, "this gateway is draining", retry_after=1.0)
+        if len(self._supervisor) + sequences > self._max_open:
+            raise RequestError(429, f"{self._max_open} requests are open, which is the limit", retry_after=1.0)
+
+    async def open(
+        self,
+        generation: GenerationRequest,
+        header: ResponseHeader,
+        writer: ResponseWriter,
+        details: list[PromptDetails],
+        meters: ModelMeters | None = None,
+    ) -> GenerationResponse:
+        """Dispatches every sequence of a request. `details` describe its prompts where the client wants that, else it
+        is empty. `meters`: other than the model's, for requests that no client has sent."""
+        now, arrival = self._bus.liveness_now(), time.time()
+        grammar, parser = generation.output_grammar, generation.parser_options
+        reasoning = None if parser is None else parser.dialect.reasoning
+        choices: dict[RequestId, ChoiceState] = {}
+        effects: list[Effect] = []
+        for choice in generation.choices(secrets.randbits(63)):
+            request = RequestId(header.id if generation.sequences == 1 else f"{header.id}-{choice.position}")
+            prompt = choice.position // generation.n
+            state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
+            if parser is not None:
+                state.message = AssistantMessage(parser)
+            if details:
+                state.echo, state.prompt_ids = details[prompt].echo, details[prompt].token_ids
+                state.echo_first_token = (
+                    details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
+                )
+            choices[request] = state
+            message = Tokenize(
+                request=request,
+                attempt=FIRST_ATTEMPT,
+                gateway=self._gateway,
+                model=generation.model.name,
+                prompt=choice.prompt,
+                sampling=choice.sampling,
+                stopping=generation.stopping,
+                skip_special_tokens=generation.skip_special_tokens,
+                priority=generation.priority,
+                arrival=arrival,
+                cache_salt=generation.cache_salt,
+                grammar=grammar.grammar if grammar is not None else None,
+                bad_words=generation.bad_words,
+                truncate_prompt_tokens=generation.truncate_prompt_tokens,
+                keep_markup=parser is not None,
+                thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
+            )
+            effects += self._supervisor.open(message, now)
+        response = GenerationResponse(
+            header,
+            choices,
+            writer,
+            METERS.of(generation.model.name) if meters is None else meters,
+            time.monotonic(),
+            grammar_field=grammar.field if grammar is not None else None,
+        )
+        self._responses.add(response)
+        STREAMS.set(len(self._responses))
+        self._routes |= {request: (response, state) for request, state in choices.items()}
+        await self._perform(effects)
+        return response
+
+    def open_empty(
+        self, generation: GenerationRequest, header: ResponseHeader, writer: ResponseWriter
+    ) -> GenerationResponse:
+        """Opens a response that dispatches nothing: its choices are filled in by other requests."""
+        states = [ChoiceState(position, position // generation.n) for position in range(generation.sequences)]
+        choices = {RequestId(f"{header.id}-{state.index}"): state for state in states}
+        return self._add(
+            GenerationResponse(header, choices, writer, METERS.of(generation.model.name), time.monotonic())
+        )
+
+    def _add(self, response: GenerationResponse) -> GenerationResponse:
+        self._responses.add(response)
+        STREAMS.set(len(self._responses))
+        return response
+
+    async def close(self, response: GenerationResponse, outcome: ResponseOutcome) -> None:
+        """Ends a client's response: cancels what is still generated for it, then counts and logs it."""
+        await self.cancel(response)
+        header, choices = response.header, response.choices
+        REQUESTS.labels(header.model, header.kind, outcome).inc()
+        if outcome in ("client left", "client too slow"):
+            DISCONNECTS.labels(outcome).inc()
+        meters = METERS.of(header.model)
+        meters.prompt_tokens += sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
+        meters.cached_tokens += sum(cached_prompt_tokens(choices))
+        first = response.first_token_at
+        summary: dict[str, Any] = {
+            "request": header.id,
+            "outcome": outcome,
+            "tokens": sum(choice.tokens for choice in choices),
+            "ttft": round(first - response.started_at, 4) if first is not None else None,
+            "duration": round(time.monotonic() - response.started_at, 4),
+            "attempts": response.attempts,
+        }
+        if response.error is not None:
+            summary |= {"status": response.error.status, "reason": response.error.message}
+        log.info("answered", extra=summary)
+
+    async def cancel(self, response: GenerationResponse) -> None:
+        """Forgets a response, and cancels whatever is still generated for it."""
+        self._responses.discard(response)
+        STREAMS.set(len(self._responses))
+        now = self._bus.liveness_now()
+        effects: list[Effect] = []
+        for request in response.requests:
+            if self._routes.pop(request, None) is not None:
+                effects += self._supervisor.close(request, now)
+        await self._perform(effects)
+
+    # For the actor.
+
+    async def handle(self, message: GatewayMessage) -> None:
+        """Takes a message about a request."""
+        await self._perform(self._supervisor.handle(message, self._bus.liveness_now()))
+
+    async def record_lifecycle(self, message: Lifecycle) -> None:
+        """Takes an instance's lifecycle message; requests of an instance that ended are retried."""
+        now = self._bus.liveness_now()
+        gone = self.cluster.record_lifecycle(message, now)
+        if gone is not None:
+            await self._perform(self._supervisor.instance_gone(gone.last, gone.reason, now))
+
+    async def record_undelivered(self, message: Any) -> None:
+        """Handles a message that came back because it had no subscriber."""
+        if isinstance(message, Tokenize):
+            await self._perform(self._supervisor.undelivered(message, self._bus.liveness_now()))
+
+    async def tick(self, now: float) -> None:
+        """Checks all deadlines. `now` is the clock of responses; services are judged by the bus's liveness clock."""
+        alive_now = self._bus.liveness_now()
+        for gone in self.cluster.expire(alive_now):
+            await self._perform(self._supervisor.instance_silent(gone.last, gone.reason, alive_now))
+        await self._perform(self._supervisor.tick(alive_now))
+        for response in self._responses:
+            response.tick(now)
+        queued = self._supervisor.queued()
+        OPEN.labels("queued").set(queued)
+        OPEN.labels("running").set(len(self._supervisor) - queued)
+
+    def stop(self) -> None:
+        """Fails every open response: the gateway is stopping."""
+        for response in list(self._responses):
+            response.fail(RequestError(503, "this gateway is stopping", retry_after=1.0))
+
+    # What the supervisor wants done.
+
+    async def _perform(self, effects: list[Effect]) -> None:
+        if not effects:
+            return
+        now = time.monotonic()
+        for effect in effects:
+            match effect:
+                case Delta():
+                    find = self._routes.get if effect.finish is None else self._routes.pop
+                    if (route := find(effect.request, None)) is not None:
+                        route[0].record_delta(route[1], effect, now)
+                case StreamOpened():
+                    if (route := self._routes.get(effect.request)) is not None:
+                        route[0].record_opened(effect)
+                case PromptLogprobsDelta():
+                    if (route := self._routes.get(effect.request)) is not None:
+                        route[1].record_prompt_logprobs(effect)
+                case RequestRejected():
+                    if (route := self._routes.pop(effect.request, None)) is not None:
+                        route[0].reject(effect)
+                case DispatchAttempt():
+                    await self._dispatch(effect.tokenize)
+                case CancelAttempt():
+                    await self._publish(topics.engine_control(effect.engine), effect.cancel)
+                case Withdraw():
+                    await self._publish(topics.withdrawals(), effect)
+                case ProbeEngine():
+                    self.prober.probe(effect)
+                case AttemptRetry():
+                    RETRIES.inc()
+                    if (route := self._routes.get(effect.request)) is not None:
+                        route[0].attempts += 1
+                    log.warning("dispatched again", extra=effect._asdict())
+                case _:
+                    assert_never(effect)
+
+    async def _dispatch(self, tokenize: Tokenize) -> None:
+        try:
+            await self._bus.publish(topics.tokenize(tokenize.model), tokenize, confirm=True)
+        except PayloadTooLarge as error:
+            rejected = RequestRejected(
+                request=tokenize.request,
+                attempt=tokenize.attempt,
+                kind="too_large",
+                message=f"the prompt makes {error.size} bytes, the bus takes {error.limit} at most",
+                field="prompt",
+            )
+            await self.handle(rejected)
+
+    async def _publish(self, topic: topics.Topic[Any], message: Any) -> None:
+        try:
+            await self._bus.publish(topic, message)
+        except BusError as error:
+            log.warning("not published", extra={"subject": topic.subject, "error": str(error)})
+
+    async def _record_probe_reply(self, asked: ProbeEngine, reply: ProbeReply | NoAnswer) -> None:
+        now = self._bus.liveness_now()
+        probe = asked.probe
+        await self._perform(self._supervisor.record_probe_reply(probe.request, probe.attempt, reply, now))
+
+
+class EngineProber:
+    """Sends probes to engines, so that the actor's inbox does not wait for the replies.
+
+    Each open request has one probe at most, which bounds the queue.
+    """
+
+    def __init__(self, bus: Bus, on_reply: Callable[[ProbeEngine, ProbeReply | NoAnswer], Awaitable[None]]) -> None:
+        self._bus, self._on_reply = bus, on_reply
+        self._queue: asyncio.Queue[ProbeEngine] = asyncio.Queue()
+
+    def probe(self, probe: ProbeEngine) -> None:
+        """Queues a probe; its reply, or that there is none, goes to `on_reply`."""
+        self._queue.put_nowait(probe)
+
+    async def run(self) -> None:
+        """Sends probes until it is cancelled. Raises what `on_reply` raises, which is a bug."""
+        async with asyncio.TaskGroup() as probes:
+            while True:
+                probes.create_task(self._send(await self._queue.get()))
+
+    async def _send(self, probe: ProbeEngine) -> None:
+        reply: ProbeReply | NoAnswer
+        try:
+            reply = await self._bus.request(topics.engine_probes(probe.engine), probe.probe, ProbeReply, PROBE_TIMEOUT)
+        except NoResponders:
+            reply = "nobody there"
+        except BusError:
+            reply = "no answer in time"
+        await self._on_reply(probe, reply)

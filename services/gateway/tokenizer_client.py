@@ -1,0 +1,92 @@
+"""Asks a tokenizer service which tokens a text becomes, and which text tokens become."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import GenerationRequest
+from shared import topics
+from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
+from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import (
+    Decode,
+    DecodeReply,
+    Encode,
+    EncodeReply,
+    Prompt,
+    TextPrompt,
+    TokenizerRefusal,
+    TokenizerReply,
+    TokenPrompt,
+)
+from shared.packing import pack, unpack
+
+A = TypeVar("A", EncodeReply, DecodeReply)
+
+ANSWER_TIMEOUT = 10.0
+"""Seconds that a tokenizer may take."""
+
+
+class PromptDetails(NamedTuple):
+    """What a response contains of a prompt."""
+
+    echo: str
+    """Its text, to be echoed."""
+    first_token: str
+    """Text of its first token, where log-probabilities are echoed."""
+    token_ids: list[int] | None
+
+
+class TokenizerClient:
+    """Sends questions to any tokenizer of a model. Every failure is an RequestError: 400 for a prompt that the
+    tokenizer refuses, 413 for one too large for the bus, 503 without an answer."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def ask(self, model: ModelCard, question: Encode | Decode, expected: type[A]) -> A:
+        """Returns the reply, which is of the `expected` type. Raises RequestError."""
+        topic = topics.tokenizer_requests(model.name)
+        try:
+            answer: TokenizerReply = await self._bus.request(topic, question, TokenizerReply, ANSWER_TIMEOUT)
+        except PayloadTooLarge as error:
+            raise RequestError(413, str(error), param="body", code="too_large") from None
+        except (NoResponders, ReplyTimeout, ReplyError) as error:
+            raise RequestError(503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0) from None
+        if isinstance(answer, TokenizerRefusal):
+            raise RequestError(400, answer.message, param=answer.field)
+        if not isinstance(answer, expected):
+            raise RequestError(503, "no tokenizer answered (another question's answer came)", retry_after=1.0)
+        return answer
+
+    async def prompt_details(self, generation: GenerationRequest) -> list[PromptDetails]:
+        """Returns what the response contains of each prompt, or nothing where the client does not want any of it."""
+        model, options = generation.model, generation.response_options
+        if not (generation.echo or options.token_ids):
+            return []
+        scored = options.echo_logprobs is not None
+        details = []
+        for prompt in generation.prompts:
+            text = prompt.text if isinstance(prompt, TextPrompt) and generation.truncate_prompt_tokens is None else None
+            ids, echo, first = None, "", ""
+            if scored or options.token_ids or text is None:
+                ids = await self.prompt_ids(generation, prompt)
+            if generation.echo:
+                echo = await self.text(model, ids or []) if text is None else text
+            if scored and ids:
+                first = await self.text(model, ids[:1])
+            details.append(PromptDetails(echo, first, ids))
+        return details
+
+    async def prompt_ids(self, generation: GenerationRequest, prompt: Prompt) -> list[int]:
+        """Returns a prompt's token ids, as an engine will compute them."""
+        if isinstance(prompt, TokenPrompt):
+            ids = unpack(prompt.tokens)
+        else:
+            ids = unpack((await self.ask(generation.model, Encode(prompt), EncodeReply)).tokens)
+        return ids if generation.truncate_prompt_tokens is None else ids[-generation.truncate_prompt_tokens :]
+
+    async def text(self, model: ModelCard, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of token ids."""
+        return (await self.ask(model, Decode(pack(ids), skip_special_tokens), DecodeReply)).text

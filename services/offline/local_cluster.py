@@ -1,0 +1,240 @@
+"""All services on one event loop and an in-memory bus, for a process that serves only itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message
+
+from services.coordinator.__main__ import build as build_coordinator
+from services.detokenizer.__main__ import build as build_detokenizer
+from services.detokenizer.__main__ import load as load_vocabulary
+from services.gateway.actor import Gateway
+from services.gateway.http.call import EXTENSION
+from services.offline.errors import EngineFailed
+from services.offline.ranks import MAX_PAYLOAD, RankProcesses
+from services.offline.settings import ServiceConfigs
+from services.scheduler.__main__ import build as build_scheduler
+from services.scheduler.actor import SchedulerActor
+from services.tokenizer.__main__ import build as build_tokenizer
+from services.tokenizer.__main__ import load as load_encoding
+from services.worker.__main__ import build as build_worker
+from services.worker.backend import BackendError
+from shared.actor import Actor, ActorRuntime
+from shared.blocks import BLOCK_SIZE
+from shared.bus.memory_bus import MemoryBus
+from shared.error_groups import innermost
+from shared.models.model_files import ModelNotFound, resolve_model
+from shared.models.tokenizer_files import TokenizerUnusable
+
+POLL_SECONDS = 0.005
+DRAIN_SECONDS = 1.0
+LEAVE_SECONDS = 10.0
+"""How long the gateway may take to notice that a call was given up."""
+MAX_PAUSE = 0.5
+"""Of a longer time in which the loop did not run, only so many seconds count."""
+
+
+class LoopClock:
+    """Counts the seconds in which the event loop ran. All actors share that loop: an actor that was silent while the
+    loop was blocked (a notebook's cell kept the interpreter busy) has not failed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before = clock()
+        self._ran = 0.0
+
+    def now(self) -> float:
+        """Returns the seconds since the start."""
+        now = self._clock()
+        self._ran += min(now - self._before, MAX_PAUSE)
+        self._before = now
+        return self._ran
+
+
+class LocalAnswer(NamedTuple):
+    """A complete HTTP response."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+class _LocalConnection:
+    """The connection of a client in this process, which never reads too slowly."""
+
+    def __init__(self) -> None:
+        self.on_lost: Callable[[], None] | None = None
+        self._left = False
+
+    def is_closing(self) -> bool:
+        return self._left
+
+    def leave(self) -> None:
+        self._left = True
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def write_chunk(self, data: bytes) -> None:
+        raise AssertionError("nothing is streamed to this process")
+
+    def unread(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        raise AssertionError("a client in this process is never too slow")
+
+
+class LocalCluster:
+    """Owns the actors from loading the model to their end. Every method runs on one event loop."""
+
+    def __init__(self, configs: ServiceConfigs) -> None:
+        """Loads tokenizer and templates. Raises EngineFailed."""
+        self._configs = configs
+        self.bus = MemoryBus(MAX_PAYLOAD, LoopClock().now)
+        try:
+            folder = resolve_model(configs.tokenizer.model, weights=configs.ranks[0].reads_weights)
+            self._encoding = load_encoding(configs.tokenizer, folder)
+            self._vocabulary = load_vocabulary(folder)
+        except (ModelNotFound, TokenizerUnusable) as error:
+            raise EngineFailed(str(error)) from None
+        self._runtimes: list[ActorRuntime] = []
+        self._ranks: RankProcesses | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._gateway: Gateway | None = None
+        self._scheduler: SchedulerActor | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may reach; known once started. Raises EngineFailed."""
+        assert self._scheduler is not None, "not started"
+        report = self._scheduler.engine_report()
+        if report is None:
+            raise EngineFailed("the engine has no workers")
+        return min(report.model.max_model_len, report.blocks_total * BLOCK_SIZE)
+
+    async def start(self, timeout: float) -> None:
+        """Returns when requests are served. Raises EngineFailed; nothing runs any more then."""
+        actors = await self._actors()
+        self._runtimes = [ActorRuntime(actor, drain_timeout=DRAIN_SECONDS) for actor in actors]
+        self._running = asyncio.create_task(self._run())
+        try:
+            async with asyncio.timeout(timeout):
+                while self._gateway is None or self._gateway.requests.not_serving() is not None:
+                    if self._running.done():
+                        raise self._failure()
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            await self.stop()
+            raise EngineFailed(f"the model was not ready within {timeout:g} s") from None
+
+    async def _actors(self) -> list[Actor]:
+        configs = self._configs
+        worker: list[Actor] = []
+        if len(configs.ranks) == 1:
+            worker.append(await build_worker(configs.ranks[0], self.bus.connection()))
+        else:
+            self._ranks = RankProcesses(configs.ranks, self.bus.connection())
+        self._gateway = Gateway(self.bus.connection(), configs.gateway, listens=False)
+        self._scheduler = build_scheduler(configs.scheduler, self.bus.connection())
+        return [
+            self._gateway,
+            build_tokenizer(configs.tokenizer, self._encoding, self.bus.connection()),
+            build_coordinator(configs.coordinator, self.bus.connection()),
+            self._scheduler,
+            *worker,
+            build_detokenizer(configs.detokenizer, self._vocabulary, self.bus.connection()),
+        ]
+
+    async def _run(self) -> None:
+        """Runs until `stop`. One actor's end, which only a bug or a model that does not load can cause, ends all."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for runtime in self._runtimes:
+                    tasks.create_task(runtime.run())
+                if self._ranks is not None:
+                    tasks.create_task(self._ranks.run())
+        finally:
+            await self.bus.close()
+
+    async def call(self, method: str, path: str, body: bytes, request_id: str | None = None) -> LocalAnswer:
+        """Sends one request, not streamed, to the gateway's HTTP application, and returns its answer. Cancelling it
+        gives the request up. Raises EngineFailed where the cluster ends meanwhile."""
+        assert self._running is not None, "not started"
+        assert self._gateway is not None, "not started"
+        answering = asyncio.create_task(_call(self._gateway.app, method, path, body, request_id))
+        try:
+            await asyncio.wait([answering, self._running], return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise self._failure()
+            return await answering
+        finally:
+            if not answering.done():
+                answering.cancel()
+                await asyncio.gather(answering, return_exceptions=True)
+
+    def _failure(self) -> EngineFailed:
+        """Why the cluster has ended."""
+        assert self._running is not None, "not started"
+        error = None if self._running.cancelled() else self._running.exception()
+        first = None if error is None else innermost(error)
+        if isinstance(first, BackendError | EngineFailed):
+            return EngineFailed(str(first))
+        failed = EngineFailed("the engine was closed" if first is None else f"the engine ended: {first!r}")
+        failed.__cause__ = first
+        return failed
+
+    async def stop(self) -> None:
+        """Ends every actor; unfinished requests are given up after DRAIN_SECONDS."""
+        for runtime in self._runtimes:
+            runtime.stop()
+        if self._ranks is not None:
+            self._ranks.stop()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+
+async def _call(app: ASGIApp, method: str, path: str, body: bytes, request_id: str | None) -> LocalAnswer:
+    """Calls an ASGI application without HTTP: the same code and the same bodies, without a socket."""
+    status, answer_headers, parts = 500, dict[bytes, bytes](), list[bytes]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, answer_headers
+        if message["type"] == "http.response.start":
+            status, answer_headers = message["status"], dict(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    connection = _LocalConnection()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if request_id is not None:
+        headers.append((b"x-request-id", request_id.encode()))
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "extensions": {EXTENSION: connection},
+    }
+    answering = asyncio.ensure_future(app(scope, receive, send))
+    try:
+        await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        connection.leave()
+        await asyncio.wait([answering], timeout=LEAVE_SECONDS)
+        raise
+    return LocalAnswer(status, answer_headers.get(b"x-request-id", b"").decode(), b"".join(parts))

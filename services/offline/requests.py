@@ -1,0 +1,145 @@
+"""Prompts and sampling parameters, and the requests to the gateway that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from services.offline.errors import InvalidRequest
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with `prompt` or `prompt_token_ids`."""
+Message = Mapping[str, Any]
+
+_SHOWN = 80
+"""Characters of a value in an error message."""
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """How to sample one prompt, with vLLM's names and defaults. The gateway checks the values, when a prompt is
+    generated."""
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    """None: as many as the context holds."""
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """N: log-probabilities of the chosen token and of the N most likely ones."""
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: Mapping[str, Any] | None = None
+    """{"json": …}, {"regex": …}, {"choice": […]}, {"grammar": …}: what the output must match."""
+    extra: Mapping[str, Any] = {}
+    """Any other field of `/v1/completions`."""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns them as fields of `/v1/completions`, without those that are None."""
+        given = {name: value for name, value in asdict(self).items() if name != "extra" and value is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return {**given, **self.extra}
+
+
+class PromptRequest(NamedTuple):
+    """One prompt, and how to continue it."""
+
+    prompt: str | list[int]
+    params: SamplingParams
+    fields: Mapping[str, Any] = {}
+    """Further fields of `/v1/completions`."""
+
+    def body(self, model: str, max_tokens: int | None) -> dict[str, Any]:
+        """Returns the JSON for `/v1/completions`. `max_tokens`: in place of the parameters', unless it is None."""
+        fields = self.params.fields()
+        if max_tokens is not None:
+            fields["max_tokens"] = max_tokens
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return {"model": model, "prompt": self.prompt, **fields, **self.fields, **ids}
+
+
+def prompt_requests(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[PromptRequest]:
+    """Returns one request for each prompt. Raises InvalidRequest."""
+    each = [prompts] if isinstance(prompts, str | Mapping) or _is_ids(prompts) else list(prompts)
+    chosen = params_for(len(each), params)
+    return [_request(prompt, own, i) for i, (prompt, own) in enumerate(zip(each, chosen, strict=True))]
+
+
+def params_for(count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    """Returns parameters for `count` prompts: one for all, or one for each. Raises InvalidRequest."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(f"params: {len(params)} for {count} prompts; one for all, or one for each", "params")
+    return list(params)
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _request(prompt: object, params: SamplingParams, index: int) -> PromptRequest:
+    if isinstance(prompt, str):
+        return PromptRequest(prompt, params)
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt, params, index)
+    if _is_ids(prompt):
+        return PromptRequest(list(prompt), params)  # type: ignore[call-overload]
+    raise InvalidRequest(
+        f"prompts[{index}]: {_shown(prompt)} is not allowed; a string, token ids, or a dict", "prompts"
+    )
+
+
+def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, index: int) -> PromptRequest:
+    field = f"prompts[{index}]"
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown:
+        allowed = "prompt, prompt_token_ids, cache_salt"
+        raise InvalidRequest(f"{field}: {_shown(sorted(unknown)[0])} is not allowed; {allowed} are", field)
+    if "prompt_token_ids" not in prompt and "prompt" not in prompt:
+        raise InvalidRequest(f"{field}: prompt or prompt_token_ids is required", field)
+    inner = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    request = _request(inner if not isinstance(inner, Mapping) else None, params, index)
+    return request._replace(fields={"cache_salt": prompt["cache_salt"]} if "cache_salt" in prompt else {})
+
+
+def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """Returns several conversations, also where only one is given. Raises InvalidRequest."""
+    one: list[Message] = []
+    several: list[list[Message]] = []
+    for each in messages:
+        if isinstance(each, Mapping):
+            one.append(each)
+        else:
+            several.append(list(each))
+    if one and several:
+        raise InvalidRequest(
+            "messages: one conversation is a list of dicts, several are a list of such lists", "messages"
+        )
+    return [one] if one else several
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

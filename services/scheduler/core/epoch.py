@@ -1,0 +1,188 @@
+"""The state of one epoch: the time in which an engine has one set of workers. The next epoch starts afresh.
+
+It plans steps as far ahead as allowed, processes their results, and moves blocks between the ranks and the KV store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.scheduler.core.events import RankProgress, SendPlan, WorkersReady
+from services.scheduler.core.limits import EngineLimits
+from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.planning.planner import StepPlanner
+from services.scheduler.core.planning.speculation import SpeculationBudget
+from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.step_timing import StepsInFlight, StepTimeEstimator
+from services.scheduler.core.queue.grammars import Grammars
+from services.scheduler.core.results.outbox import EngineOutbox
+from services.scheduler.core.results.requests import EngineRequests, RequestValidator
+from services.scheduler.core.results.step_results import StepResults
+from services.scheduler.core.transfer.block_transfers import BlockTransfers
+from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
+from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.saves import Saves
+from services.scheduler.core.transfer.store_client import StoreClient
+from shared.ids import Incarnation
+from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
+from shared.messages.scheduler import StepFinished, TransferProgress
+
+
+class EngineStuck(AssertionError):
+    """No step is in flight and none can be planned: a bug that would leave requests waiting for ever."""
+
+
+class EpochState:
+    """Owns everything that ends with the epoch, and when the next plan is due. One is made for each epoch."""
+
+    def __init__(
+        self,
+        epoch: Incarnation,
+        limits: EngineLimits,
+        workers: WorkersReady,
+        tickets: Iterator[int],
+        store: StoreClient,
+        sender: HandOverSender,
+        outbox: EngineOutbox,
+    ) -> None:
+        self.workers = workers
+        self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages)
+        self.plan_due: float | None = None
+        """When `plan` is wanted at the latest, so that the device finds its next plan ready."""
+        self.memory = BlockAllocator(workers.num_blocks, for_store=store.node is not None)
+        self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
+        self.loads = Loads(self.limits, store, self.memory, self.transfers)
+        self.saves = Saves(store, self.memory, self.transfers)
+        self.hand_overs = HandOvers(self.saves)
+        self.grammars = Grammars(limits.compile_timeout, store.counters)
+        speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
+        self.planner = StepPlanner(
+            self.limits,
+            self.memory,
+            self.transfers,
+            self.loads,
+            self.saves,
+            self.grammars,
+            speculation,
+            store.counters,
+        )
+        self.queues = self.planner.queues
+        self.requests = EngineRequests(
+            RequestValidator(workers.card, workers.num_blocks, limits.policy),
+            limits.max_waiting,
+            tickets,
+            self.grammars,
+            self.queues,
+            self.hand_overs,
+            sender,
+            outbox,
+        )
+        self.steps = StepsInFlight(epoch, StepTimeEstimator())
+        self._plans_ahead = self.limits.plans_ahead
+        self._counters = store.counters
+        self._outbox = outbox
+        self._results = StepResults(self.memory, self.queues, self.requests, speculation, outbox, store.counters)
+
+    def close(self) -> None:
+        """Gives the store back what is held there. Every sequence has ended."""
+        self.loads.close()
+        self.saves.close()
+
+    @property
+    def saving(self) -> bool:
+        """Whether blocks are on their way to the store, or being copied."""
+        return self.saves.busy or bool(self.transfers.in_flight)
+
+    # ---- steps
+
+    def plan(self, now: float) -> None:
+        """Plans until enough are in flight, or nothing is left to do. Raises EngineStuck."""
+        self.plan_due = None
+        steps, limits = self.steps, self.limits
+        while steps.issued - steps.finished <= self._plans_ahead:
+            if limits.plan_late and limits.run_ahead:
+                due = steps.next_due(limits.stages)
+                if now < due:  # the workers have enough to do until then
+                    self.plan_due = due
+                    return
+            step = self.planner.plan(now)
+            if step is None:
+                held = len(self.requests.held)
+                if held and steps.in_flight == 0 and not self.planner.waits_elsewhere:
+                    raise EngineStuck(f"{held} requests are held, and none can be computed")
+                return
+            self._issue(step, now)
+
+    def _issue(self, step: StepBuilder, now: float) -> None:
+        for sequence, cached in step.started:
+            self._outbox.streams.open(sequence, cached)
+            prompt = sequence.tokens.prompt_length
+            self._counters.prompt_tokens += prompt
+            self._counters.cached_tokens += min(prompt, cached)
+        for sequence in step.handing:
+            self.hand_overs.start(sequence)
+        self._outbox.add(SendPlan(self.planner.issue(step, self.steps, now)))
+
+    def finish_step(self, result: StepFinished, now: float) -> str | None:
+        """Takes in a step's result, unless it is old. Returns why everything has to start again, where one before it
+        was lost."""
+        steps = self.steps
+        if result.epoch != steps.epoch or result.step < steps.finished:
+            return None
+        if result.step > steps.finished:
+            return f"the result of step {steps.finished} never came"
+        expected = steps.finish(len(result.sampled), now)
+        if self.transfers.in_flight:
+            self.transfers.finish_step(result.step, now)
+        self._results.record(result, expected)
+        return None
+
+    def record_progress(self, report: RankProgress, now: float) -> str | None:
+        """Takes in how far a rank is. Returns what it shows to be lost, if anything."""
+        if report.transfers is not None and report.transfers.epoch == self.steps.epoch:
+            self.record_transfers(report.transfers, now)
+        return self.steps.find_loss(report, now)
+
+    def overdue(self, now: float) -> str | None:
+        """The step or transfer that takes so long that the workers count as wedged, if any."""
+        timeout = self.limits.step_timeout
+        if self.steps.overdue(now, timeout):
+            return f"step {self.steps.finished} took longer than {timeout:g} s"
+        if self.transfers.in_flight and self.transfers.overdue(now, timeout):
+            return f"copying blocks from or to the KV store took longer than {timeout:g} s"
+        return None
+
+    # ---- blocks from and to the KV store
+
+    def record_transfers(self, report: TransferProgress, now: float) -> None:
+        """A rank has copied blocks, or failed to."""
+        for kind, lease, done in self.transfers.record_report(report, now):
+            if kind == "save":
+                self.saves.finish_transfer(lease, done)
+                continue
+            sequence, tokens, others = self.loads.finish(lease, done)
+            if sequence is not None:
+                self.queues.finish_loading(sequence, tokens)
+            for other in others:
+                self.queues.resume(other)
+
+    def record_store_reply(self, request: Find | Reserve | Commit, reply: KvStoreReply | None, now: float) -> None:
+        """The store has replied, or (None) has not in time."""
+        match request:
+            case Find(lease=lease):
+                sequence = self.loads.record_reply(lease, reply, now)
+                if sequence is not None:
+                    self.queues.resume(sequence)
+            case Reserve(lease=lease):
+                self.saves.record_reservation(lease, reply, now)
+            case Commit(lease=lease):
+                self.saves.record_commit(lease, reply)
+
+    def offer_saves(self, now: float) -> list[SettledHandOver]:
+        """Offers the store what the last plan computes. Returns the sequences that wait to be handed over and of which
+        the store has all blocks, or cannot have them."""
+        self.saves.offer(self.memory.take_newly_named(), now)
+        self.saves.reserve(now, idle=self.steps.in_flight == 0)
+        for save in self.saves.take_outcomes():
+            self.hand_overs.record_save(save)
+        return self.hand_overs.take_settled() if self.hand_overs.waiting else []

@@ -1,0 +1,102 @@
+"""Builds the next step: which sequences compute how many tokens in which blocks. Knows lengths, never token values.
+
+One token budget a step. Decoding sequences first (`decode.py`), then the rest of chunked prefills (`prefill.py`), then
+waiting sequences (`admission.py`); beside them, what is copied to the KV store and what is compiled.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.core.counters import EngineCounters
+from services.scheduler.core.limits import EngineLimits
+from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.planning.admission import Admission
+from services.scheduler.core.planning.decode import DecodePlanner, MicroBatches, Preemption
+from services.scheduler.core.planning.prefill import PrefillPlanner
+from services.scheduler.core.planning.speculation import SpeculationBudget
+from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
+from services.scheduler.core.planning.step_timing import ExpectedResult, StepsInFlight
+from services.scheduler.core.queue.grammars import Grammars
+from services.scheduler.core.queue.sequence_queues import SequenceQueues
+from services.scheduler.core.queue.shared_prompts import SharedPrompts
+from services.scheduler.core.transfer.block_transfers import BlockTransfers
+from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE_DECODES, Saves
+from shared.messages.worker import StepPlan
+
+
+class StepPlanner:
+    """Owns which sequence computes which prompt, and the turns of micro-batches; the rest belongs to those that plan a
+    part."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        memory: BlockAllocator,
+        transfers: BlockTransfers,
+        loads: Loads,
+        saves: Saves,
+        grammars: Grammars,
+        speculation: SpeculationBudget,
+        counters: EngineCounters,
+    ) -> None:
+        self._limits = limits
+        self._memory = memory
+        self._transfers = transfers
+        self._saves = saves
+        self._grammars = grammars
+        self._prompts = SharedPrompts()
+        self._micro_batches = MicroBatches(limits.stages) if limits.stages > 1 else None
+        self.queues = SequenceQueues(memory, loads, grammars, self._prompts)
+        self.preemption = Preemption(memory, self.queues)
+        self._decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
+        self._prefills = PrefillPlanner(memory, self.queues)
+        self._admission = Admission(
+            limits.max_running, memory, self.queues, loads, self._prompts, self._prefills, counters
+        )
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Whether a sequence goes on without any step's result: when the store has answered, or when the ranks have
+        copied or compiled something."""
+        sought = len(self.queues.seeking) > self._prompts.waiting
+        return bool(sought or self.queues.handing or self._transfers.in_flight or self._grammars.answers_awaited)
+
+    def plan(self, now: float) -> StepBuilder | None:
+        """The next step, or None where there is nothing to compute, copy or compile before results come."""
+        step = StepBuilder(self._limits)
+        queues, preempted = self.queues, self.preemption.count
+        self._decodes.plan(step)
+        step.decodes = step.samples
+        if queues.prefilling:
+            self._prefills.plan(step)
+        # A sequence that was preempted just now is first in the queue; it would only be preempted again.
+        if queues.waiting and preempted == self.preemption.count:
+            self._admission.admit(step, now)
+        for sequence in step.filled:  # blocks that the step fills are there for every plan behind it
+            self._memory.index_full_blocks(sequence)
+            for other in self._prompts.progress(sequence):
+                queues.resume(other)
+        if self._saves.ready:
+            self._saves.plan(MAX_BLOCKS_BESIDE_DECODES if step.decodes else MAX_BLOCKS, now)
+        if self._grammars.unsent or self._grammars.resend:
+            step.compile = self._grammars.take(step.bytes_left, now)
+        if not step.work and not self._transfers.planned and not step.compile:
+            return None
+        if self._micro_batches is not None:
+            self._micro_batches.record_plan(step.work, queues.by_id)
+        return step
+
+    def issue(self, step: StepBuilder, steps: StepsInFlight, now: float) -> StepPlan:
+        """The step as the ranks are sent it, under the number that it has in flight from now on."""
+        tokens = self._limits.max_batch_tokens - step.budget
+        prefills = len(step.work) > step.decodes
+        number = steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
+        return StepPlan(
+            epoch=steps.epoch,
+            step=number,
+            released=self.queues.take_released() if self.queues.released else (),
+            new=tuple([new_sequence(*start) for start in step.started]),
+            work=tuple(step.work),
+            transfers=self._transfers.take_planned(number) if self._transfers.planned else (),
+            compile=step.compile,
+        )

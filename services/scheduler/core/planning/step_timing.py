@@ -1,0 +1,138 @@
+"""Which steps are in flight, how long they take, and which were lost: so that the next plan is made in time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from services.scheduler.core.events import RankProgress
+from shared.ids import Incarnation, SequenceId
+
+MIN_REPORT_INTERVAL = 0.4
+"""Seconds between two reports of a rank that are compared; anything that was sent before the first has arrived by
+the second."""
+RECENT_STEPS = 8
+"""Steps of a size that are remembered."""
+MIN_LEAD = 0.006
+"""Seconds that a plan needs at the most to reach the workers and be prepared: 1 to 2 ms on a quiet machine, and the
+rest for pauses of all processes that have a part in it."""
+MIN_DELAY = 0.001
+"""Seconds that are not worth waiting for: timers are no finer."""
+
+
+class StepTimeEstimator:
+    """Owns how long the last steps took, by their size in tokens rounded to a power of two.
+
+    A plan that is sent early shuts out the requests that arrive while the steps before it run. Sent in time, but not
+    before, it still finds the device busy, and holds the requests that arrived in half a step more. So plans run as far
+    ahead as short steps need, and long steps do not pay for that.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        self._seconds.setdefault(tokens.bit_length(), deque(maxlen=RECENT_STEPS)).append(seconds)
+
+    def seconds_to_wait(self, *sizes: int) -> float:
+        """Seconds after the start of the first of some steps, of so many tokens each, until which the plan behind the
+        last may wait.
+
+        Until the last is half over, each taken for the shortest of its size lately; and never so long that less than
+        MIN_LEAD is left. 0 where a size was not seen yet.
+        """
+        shortest = [min(self._seconds.get(tokens.bit_length(), (0.0,))) for tokens in sizes]
+        if not all(shortest):
+            return 0.0
+        seconds = sum(shortest) - max(shortest[-1] / 2, MIN_LEAD)
+        return seconds if seconds > MIN_DELAY else 0.0
+
+
+class ExpectedResult(NamedTuple):
+    """What is known of a step in flight: tokens drawn for certain and computed at the most, and beyond those what each
+    sequence may yield."""
+
+    samples: int
+    tokens: int
+    extras: Mapping[SequenceId, int]
+    prefills: bool
+
+
+class _RankReport(NamedTuple):
+    at: float
+    issued: int
+    """Plans that had been issued when the report came."""
+    published: int
+    """Results that the report says were sent."""
+
+
+class StepsInFlight:
+    """Owns the numbering of one epoch's plans. (epoch, step) are consecutive from step 0."""
+
+    def __init__(self, epoch: Incarnation, estimator: StepTimeEstimator) -> None:
+        self.epoch = epoch
+        self.issued = 0
+        self.finished = 0
+        self._expected: deque[ExpectedResult] = deque()
+        self._estimator = estimator
+        self._awaited_since = 0.0
+        self._reports: dict[int, _RankReport] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Plans that were issued and have no result yet."""
+        return self.issued - self.finished
+
+    def issue(self, expected: ExpectedResult, now: float) -> int:
+        """A plan is sent; returns its number."""
+        self._expected.append(expected)
+        if self.issued == self.finished:
+            self._awaited_since = now
+        self.issued += 1
+        return self.issued - 1
+
+    def finish(self, samples: int, now: float) -> ExpectedResult:
+        """The oldest step in flight has its result. Raises ValueError where a sequence's tokens are missing: it would
+        wait for them for ever."""
+        expected = self._expected.popleft()
+        if samples != expected.samples:
+            raise ValueError(f"step {self.finished}: {samples} sampled, {expected.samples} were planned")
+        self._estimator.record(expected.tokens, now - self._awaited_since)
+        self.finished += 1
+        self._awaited_since = now
+        return expected
+
+    def next_due(self, stages: int) -> float:
+        """When the plan behind those in flight should be made, on workers that compute `stages` plans at a time. In
+        the past, where fewer are in flight."""
+        ahead = len(self._expected) - (stages - 1)
+        if ahead <= 0:
+            return self._awaited_since
+        sizes = [expected.tokens for expected in islice(self._expected, ahead)]
+        return self._awaited_since + self._estimator.seconds_to_wait(*sizes)
+
+    def overdue(self, now: float, timeout: float) -> bool:
+        """Whether the oldest step in flight takes longer than `timeout` seconds."""
+        return self.issued > self.finished and now - self._awaited_since > timeout
+
+    def find_loss(self, report: RankProgress, now: float) -> str | None:
+        """The loss that a rank's report shows, as a text; None without one.
+
+        A gap is seen when the next message comes; but with as many plans in flight as may be, none does. So each
+        report is compared with how things stood at the one before: plans issued by then must have arrived by
+        now, and results sent by then must have been received.
+        """
+        before = self._reports.get(report.rank)
+        if before is not None and now - before.at < MIN_REPORT_INTERVAL:
+            return None
+        current = report.epoch == self.epoch
+        received, published = (report.received, report.published) if current else (0, 0)
+        self._reports[report.rank] = _RankReport(now, self.issued, published)
+        if before is not None and received < before.issued:
+            return f"rank {report.rank} never received step {received}"
+        if before is not None and self.finished < before.published:
+            return f"the result of step {self.finished} never came"
+        return None

@@ -1,0 +1,235 @@
+"""Keeps each sequence in one of three queues, or outside them, as its phase says.
+
+waiting → (compiling, seeking, loading) → prefilling → decoding, or handing; back to waiting when it is preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.queue.grammars import Grammars
+from services.scheduler.core.queue.shared_prompts import SharedPrompts
+from services.scheduler.core.sequence import QueueKey, Sequence
+from services.scheduler.core.transfer.loads import Loads
+from shared.ids import SequenceId
+
+
+def _queue_key(sequence: Sequence) -> QueueKey:
+    return sequence.queue_key
+
+
+class RequestQueue:
+    """Owns one queue of sequences, in the order of their keys. Keys are unique, so a member is found by bisection."""
+
+    def __init__(self) -> None:
+        self._members: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts the sequence where its key belongs."""
+        insort(self._members, sequence, key=_queue_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes the sequence out. Raises ValueError where it is not in the queue."""
+        position = bisect_left(self._members, sequence.queue_key, key=_queue_key)
+        if position == len(self._members) or self._members[position] is not sequence:
+            raise ValueError(f"{sequence.generation.request} is not in this queue")
+        del self._members[position]
+
+    @property
+    def first(self) -> Sequence | None:
+        """The one that is served next; None where the queue is empty."""
+        return self._members[0] if self._members else None
+
+    @property
+    def last(self) -> Sequence | None:
+        """The one that is preempted first; None where the queue is empty."""
+        return self._members[-1] if self._members else None
+
+    def members(self) -> list[Sequence]:
+        """A copy, the first one first: the queue may change while it is walked."""
+        return self._members.copy()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members)
+
+
+class SequenceQueues:
+    """Owns the three queues, the sequences outside them, all sequences by number, and which of them the workers
+    know."""
+
+    def __init__(self, memory: BlockAllocator, loads: Loads, grammars: Grammars, prompts: SharedPrompts) -> None:
+        self.waiting = RequestQueue()
+        self.prefilling = RequestQueue()
+        self.decoding = RequestQueue()
+        self.compiling: dict[SequenceId, Sequence] = {}
+        self.seeking: dict[SequenceId, Sequence] = {}
+        self.loading: dict[SequenceId, Sequence] = {}
+        self.handing: dict[SequenceId, Sequence] = {}
+        self.by_id: dict[SequenceId, Sequence] = {}
+        self.introduced: set[SequenceId] = set()
+        """Sequences that the workers know."""
+        self.released: list[SequenceId] = []
+        """Sequences that the workers know, and may forget with the next plan."""
+        self.guided = 0
+        """Sequences with a grammar."""
+        self._memory = memory
+        self._loads = loads
+        self._grammars = grammars
+        self._prompts = prompts
+
+    @property
+    def running(self) -> int:
+        """Sequences that have blocks, or are about to be handed over to another engine."""
+        return len(self.prefilling) + len(self.decoding) + len(self.loading) + len(self.handing)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that wait for their turn, or beside the queue for what they need before it."""
+        return len(self.waiting) + len(self.seeking) + len(self.compiling)
+
+    def take_released(self) -> tuple[SequenceId, ...]:
+        """The released sequences that the next plan makes the workers forget; each is returned once."""
+        released, self.released = self.released, []
+        return tuple(released)
+
+    # ---- before their turn
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a new sequence to the waiting queue; or outside it while its grammar is compiled, or while the store
+        searches for its blocks."""
+        self.by_id[sequence.id] = sequence
+        grammar = sequence.generation.grammar
+        if grammar is not None:
+            self.guided += 1
+            if not self._grammars.ready(grammar):
+                sequence.move("compiling")
+                self.compiling[sequence.id] = sequence
+                self._grammars.wait(sequence)
+                return
+        self._queue(sequence)
+
+    def finish_compiling(self, sequence: Sequence) -> None:
+        """The sequence's grammar is ready: it enters the waiting queue."""
+        del self.compiling[sequence.id]
+        self.requeue(sequence)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Into the waiting queue, with all its tokens known. The store may have what it lacks."""
+        sequence.move("waiting")
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.waiting.add(sequence)
+        if self._loads.enabled and self._loads.look_up(sequence):
+            self.set_aside(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Out of the waiting queue, until `resume`: it seeks what others, or the store, may have of it."""
+        self.waiting.remove(sequence)
+        sequence.move("seeking")
+        self.seeking[sequence.id] = sequence
+
+    def resume(self, sequence: Sequence) -> None:
+        """Back to its position in the waiting queue: what it was seeking is known."""
+        del self.seeking[sequence.id]
+        sequence.move("waiting")
+        self.waiting.add(sequence)
+
+    # ---- their turn
+
+    def start_prefill(self, sequence: Sequence, cached: list[int]) -> None:
+        """From the waiting queue among those that compute their prompts, but for what its `cached` blocks hold."""
+        if self._loads.enabled:
+            self._loads.forget(sequence)
+        self.waiting.remove(sequence)
+        self._memory.adopt(sequence, cached)
+        self._prefill(sequence)
+
+    def start_loading(self, sequence: Sequence) -> None:
+        """From the waiting queue to where it is given blocks from the store."""
+        self.waiting.remove(sequence)
+        sequence.move("loading")
+        self.loading[sequence.id] = sequence
+
+    def finish_loading(self, sequence: Sequence, tokens: int | None) -> None:
+        """The load ended: the first `tokens` are computed in its blocks; None: only those that were before."""
+        del self.loading[sequence.id]
+        if tokens is None:
+            self._memory.shrink(sequence)
+        else:
+            self._memory.fill(sequence, tokens)
+        self._prefill(sequence)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        sequence.move("prefilling")
+        self.prefilling.add(sequence)
+        self._prompts.start(sequence)
+
+    def introduce(self, sequence: Sequence) -> None:
+        """Records that the plan being made introduces the sequence to the workers."""
+        self.introduced.add(sequence.id)
+
+    def start_hand_over(self, sequence: Sequence) -> None:
+        """The sequence's whole prompt is planned, and another engine will continue it."""
+        self.prefilling.remove(sequence)
+        sequence.move("handing")
+        self.handing[sequence.id] = sequence
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """The sequence's whole prompt is planned."""
+        self.prefilling.remove(sequence)
+        sequence.move("decoding")
+        self.decoding.add(sequence)
+
+    def cancel_hand_over(self, sequence: Sequence) -> None:
+        """The sequence is decoded here after all, and stays: its saved blocks are named for this one hand-over."""
+        sequence.transfer.stay()
+        del self.handing[sequence.id]
+        sequence.move("decoding")
+        self.decoding.add(sequence)
+
+    # ---- leaving
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes `sequence` out, whatever its phase; its blocks are free for the next plan."""
+        match sequence.phase:
+            case "waiting":
+                self.waiting.remove(sequence)
+            case "compiling":
+                del self.compiling[sequence.id]
+                self._grammars.leave(sequence)
+            case "seeking":
+                del self.seeking[sequence.id]
+        if self._loads.enabled:
+            self._loads.forget(sequence)
+        self.release(sequence)
+        del self.by_id[sequence.id]
+        self.guided -= sequence.generation.grammar is not None
+        sequence.move("ended")
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes a sequence that has blocks from its queue and releases them; the next plan says so to the workers. Does
+        nothing in phases without blocks."""
+        match sequence.phase:
+            case "prefilling":
+                self.prefilling.remove(sequence)
+                for other in self._prompts.stop(sequence):
+                    self.resume(other)
+            case "decoding":
+                self.decoding.remove(sequence)
+            case "handing":
+                del self.handing[sequence.id]
+            case "loading":
+                del self.loading[sequence.id]
+                self._loads.leave(sequence)
+            case _:
+                return
+        self._memory.release(sequence)
+        if sequence.id in self.introduced:
+            self.introduced.remove(sequence.id)
+            self.released.append(sequence.id)

@@ -1,0 +1,1 @@
+"""The results of a step: tokens for detokenizers, final answers for gateways, and the requests that wait for them."""

@@ -1,0 +1,223 @@
+"""The engine's outgoing messages, in order: tokens to detokenizers, batched per event, and final answers.
+
+Final answers: a `NewTokens` entry with `finish` (to the detokenizer), `RequestRejected` or `RequestFailed` (to the
+gateway). A request that the gateway or the detokenizer cancelled, or that a newer attempt replaces, ends without one,
+because the process that cancelled it knows already.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.core.events import Output, SendHandOver, SendToGateway, SendTokens
+from services.scheduler.core.sequence import Sequence
+from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
+from shared.messages.detokenizer import AbandonStream, NewTokens, OpenStream, PromptLogprobs, StreamMoved, TokenBatch
+from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
+from shared.messages.generation import FinishReason, Generation, TokenLogprobs
+from shared.messages.scheduler import GenerateRequest, SequencePromptLogprobs
+from shared.packing import TOKEN_BYTES
+from shared.reliability.recent import AttemptFence
+
+CONTEXT_TOKENS = 8
+"""Prompt tokens sent along, so that the first output token is decoded with the text before it."""
+MAX_FENCED = 8192
+"""Requests whose ended attempts are remembered. A message is late by seconds, not by thousands of requests."""
+
+
+class _PendingBatch:
+    __slots__ = ("abandoned", "entries", "moved", "opened", "scored")
+
+    def __init__(self) -> None:
+        self.opened: list[OpenStream] = []
+        self.entries: list[NewTokens] = []
+        self.abandoned: list[AbandonStream] = []
+        self.moved: list[StreamMoved] = []
+        self.scored: list[PromptLogprobs] = []
+
+
+class TokenStreams:
+    """Owns the number of the next message to each detokenizer, and what that message will hold. One epoch's."""
+
+    def __init__(self, engine: EngineId, epoch: Incarnation) -> None:
+        self._engine = engine
+        self._epoch = epoch
+        self._numbers: dict[DetokenizerId, int] = {}
+        self._pending: dict[DetokenizerId, _PendingBatch] = {}
+
+    def open(self, sequence: Sequence, cached_tokens: int) -> None:
+        """Announces a request, once."""
+        if not sequence.stream.opened:
+            sequence.stream.opened = True
+            sequence.stream.cached_tokens = min(cached_tokens, sequence.tokens.prompt_length)
+            self._batch_for(sequence.detokenizer).opened.append(_open_stream(sequence))
+
+    def add_prompt_logprobs(self, sequence: Sequence, scored: SequencePromptLogprobs) -> None:
+        """Log-probabilities of a part of the prompt."""
+        generation = sequence.generation
+        logprobs = PromptLogprobs(generation.request, generation.attempt, scored.position, scored.logprobs)
+        self._batch_for(sequence.detokenizer).scored.append(logprobs)
+
+    def entries_for(self, detokenizer: DetokenizerId) -> list[NewTokens]:
+        """New tokens of open streams that the next message holds, to be appended to."""
+        pending = self._pending.get(detokenizer)
+        return self._batch_for(detokenizer).entries if pending is None else pending.entries
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Ends a stream that was opened without a final answer."""
+        if sequence.stream.opened:
+            self.disown(sequence.detokenizer, sequence.generation.request, sequence.generation.attempt)
+
+    def disown(self, detokenizer: DetokenizerId, request: RequestId, attempt: Attempt) -> None:
+        """Informs the detokenizer that no engine continues a stream that is open there."""
+        self._batch_for(detokenizer).abandoned.append(AbandonStream(request, attempt))
+
+    def move(self, sequence: Sequence, engine: EngineId) -> None:
+        """Informs the detokenizer that the stream continues from `engine`."""
+        generation = sequence.generation
+        self._batch_for(sequence.detokenizer).moved.append(StreamMoved(generation.request, generation.attempt, engine))
+
+    def forget(self, detokenizer: DetokenizerId) -> None:
+        """The detokenizer is gone: messages not sent yet would mean nothing to the one that replaces it."""
+        self._pending.pop(detokenizer, None)
+
+    def _batch_for(self, detokenizer: DetokenizerId) -> _PendingBatch:
+        pending = self._pending.get(detokenizer)
+        if pending is None:
+            pending = self._pending[detokenizer] = _PendingBatch()
+        return pending
+
+    def flush(self) -> list[Output]:
+        """Returns one batch for each detokenizer that has new tokens or events.
+
+        A request's opening alone makes no batch: it is sent with the first tokens, as a message of its own while the
+        prompt is computed would cost more than it is worth.
+        """
+        due = [
+            detokenizer
+            for detokenizer, pending in self._pending.items()
+            if pending.entries or pending.abandoned or pending.moved or pending.scored
+        ]
+        return [SendTokens(detokenizer, self._next_batch(detokenizer)) for detokenizer in due]
+
+    def _next_batch(self, detokenizer: DetokenizerId) -> TokenBatch:
+        pending = self._pending.pop(detokenizer)
+        number = self._numbers.get(detokenizer, 0)
+        self._numbers[detokenizer] = number + 1
+        return TokenBatch(
+            engine=self._engine,
+            epoch=self._epoch,
+            number=number,
+            opened=tuple(pending.opened),
+            entries=tuple(pending.entries),
+            abandoned=tuple(pending.abandoned),
+            moved=tuple(pending.moved),
+            scored=tuple(pending.scored),
+        )
+
+
+class EngineOutbox:
+    """Owns what is to be sent, the streams of the present epoch, and which attempts are over. Outlives epochs."""
+
+    def __init__(self, engine: EngineId, epoch: Incarnation) -> None:
+        self.fence = AttemptFence(MAX_FENCED)
+        self.streams = TokenStreams(engine, epoch)
+        """This epoch's, workers or not: what is handed over to us has a stream already, which we may have to end."""
+        self._engine = engine
+        self._outputs: list[Output] = []
+
+    def start_epoch(self, epoch: Incarnation) -> None:
+        """Streams are numbered from 0 again; no detokenizer has one open any more."""
+        self._outputs += self.streams.flush()
+        self.streams = TokenStreams(self._engine, epoch)
+
+    def add(self, output: Output) -> None:
+        """To be sent behind what was added before."""
+        self._outputs.append(output)
+
+    def send_to_gateway(self, generation: Generation, message: RequestRejected | RequestFailed | RequestPlaced) -> None:
+        """To the request's gateway."""
+        self._outputs.append(SendToGateway(generation.gateway, message))
+
+    def take(self) -> list[Output]:
+        """All that is to be sent by now; what was gathered for detokenizers comes last."""
+        outputs, self._outputs = self._outputs, []
+        outputs += self.streams.flush()
+        return outputs
+
+    def end_attempt(self, sequence: Sequence, *, tell_detokenizer: bool) -> None:
+        """Ends the attempt. `tell_detokenizer` is False if the detokenizer knows of the end by a token, or requested
+        it."""
+        self.fence.close(sequence.generation.request, sequence.generation.attempt)
+        if tell_detokenizer:
+            self.streams.abandon(sequence)
+
+    def refuse(self, generate: GenerateRequest, answer: RequestRejected | RequestFailed) -> None:
+        """The final answer to a request that was never accepted. What was accepted elsewhere, and has been seen by its
+        client, is not rejected but fails, so that it is tried again; its stream here is not."""
+        self.fence.close(answer.request, answer.attempt)
+        if generate.handed is not None:
+            self.disown(generate)
+            if isinstance(answer, RequestRejected):
+                reason = f"{self._engine} cannot take it over: {answer.message}"
+                answer = RequestFailed(answer.request, answer.attempt, reason)
+        self.send_to_gateway(generate.generation, answer)
+
+    def disown(self, generate: GenerateRequest) -> None:
+        """Informs the detokenizer that no engine continues the stream that moved here, if one has."""
+        if generate.handed is not None:
+            self.streams.disown(generate.detokenizer, generate.generation.request, generate.generation.attempt)
+
+    def hand_over(self, sequence: Sequence, hand_over: SendHandOver) -> None:
+        """Sends the stream's move to another engine, the gateway's notice, and the request. The first token is sent
+        before all that, because it must arrive before the second is drawn."""
+        self.streams.move(sequence, hand_over.engine)
+        self._outputs += self.streams.flush()
+        generation = sequence.generation
+        placed = RequestPlaced(
+            generation.request, generation.attempt, hand_over.engine, sequence.detokenizer, self._engine
+        )
+        self.send_to_gateway(generation, placed)
+        self._outputs.append(hand_over)
+
+
+def token_entry(
+    sequence: Sequence,
+    tokens: tuple[int, ...],
+    finish: FinishReason | None,
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+) -> NewTokens:
+    """What the detokenizer is sent of `tokens`, which `sequence` has learnt already; `finish`: it ends with them."""
+    generation, state = sequence.generation, sequence.tokens
+    asked_to_stop = finish == "stop" and tokens[-1] in generation.stopping.stop_token_ids
+    return NewTokens(
+        generation.request,
+        generation.attempt,
+        len(state.known) - state.prompt_length - len(tokens),
+        tokens,
+        finish,
+        tokens[-1] if asked_to_stop else None,
+        logprobs,
+    )
+
+
+def _open_stream(sequence: Sequence) -> OpenStream:
+    generation = sequence.generation
+    stopping = generation.stopping
+    prompt_length = sequence.tokens.prompt_length
+    start = max(0, prompt_length - CONTEXT_TOKENS)
+    return OpenStream(
+        request=generation.request,
+        attempt=generation.attempt,
+        gateway=generation.gateway,
+        model=generation.model,
+        context=generation.tokens[start * TOKEN_BYTES :],
+        resumed=len(generation.tokens) // TOKEN_BYTES - prompt_length,
+        sent_chars=generation.sent_chars,
+        prompt_tokens=prompt_length,
+        cached_tokens=sequence.stream.cached_tokens,
+        stop=stopping.stop,
+        include_stop=stopping.include_stop,
+        min_tokens=stopping.min_tokens,
+        skip_special_tokens=generation.skip_special_tokens,
+        keep_markup=generation.keep_markup,
+        thinking=generation.thinking,
+    )

@@ -1,0 +1,220 @@
+"""The requests that the engine has accepted, until their final answer: validated, queued, cancelled, ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from services.scheduler.core.limits import QueuePolicy
+from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
+from services.scheduler.core.queue.sequence_queues import SequenceQueues
+from services.scheduler.core.results.outbox import EngineOutbox, token_entry
+from services.scheduler.core.sequence import QueueKey, Sequence
+from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
+from shared.blocks import BLOCK_SIZE, HASH_BYTES
+from shared.ids import RequestId
+from shared.messages.gateway import RequestFailed, RequestRejected
+from shared.messages.generation import Generation
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import Cancel, GenerateRequest, StopMatched
+from shared.packing import TOKEN_BYTES, unpack
+
+OVERLOADED_RETRY = 1.0
+"""Seconds after which a client may try again when the waiting queue is full."""
+
+
+class _InvalidRequest(Exception):
+    def __init__(self, field: str | None, message: str, code: Literal["context_length_exceeded"] | None = None) -> None:
+        super().__init__(message)
+        self.field, self.message, self.code = field, message, code
+
+
+class RequestValidator:
+    """Knows one model on one engine's memory; holds no state of requests. A request that this engine can never serve is
+    refused at once instead of waiting for ever."""
+
+    def __init__(self, card: ModelCard, num_blocks: int, policy: QueuePolicy) -> None:
+        self._card = card
+        self._policy = policy
+        self.context = min(card.max_model_len, num_blocks * BLOCK_SIZE)
+        """Tokens that a sequence may reach: the model's context, or all of KV memory where that is less."""
+        self._bound = (
+            f"this model's maximum context length is {card.max_model_len} tokens"
+            if self.context == card.max_model_len
+            else f"this engine's KV memory holds {self.context} tokens ({num_blocks} blocks of {BLOCK_SIZE})"
+        )
+
+    def validate(self, generate: GenerateRequest, ticket: int) -> Sequence | RequestRejected:
+        """A sequence ready to wait, or why there cannot be one. `ticket`: its number, in the order of arrival here."""
+        generation = generate.generation
+        try:
+            self._check_shape(generation)
+            self._check_token_ids(generation)
+            limit = self._limit(generation)
+        except _InvalidRequest as invalid:
+            return RequestRejected(
+                request=generation.request,
+                attempt=generation.attempt,
+                kind="invalid_request",
+                message=invalid.message,
+                field=invalid.field,
+                code=invalid.code,
+            )
+        priority = generation.priority if self._policy == "priority" else 0
+        eos = () if generation.stopping.ignore_eos else self._card.eos_token_ids
+        stops = frozenset((*generation.stopping.stop_token_ids, *eos))
+        return Sequence(generate, QueueKey(priority, generation.arrival, ticket), limit, stops)
+
+    def _check_shape(self, generation: Generation) -> None:
+        count, rest = divmod(len(generation.tokens), TOKEN_BYTES)
+        if rest or not 0 < generation.prompt_length <= count:
+            raise _InvalidRequest("prompt", "the prompt must hold at least one token")
+        if len(generation.block_hashes) != count // BLOCK_SIZE * HASH_BYTES:
+            raise _InvalidRequest("prompt", "block hashes do not match the prompt")
+        if not math.isfinite(generation.arrival):
+            raise _InvalidRequest(None, "arrival must be a finite number")
+
+    def _check_token_ids(self, generation: Generation) -> None:
+        vocabulary = self._card.vocab_size
+        for field, ids in (
+            ("prompt", unpack(generation.tokens)),
+            ("stop_token_ids", generation.stopping.stop_token_ids),
+            ("logit_bias", [token for token, _ in generation.sampling.logit_bias]),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                wrong = next(i for i in ids if not 0 <= i < vocabulary)
+                raise _InvalidRequest(field, f"{field}: token id {wrong} is not in the vocabulary of {vocabulary}")
+
+    def _limit(self, generation: Generation) -> int:
+        prompt, wanted = generation.prompt_length, generation.stopping.max_tokens
+        if prompt >= self.context:
+            raise _InvalidRequest(
+                "prompt",
+                f"{self._bound}; the prompt has {prompt}, which leaves no room for an answer",
+                "context_length_exceeded",
+            )
+        if wanted is None:
+            return self.context
+        if wanted < 0 or prompt + wanted > self.context:
+            raise _InvalidRequest(
+                "max_tokens",
+                f"{self._bound}; {prompt + wanted} were requested ({prompt} in the prompt, {wanted} to generate)",
+                "context_length_exceeded",
+            )
+        return prompt + wanted
+
+
+class EngineRequests:
+    """Owns the requests of one epoch: when that is over, all have ended."""
+
+    def __init__(
+        self,
+        validator: RequestValidator,
+        max_waiting: int,
+        tickets: Iterator[int],
+        grammars: Grammars,
+        queues: SequenceQueues,
+        hand_overs: HandOvers,
+        sender: HandOverSender,
+        outbox: EngineOutbox,
+    ) -> None:
+        self.held: dict[RequestId, Sequence] = {}
+        """Written here only."""
+        self._validator = validator
+        self._max_waiting = max_waiting
+        self._tickets = tickets
+        self._grammars = grammars
+        self._queues = queues
+        self._hand_overs = hand_overs
+        self._sender = sender
+        self._outbox = outbox
+
+    def receive(self, generate: GenerateRequest) -> None:
+        """Queues a request, or refuses it. One that comes late, behind its cancel or a newer attempt, is dropped; an
+        older attempt that is still held ends for it."""
+        generation = generate.generation
+        request, attempt = generation.request, generation.attempt
+        held = self.held.get(request)
+        if self._outbox.fence.is_closed(request, attempt) or (held is not None and held.generation.attempt >= attempt):
+            self._outbox.disown(generate)
+            return
+        if held is not None:
+            self.end(held, tell_detokenizer=True)
+        validated = self._validator.validate(generate, next(self._tickets))
+        if isinstance(validated, Sequence):
+            answer = self._refusal(generation)
+            if answer is None:
+                self._accept(validated)
+                return
+        else:
+            answer = validated
+        self._outbox.refuse(generate, answer)
+
+    def _refusal(self, generation: Generation) -> RequestRejected | None:
+        """Why a valid request cannot be accepted."""
+        if generation.grammar is not None and (error := self._grammars.error(generation.grammar)) is not None:
+            return _uncompilable(generation, error)
+        if self._queues.queued >= self._max_waiting:
+            return RequestRejected(
+                request=generation.request,
+                attempt=generation.attempt,
+                kind="overloaded",
+                message=f"{self._max_waiting} requests are waiting already, and no more may",
+                retry_after=OVERLOADED_RETRY,
+            )
+        return None
+
+    def _accept(self, sequence: Sequence) -> None:
+        other = sequence.transfer.decode_on
+        if other is not None and not self._sender.possible(other):
+            sequence.transfer.stay()
+        self.held[sequence.generation.request] = sequence
+        self._queues.add(sequence)
+        if len(sequence.tokens.known) >= sequence.tokens.limit:  # earlier attempts produced every token
+            self._outbox.streams.open(sequence, 0)
+            self._outbox.streams.entries_for(sequence.detokenizer).append(token_entry(sequence, (), "length"))
+            self.end(sequence, tell_detokenizer=False)
+
+    def call_off(self, message: Cancel | StopMatched) -> bool:
+        """Ends the request where it is held, in this attempt or an older one; whether it was."""
+        sequence = self.held.get(message.request)
+        if sequence is None or sequence.generation.attempt > message.attempt:
+            return False
+        self.end(sequence, tell_detokenizer=isinstance(message, Cancel))
+        return True
+
+    def end(self, sequence: Sequence, *, tell_detokenizer: bool) -> None:
+        """Ends the request's attempt and frees its blocks. The caller has sent the final answer, or sends it now."""
+        del self.held[sequence.generation.request]
+        if self._hand_overs.waiting:
+            self._hand_overs.forget(sequence)
+        self._queues.remove(sequence)
+        self._outbox.end_attempt(sequence, tell_detokenizer=tell_detokenizer)
+
+    def end_where(self, concerned: Callable[[Sequence], bool]) -> None:
+        """Ends them without an answer, because no client waits for one any more."""
+        for sequence in [s for s in self.held.values() if concerned(s)]:
+            self.end(sequence, tell_detokenizer=True)
+
+    def fail_where(self, concerned: Callable[[Sequence], bool], reason: str, *, tell_detokenizer: bool) -> None:
+        """Ends them, and sends their gateways `reason` as the failure."""
+        for sequence in [s for s in self.held.values() if concerned(s)]:
+            self.end(sequence, tell_detokenizer=tell_detokenizer)
+            generation = sequence.generation
+            self._outbox.send_to_gateway(generation, RequestFailed(generation.request, generation.attempt, reason))
+
+    def record_grammars(self, outcomes: list[GrammarOutcome]) -> None:
+        """Sequences whose grammar is compiled wait for their turn; those whose grammar cannot be are rejected."""
+        for sequence, error in outcomes:
+            if error is None:
+                self._queues.finish_compiling(sequence)
+            else:
+                self.end(sequence, tell_detokenizer=True)
+                self._outbox.send_to_gateway(sequence.generation, _uncompilable(sequence.generation, error))
+
+
+def _uncompilable(generation: Generation, error: str) -> RequestRejected:
+    """Which of the client's fields the grammar came from, the gateway knows."""
+    request, attempt = generation.request, generation.attempt
+    return RequestRejected(request=request, attempt=attempt, kind="invalid_request", message=error, field="grammar")

@@ -1,0 +1,119 @@
+"""Applies a step's results: corrects planned lengths, records and sends tokens, and ends sequences."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from services.scheduler.core.counters import EngineCounters
+from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.planning.speculation import SpeculationBudget
+from services.scheduler.core.planning.step_timing import ExpectedResult
+from services.scheduler.core.queue.sequence_queues import SequenceQueues
+from services.scheduler.core.results.outbox import EngineOutbox, token_entry
+from services.scheduler.core.results.requests import EngineRequests
+from services.scheduler.core.sequence import Sequence
+from shared.messages.generation import FinishReason
+from shared.messages.scheduler import SampledTokens, StepFinished
+
+
+class WrongYield(ValueError):
+    """A step yielded no token of a sequence, or more than were planned: the ranks have a bug."""
+
+
+class StepResults:
+    """Corrects what the planner assumed, reports to the speculation budget, and sends tokens. Owns nothing."""
+
+    def __init__(
+        self,
+        memory: BlockAllocator,
+        queues: SequenceQueues,
+        requests: EngineRequests,
+        speculation: SpeculationBudget,
+        outbox: EngineOutbox,
+        counters: EngineCounters,
+    ) -> None:
+        self._memory = memory
+        self._queues = queues
+        self._requests = requests
+        self._speculation = speculation
+        self._outbox = outbox
+        self._counters = counters
+
+    def record(self, result: StepFinished, expected: ExpectedResult) -> None:
+        """Takes in the result of a step of which so much was expected. Raises WrongYield. Tokens of sequences that have
+        ended meanwhile were computed for nothing, and are dropped."""
+        by_id = self._queues.by_id
+        yielded = len(result.sampled)
+        if expected.extras:  # before tokens are learnt, so that `length` and `planned` are bounds again
+            yielded = sum(
+                self._correct(sampled, expected.extras.get(sampled.sequence, 0)) for sampled in result.sampled
+            )
+            self._counters.drafted += result.drafted
+            accepted = zip_longest(self._counters.accepted, result.accepted, fillvalue=0)
+            self._counters.accepted = tuple(a + b for a, b in accepted)
+        if not expected.prefills:
+            timing = result.timing
+            # From the end of the step before to this one's: the time that messages of a step need counts as well.
+            seconds = timing.wait + timing.prepare + timing.forward + timing.sample
+            asked = sum(expected.extras.values())
+            self._speculation.record_step(expected.samples, asked, result.drafted, seconds, yielded)
+        for scored in result.scored:
+            if (sequence := by_id.get(scored.sequence)) is not None:
+                self._outbox.streams.add_prompt_logprobs(sequence, scored)
+        self._learn(result, several=bool(expected.extras))
+
+    def _correct(self, sampled: SampledTokens, extra: int) -> int:
+        """One sequence's part; how many tokens it has got. What was drafted for one that has ended brought nothing."""
+        got, drafted = len(sampled.tokens), sampled.drafted
+        sequence = self._queues.by_id.get(sampled.sequence)
+        if sequence is not None:
+            if not 1 <= got <= 1 + extra:
+                raise WrongYield(f"{got} tokens of {sampled.sequence}, not 1 to {1 + extra}")
+            if got <= extra:
+                # The blocks meant for the rest stay in its table, where the workers have them too, for its next steps.
+                sequence.tokens.retract(1 + extra - got, planned=sequence.phase == "decoding")
+            if drafted:
+                self._speculation.record_drafts(sequence, drafted, got - 1)
+        if drafted:
+            self._counters.speculated += 1
+            self._counters.speculated_tokens += got
+        return got if sequence is not None else 1
+
+    def _learn(self, result: StepFinished, *, several: bool) -> None:
+        """Adds each sequence's tokens to it and to the stream; what came behind the last one is dropped. `several`: a
+        sequence may have more than one."""
+        by_id, streams, output_tokens = self._queues.by_id, self._outbox.streams, 0
+        detokenizer, entries = None, []
+        for sampled in result.sampled:
+            sequence = by_id.get(sampled.sequence)
+            if sequence is None:
+                continue
+            tokens, logprobs = sampled.tokens, sampled.logprobs
+            if len(tokens) == 1:
+                finish = sequence.tokens.learn(tokens[0])
+            elif not several:
+                raise WrongYield(f"step {result.step}: {len(tokens)} tokens of {sampled.sequence}, not 1")
+            else:
+                finish = None
+                for kept, token in enumerate(tokens, 1):
+                    finish = sequence.tokens.learn(token)
+                    if finish is not None:
+                        tokens, logprobs = tokens[:kept], logprobs and logprobs[:kept]
+                        break
+            output_tokens += len(tokens)
+            if sequence.detokenizer != detokenizer:
+                detokenizer = sequence.detokenizer
+                entries = streams.entries_for(detokenizer)
+            entries.append(token_entry(sequence, tokens, finish, logprobs))
+            if len(sequence.tokens.hashes) > sequence.blocks.indexed:
+                self._memory.index_full_blocks(sequence)
+            if finish is not None or sequence.phase == "returning":
+                self._leave(sequence, finish)
+        self._counters.output_tokens += output_tokens
+
+    def _leave(self, sequence: Sequence, finish: FinishReason | None) -> None:
+        """The sequence has ended; or it was preempted, and waits again once all its tokens are known."""
+        if finish is not None:
+            self._requests.end(sequence, tell_detokenizer=False)
+        elif not sequence.tokens.in_flight:
+            self._queues.requeue(sequence)

@@ -1,0 +1,1 @@
+"""Blocks on their way between KV memory, the KV store of the node, and engines that go on with a request."""

@@ -1,0 +1,133 @@
+"""Which blocks are being copied between the ranks and the KV store. Numbered from 0 in each epoch.
+
+Nothing else may write to a block of KV memory that is being copied, even if the sequence that needed it ends:
+so each transfer has references of its own, which it keeps until every rank has reported it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from services.scheduler.core.memory.block_pool import BlockPool
+from services.scheduler.core.transfer.store_client import StoreArena
+from shared.ids import LeaseId
+from shared.messages.scheduler import TransferProgress
+from shared.messages.worker import Transfer
+from shared.packing import pack, pack_generations
+
+MAX_IN_FLIGHT = 128
+"""Transfers. A report names the newest 256 that failed: of so few in flight it never leaves one out."""
+
+
+class BlockCopy(NamedTuple):
+    """One block on the device, and the slot of the store that it is copied from or to."""
+
+    block: int
+    slot: int
+    generation: int
+
+
+class TransferOutcome(NamedTuple):
+    """A transfer that every rank has reported; `done`: all of them copied all of it."""
+
+    kind: Literal["load", "save"]
+    lease: LeaseId
+    done: bool
+
+
+@dataclass(slots=True)
+class _TransferInFlight:
+    kind: Literal["load", "save"]
+    lease: LeaseId
+    blocks: list[int]
+    step: int | None = None
+    """The plan that it is part of; None while that is being made."""
+
+
+class BlockTransfers:
+    """Owns the numbering, how far each rank is, and a reference to each block that is being copied."""
+
+    def __init__(self, pool: BlockPool, ranks: int) -> None:
+        self._pool = pool
+        self._done = [0] * ranks
+        self._failed: set[int] = set()
+        self.in_flight: deque[_TransferInFlight] = deque()
+        """Those of the plan that is being made included; written here only."""
+        self.planned: list[Transfer] = []
+        """Transfers of the plan that is being made; written here only."""
+        self._first = 0
+        """Number of the oldest in flight: every rank has reported all below."""
+        self._awaited_since = 0.0
+
+    @property
+    def room(self) -> int:
+        """How many more transfers may be in flight."""
+        return MAX_IN_FLIGHT - len(self.in_flight)
+
+    def add(
+        self, kind: Literal["load", "save"], lease: LeaseId, arena: StoreArena, copies: list[BlockCopy], now: float
+    ) -> None:
+        """Into the plan that is being made. All blocks are in use or known to the index; the caller looks at `room`."""
+        if not self.in_flight:
+            self._awaited_since = now
+        blocks = [copy.block for copy in copies]
+        for block in blocks:
+            self._pool.share(block)
+        self.planned.append(
+            Transfer(
+                number=self._first + len(self.in_flight),
+                kind=kind,
+                arena=arena.id,
+                path=arena.path,
+                blocks=pack(blocks),
+                slots=pack(copy.slot for copy in copies),
+                generations=pack_generations([copy.generation for copy in copies]),
+            )
+        )
+        self.in_flight.append(_TransferInFlight(kind, lease, blocks))
+
+    def take_planned(self, step: int) -> tuple[Transfer, ...]:
+        """The transfers of the plan that was being made, now that it has the number `step`."""
+        planned, self.planned = tuple(self.planned), []
+        for transfer in reversed(self.in_flight):
+            if transfer.step is not None:
+                break
+            transfer.step = step
+        return planned
+
+    def record_report(self, report: TransferProgress, now: float) -> Iterator[TransferOutcome]:
+        """A rank has copied so far. Yields the transfers that are over now, in order; the blocks of each are released
+        after the caller has seen it, so that what it indexes meanwhile stays."""
+        if not 0 <= report.rank < len(self._done):
+            return
+        self._failed.update(number for number in report.failed if number >= self._first)
+        self._done[report.rank] = max(report.done, self._done[report.rank])
+        end = min(*self._done, self._first + len(self.in_flight))
+        while self._first < end:
+            transfer = self.in_flight.popleft()
+            failed = self._first in self._failed
+            self._failed.discard(self._first)
+            self._first += 1
+            self._awaited_since = now
+            yield TransferOutcome(transfer.kind, transfer.lease, not failed)
+            self._pool.release(reversed(transfer.blocks))
+
+    def overdue(self, now: float, timeout: float) -> bool:
+        """Whether the oldest transfer could have ended `timeout` seconds ago, and has not."""
+        return bool(self.in_flight) and now - self._awaited_since > timeout
+
+    def finish_step(self, step: int, now: float) -> None:
+        """A step is computed. The oldest transfer cannot begin before its own plan is, so its time counts from then."""
+        if self.in_flight:
+            own = self.in_flight[0].step
+            if own is not None and step <= own:
+                self._awaited_since = now
+
+    @property
+    def blocks(self) -> Iterator[int]:
+        """The block of each reference that is held; a block may come twice."""
+        for transfer in self.in_flight:
+            yield from transfer.blocks

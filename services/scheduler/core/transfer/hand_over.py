@@ -1,0 +1,191 @@
+"""Requests handed over to another engine: the saves that they wait for, their target, and which engines take any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from services.scheduler.core.events import ForwardControl, HandOverRefused, SendHandOver
+from services.scheduler.core.memory.allocation import NamedBlock, chain
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.transfer.saves import SaveOutcome, Saves
+from services.scheduler.core.transfer.store_client import StoreClient
+from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
+from shared.ids import Attempt, DetokenizerId, EngineId, LeaseId, RequestId, SequenceId
+from shared.messages.generation import Generation
+from shared.messages.scheduler import Cancel, GenerateRequest, HandOver, StopMatched
+from shared.packing import pack
+from shared.reliability.recent import RecentEntries
+
+MAX_REMEMBERED = 8192
+"""The most handed-over requests, and engines that take none, that are remembered; the oldest are forgotten first. A
+gateway that cancels a request soon learns where it is."""
+
+
+@dataclass(slots=True)
+class _HandOver:
+    sequence: Sequence
+    leases: set[LeaseId]
+    """Saves that are not over yet."""
+    partial: BlockHash | None
+    partial_lease: LeaseId | None
+    good: bool = True
+
+
+class SettledHandOver(NamedTuple):
+    """A request whose saves are over. Not `good`: blocks are missing in the store, so the request should stay on this
+    engine."""
+
+    sequence: Sequence
+    partial: BlockHash | None
+    good: bool
+
+
+class HandOvers:
+    """Owns which saves each sequence waits for before it is handed over. One epoch's."""
+
+    def __init__(self, saves: Saves) -> None:
+        self.waiting: dict[SequenceId, _HandOver] = {}
+        """Written here only."""
+        self._saves = saves
+
+    def start(self, sequence: Sequence) -> None:
+        """All of its tokens are planned: their blocks go to the store at once, the last, partial one too."""
+        if not self._saves.possible:
+            self.waiting[sequence.id] = _HandOver(sequence, set(), None, None, good=False)
+            return
+        hashes = sequence.tokens.hashes
+        full, rest = divmod(sequence.tokens.planned, BLOCK_SIZE)
+        leases = self._saves.save_now(chain(hashes, 0, full))
+        partial = lease = None
+        if rest:
+            partial = partial_hash(sequence.generation.request, sequence.generation.attempt)
+            parent = chain([*hashes[:full], partial], full, full + 1)[0].parent
+            lease = self._saves.save_partial(NamedBlock(partial, parent), rest, sequence.blocks.numbers[full])
+            leases.add(lease)
+        self.waiting[sequence.id] = _HandOver(sequence, leases, partial, lease)
+
+    def record_save(self, save: SaveOutcome) -> None:
+        """A save is over, for whichever sequences wait for it."""
+        for hand_over in self.waiting.values():
+            if save.lease in hand_over.leases:
+                hand_over.leases.remove(save.lease)
+                hand_over.good = hand_over.good and save.good
+
+    def take_settled(self) -> list[SettledHandOver]:
+        """Those that go now: all is saved and the token is known; or something was not saved, so that they stay."""
+        ready = [
+            each
+            for each in self.waiting.values()
+            if not each.good or not (each.leases or each.sequence.tokens.in_flight)
+        ]
+        for each in ready:
+            self.forget(each.sequence)
+        return [SettledHandOver(each.sequence, each.partial, each.good) for each in ready]
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence ended, or stays. Its full blocks are saved nevertheless; its partial one is of no use to
+        others."""
+        hand_over = self.waiting.pop(sequence.id, None)
+        if hand_over is not None and hand_over.partial_lease in hand_over.leases:
+            self._saves.call_off(hand_over.partial_lease)
+
+
+@dataclass(slots=True)
+class _SentRequest:
+    attempt: Attempt
+    engine: EngineId
+    detokenizer: DetokenizerId
+    wanted: bool = True
+
+
+class SentRequests:
+    """Owns where the last requests went that were handed over, so that a cancel that comes here is forwarded. Outlives
+    epochs."""
+
+    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._sent: RecentEntries[RequestId, _SentRequest] = RecentEntries(max_remembered)
+
+    def add(self, generation: Generation, engine: EngineId, detokenizer: DetokenizerId) -> None:
+        """The request is sent to `engine`; the one sent longest ago may be forgotten for it."""
+        self._sent[generation.request] = _SentRequest(generation.attempt, engine, detokenizer)
+
+    def forward(self, message: Cancel | StopMatched) -> ForwardControl | None:
+        """What to send the engine that has the request, where it is one of these: each time, as a message may be lost.
+        Should the request never have come there, its stream has: a cancel says which."""
+        sent = self._sent.get(message.request)
+        if sent is None or sent.attempt > message.attempt:
+            return None
+        sent.wanted = False
+        if isinstance(message, Cancel):
+            message = Cancel(message.request, message.attempt, sent.detokenizer)
+        return ForwardControl(sent.engine, message)
+
+    def take_back(self, generation: Generation) -> bool:
+        """No engine took it over; whether it is still wanted."""
+        sent = self._sent.get(generation.request)
+        if sent is None or sent.attempt != generation.attempt:
+            return False
+        del self._sent[generation.request]
+        return sent.wanted
+
+
+class HandOverSender:
+    """Owns where requests have gone, and which engines take none at the moment. Outlives epochs."""
+
+    def __init__(self, engine: EngineId, store: StoreClient) -> None:
+        self._engine = engine
+        self._store = store
+        self._sent = SentRequests()
+        self._away: RecentEntries[EngineId, None] = RecentEntries(MAX_REMEMBERED)
+
+    def record_peer(self, engine: EngineId, *, takes: bool) -> None:
+        """Another engine begins or ceases to take requests over."""
+        if takes:
+            self._away.pop(engine, None)
+        else:
+            self._away[engine] = None
+
+    def takes_over(self, engine: EngineId) -> bool:
+        """Whether the engine takes requests over. True for an unknown engine."""
+        return engine not in self._away
+
+    def possible(self, engine: EngineId) -> bool:
+        """Whether anything can be handed over to `engine`."""
+        return self._store.attached and engine != self._engine and self.takes_over(engine)
+
+    def send(self, settled: SettledHandOver) -> SendHandOver | None:
+        """The request with the token that was drawn and where its blocks are, for the engine that goes on; None where
+        it stays here, because that engine is away or would have to compute what is not saved."""
+        sequence = settled.sequence
+        engine = sequence.transfer.decode_on
+        if not settled.good or engine is None or not self.takes_over(engine):
+            self._store.counters.kept += 1
+            return None
+        self._store.counters.handed_over += 1
+        over = HandOver(
+            prefilled_by=self._engine,
+            node=self._store.node,
+            partial=settled.partial or b"",
+            cached_tokens=sequence.stream.cached_tokens,
+        )
+        tokens, hashes = pack(sequence.tokens.known), b"".join(sequence.tokens.hashes)
+        known = replace(sequence.generation, tokens=tokens, block_hashes=hashes)
+        self._sent.add(sequence.generation, engine, sequence.detokenizer)
+        return SendHandOver(engine, GenerateRequest(known, sequence.detokenizer, handed=over))
+
+    def take_back(self, event: HandOverRefused) -> bool:
+        """The engine that a request was sent to is gone; whether the request is still wanted."""
+        return self._sent.take_back(event.generate.generation)
+
+    def forward(self, message: Cancel | StopMatched) -> ForwardControl | None:
+        """What to send the engine that has the request by now, where it was handed over here."""
+        return self._sent.forward(message)
+
+
+def partial_hash(request: RequestId, attempt: Attempt) -> BlockHash:
+    """The name of a block that is not full: of this attempt's, and of no other's."""
+    return BlockHash(blake2b(f"partial {attempt} {request}".encode(), digest_size=HASH_BYTES).digest())

@@ -1,0 +1,254 @@
+"""Looks up new sequences' blocks in the KV store, and copies them to the device.
+
+A sequence is looked up when it arrives, outside the queue; its position there depends on its arrival anyway. When its
+turn comes it gets blocks, is loaded beside the others' steps, and computes only the rest. Whatever fails is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from services.scheduler.core.limits import EngineLimits
+from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
+from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
+from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.ids import LeaseId, SequenceId
+from shared.messages.kvstore import FindReply, KvStoreReply
+from shared.packing import unpack, unpack_generations
+from shared.reliability.transitions import extend_history
+
+MAX_LOOKUPS_IN_FLIGHT = 256
+"""Requests to the store without a reply; beyond it a new sequence is computed."""
+MAX_LOOKUPS = 3
+"""Times that one sequence is looked up: what was found may be stale when its turn comes."""
+
+LoadDecision = Literal["compute", "look again", "await", "load"]
+"""What a sequence that is first in the queue does now. await: others load the same block already."""
+
+LoadState = Literal["asked", "found", "copying", "over"]
+
+NEXT_LOAD_STATES: dict[LoadState, frozenset[LoadState]] = {
+    "asked": frozenset({"found", "over"}),
+    "found": frozenset({"copying", "over"}),
+    "copying": frozenset({"over"}),
+    "over": frozenset(),
+}
+"""The states that may follow each state of a load.
+
+asked: the store has not replied. found: it has blocks, which wait for the sequence's turn. copying: they are being
+copied. over: nothing is left to be done, and the lease is released, or will be when the store's late reply comes."""
+
+
+class _FoundBlock(NamedTuple):
+    hash: BlockHash
+    slot: int
+    generation: int
+
+
+@dataclass(slots=True)
+class _Load:
+    """One sequence's lookup in the store, from its block `first` on, and its outcome."""
+
+    lease: LeaseId
+    sequence: Sequence | None
+    """None: the sequence ended during the copy. If the copy succeeds, its blocks still enter the prefix index."""
+    first: int
+    lookups: int
+    state: LoadState = "asked"
+    history: list[LoadState] = field(default_factory=lambda: ["asked"])
+    arena: StoreArena | None = None
+    found: list[_FoundBlock] = field(default_factory=list)
+    found_at: float = 0.0
+    names: list[tuple[BlockHash, int]] = field(default_factory=list)
+    """Full blocks that are being copied, and where they will be."""
+    tokens: int = 0
+    """How many of the sequence's tokens are computed when they are."""
+    drop: bytes = b""
+    """The partial block among them, which the store may drop then."""
+    awaited_by: list[Sequence] = field(default_factory=list)
+
+    def move(self, state: LoadState) -> None:
+        """Enters `state`. Raises IllegalTransition."""
+        self.history = extend_history(NEXT_LOAD_STATES, self.history, state, f"load {self.lease}")
+        self.state = state
+
+
+class LoadOutcome(NamedTuple):
+    """The end of a load. `sequence` continues with `tokens` computed (None: it failed); `others` wait again."""
+
+    sequence: Sequence | None
+    tokens: int | None
+    others: list[Sequence]
+
+
+class Loads:
+    """Owns what was found for which sequence, and the loads under way."""
+
+    def __init__(
+        self, limits: EngineLimits, store: StoreClient, memory: BlockAllocator, transfers: BlockTransfers
+    ) -> None:
+        self.enabled = store.node is not None
+        """Whether there is anything to load from; else nothing below need be called."""
+        self.lookups: dict[SequenceId, _Load] = {}
+        """The loads in the states `asked` and `found`, by sequence."""
+        self._limits = limits
+        self._store = store
+        self._memory = memory
+        self._transfers = transfers
+        self._asked: dict[LeaseId, Sequence] = {}
+        """Every request without a reply, wanted or not."""
+        self._copying: dict[LeaseId, _Load] = {}
+        self._coming: dict[BlockHash, LeaseId] = {}
+        """Full blocks that are being loaded, and by which load."""
+
+    def look_up(self, sequence: Sequence) -> bool:
+        """Asks the store, where it may have more than our own memory; whether it did. The sequence then waits for
+        `record_reply`."""
+        if not self._store.attached or len(self._asked) >= MAX_LOOKUPS_IN_FLIGHT:
+            return False
+        first = len(self._memory.cached_blocks(sequence))
+        hashes = _wanted(sequence, first)
+        before = self.lookups.get(sequence.id)
+        lookups = 0 if before is None else before.lookups
+        if not hashes or lookups >= MAX_LOOKUPS:
+            return False
+        if before is not None:
+            before.move("over")
+            self._store.release(before.lease)
+        source = sequence.transfer.kv_source
+        remote = source is not None and source != self._store.node
+        deadline = self._limits.remote_deadline if remote else self._limits.store_deadline
+        lease = self._store.find(hashes, deadline, source if remote else None)
+        self.lookups[sequence.id] = _Load(lease, sequence, first, lookups + 1)
+        self._asked[lease] = sequence
+        return True
+
+    def record_reply(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> Sequence | None:
+        """The store has replied, or (None) has not in time. Returns the sequence that can wait in the queue now; None
+        where it is not there any more."""
+        sequence = self._asked.pop(lease, None)
+        load = None if sequence is None else self.lookups.get(sequence.id)
+        if sequence is None or load is None or load.lease != lease:
+            self._store.release(lease)
+            return None
+        load.arena = self._store.arena(reply) if isinstance(reply, FindReply) else None
+        if isinstance(reply, FindReply) and load.arena is not None and reply.slots:
+            load.move("found")
+            load.found = _found_blocks(_wanted(sequence, load.first), reply)
+            load.found_at = now
+            self._store.counters.hits += 1
+        else:
+            self._store.counters.misses += 1
+            del self.lookups[sequence.id]
+            load.move("over")
+            self._store.release(lease)
+        return sequence
+
+    # ---- its turn
+
+    def decide(self, sequence: Sequence, cached: int, now: float) -> LoadDecision:
+        """What to do with the first in the queue, of which our own memory has `cached` blocks."""
+        load = self.lookups.get(sequence.id)
+        if load is None or load.state != "found":
+            return "compute"
+        stale = not self._store.holds(load.lease) or now - load.found_at > self._store.usable_seconds
+        if stale or cached < load.first:  # of what was before it, our own memory has lost some
+            return "look again"
+        missing = load.found[cached - load.first :]
+        if not missing:
+            return "compute"
+        if missing[0].hash in self._coming:
+            return "await"
+        return "load" if self._transfers.room > 0 else "compute"
+
+    def await_other(self, sequence: Sequence, cached: int) -> None:
+        """The sequence waits until the load under way of the first block that it lacks has ended."""
+        load = self.lookups[sequence.id]
+        self._copying[self._coming[load.found[cached - load.first].hash]].awaited_by.append(sequence)
+
+    def start(self, sequence: Sequence, cached: list[int], now: float) -> None:
+        """Gives it blocks and has them filled. The caller has looked whether there are enough."""
+        load = self.lookups.pop(sequence.id)
+        load.move("copying")
+        assert load.arena is not None
+        found = load.found[len(cached) - load.first :]
+        self._memory.adopt(sequence, cached)
+        load.tokens = min((len(cached) + len(found)) * BLOCK_SIZE, sequence.reusable)
+        blocks = self._memory.grow(sequence, load.tokens)
+        copies = [BlockCopy(block, each.slot, each.generation) for block, each in zip(blocks, found, strict=True)]
+        self._transfers.add("load", load.lease, load.arena, copies, now)
+        load.names = [(each.hash, block) for block, each in zip(blocks, found, strict=True)]
+        if load.tokens % BLOCK_SIZE:
+            load.drop, _ = load.names.pop()
+        sequence.transfer.forget_partial()
+        self._coming.update((hash_, load.lease) for hash_, _ in load.names)
+        self._copying[load.lease] = load
+
+    def finish(self, lease: LeaseId, done: bool) -> LoadOutcome:
+        """The load's transfer has ended; `done`: every rank has all blocks. Called before the transfer releases its
+        blocks."""
+        load = self._copying.pop(lease)
+        load.move("over")
+        for hash_, block in load.names:
+            del self._coming[hash_]
+            if done:
+                self._memory.index.add(hash_, block)
+        counters = self._store.counters
+        if done:
+            counters.blocks_loaded += len(load.names) + bool(load.drop)
+        else:
+            counters.loads_failed += 1
+        self._store.release(lease, load.drop)
+        others = [sequence for sequence in load.awaited_by if sequence.phase == "seeking"]
+        return LoadOutcome(load.sequence, load.tokens if done else None, others)
+
+    # ---- the end
+
+    def forget(self, sequence: Sequence) -> None:
+        """It needs nothing from the store any more: it is computed, or has ended."""
+        load = self.lookups.pop(sequence.id, None)
+        if load is not None:
+            found = load.state == "found"
+            load.move("over")
+            if found:  # else it is released when the reply comes
+                partial = sequence.transfer.partial
+                drop = partial if any(each.hash == partial for each in load.found) else None
+                self._store.release(load.lease, drop or b"")
+        sequence.transfer.forget_partial()
+
+    def leave(self, sequence: Sequence) -> None:
+        """It ends while it is loaded: the copying goes on for others that may want the blocks."""
+        for load in self._copying.values():
+            if load.sequence is sequence:
+                load.sequence = None
+
+    def close(self) -> None:
+        """The epoch is over: every lease is released. What ranks still read under one is used by no sequence."""
+        for lease in self.leases:
+            self._store.release(lease)
+
+    @property
+    def leases(self) -> set[LeaseId]:
+        """All that are held, or will be once the store has replied."""
+        return {*(load.lease for load in self.lookups.values()), *self._copying, *self._asked}
+
+
+def _wanted(sequence: Sequence, first: int) -> list[BlockHash]:
+    """From block `first` on: full blocks, then the partial one that was handed over with the sequence."""
+    hashes = sequence.tokens.hashes[first : sequence.reusable // BLOCK_SIZE]
+    partial = sequence.transfer.partial
+    if partial is not None and sequence.reusable % BLOCK_SIZE:
+        hashes.append(partial)
+    return hashes
+
+
+def _found_blocks(hashes: list[BlockHash], found: FindReply) -> list[_FoundBlock]:
+    """Those of `hashes` that were found. Raises ValueError for a reply that does not fit together."""
+    slots = unpack(found.slots)
+    generations = unpack_generations(found.generations)
+    if len(slots) != len(generations):
+        raise ValueError(f"{len(slots)} slots have {len(generations)} generations")
+    return [_FoundBlock(*each) for each in zip(hashes, slots, generations, strict=False)]

@@ -1,0 +1,302 @@
+"""Which computed blocks go to the KV store: offered, reserved, copied, committed. Bounded, and dropped beyond it.
+
+A block on its way needs no reference before it is copied: the prefix index says where its contents are, and where they
+are gone it is not saved. Only a partial block, which has no name there, is given by its number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from services.scheduler.core.memory.allocation import BlockAllocator, NamedBlock
+from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
+from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
+from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.ids import LeaseId
+from shared.messages.kvstore import NO_SLOT, CommitReply, KvStoreReply, ReserveReply
+from shared.packing import unpack, unpack_generations
+from shared.reliability.transitions import extend_history
+
+MAX_BLOCKS = 512
+"""Blocks on their way to the store; at most a quarter of KV memory, since each is kept from other use for a moment."""
+MAX_OFFERED = 1024
+"""Blocks that wait to be reserved; what is computed beyond is not saved."""
+MAX_RESERVATIONS = 8
+"""Requests for slots without a reply."""
+MIN_BATCH = 64
+"""Blocks that are worth a request of their own. Fewer wait for more, a moment only."""
+MAX_GATHER_SECONDS = 0.05
+"""For which the blocks of decoding sequences are gathered."""
+MAX_BLOCKS_BESIDE_DECODES = 32
+"""Blocks that one plan saves while others decode: copying takes memory bandwidth from them."""
+
+SaveState = Literal["reserving", "ready", "copying", "committing", "over"]
+
+NEXT_SAVE_STATES: dict[SaveState, frozenset[SaveState]] = {
+    "reserving": frozenset({"ready", "over"}),
+    "ready": frozenset({"copying", "committing", "over"}),
+    "copying": frozenset({"committing", "over"}),
+    "committing": frozenset({"over"}),
+    "over": frozenset(),
+}
+"""The states that may follow each state of a save.
+
+reserving: the store is asked for slots. ready: it has granted some, and not all of those are in a plan. copying: all
+are, and not every rank has copied them. committing: the store is asked to show them to others. over: the lease is
+released; nothing was copied, or something failed, or the store has answered."""
+
+
+class _ReservedBlock(NamedTuple):
+    hash: BlockHash
+    slot: int
+    generation: int
+
+
+@dataclass(slots=True)
+class _Save:
+    """What goes to the store under one lease."""
+
+    lease: LeaseId
+    hashes: list[BlockHash]
+    block: int | None = None
+    """Of a partial block: where it is."""
+    state: SaveState = "reserving"
+    history: list[SaveState] = field(default_factory=lambda: ["reserving"])
+    arena: StoreArena | None = None
+    reserved: deque[_ReservedBlock] = field(default_factory=deque)
+    """Reserved, and not copied yet."""
+    reserved_at: float = 0.0
+    copied: int = 0
+    copying: int = 0
+    """Transfers under way."""
+    failed: bool = False
+    complete: bool = True
+    """Whether nothing was left out."""
+    wanted: bool = True
+
+    def move(self, state: SaveState) -> None:
+        """Enters `state`. Raises IllegalTransition."""
+        self.history = extend_history(NEXT_SAVE_STATES, self.history, state, f"save {self.lease}")
+        self.state = state
+
+
+class SaveOutcome(NamedTuple):
+    """All of a lease's blocks are in the store, or (not `good`) some may be missing."""
+
+    lease: LeaseId
+    good: bool
+
+
+class Saves:
+    """Owns what is on its way to the store."""
+
+    def __init__(self, store: StoreClient, memory: BlockAllocator, transfers: BlockTransfers) -> None:
+        self.ready: deque[_Save] = deque()
+        """Those with blocks to copy in the next plan; written here only."""
+        self._store = store
+        self._memory = memory
+        self._transfers = transfers
+        self._max_blocks = max(1, min(MAX_BLOCKS, memory.pool.total // 4))
+        self._offered: dict[BlockHash, bytes] = {}
+        """Names of blocks, each with its parent's."""
+        self._offered_since = 0.0
+        self._saves: dict[LeaseId, _Save] = {}
+        self._reserving = 0
+        self._under_way: dict[BlockHash, LeaseId] = {}
+        self._blocks = 0
+        self._outcomes: list[SaveOutcome] = []
+
+    @property
+    def possible(self) -> bool:
+        """Whether the store can be asked at present."""
+        return self._store.attached
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still to be done before all that was offered is saved."""
+        return bool(self._offered or self._saves)
+
+    @property
+    def leases(self) -> set[LeaseId]:
+        """All that are held, or will be once the store has replied."""
+        return set(self._saves)
+
+    @property
+    def copying(self) -> int:
+        """Transfers under way."""
+        return sum(save.copying for save in self._saves.values())
+
+    # ---- reserving
+
+    def offer(self, blocks: list[NamedBlock], now: float) -> None:
+        """Blocks that the plan which was just made computes. Beyond MAX_OFFERED they are counted as unsaved."""
+        if not self._store.attached:
+            return
+        if not self._offered:
+            self._offered_since = now
+        room = max(0, MAX_OFFERED - len(self._offered))
+        for block in blocks[:room]:
+            if block.hash not in self._under_way:
+                self._offered[block.hash] = block.parent
+        self._store.counters.blocks_unsaved += len(blocks[room:])
+
+    def reserve(self, now: float, *, idle: bool) -> None:
+        """Asks for slots, where enough blocks are gathered, or have been for long enough, or nothing else happens."""
+        while self._offered and self._reserving < MAX_RESERVATIONS:
+            count = min(len(self._offered), MIN_BATCH, self._max_blocks - self._blocks)
+            due = len(self._offered) >= MIN_BATCH or idle or now - self._offered_since >= MAX_GATHER_SECONDS
+            if count <= 0 or not due:
+                return
+            batch = [NamedBlock(hash_, self._offered.pop(hash_)) for hash_ in list(self._offered)[:count]]
+            self._offered_since = now
+            if self._store.attached:
+                self._reserve(batch, bytes([BLOCK_SIZE]) * len(batch), None)
+
+    def save_now(self, blocks: list[NamedBlock]) -> set[LeaseId]:
+        """Everything of a sequence that is to be handed over, whatever else is on its way. The leases to wait for."""
+        leases = {self._under_way[block.hash] for block in blocks if block.hash in self._under_way}
+        rest = [block for block in blocks if block.hash not in self._under_way]
+        for block in rest:
+            self._offered.pop(block.hash, None)
+        if rest:
+            leases.add(self._reserve(rest, bytes([BLOCK_SIZE]) * len(rest), None))
+        return leases
+
+    def save_partial(self, name: NamedBlock, tokens: int, block: int) -> LeaseId:
+        """A block that is not full. The caller keeps hold of `block` until the lease is over, or calls it off."""
+        return self._reserve([name], bytes([tokens]), block)
+
+    def _reserve(self, batch: list[NamedBlock], tokens: bytes, block: int | None) -> LeaseId:
+        hashes = [each.hash for each in batch]
+        lease = self._store.reserve(hashes, [each.parent for each in batch], tokens)
+        self._saves[lease] = _Save(lease, hashes, block)
+        self._under_way.update((hash_, lease) for hash_ in hashes)
+        self._blocks += len(hashes)
+        self._reserving += 1
+        return lease
+
+    def record_reservation(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> None:
+        """The store has granted slots, or has not; None: it has not replied in time."""
+        save = self._saves.get(lease)
+        if save is None:  # of an epoch that is over
+            self._store.release(lease)
+            return
+        self._reserving -= 1
+        if isinstance(reply, ReserveReply) and save.wanted and self._store.holds(lease):
+            save.arena, save.reserved_at = self._store.arena(reply), now
+            save.reserved.extend(_reserved_blocks(save.hashes, reply))
+        if save.arena is not None and save.reserved:
+            save.move("ready")
+            self.ready.append(save)
+        else:  # all of it is there already or being written, or there is no room: the latter, for a partial block
+            self._finish(save, good=save.arena is not None and save.block is None)
+
+    # ---- copying
+
+    def plan(self, max_blocks: int, now: float) -> None:
+        """Adds transfers to the plan that is being made, of `max_blocks` together."""
+        while self.ready and max_blocks > 0 and self._transfers.room > 0:
+            save = self.ready[0]
+            if not self._store.holds(save.lease) or now - save.reserved_at > self._store.usable_seconds:
+                save.reserved.clear()
+                save.failed = True
+            max_blocks -= self._copy(save, max_blocks, now)
+            if not save.reserved:
+                self.ready.popleft()
+                self._advance(save)
+
+    def _copy(self, save: _Save, max_blocks: int, now: float) -> int:
+        """Starts copying some of its blocks; how many."""
+        assert save.arena is not None
+        copies: list[BlockCopy] = []
+        while save.reserved and len(copies) < max_blocks:
+            each = save.reserved.popleft()
+            block = self._memory.index.find(each.hash) if save.block is None else save.block
+            if block is None:
+                save.complete = False
+            else:
+                copies.append(BlockCopy(block, each.slot, each.generation))
+        if copies:
+            self._transfers.add("save", save.lease, save.arena, copies, now)
+            save.copying += 1
+            save.copied += len(copies)
+        return len(copies)
+
+    def finish_transfer(self, lease: LeaseId, done: bool) -> None:
+        """One of the lease's transfers has ended; `done`: every rank has copied all of it."""
+        save = self._saves[lease]
+        save.copying -= 1
+        save.failed = save.failed or not done
+        if save.state == "copying":
+            self._advance(save)
+
+    def _advance(self, save: _Save) -> None:
+        """Nothing of it is left to plan: commits what has been copied, where all has; gives the rest back."""
+        if save.copying:
+            if save.state != "copying":
+                save.move("copying")
+        elif save.wanted and not save.failed and save.copied and self._store.holds(save.lease):
+            save.move("committing")
+            self._store.commit(save.lease)
+        else:
+            self._finish(save, good=False)
+
+    def record_commit(self, lease: LeaseId, reply: KvStoreReply | None) -> None:
+        """The store shows the lease's blocks to others now; None: it has not replied in time."""
+        save = self._saves.get(lease)
+        if save is not None:
+            shown = reply.blocks if isinstance(reply, CommitReply) else 0
+            self._store.counters.blocks_saved += shown
+            self._finish(save, good=save.complete and shown >= save.copied)
+
+    def _finish(self, save: _Save, *, good: bool) -> None:
+        save.move("over")
+        self._store.release(save.lease)
+        del self._saves[save.lease]
+        for hash_ in save.hashes:
+            del self._under_way[hash_]
+        self._blocks -= len(save.hashes)
+        self._outcomes.append(SaveOutcome(save.lease, good))
+
+    # ---- the end
+
+    def call_off(self, lease: LeaseId) -> None:
+        """No sequence waits for this partial block any more. Before it is copied it need not be; no other sees it."""
+        save = self._saves.get(lease)
+        if save is None:
+            return
+        save.wanted = False
+        if save.state == "ready":
+            self.ready.remove(save)
+            save.reserved.clear()
+            self._advance(save)
+
+    def forget_reservations(self) -> None:
+        """The store is another one, or gone: what was reserved there is void. What is being copied ends by itself."""
+        self._offered.clear()
+        for save in list(self.ready):
+            self.ready.remove(save)
+            save.reserved.clear()
+            self._advance(save)
+
+    def take_outcomes(self) -> list[SaveOutcome]:
+        """Leases that are over since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def close(self) -> None:
+        """The epoch is over. Slots that a rank may still be writing to are left to run out."""
+        for save in self._saves.values():
+            if save.copying:
+                self._store.forget(save.lease)
+            else:
+                self._store.release(save.lease)
+
+
+def _reserved_blocks(hashes: list[BlockHash], reserved: ReserveReply) -> list[_ReservedBlock]:
+    """Raises ValueError for a reply that does not fit the request."""
+    slots, generations = unpack(reserved.slots), unpack_generations(reserved.generations)
+    blocks = (_ReservedBlock(*each) for each in zip(hashes, slots, generations, strict=True))
+    return [block for block in blocks if block.slot != NO_SLOT]

@@ -1,0 +1,125 @@
+"""Former names of events, messages and outputs, so that decisions recorded under them are decided again all the same.
+
+A journal of version 1 was written before messages were renamed (docs/adr/0015): its events are given today's names
+before they are decoded, and today's outputs are given the former ones before their digests are compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+RENAMED: dict[str, str] = {
+    "Abandon": "AbandonStream",
+    "AskStore": "SendStoreRequest",
+    "Attached": "AttachReply",
+    "Committed": "CommitReply",
+    "DetokenizerLost": "TokenBatchLost",
+    "Failed": "RequestFailed",
+    "Found": "FindReply",
+    "Generate": "GenerateRequest",
+    "GiveUp": "EndProcess",
+    "NotServed": "KvStoreRefusal",
+    "NotTaken": "HandOverRefused",
+    "PassOn": "SendHandOver",
+    "Placed": "RequestPlaced",
+    "Rejected": "RequestRejected",
+    "Relay": "ForwardControl",
+    "Reserved": "ReserveReply",
+    "StoreAnswered": "StoreReplied",
+    "StoreHere": "StoreReady",
+    "TellGateway": "SendToGateway",
+    "Transferred": "TransferProgress",
+}
+"""Classes of events, outputs and tagged messages: the name in journals of version 1, and today's."""
+
+RENAMED_FIELDS: dict[str, str] = {"answer": "reply", "question": "request", "role": "kind", "site": "role"}
+"""Fields of events and outputs that are no messages, and of `EngineStart`: the former name, and today's."""
+
+MESSAGE_FIELDS = frozenset({"answer", "generate", "message", "question", "release", "transfers"})
+"""Fields (by their former names) of events and outputs that hold a tagged message."""
+
+TRACE_IN_GENERATION, TRACE_IN_OPEN_STREAM = 15, 13
+"""Where version 1 had a field for the client's trace context, which was carried along and never read."""
+OPENED_IN_BATCH = 3
+
+_FORMER = {today: former for former, today in RENAMED.items()}
+_FORMER_FIELDS = {today: former for former, today in RENAMED_FIELDS.items()}
+
+_decode = msgspec.msgpack.Decoder().decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class JournalNames:
+    """Names as they are in journals of this version: nothing is translated. Names of other versions are a subclass."""
+
+    def start(self, about: bytes) -> bytes:
+        """The header's `EngineStart` as today's code decodes it."""
+        return about
+
+    def event(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """A recorded event under today's name, as today's code decodes it."""
+        return name, content
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """One of today's outputs under the name and with the bytes that the journal would have."""
+        return name, content
+
+
+class FormerNames(JournalNames):
+    """Names of version 1. Owns the trace contexts that its requests came with, to put them back into what follows."""
+
+    def __init__(self) -> None:
+        self._traces: dict[tuple[str, int], str | None] = {}
+
+    def start(self, about: bytes) -> bytes:
+        """The header with today's fields."""
+        return _encode(_renamed_fields(_decode(about), RENAMED_FIELDS))
+
+    def event(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """The event with today's names; the trace context of a request is kept, and left out."""
+        event = _decode(content)
+        if isinstance(event, list):
+            self._to_today(event)
+        else:
+            for field in MESSAGE_FIELDS & event.keys():
+                self._to_today(event[field])
+            event = _renamed_fields(event, RENAMED_FIELDS)
+        return RENAMED.get(name, name), _encode(event)
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """The output with its former names, and with the trace context of its request."""
+        output = _renamed_fields(_decode(content), _FORMER_FIELDS)
+        for field in MESSAGE_FIELDS & output.keys():
+            self._to_former(output[field])
+        for opened in output["batch"][OPENED_IN_BATCH] if "batch" in output else ():
+            opened.insert(TRACE_IN_OPEN_STREAM, self._traces.get((opened[0], opened[1])))
+        return _FORMER.get(name, name), _encode(output)
+
+    def _to_today(self, message: Any) -> None:
+        """Changes one message, a MessagePack array, in place; None (no answer came) and untagged ones stay."""
+        if not isinstance(message, list) or not isinstance(message[0], str):
+            return
+        message[0] = RENAMED.get(message[0], message[0])
+        if message[0] == "GenerateRequest":
+            generation = message[1]
+            self._traces[generation[0], generation[1]] = generation.pop(TRACE_IN_GENERATION)
+
+    def _to_former(self, message: Any) -> None:
+        if message[0] == "GenerateRequest":
+            generation = message[1]
+            generation.insert(TRACE_IN_GENERATION, self._traces.get((generation[0], generation[1])))
+        message[0] = _FORMER.get(message[0], message[0])
+
+
+def _renamed_fields(value: Any, names: dict[str, str]) -> Any:
+    """Maps under other keys, those within them too; arrays hold messages, whose fields have no names on the wire."""
+    if not isinstance(value, dict):
+        return value
+    return {names.get(key, key): _renamed_fields(inner, names) for key, inner in value.items()}
+
+
+def names_of(version: int) -> JournalNames:
+    """How a journal of this version spells what today's code knows under other names."""
+    return FormerNames() if version == 1 else JournalNames()

@@ -1,0 +1,105 @@
+"""Whether an engine's ranks are complete, and whether one of them was lost. Judged from lifecycle messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from services.scheduler.core.events import WorkersReady
+from shared.ids import EngineId, Incarnation, InstanceId
+from shared.messages.kvstore import KvLayout
+from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
+from shared.registry import InstanceGone, Registry
+
+
+class UnequalRanks(NamedTuple):
+    """The ranks are all there, but were started with different settings; they will not work together."""
+
+    difference: str
+
+
+class WorkerRanks:
+    """Owns the registry of the engine's workers, and which of them the engine is working with."""
+
+    def __init__(self, engine: EngineId, world_size: int | None) -> None:
+        self._engine = engine
+        self._world_size = world_size
+        """None: what the workers themselves say."""
+        self._registry = Registry()
+        self._members: dict[InstanceId, Incarnation] = {}
+
+    def record_lifecycle(self, message: Lifecycle, now: float) -> str | None:
+        """Takes a worker's lifecycle in. Returns why the engine lost its workers, None where it did not."""
+        if message.worker is not None and message.worker.engine != self._engine:
+            return None
+        gone = self._registry.record_lifecycle(message, now)
+        return self._lost([gone] if gone else [])
+
+    def expire(self, now: float) -> str | None:
+        """Returns, as `record_lifecycle` does, whether a member has been silent for too long."""
+        return self._lost(self._registry.expire(now))
+
+    def forget(self) -> None:
+        """Forgets every rank, because none took our plan. Those that live report again within half a second."""
+        self._registry = Registry()
+        self._members = {}
+
+    def is_member(self, message: Lifecycle) -> bool:
+        """Whether the engine works with this process, in this life of it."""
+        return self._members.get(message.instance) == message.incarnation
+
+    def assemble(self) -> WorkersReady | UnequalRanks | None:
+        """The complete set of ranks, which the engine then works with; None while one is missing."""
+        by_rank = self._ready_by_rank()
+        reports = [life.worker for life in by_rank.values() if life.worker is not None]
+        if not reports:
+            return None
+        size = self._world_size or reports[0].world_size
+        if set(by_rank) != set(range(size)):
+            return None
+        cards = {_comparable(report) for report in reports}
+        if len(cards) > 1:
+            return UnequalRanks(" / ".join(sorted(map(str, cards))))
+        self._members = {life.instance: life.incarnation for life in by_rank.values()}
+        return WorkersReady(
+            card=reports[0].model,
+            num_blocks=min(report.num_blocks for report in reports),
+            max_running=_smallest(report.max_num_seqs for report in reports),
+            max_batch_tokens=_smallest(report.max_batch_tokens for report in reports),
+            world_size=size,
+            layout=_common(report.layout for report in reports),
+            stages=reports[0].stages,
+            max_speculate=min(report.max_speculate for report in reports),
+            max_jump_ahead=min(report.max_jump_ahead for report in reports),
+        )
+
+    def _ready_by_rank(self) -> dict[int, Lifecycle]:
+        """Where two claim one rank the one that started later counts: the other is about to be found dead."""
+        ready = [life for life in self._registry.all("worker", "ready") if life.worker is not None]
+        ready.sort(key=lambda life: life.started)
+        by_rank = {life.worker.rank: life for life in ready if life.worker is not None}
+        return dict(sorted(by_rank.items()))
+
+    def _lost(self, gone: list[InstanceGone]) -> str | None:
+        for last, reason in gone:
+            if self._members.get(last.instance) == last.incarnation:
+                self._members = {}
+                return f"worker {last.instance}: {reason}"
+        return None
+
+
+def _comparable(report: WorkerReport) -> tuple[ModelCard, int, int]:
+    """The settings that must be equal on all ranks; their start times need not be."""
+    return msgspec.structs.replace(report.model, created=0), report.world_size, report.stages
+
+
+def _smallest(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _common(layouts: Iterable[KvLayout | None]) -> KvLayout | None:
+    """The value that all ranks report; None if they do not agree."""
+    distinct = set(layouts)
+    return distinct.pop() if len(distinct) == 1 else None

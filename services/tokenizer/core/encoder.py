@@ -1,0 +1,254 @@
+"""Encodes prompts as token ids, and makes the message that a coordinator receives. No bus, no threads of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from services.tokenizer.core.chat_template import ChatTemplates
+from services.tokenizer.core.conversation import render_chat
+from services.tokenizer.core.refusal import PromptRefused
+from services.tokenizer.core.vocabulary import Vocabulary
+from shared.blocks import hash_chain
+from shared.messages.coordinator import Route
+from shared.messages.dialects import THINKING_MARKS, Dialect, Thinking
+from shared.messages.gateway import RequestRejected
+from shared.messages.generation import Generation, Grammar, SamplingOptions
+from shared.messages.tokenizer import (
+    ChatPrompt,
+    Decode,
+    DecodeReply,
+    Encode,
+    EncodeReply,
+    Prompt,
+    TextPrompt,
+    Tokenize,
+    TokenizerRefusal,
+    TokenizerReply,
+    TokenizerRequest,
+    TokenPrompt,
+)
+from shared.models.structural_tags import ANY_TEXT, as_format, either, regex, sequence, tag, tagged
+from shared.packing import pack
+
+MAX_WORD_TOKENS = 64
+"""Of one bad word: workers keep all of them in arrays of equal rows."""
+ALL_THINKING_MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
+SPACE_AFTER_THOUGHTS = regex("[ \\n]{0,4}")
+MARK_WINDOW = 16
+"""Tokens at a prompt's end that hold the marks which a template writes there."""
+
+
+class RenderedPrompt(TextPrompt, frozen=True, array_like=True, tag="rendered"):
+    """A chat whose own template has been rendered elsewhere."""
+
+
+class PromptEncoder:
+    """Encodes by a vocabulary and the model's chat templates. Stateless, so any thread may use it."""
+
+    def __init__(self, vocabulary: Vocabulary, templates: ChatTemplates, special_tokens: dict[str, str]) -> None:
+        self._vocabulary = vocabulary
+        self._templates = templates
+        self.special_tokens = special_tokens
+
+    @property
+    def dialect(self) -> Dialect:
+        """The markup of tool calls and thoughts that the model speaks."""
+        return self._templates.dialect
+
+    def brings_template(self, prompt: Prompt) -> bool:
+        """Whether the prompt is a chat with a template of the client's own, to be rendered elsewhere first."""
+        return (
+            isinstance(prompt, ChatPrompt)
+            and prompt.template is not None
+            and self._templates.choose(prompt.template, tools=prompt.tools is not None) is None
+        )
+
+    def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
+        """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
+        try:
+            ids = self._tokens(prompt)
+            if not ids:
+                raise PromptRefused("prompt", "prompt: at least one token is needed")
+            if message.truncate_prompt_tokens is not None:
+                ids = ids[-message.truncate_prompt_tokens :]
+            if message.resume:
+                self._vocabulary.unpacked(message.resume, "resume")
+            thinking = self._thinking(message.prompt, ids)
+            sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, ids)
+        except PromptRefused as refused:
+            return rejected(message, refused)
+        tokens = pack(ids) + message.resume
+        return Route(
+            Generation(
+                request=message.request,
+                attempt=message.attempt,
+                gateway=message.gateway,
+                model=message.model,
+                tokens=tokens,
+                prompt_length=len(ids),
+                block_hashes=b"".join(hash_chain(tokens, message.cache_salt)),
+                sampling=sampling,
+                stopping=message.stopping,
+                sent_chars=message.sent_chars,
+                skip_special_tokens=message.skip_special_tokens,
+                priority=message.priority,
+                arrival=message.arrival,
+                cache_salt=message.cache_salt,
+                avoid=message.avoid,
+                grammar=adapt_grammar(message.grammar, thinking),
+                keep_markup=message.keep_markup,
+                thinking=thinking,
+            )
+        )
+
+    def answer(self, request: TokenizerRequest) -> TokenizerReply:
+        """Text to tokens or back, for requests that ask for that alone; a refusal where the prompt is at fault."""
+        try:
+            match request:
+                case Encode():
+                    ids = self._tokens(request.prompt)
+                    strings = self._vocabulary.strings(ids) if request.return_strings else None
+                    return EncodeReply(pack(ids), strings)
+                case Decode():
+                    ids = self._vocabulary.unpacked(request.tokens, "tokens") if request.tokens else []
+                    return DecodeReply(self._vocabulary.decode(ids, skip_special_tokens=request.skip_special_tokens))
+                case _:
+                    assert_never(request)
+        except PromptRefused as refused:
+            return TokenizerRefusal(refused.message, refused.field)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        match prompt:
+            case RenderedPrompt():
+                return self._vocabulary.encode(prompt.text, add_special_tokens=False, field="messages")
+            case TextPrompt():
+                return self._vocabulary.encode(
+                    prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt"
+                )
+            case TokenPrompt():
+                return self._vocabulary.unpacked(prompt.tokens, "prompt")
+            case ChatPrompt():
+                template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
+                if template is None:
+                    raise PromptRefused("chat_template", "chat_template: not rendered")
+                text = render_chat(prompt, template, self.special_tokens)
+                return self._vocabulary.encode(text, add_special_tokens=False, field="messages")
+            case _:
+                assert_never(prompt)
+
+    def _thinking(self, prompt: Prompt, ids: list[int]) -> Thinking | None:
+        """Whether a chat's prompt ends within thoughts or behind them; None where it does not show."""
+        if not isinstance(prompt, ChatPrompt):
+            return None
+        if prompt.continue_final_message or prompt.template_kwargs.get("continue_final_message"):
+            return thinking_of_continued(prompt)
+        return thinking_state(self._vocabulary.decode(ids[-MARK_WINDOW:], skip_special_tokens=False))
+
+
+def rejected(message: Tokenize, refused: PromptRefused) -> RequestRejected:
+    """What the client of `message` gets where its prompt is refused."""
+    return RequestRejected(
+        request=message.request,
+        attempt=message.attempt,
+        kind="invalid_request",
+        message=refused.message,
+        field=refused.field,
+    )
+
+
+def translate_sampling(
+    message: Tokenize, vocabulary: Vocabulary, dialect: Dialect, thinking: Thinking | None, prompt: list[int]
+) -> SamplingOptions:
+    """The request's sampling options, with what clients give as text turned to the token ids that a worker knows.
+
+    `thinking`, or else the end of `prompt`, shows whether the output begins within thoughts. Raises PromptRefused.
+    """
+    sampling = message.sampling
+    if message.bad_words:
+        words = tuple(tokens for word in message.bad_words for tokens in _bad_word_tokens(word, vocabulary))
+        sampling = replace(sampling, bad_words=words)
+    if sampling.thinking_budget is not None:
+        if thinking is None:
+            thinking = thinking_state(vocabulary.decode(prompt[-MARK_WINDOW:], skip_special_tokens=False))
+        sampling = _bounded_thinking(message, sampling, vocabulary, dialect, thinking)
+    return sampling
+
+
+def _bad_word_tokens(word: str, vocabulary: Vocabulary) -> Iterator[tuple[int, ...]]:
+    """The word at the beginning of a text, and in the middle of one, unless that is a mere space before the same
+    tokens. vLLM leaves the latter out where it has another number of tokens: there `the` may be banned, and ` the` not.
+    """
+    plain = _encode_word(word.lstrip(), vocabulary, "bad_words")
+    yield plain
+    spaced = _encode_word(" " + word.lstrip(), vocabulary, "bad_words")
+    if spaced[-len(plain) :] != plain:
+        yield spaced
+
+
+def _encode_word(text: str, vocabulary: Vocabulary, field: str) -> tuple[int, ...]:
+    ids = tuple(vocabulary.encode(text, add_special_tokens=False, field=field))
+    if len(ids) > MAX_WORD_TOKENS:
+        raise PromptRefused(field, f"{field}: {text[:80]!r} makes {len(ids)} tokens; at most {MAX_WORD_TOKENS}")
+    return ids
+
+
+def _bounded_thinking(
+    message: Tokenize, sampling: SamplingOptions, vocabulary: Vocabulary, dialect: Dialect, thinking: Thinking | None
+) -> SamplingOptions:
+    """With the marks of thoughts; without a budget where the prompt has closed them already."""
+    marks = None if dialect.reasoning is None else THINKING_MARKS[dialect.reasoning]
+    end = message.thinking_end or (marks.end if marks is not None else "")
+    if not end:
+        raise PromptRefused(
+            "thinking_token_budget", "thinking_token_budget: this model's chat template knows no thoughts"
+        )
+    if thinking == "closed":
+        return replace(sampling, thinking_budget=None)
+    # Nothing shows whether it will think: only what the output itself begins is bounded.
+    begins = marks is not None and thinking is None and dialect.reasoning != "deepseek_r1"
+    start = _encode_word(marks.start, vocabulary, "thinking_token_budget") if begins and marks is not None else ()
+    return replace(sampling, thinking_end=_encode_word(end, vocabulary, "thinking_token_budget"), thinking_start=start)
+
+
+def thinking_state(end: str) -> Thinking | None:
+    """Whether a prompt with this end is within thoughts or behind them, by the marks that its template wrote; None
+    where there is no mark."""
+    end = end.rstrip()
+    for marks in ALL_THINKING_MARKS:
+        if end.endswith(marks.start):
+            return "open"
+        if end.endswith(marks.end):
+            return "closed"
+    return None
+
+
+def thinking_of_continued(prompt: ChatPrompt) -> Thinking:
+    """The same for a chat whose last message is to be continued, by the marks in that message: behind thoughts, unless
+    it breaks off in the middle of them."""
+    final = msgspec.json.decode(prompt.messages)[-1].get("content")
+    text = final if isinstance(final, str) else ""
+    within = any(text.rfind(marks.start) > text.rfind(marks.end) for marks in ALL_THINKING_MARKS)
+    return "open" if within else "closed"
+
+
+def adapt_grammar(grammar: Grammar | None, thinking: Thinking | None) -> Grammar | None:
+    """The grammar that binds the output of a prompt in that state. Where nothing shows whether the model will think, it
+    may do either."""
+    if grammar is None or thinking == "open":
+        return grammar
+    marks = next((marks for marks in ALL_THINKING_MARKS if marks.end == grammar.after), None)
+    if marks is None:
+        return grammar
+    if thinking == "closed":
+        return replace(grammar, after="")
+    inner = as_format(grammar)
+    if inner is None:
+        return grammar
+    thoughts = tag(marks.start, ANY_TEXT, marks.end)
+    text = json.dumps(tagged(either(inner, sequence(thoughts, SPACE_AFTER_THOUGHTS, inner))), ensure_ascii=False)
+    return Grammar("structural_tag", text)

@@ -1,0 +1,118 @@
+"""A step's work as a rank computes it: whose share is how much, and the rows that they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.worker.batch.prompt_rows import LogitsRows, PromptRows
+from services.worker.batch.rows import Int32s, Rows, Slots
+from services.worker.sampling.parameters import SamplingBatch
+from shared.ids import SequenceId
+from shared.messages.worker import SequenceWork
+
+
+class BrokenPlan(Exception):
+    """A plan that cannot be computed as it stands: a bug of whoever made it."""
+
+
+class ScheduledWork(NamedTuple):
+    """A plan's work, with whose it is."""
+
+    work: tuple[SequenceWork, ...]
+    slots: Slots
+    """[W]"""
+    counts: Int32s
+    """[W]"""
+    samples: NDArray[np.bool_]
+    """[W]"""
+    speculates: Int32s
+    """[W] tokens that may be drafted, as far as context and blocks have room for them."""
+
+    @property
+    def speculating(self) -> Slots:
+        """The numbers of those that may draft."""
+        return np.flatnonzero(self.speculates)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """What was drafted for each of P sequences.
+
+    Each draft is certain, given what is known and the random number of its position: a proposer that has a distribution
+    draws from it by that number, and drafts what the model draws wherever the two cumulate alike.
+    """
+
+    tokens: Int32s | Tensor
+    """[P, K] what lies behind a row's count means nothing. A tensor where the host does not know them yet."""
+    counts: Int32s
+    """[P] never more than asked for."""
+
+    @classmethod
+    def none(cls, sequences: int) -> DraftTokens:
+        """Of so many sequences, none of which has a draft."""
+        return cls(np.zeros((sequences, 0), dtype=np.int32), np.zeros(sequences, dtype=np.int32))
+
+    def known(self) -> Int32s:
+        """The tokens on the host; waits for a device that has them."""
+        return self.tokens.cpu().numpy() if isinstance(self.tokens, Tensor) else self.tokens
+
+    def on_host(self) -> DraftTokens:
+        """The same with the tokens on the host, see `known`."""
+        return DraftTokens(self.known(), self.counts)
+
+    def message(self, width: int) -> Int32s:
+        """[P, 1 + width] counts and tokens, to be sent to other ranks."""
+        numbers = np.zeros((len(self.counts), 1 + width), dtype=np.int32)
+        numbers[:, 0] = self.counts
+        most = min(width, self.tokens.shape[1])
+        numbers[:, 1 : 1 + most] = self.known()[:, :most]
+        return numbers
+
+    @classmethod
+    def from_message(cls, numbers: Int32s) -> DraftTokens:
+        """Out of what `message` made."""
+        return cls(numbers[:, 1:], numbers[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's rows, whose logits are wanted, and who draws."""
+
+    rows: Rows
+    """[n]"""
+    logits_rows: Int32s
+    """[R] in the plan's order."""
+    sampled: tuple[SequenceId, ...]
+    """[Q] in the plan's order."""
+    sampled_slots: Slots
+    """[Q]"""
+    drafted: Int32s
+    """[Q] drafts of each, beside its last token: it has one more row of logits than that."""
+    choices: SamplingBatch | None
+    """Of the R rows of logits that are drawn from, each sequence's together. None where nothing is sampled."""
+    drawn_rows: Int32s
+    """[R]"""
+    prompts: PromptRows
+    """What is told of prompts. Where there is any, `logits_rows` are those of `merged`, in rising order."""
+    merged: LogitsRows | None = None
+
+    @property
+    def first_drawn(self) -> Int32s:
+        """[Q] which of the R rows is the first of each sequence."""
+        rows = self.drafted + 1
+        first: Int32s = np.cumsum(rows, dtype=np.int32) - rows
+        return first
+
+    def last_rows(self, counts: Int32s) -> Int32s:
+        """[Q] the row that the last of `counts` [Q] tokens of each sequence was drawn behind."""
+        return self.drawn_rows[self.first_drawn + counts - 1] if len(counts) else self.drawn_rows
+
+    @property
+    def drawn_at_most(self) -> int:
+        """Q * (K + 1), K being the most drafts that one of the sequences has."""
+        return len(self.sampled) * (int(self.drafted.max(initial=0)) + 1)

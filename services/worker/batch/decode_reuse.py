@@ -1,0 +1,123 @@
+"""Steps that decode just those sequences that the step before decoded: nearly all steps are such ones.
+
+Everything but the tokens moves on by one place, so that a dozen additions do for what takes a hundred operations anew.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from services.worker.batch.batch import Batch, BrokenPlan
+from services.worker.batch.rows import Int32s
+from services.worker.batch.sequences import SequenceTable
+from services.worker.sampling.parameters import SamplingBatch
+from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.messages.worker import SequenceWork
+
+
+class _Before(NamedTuple):
+    work: tuple[SequenceWork, ...]
+    batch: Batch
+    choices: SamplingBatch
+    room: Int32s
+    """[Q] tokens that each one's blocks hold."""
+    whole: int
+    """Further steps until somebody's row is the first of a block."""
+
+
+class DecodeReuse:
+    """Owns the last batch, where it was one of decodes that each drew a token."""
+
+    def __init__(self, sequences: SequenceTable) -> None:
+        self._sequences = sequences
+        self._before: _Before | None = None
+
+    def forget(self) -> None:
+        """The next batch has to be made anew."""
+        self._before = None
+
+    def remember(self, work: tuple[SequenceWork, ...], batch: Batch) -> None:
+        """A batch that was made in another way. Each of its sequences has its next token on the way."""
+        choices, rows = batch.choices, batch.rows
+        single = rows.max_query == 1 and len(batch.sampled) == len(work) == len(rows.positions)
+        if not single or any(item.speculate for item in work) or batch.prompts.parts:
+            self._before = None  # who may draft is asked again at every step
+        elif choices is None or not choices.table.settled(choices):
+            self._before = None
+        else:
+            room = self._sequences.room(batch.sampled_slots)
+            self._before = _Before(work, batch, choices, room, _whole(rows.positions))
+
+    def next(self, work: tuple[SequenceWork, ...]) -> Batch | None:
+        """The batch of `work`, which counts as computed from here on; None, and nothing done, where that does not go on
+        with all sequences of the last one and no others."""
+        before = self._before
+        if before is None or not (work == before.work or _goes_on(before.work, work)):
+            return None
+        rows = before.batch.rows
+        if rows.max_context + 2 > self._sequences.tokens.shape[1]:  # somebody's context is full
+            return None
+        grown = [place for place, item in enumerate(work) if item.blocks]
+        ends = rows.context_lens + 1
+        room = self._with_blocks(before, work, grown) if grown else before.room
+        if (ends > room).any():
+            raise BrokenPlan(f"{work[int((ends > room).argmax())]}: its blocks are full")
+        return self._moved_on(before, work, ends, room, tables_changed=bool(grown))
+
+    def _with_blocks(self, before: _Before, work: tuple[SequenceWork, ...], grown: list[int]) -> Int32s:
+        slots = before.batch.sampled_slots
+        for place in grown:
+            self._sequences.append_blocks(int(slots[place]), work[place])
+        return self._sequences.room(slots)
+
+    def _moved_on(
+        self, before: _Before, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool
+    ) -> Batch:
+        batch, old = before.batch, before.batch.rows
+        slots, positions, kv_slots, whole = old.row_slots, old.positions + 1, old.kv_slots + 1, before.whole - 1
+        if whole < 0:
+            first = np.flatnonzero(positions % BLOCK_SIZE == 0)
+            kv_slots[first] = self._sequences.block_tables[slots[first], positions[first] // BLOCK_SIZE] * BLOCK_SIZE
+            whole = _whole(positions)
+        width = blocks_for(old.max_context + 1)
+        if tables_changed or width != old.block_tables.shape[1]:
+            tables = self._sequences.block_tables[slots, :width]
+        else:
+            tables = old.block_tables
+        rows = old._replace(
+            ids=np.empty_like(positions),
+            positions=positions,
+            kv_slots=kv_slots,
+            context_lens=ends,
+            block_tables=tables,
+            max_context=old.max_context + 1,
+        )
+        choices = before.choices.later(1)
+        moved = Batch(
+            rows=rows,
+            logits_rows=batch.logits_rows,
+            sampled=batch.sampled,
+            sampled_slots=batch.sampled_slots,
+            drafted=batch.drafted,
+            choices=choices,
+            drawn_rows=batch.drawn_rows,
+            prompts=batch.prompts,
+        )
+        self._sequences.count_computed(slots)
+        self._before = _Before(work, moved, choices, room, whole)
+        return moved
+
+
+def _goes_on(before: tuple[SequenceWork, ...], work: tuple[SequenceWork, ...]) -> bool:
+    """Whether `work` is a plain decode of each sequence of `before`, in its order, some with a new block."""
+    return len(work) == len(before) and all(
+        one.sequence == other.sequence and one.count == 1 and one.sample and not one.speculate
+        for one, other in zip(work, before, strict=True)
+    )
+
+
+def _whole(positions: Int32s) -> int:
+    """Steps in which nobody's row is the first of a block, from here on."""
+    return BLOCK_SIZE - 1 - int((positions % BLOCK_SIZE).max())

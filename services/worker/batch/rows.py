@@ -1,0 +1,109 @@
+"""Runs of rows, one behind the other, as a decoder wants them: where each row reads, writes and stands. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.blocks import BLOCK_SIZE, blocks_for
+
+Int32s = NDArray[np.int32]
+Slots = NDArray[np.intp]
+
+
+class RowRuns(NamedTuple):
+    """Runs of consecutive positions, each of one sequence; a sequence may have several."""
+
+    share: Slots
+    """[U] whatever the caller numbers."""
+    slots: Slots
+    """[U]"""
+    starts: Int32s
+    """[U] the first position of each."""
+    counts: Int32s
+    """[U]"""
+
+
+class Rows(NamedTuple):
+    """The rows of all units, those of a single row first; fields as in `ops.BatchMeta`."""
+
+    ids: Int32s
+    positions: Int32s
+    kv_slots: Int32s
+    query_starts: Int32s
+    context_lens: Int32s
+    block_tables: Int32s
+    num_decodes: int
+    prefills: tuple[tuple[int, int], ...]
+    max_query: int
+    max_context: int
+    row_slots: Slots
+    """[n] whose row each is."""
+    last_rows: Int32s
+    """[U] the last row of each unit, in the order that the units were given in."""
+
+
+def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
+    """`block_tables` and `tokens` are by slot. At least one unit."""
+    if (units.counts == 1).all():
+        return _single_rows(units.slots, units.starts, block_tables, tokens)
+    order = np.argsort(units.counts > 1, kind="stable")
+    slots, starts, counts = units.slots[order], units.starts[order], units.counts[order]
+    ends = starts + counts
+    query_starts = np.zeros(len(slots) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    owner = np.repeat(np.arange(len(slots)), counts)
+    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[owner]
+    rows = slots[owner]
+    block, offset = np.divmod(positions, BLOCK_SIZE)
+    max_context = int(ends.max())
+    num_decodes = int(np.count_nonzero(counts == 1))
+    last_rows = np.empty(len(slots), dtype=np.int32)
+    last_rows[order] = query_starts[1:] - 1
+    return Rows(
+        ids=tokens[rows, positions],
+        positions=positions,
+        kv_slots=block_tables[rows, block] * BLOCK_SIZE + offset,
+        query_starts=query_starts,
+        context_lens=ends,
+        block_tables=block_tables[slots, : blocks_for(max_context)],
+        num_decodes=num_decodes,
+        prefills=tuple(zip(counts[num_decodes:].tolist(), ends[num_decodes:].tolist(), strict=True)),
+        max_query=int(counts.max()),
+        max_context=max_context,
+        row_slots=rows,
+        last_rows=last_rows,
+    )
+
+
+def _single_rows(slots: Slots, positions: Int32s, block_tables: Int32s, tokens: Int32s) -> Rows:
+    """As `rows_of`, for units of a row each: what nearly all steps are made of."""
+    ends = positions + 1
+    max_context = int(ends.max())
+    counting = np.arange(len(slots) + 1, dtype=np.int32)
+    return Rows(
+        ids=tokens[slots, positions],
+        positions=positions,
+        kv_slots=block_tables[slots, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        query_starts=counting,
+        context_lens=ends,
+        block_tables=block_tables[slots, : blocks_for(max_context)],
+        num_decodes=len(slots),
+        prefills=(),
+        max_query=1,
+        max_context=max_context,
+        row_slots=slots,
+        last_rows=counting[:-1],
+    )
+
+
+def drafts_apart(drafted: Int32s) -> tuple[Slots, Int32s]:
+    """Sequences with `drafted` [Q] drafts each have a row for their last token and one for each draft, all of a
+    sequence's together: (whose each row is [R], how many drafts stand before it [R])."""
+    if not drafted.any():
+        return np.arange(len(drafted)), np.zeros_like(drafted)
+    owner = np.repeat(np.arange(len(drafted)), drafted + 1)
+    first = np.cumsum(drafted + 1) - (drafted + 1)
+    return owner, (np.arange(len(owner)) - first[owner]).astype(np.int32)

@@ -1,0 +1,218 @@
+"""The ranks of an engine by torch.distributed: NCCL between GPUs, gloo between CPUs and for what is in main memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch import Tensor
+
+MAX_PENDING_SENDS = 2
+"""Steps whose rows a stage may have sent and not been rid of; it waits then, as the stage behind is the slower one."""
+
+
+class RankTopology(Struct, frozen=True):
+    """Where a rank stands among those of its engine."""
+
+    rank: int
+    world_size: int
+    stages: int = 1
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of each stage."""
+        return self.world_size // self.stages
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage that this rank is of."""
+        return self.rank // self.stage_size
+
+    @property
+    def in_stage(self) -> int:
+        """Its number among the ranks of its stage."""
+        return self.rank % self.stage_size
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """The ranks of a stage."""
+        return list(range(stage * self.stage_size, (stage + 1) * self.stage_size))
+
+    def at(self, stage: int) -> int:
+        """The rank at this place in another stage."""
+        return stage * self.stage_size + self.in_stage
+
+
+class Joined(NamedTuple):
+    """The ways to the other ranks."""
+
+    communicator: TorchCommunicator
+    pipeline: TorchPipeline
+
+
+def join(place: RankTopology, *, init_method: str, device: torch.device, timeout: timedelta) -> Joined:
+    """Blocks until every rank has joined. A rank that dies makes the others' exchanges raise."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    # Every rank has to take part in the making of every group.
+    groups = [dist.new_group(place.ranks_of(stage), timeout=timeout) for stage in range(place.stages)]
+    communicator = TorchCommunicator(place, groups[place.stage], capturable=device.type == "cuda")
+    return Joined(communicator, TorchPipeline(place))
+
+
+class TorchCommunicator:
+    """See :class:`services.worker.distributed.communicator.Communicator`."""
+
+    def __init__(self, place: RankTopology, group: dist.ProcessGroup | None, *, capturable: bool = False) -> None:
+        """`capturable`: collectives are NCCL's, which can be part of a graph; gloo's wait for the host."""
+        self.capturable = capturable
+        self.rank = place.in_stage
+        self.world_size = place.stage_size
+        self._everybody = place.world_size
+        self._first = place.ranks_of(place.stage)[0]
+        self._group = group
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See `Communicator.sum`; `x` is overwritten."""
+        if self.world_size > 1:
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """See `Communicator.gather`."""
+        if self.world_size == 1:
+            return [x]
+        parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(x, parts, dst=self._first, group=self._group)
+        return parts or []
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See `Communicator.broadcast`."""
+        if self.world_size > 1:
+            dist.broadcast(x, src=self._first, group=self._group)
+        return x
+
+    def minimum(self, value: int) -> int:
+        """The smallest `value` of all ranks of the engine."""
+        smallest = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest.item())
+
+    def all_gather(self, value: str) -> list[str]:
+        """The `value` of every rank of the engine, by rank."""
+        said: list[str] = [""] * self._everybody
+        dist.all_gather_object(said, value)
+        return said
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        dist.destroy_process_group()
+
+
+class _OnItsWay(NamedTuple):
+    work: dist.Work
+    keeps: Tensor
+    """Read until `work` is done."""
+
+
+class _Outbox:
+    """Owns what was sent and may not be taken yet: at most so many at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sent: deque[_OnItsWay] = deque()
+
+    def send(self, x: Tensor, to: int, tag: int) -> None:
+        while len(self._sent) >= self._most:
+            self._sent.popleft().work.wait()
+        work = dist.isend(x, to, tag=tag)
+        assert work is not None, "this rank is part of the group"
+        self._sent.append(_OnItsWay(work, x))
+
+
+class TorchTokens:
+    """See :class:`services.worker.distributed.communicator.ExpectedTokens`."""
+
+    def __init__(self, work: dist.Work, tokens: Tensor) -> None:
+        self._work = work
+        self._tokens = tokens
+
+    def wait(self) -> Sequence[int]:
+        """Blocks until the tokens are in main memory."""
+        self._work.wait()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
+
+
+class TorchPipeline:
+    """See :class:`services.worker.distributed.communicator.Pipeline`.
+
+    Rows go from device to device. Tokens go through main memory, where the sampler needs them anyway to answer: on
+    NCCL's streams they would have to keep an order with the rows that come the other way.
+    """
+
+    def __init__(self, place: RankTopology) -> None:
+        self.stage = place.stage
+        self.stages = place.stages
+        self._before = place.at(self.stage - 1) if self.stage else None
+        self._behind = place.at(self.stage + 1) if self.stage + 1 < self.stages else None
+        self._last = place.at(self.stages - 1)
+        self._others = [place.at(stage) for stage in range(self.stages - 1)]
+        self._rows = _Outbox(MAX_PENDING_SENDS)
+        self._tokens = _Outbox(MAX_PENDING_SENDS * self.stages * self.stages)
+        self._sent = self._received = self._tokens_exchanged = 0
+        self._waited = 0.0
+
+    def receive(self, into: Tensor) -> Tensor:
+        """See `Pipeline.receive`; blocks on a CPU."""
+        assert self._before is not None, "the first stage embeds"
+        work = dist.irecv(into, self._before, tag=_tag(self._received, 0))
+        assert work is not None, "this rank is part of the group"
+        begun = time.perf_counter()
+        work.wait()
+        self._waited += time.perf_counter() - begun
+        self._received += 1
+        return into
+
+    def take_waited(self) -> float:
+        """NCCL lets the device wait, and the host go on: there it is 0."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def send(self, x: Tensor) -> None:
+        """See `Pipeline.send`; waits where MAX_PENDING_SENDS are not received yet."""
+        assert self._behind is not None, "the last stage has the head"
+        self._rows.send(x, self._behind, _tag(self._sent, 0))
+        self._sent += 1
+
+    def send_tokens(self, tokens: Sequence[int]) -> None:
+        """Sends what was drawn to all stages before this one, the last."""
+        drawn = torch.tensor(tokens, dtype=torch.int32)
+        for rank in self._others:
+            self._tokens.send(drawn, rank, _tag(self._tokens_exchanged, 1))
+        self._tokens_exchanged += 1
+
+    def expect_tokens(self, count: int) -> TorchTokens:
+        """The next `count` tokens that the last stage sends."""
+        tokens = torch.empty(count, dtype=torch.int32)
+        work = dist.irecv(tokens, self._last, tag=_tag(self._tokens_exchanged, 1))
+        assert work is not None, "this rank is part of the group"
+        self._tokens_exchanged += 1
+        return TorchTokens(work, tokens)
+
+
+def _tag(number: int, kind: int) -> int:
+    """Of gloo's messages between two ranks: no two that are on their way have the same."""
+    return number % (1 << 20) * 2 + kind

@@ -1,0 +1,1 @@
+"""Runs plans step by step: prepares, launches, and gathers what came of them."""

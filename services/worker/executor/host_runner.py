@@ -1,0 +1,225 @@
+"""The runner of ranks whose drawn tokens are in main memory before the next step goes on with them.
+
+A rank on a processor that computes alone has its next step prepared by a second thread, while the tokens are being
+drawn that it goes on with: it needs their number, and reads them when it is launched. Where it needs more than that,
+preparing waits until all steps before it are computed:
+
+- whoever drafts, and a grammar that forces tokens, reads what sequences hold: such a step is prepared when it is
+  launched; and how many drafts are accepted decides how long sequences are behind it;
+- a sequence that leaves gives its row up only when nobody draws for it any more.
+
+Ranks that compute together, and the stages of a pipeline, go step by step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.backend import StepOutput
+from services.worker.batch.batch import Batch
+from services.worker.batch.decode_reuse import DecodeReuse
+from services.worker.batch.prompt_rows import ScoredPromptRows
+from services.worker.batch.rows import Int32s
+from services.worker.batch.staging import rows_in_place
+from services.worker.executor.pending import ExpectedSteps
+from services.worker.executor.rank_state import RankState, split_logits
+from services.worker.executor.runner import StepRunner, step_output
+from services.worker.ops.interface import BatchMeta
+from services.worker.sampling.sampler import SamplerOutput, sample
+from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
+from shared.messages.scheduler import StepTiming
+from shared.messages.worker import StepPlan
+
+
+class _Inputs(NamedTuple):
+    """What a step is launched with."""
+
+    batch: Batch
+    ids: Tensor
+    meta: BatchMeta
+    places: Int32s | None
+    """[Q] the position of each token that is drawn; None where only what is accepted of the drafts says that, or where
+    another stage draws."""
+
+
+class HostRunner(StepRunner):
+    """See the module, and :class:`services.worker.backend.Backend`."""
+
+    def __init__(self, rank: RankState) -> None:
+        super().__init__(rank)
+        self._on_cpu = rank.device.type == "cpu"
+        alone = rank.pipeline.stages == 1 and rank.communicator.world_size == 1
+        self.mode = "prepared" if self._on_cpu and alone else "sequential"
+        self._expected = ExpectedSteps(rank.pipeline, rank.sequences)
+        self._reuse = DecodeReuse(rank.sequences)
+        self._latest: HostStep | None = None
+        """The step that was prepared last; None: nothing is under way."""
+
+    def reset(self) -> None:
+        """Forgets every sequence, once all steps are computed."""
+        self.settle()
+        self._expected.settle_all()
+        self._reuse.forget()
+        self.rank.clear()
+
+    # ---- on the thread that prepares
+
+    def prepare(self, plan: StepPlan) -> HostStep:
+        """Waits for the steps before it where it needs to know more than how many tokens they draw. Raises what
+        computing them raised."""
+        if any(work.speculate for work in plan.work):
+            self._latest = HostStep(self, plan)
+            return self._latest
+        latest = self._latest
+        if latest is not None and not latest.computed and (plan.released or not latest.lengths_known):
+            self.settle()
+        self._latest = HostStep(self, plan, self._inputs(plan), prepared=True)
+        return self._latest
+
+    def settle(self) -> None:
+        """Returns when all that was prepared is computed. Raises what that raised."""
+        if self._latest is not None:
+            self._latest.wait()
+            self._latest = None
+
+    def _inputs(self, plan: StepPlan) -> _Inputs | None:
+        """None where there is nothing to compute."""
+        rank, sequences = self.rank, self.rank.sequences
+        for sequence in plan.released:
+            self._expected.release(sequence)
+        if plan.released or plan.new or plan.transfers:
+            rank.update_sequences(plan)
+        if not rank.draws:
+            self._expected.settle(plan.work)
+        batch = None if plan.released or plan.new else self._reuse.next(plan.work)
+        if batch is not None:
+            rank.steps_without_drafts += 1
+        elif (batch := self._new_batch(plan)) is None:
+            return None
+        if self._on_cpu:  # token ids are read when it is launched
+            ids, meta = rows_in_place(batch.rows, batch.logits_rows)
+        else:
+            np.copyto(batch.rows.ids, sequences.tokens[batch.rows.row_slots, batch.rows.positions])
+            ids, meta = rank.staging.place(batch.rows, batch.logits_rows)
+        placed = rank.draws and not batch.drafted.any()
+        return _Inputs(batch, ids, meta, sequences.advance(batch.sampled_slots) if placed else None)
+
+    def _new_batch(self, plan: StepPlan) -> Batch | None:
+        """Of any plan; None where there is nothing to compute."""
+        self._reuse.forget()
+        sequences = self.rank.sequences
+        scheduled = sequences.scheduled(plan.work) if plan.work else None
+        if scheduled is None or not scheduled.work:
+            return None
+        batch = sequences.batch(scheduled, self.rank.drafts(scheduled))
+        self._reuse.remember(plan.work, batch)
+        return batch
+
+    # ---- on the thread that computes
+
+    def compute(self, step: HostStep) -> None:
+        """Computes what was prepared, or prepares it first, and leaves the outcome in `step`."""
+        begun, rank, prepare = time.perf_counter(), self.rank, 0.0
+        if not step.prepared:
+            step.inputs = self._inputs(step.plan)
+            prepare = time.perf_counter() - begun
+            begun += prepare
+        if step.inputs is None:
+            step.timing = StepTiming(wait=0.0, prepare=prepare, forward=0.0, sample=0.0)
+            return
+        batch, ids, meta, _ = step.inputs
+        if self._on_cpu:
+            np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.row_slots, batch.rows.positions])
+        logits, features = rank.forward(ids, meta)
+        choices = rank.masked(batch)
+        if not self._on_cpu:
+            torch.cuda.synchronize(rank.device)
+        forwarded = time.perf_counter()
+        if batch.merged is not None:
+            logits, step.scored = split_logits(batch, logits)
+        if not rank.draws:
+            self._expected.expect(batch)
+        elif choices is None:
+            step.verdict = NO_TOKENS
+        else:
+            if logits is not None:
+                drawn = sample(logits, choices, rank.sequences.history)
+            else:
+                drawn = SamplerOutput(torch.zeros(len(batch.drawn_rows), dtype=torch.int64, device=rank.device))
+            step.verdict = self._accept(step.inputs, drawn)
+        if rank.observes:
+            rank.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
+        over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0
+        forward = forwarded - begun - waited
+        step.timing = StepTiming(wait=waited, prepare=prepare, forward=forward, sample=over - forwarded)
+
+    def _accept(self, inputs: _Inputs, drawn: SamplerOutput) -> AcceptedTokens:
+        """The next tokens of each sequence that asked for some, which holds them from here on."""
+        rank, (batch, ids, meta, places) = self.rank, inputs
+        tokens = drawn.tokens if rank.communicator.world_size == 1 else rank.communicator.broadcast(drawn.tokens)
+        trial = None if places is not None else rank.verified(batch, ids, sampled_rows(batch, meta), tokens)
+        outcome = tokens if trial is None else trial.outcome
+        verdict = AcceptedTokens.of(outcome.cpu().numpy().astype(np.int32), batch.drafted, drawn.logprobs)
+        if rank.pipeline.stages > 1:
+            rank.pipeline.send_tokens(verdict.tokens.ravel().tolist())
+        if places is None:
+            rank.sequences.append(batch.sampled_slots, verdict.counts, verdict.tokens)
+        else:
+            rank.sequences.fill(batch.sampled_slots, places, verdict.tokens[:, 0])
+        if rank.guided:
+            rank.guided.accept(batch.sampled_slots, verdict.counts, verdict.tokens)
+        return verdict
+
+
+class HostStep:
+    """See :class:`services.worker.backend.Step`. Nothing that it holds is written to once it is computed."""
+
+    def __init__(
+        self, runner: HostRunner, plan: StepPlan, inputs: _Inputs | None = None, *, prepared: bool = False
+    ) -> None:
+        """`prepared`: what it is launched with is known; None of it where there is nothing to compute."""
+        self.plan = plan
+        self.inputs = inputs
+        self.prepared = self.lengths_known = prepared
+        """How long sequences are behind a step that may have drafts depends on what it draws."""
+        self.verdict: AcceptedTokens | None = None
+        """None on ranks that draw nothing."""
+        self.scored = ScoredPromptRows()
+        self.timing = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
+        self.computed = False
+        self._runner = runner
+        self._error: BaseException | None = None
+        self._under_way = threading.Lock()
+        """Held until it is computed."""
+        self._under_way.acquire()
+
+    def launch(self) -> None:
+        """Computes it. Raises what computing raised."""
+        try:
+            self._runner.compute(self)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self.computed = True
+            self._under_way.release()
+
+    def wait(self) -> None:
+        """Returns when it is computed. Raises what computing raised."""
+        with self._under_way:
+            if self._error is not None:
+                raise self._error
+
+    def result(self) -> StepOutput:
+        """What it computed. Raises what computing raised."""
+        with self._under_way:
+            if self._error is not None:
+                raise self._error
+        batch = None if self.inputs is None else self.inputs.batch
+        return step_output(self.plan, self.timing, batch, self.verdict, self.scored)

@@ -1,0 +1,194 @@
+"""Finds out what memory there is for keys and values: tries the largest batch, and captures the largest decodes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Literal
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from services.worker.executor.runner_parts import RunnerParts
+from services.worker.executor.warm_up import warm_up
+from services.worker.graphs.capture import CudaCapture, MeasuredCapture, MemoryReading
+from services.worker.graphs.choice import DecodeGraphs, RankGraphs
+from services.worker.kv.device_memory import free_bytes, gib, own_bytes, peak_bytes, total_bytes
+from services.worker.models.config import ModelError
+from shared.blocks import BLOCK_SIZE, blocks_for
+
+_ROWS_ON_CPU = 512
+"""A CPU takes a minute for the largest batch of a large model. Activations grow with the rows, so fewer will do."""
+_BLOCKS_WHILE_CAPTURING = 2
+"""Graphs of padding touch none."""
+
+
+def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs) -> DeviceMemory:
+    """Once weights are loaded. Raises ModelError where the largest batch does not fit."""
+    device, cuda = parts.device, parts.device.type == "cuda"
+    rows = max_batch_tokens if cuda else min(max_batch_tokens, _ROWS_ON_CPU)
+    try:
+        step = _of_step(parts, rows)
+        captured = sum(_of_graphs(each) for each in graphs if each is not None)
+    except torch.OutOfMemoryError:
+        raise ModelError(
+            f"a step of {max_batch_tokens} tokens and {parts.max_num_seqs} sequences does not fit beside the weights: "
+            "lower max_batch_tokens or max_num_seqs, or use more ranks"
+        ) from None
+    free = _settled(device)
+    return DeviceMemory(
+        kind="gpu" if cuda else "cpu",
+        total=total_bytes(device),
+        free=free,
+        held=own_bytes(device),
+        activations=step * -(-max_batch_tokens // rows) + parts.token_bytes,
+        graphs=captured,
+    )
+
+
+def _of_step(parts: RunnerParts, rows: int) -> int:
+    """Bytes that a step of so many rows takes beside weights and KV memory."""
+    length = parts.card.max_model_len
+    probe = parts.runner(blocks_for(min(rows, length)) + 1, length)
+    return peak_bytes(parts.device, lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
+
+
+def _of_graphs(graphs: DecodeGraphs) -> int:
+    """Bytes."""
+    device = graphs.device
+    caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING)
+    capture = MeasuredCapture(CudaCapture(device), lambda: MemoryReading(_settled(device), own_bytes(device)))
+    with torch.inference_mode():
+        replace(graphs, sizes=graphs.sizes[-2:]).replaying(capture)(graphs.decoder.forward, caches)
+    return capture.of_all(len(graphs.sizes))
+
+
+def _settled(device: torch.device) -> int:
+    """Free bytes once everything that nobody holds is given back."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    return free_bytes(device)
+
+
+# Decides how many blocks of KV memory a rank has. Pure: what memory there is has been measured before.
+
+
+_DEFAULT_MOST_ON_CPU = 4 << 30
+"""Main memory belongs to others too; whoever wants more says so."""
+_DEFAULT_SHARE_ON_CPU = 0.25
+_MEAN_FILL_ON_CPU = 0.25
+"""Of the context: sequences seldom fill it, and a block once written stays resident."""
+_MOST_FILLS_ON_GPU = 4
+"""A GPU's memory is taken whole, as what sequences leave caches prefixes. But a tiny model's millions of blocks would
+only be work for its scheduler: so many times what all sequences can fill is enough."""
+
+
+class KvDemand(Struct, frozen=True, kw_only=True):
+    """What keys and values are asked to hold."""
+
+    block_bytes: int
+    """Of one block over all layers of this rank."""
+    max_num_seqs: int
+    max_model_len: int
+    explicit_model_len: bool
+    """Whether the user asked for that length: then it must fit."""
+    given: int | None
+    """Bytes that the user gave; None: a sane share of what there is."""
+    gpu_share: float = 0.9
+    """Of all of a GPU's memory, what this worker may take for everything; no matter where bytes are given."""
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of one that fills its context."""
+        return blocks_for(self.max_model_len) * self.block_bytes
+
+
+class DeviceMemory(Struct, frozen=True, kw_only=True):
+    """A device's bytes once the weights are loaded and the largest batch was tried."""
+
+    kind: Literal["cpu", "gpu"]
+    total: int
+    free: int
+    held: int
+    """By this worker: weights, and what libraries keep to work in."""
+    activations: int
+    """What a step of the largest batch takes besides, and has given back."""
+    graphs: int = 0
+    """What captured decodes will take."""
+
+    @property
+    def usable(self) -> int:
+        """What keys and values could take beside steps."""
+        return self.free - self.activations - self.graphs
+
+    @property
+    def others(self) -> int:
+        """Taken, and not known to be this worker's; on a GPU also what the driver takes for each process."""
+        return self.total - self.free - self.held
+
+    def summary(self) -> str:
+        """The figures, for logs and errors."""
+        if self.kind == "cpu":
+            return f"a step of the largest batch takes {gib(self.activations)}, {gib(self.free)} are free"
+        graphs = f", captured decodes {gib(self.graphs)}" if self.graphs else ""
+        return (
+            f"weights take {gib(self.held)}, a step of the largest batch {gib(self.activations)}{graphs}, "
+            f"others {gib(self.others)} of {gib(self.total)}"
+        )
+
+
+class KvSize(Struct, frozen=True):
+    """What a rank is given."""
+
+    num_blocks: int
+    max_model_len: int
+    """What was asked for, or what fits where nothing was."""
+
+
+def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
+    """Blocks that `memory` allows. Raises ModelError for too few."""
+    num_blocks = _bytes(demand, memory) // demand.block_bytes
+    per_sequence = blocks_for(demand.max_model_len)
+    if num_blocks < 1 or (demand.explicit_model_len and num_blocks < per_sequence):
+        raise ModelError(
+            f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV "
+            f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory"
+            + (f", or lower the maximum model length to {num_blocks * BLOCK_SIZE}" if num_blocks else "")
+        )
+    return KvSize(num_blocks, min(demand.max_model_len, num_blocks * BLOCK_SIZE))
+
+
+def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:
+    if demand.given is not None:
+        return _given(demand.given, memory)
+    return _of_cpu(demand, memory) if memory.kind == "cpu" else _of_gpu(demand, memory)
+
+
+def _given(given: int, memory: DeviceMemory) -> int:
+    if given > memory.usable:
+        raise ModelError(
+            f"{gib(given)} of KV memory do not fit: {gib(memory.free)} are free, of which a step of the largest "
+            f"batch takes {gib(memory.activations + memory.graphs)}"
+        )
+    return given
+
+
+def _of_gpu(demand: KvDemand, memory: DeviceMemory) -> int:
+    """What is left of this worker's share, as far as others have left it."""
+    share = int(memory.total * demand.gpu_share)
+    left = min(share - memory.held - memory.activations - memory.graphs, memory.usable)
+    if left < demand.block_bytes:
+        raise ModelError(
+            f"nothing is left for keys and values of the {gib(share)} that gpu_memory_utilization = "
+            f"{demand.gpu_share:g} allows: {memory.summary()}. Raise gpu_memory_utilization, end what else is on the "
+            "GPU, lower max_batch_tokens, or use more ranks"
+        )
+    return min(left, _MOST_FILLS_ON_GPU * demand.max_num_seqs * demand.sequence_bytes)
+
+
+def _of_cpu(demand: KvDemand, memory: DeviceMemory) -> int:
+    needed = demand.max_num_seqs * demand.sequence_bytes
+    expected = max(demand.sequence_bytes, int(needed * _MEAN_FILL_ON_CPU))
+    return max(0, min(expected, int(memory.usable * _DEFAULT_SHARE_ON_CPU), _DEFAULT_MOST_ON_CPU))

@@ -1,0 +1,85 @@
+"""What the runners of one rank have in common: they differ in their KV memory, and in what they have captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+
+from services.worker.distributed.communicator import Communicator, Pipeline
+from services.worker.executor.device_runner import DeviceRunner
+from services.worker.executor.host_runner import HostRunner
+from services.worker.executor.rank_state import RankState
+from services.worker.executor.token_table import table_bytes
+from services.worker.graphs.replayed_decodes import Replaying
+from services.worker.guided.library import GrammarLibrary
+from services.worker.models.decoder import Decoder
+from services.worker.speculation.drafter import Drafter, ReplaysDecodes
+from services.worker.speculation.proposer import DraftSettings, Proposer
+from shared.messages.lifecycle import ModelCard
+
+Runner = HostRunner | DeviceRunner
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What runners of one rank are made of."""
+
+    card: ModelCard
+    """With the longest sequences that are asked for; what fits may be shorter."""
+    device: torch.device
+    decoder: Decoder
+    digest: str
+    max_num_seqs: int
+    communicator: Communicator
+    pipeline: Pipeline
+    grammars: GrammarLibrary | None
+    drafter: Drafter | None
+    drafting: DraftSettings
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Of the model and of what drafts for it."""
+        return self.decoder.kv_block_bytes + (0 if self.drafter is None else self.drafter.kv_block_bytes)
+
+    def runner(
+        self,
+        num_blocks: int,
+        max_model_len: int,
+        replaying: Replaying | None = None,
+        replaying_drafts: Replaying | None = None,
+    ) -> Runner:
+        """With memory of its own for so many blocks; what is `replaying` captures the model's decodes, and those of a
+        model that drafts."""
+        rank = RankState(
+            card=replace(self.card, max_model_len=max_model_len),
+            device=self.device,
+            decoder=self.decoder,
+            num_blocks=num_blocks,
+            max_num_seqs=self.max_num_seqs,
+            communicator=self.communicator,
+            digest=self.digest,
+            pipeline=self.pipeline,
+            grammars=self.grammars,
+            proposer=self._proposer(num_blocks, replaying_drafts),
+            drafting=self.drafting,
+            replaying=replaying,
+        )
+        return DeviceRunner(rank) if self.launches else HostRunner(rank)
+
+    def _proposer(self, num_blocks: int, replaying: Replaying | None) -> Proposer | None:
+        proposer = None if self.drafter is None else self.drafter.proposer(num_blocks, self.max_num_seqs)
+        if replaying is not None and isinstance(proposer, ReplaysDecodes):
+            proposer.replay_by(replaying)
+        return proposer
+
+    @property
+    def token_bytes(self) -> int:
+        """What the tokens of all sequences take on a device that reads them there."""
+        return table_bytes(self.max_num_seqs, self.card.max_model_len + 1) if self.launches else 0
+
+    @property
+    def launches(self) -> bool:
+        """Whether the device works by itself, and nobody needs what is drawn in main memory."""
+        return self.device.type == "cuda" and self.pipeline.stages == 1

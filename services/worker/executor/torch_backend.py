@@ -1,0 +1,186 @@
+"""Makes a backend from a model directory: loads, tries what a step takes, sizes KV memory, captures, warms up."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from services.worker.distributed.binding import available_cores
+from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, profile, size_kv
+from services.worker.executor.runner_parts import Runner, RunnerParts
+from services.worker.executor.warm_up import warm_up, warm_up_shapes
+from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
+from services.worker.guided.compiler import GrammarCompiler
+from services.worker.guided.library import GrammarLibrary
+from services.worker.models.config import ModelError
+from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadFormat, LoadSettings, load_model
+from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
+from services.worker.speculation.choice import draft_settings, open_drafter
+from services.worker.speculation.drafter import TargetModel
+from services.worker.speculation.proposer import NO_DRAFTS
+from services.worker.speculation.settings import SpeculationSettings
+from shared.ids import ModelName
+
+_WARM_UP_ROWS = 64
+
+_log = logging.getLogger(__name__)
+
+
+def create_backend(
+    model_dir: Path,
+    *,
+    model_name: ModelName,
+    device: str,
+    dtype: DtypeChoice,
+    max_model_len: int | None,
+    kv_memory_bytes: int | None,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    rank: int,
+    world_size: int,
+    communicator: Communicator,
+    ops: OpsName,
+    load_format: LoadFormat = "auto",
+    threads: int | None = None,
+    pipeline: Pipeline | None = None,
+    layers: Sequence[int] | None = None,
+    speculation: SpeculationSettings | None = None,
+    gpu_memory_utilization: float = 0.9,
+    enforce_eager: bool = False,
+    kv_cache_dtype: CacheDtype = "auto",
+    attention: AttentionName = "auto",
+) -> Runner:
+    """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
+
+    `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
+    the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
+    share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes.
+
+    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
+    """
+    if (rank, world_size) != (communicator.rank, communicator.world_size):
+        raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
+    place = _chosen_device(device)
+    pipeline = pipeline or SingleStage()
+    torch.set_num_threads(threads or max(1, available_cores() // (world_size * pipeline.stages)))
+    wanted = LoadSettings(
+        folder=model_dir,
+        device=place,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        load_format=load_format,
+        ops=ops,
+        cache=kv_cache_dtype,
+        attention=attention,
+        communicator=communicator,
+        pipeline=pipeline,
+        layers=layers,
+    )
+    with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
+        loaded = load_model(wanted)
+    eager = why_eager(loaded.decoder, place, communicator, pipeline, enforced=enforce_eager)
+    limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
+    check_agreement(communicator, f"{loaded.fingerprint}, {limits}")
+    with _enough_memory("what drafts was loaded: use more ranks"):
+        parts = _parts(loaded, model_name, max_num_seqs, speculation)
+    graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
+    memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
+    demand = KvDemand(
+        block_bytes=parts.kv_block_bytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        explicit_model_len=max_model_len is not None,
+        given=kv_memory_bytes,
+        gpu_share=gpu_memory_utilization,
+    )
+    size = _agreed(size_kv(demand, memory), communicator)
+    ready = _ready(parts, size, graphs, max_batch_tokens)
+    _tell(loaded, parts, size, memory, eager)
+    return ready
+
+
+def _parts(
+    loaded: LoadedModel, name: ModelName, max_num_seqs: int, speculation: SpeculationSettings | None
+) -> RunnerParts:
+    """With grammars and a drafter on the ranks that need them. Raises ModelError."""
+    folder, config, wanted = loaded.settings.folder, loaded.config, loaded.settings
+    communicator, pipeline = wanted.communicator, wanted.pipeline
+    samples = loaded.stage.is_last and communicator.rank == 0
+    drafting, drafter = NO_DRAFTS, None
+    if speculation is not None:
+        drafting = draft_settings(speculation, pipeline)
+        target = TargetModel(
+            *(folder, config, loaded.decoder, loaded.decoder.ops, wanted.device),
+            *(loaded.torch_dtype, loaded.max_model_len, communicator.world_size),
+        )
+        drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
+    return RunnerParts(
+        card=loaded.card(name),
+        device=wanted.device,
+        decoder=loaded.decoder,
+        digest=loaded.digest,
+        max_num_seqs=max_num_seqs,
+        communicator=communicator,
+        pipeline=pipeline,
+        grammars=GrammarLibrary(GrammarCompiler(folder, config.vocab_size, config.eos_token_ids)) if samples else None,
+        drafter=drafter,
+        drafting=drafting,
+    )
+
+
+def _agreed(size: KvSize, communicator: Communicator) -> KvSize:
+    """What fits every rank."""
+    return KvSize(communicator.minimum(size.num_blocks), communicator.minimum(size.max_model_len))
+
+
+def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> Runner:
+    """Everything captured, and every first-time cost paid. Raises ModelError."""
+    with _enough_memory("decodes were captured: lower gpu_memory_utilization or kv_memory, or give enforce_eager"):
+        runner = parts.runner(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len))
+        warm_up(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
+        if parts.device.type == "cuda":
+            warm_up_shapes(runner, rows=rows)
+    return runner
+
+
+@contextmanager
+def _enough_memory(otherwise: str) -> Iterator[None]:
+    """Raises ModelError where there was not. `otherwise`: what was being done, and what to do about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ModelError(f"the GPU's memory ran out while {otherwise}") from None
+
+
+def _tell(loaded: LoadedModel, parts: RunnerParts, size: KvSize, memory: DeviceMemory, eager: str | None) -> None:
+    _log.info(
+        "%s: %d parameters in %s, layers %d to %d, %d blocks of KV memory of %d bytes, %s, %s operations, decodes %s",
+        *(parts.card.name, loaded.config.parameters, loaded.dtype),
+        *(loaded.stage.first_layer, loaded.stage.end_layer - 1, size.num_blocks, parts.kv_block_bytes),
+        *(memory.summary(), loaded.decoder.ops_name, "captured" if eager is None else f"run eagerly: {eager}"),
+    )
+
+
+def _chosen_device(name: str) -> torch.device:
+    """Current on this thread from here on: libraries launch on whatever that is. What an engine that was in this
+    process before has left in PyTorch's hands is free again."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return device
+
+
+def check_agreement(communicator: Communicator, own: str) -> None:
+    """Ranks of several hosts may have been given different models. Raises ModelError."""
+    said = communicator.all_gather(own)
+    other = next((rank for rank, word in enumerate(said) if word != own), None)
+    if other is not None:
+        raise ModelError(f"the engine's ranks differ: here {own}; rank {other} has {said[other]}")

@@ -1,0 +1,116 @@
+"""Runs dummy plans on a backend: to see what a full batch takes, and to pay every first-time cost before users do."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from services.worker.backend import Backend, run_step
+from shared.blocks import BLOCK_SIZE
+from shared.ids import Incarnation, SequenceId
+from shared.messages.generation import SamplingOptions
+from shared.messages.worker import MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, NewSequence, SequenceWork, StepPlan
+from shared.packing import pack
+
+_EVERYTHING = SamplingOptions(
+    seed=0,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias=((0, 1.0),),
+    logprobs=5,
+    allowed_token_ids=(0, 1),
+    bad_words=((0,), (0, 1)),
+    thinking_budget=0,
+    thinking_end=(0, 1),
+)
+_SCORED = replace(_EVERYTHING, prompt_logprobs=5)
+_RANDOM = SamplingOptions(seed=0, top_p=0.9)
+"""What most ask for. Where nothing changes the logits they are drawn from as they are, by kernels of their own."""
+
+
+def warm_up(backend: Backend, *, rows: int, sequences: int) -> None:
+    """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
+    everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
+    lengths = _lengths(rows, sequences, _longest(backend))
+    run_step(backend, _prefills(lengths))
+    run_step(backend, _decodes(len(lengths), backend.max_speculate))
+    backend.reset()
+    run_step(backend, _prefills([1], _RANDOM))
+    backend.reset()
+
+
+def warm_up_shapes(backend: Backend, *, rows: int) -> None:
+    """Prefills of 2, 4, 8 … up to `rows` rows, each from the start of a prompt and behind a prefix as long as there may
+    be: kernels are compiled for some sizes of work anew, which users should not wait for."""
+    longest = _longest(backend)
+    for count in _doubling(min(rows, longest)):
+        warm_up(backend, rows=count, sequences=1)
+        run_step(backend, _behind_prefix(count, longest))
+        backend.reset()
+
+
+def _longest(backend: Backend) -> int:
+    """Tokens of a prompt, behind which another one can be drawn."""
+    return min(backend.card.max_model_len, backend.num_blocks * BLOCK_SIZE) - 1
+
+
+def _doubling(most: int) -> list[int]:
+    return [*(1 << power for power in range(1, most.bit_length()) if 1 << power < most), most]
+
+
+def _behind_prefix(count: int, longest: int) -> StepPlan:
+    """A prompt whose last `count` tokens are left to be computed."""
+    new = NewSequence(
+        sequence=SequenceId(0),
+        tokens=pack([0] * longest),
+        prompt_length=longest,
+        computed=longest - count,
+        blocks=pack(range(longest // BLOCK_SIZE + 1)),
+        sampling=_RANDOM,
+    )
+    work = SequenceWork(SequenceId(0), count, b"", True)
+    return StepPlan(epoch=Incarnation(0), step=0, new=(new,), work=(work,))
+
+
+def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
+    """Prompts that add up to `rows`, as many and as even as can be."""
+    count = min(sequences, rows)
+    even = max(1, min(longest, rows // count))
+    return [max(1, min(longest, rows - even * (count - 1))), *[even] * (count - 1)]
+
+
+def _prefills(lengths: list[int], sampling: SamplingOptions = _EVERYTHING) -> StepPlan:
+    """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business."""
+    scored = _scored(lengths) if sampling is _EVERYTHING else set()
+    new = [
+        NewSequence(
+            sequence=SequenceId(number),
+            tokens=pack([0] * length),
+            prompt_length=length,
+            computed=0,
+            blocks=pack(range(length // BLOCK_SIZE + 1)),
+            sampling=_SCORED if number in scored else sampling,
+        )
+        for number, length in enumerate(lengths)
+    ]
+    work = [SequenceWork(SequenceId(number), length, b"", True) for number, length in enumerate(lengths)]
+    return StepPlan(epoch=Incarnation(0), step=0, new=tuple(new), work=tuple(work))
+
+
+def _scored(lengths: list[int]) -> set[int]:
+    """Those whose prompts are scored: as many as a plan may hold, the shortest ones."""
+    chosen, rows = set(), 0
+    for number in reversed(range(len(lengths))):
+        rows += lengths[number]
+        if rows > MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN:
+            break
+        chosen.add(number)
+    return chosen
+
+
+def _decodes(sequences: int, speculate: int) -> StepPlan:
+    work = tuple(SequenceWork(SequenceId(number), 1, b"", True, speculate) for number in range(sequences))
+    return StepPlan(epoch=Incarnation(0), step=1, work=work)

@@ -1,0 +1,244 @@
+"""Reads tensors, or just the rows or columns that a rank needs, from a directory of safetensors files; and names a
+model by a digest that tells its keys and values from any other model's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from services.worker.kv.device_memory import gib
+from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
+
+CPU = torch.device("cpu")
+
+_log = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+class TensorSource(Protocol):
+    """Where weights are read from."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """See `Checkpoint.read`."""
+
+
+class TensorPart(NamedTuple):
+    """The arguments of `TensorSource.read`."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+
+@runtime_checkable
+class BatchedTensorSource(Protocol):
+    """A `TensorSource` that reads many at once faster than one after the other."""
+
+    def read_together(self, parts: Sequence[TensorPart]) -> Tensor:
+        """The elements of all parts, one behind the other. Raises what `TensorSource.read` does."""
+
+
+class Checkpoint:
+    """The tensors of an open checkpoint. Reads only what is asked for, to where it is to lie."""
+
+    def __init__(
+        self, model_dir: Path, files: TensorFiles, tensors: dict[str, StoredTensor], dtype: torch.dtype
+    ) -> None:
+        self._model_dir = model_dir
+        self._files = files
+        self._tensors = tensors
+        self._dtype = dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors in the checkpoint."""
+        return list(self._tensors)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return self._files.bytes_read
+
+    def read_whole(self, name: str) -> Tensor:
+        """Tensor `name` as it is there, in the dtype of the run."""
+        return self.read(name, self._tensors[name].shape)
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Tensor `name` in the dtype of the run, or the given range of its first or second dimension.
+
+        `shape` is that of the whole tensor. Raises ModelError where the tensor is missing or has another shape.
+        """
+        part = self._stored(TensorPart(name, shape, rows, columns))
+        try:
+            return self._files.read(*part).to(self._dtype)
+        except (TensorFileError, OSError) as error:
+            raise ModelError(f"tensor {name}: {error}") from None
+
+    def read_together(self, parts: Sequence[TensorPart]) -> Tensor:
+        """See `BatchedTensorSource`."""
+        stored = [self._stored(part) for part in parts]
+        if len({part.tensor.dtype for part in stored}) > 1:
+            return torch.cat(
+                [self.read(each.name, each.shape, rows=each.rows, columns=each.columns).view(-1) for each in parts]
+            )
+        try:
+            return self._files.read_together(stored).to(self._dtype)
+        except (TensorFileError, OSError) as error:
+            raise ModelError(f"tensor {parts[0].name} and others: {error}") from None
+
+    def _stored(self, part: TensorPart) -> StoredPart:
+        found = self._tensors.get(part.name)
+        check_found(self._model_dir, part.name, None if found is None else found.shape, part.shape)
+        assert found is not None, "it was found"
+        return StoredPart(found, part.rows, part.columns)
+
+
+def check_found(model_dir: Path, name: str, found: Sequence[int] | None, wanted: tuple[int, ...]) -> None:
+    """Raises ModelError where the tensor `name` of the checkpoint in `model_dir` is missing, or not of the shape
+    `wanted`."""
+    if found is None:
+        raise ModelError(f"{model_dir}: the checkpoint has no tensor {name}")
+    if tuple(found) != wanted:
+        raise ModelError(f"{model_dir}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
+
+
+@contextmanager
+def open_checkpoint(
+    model_dir: Path, dtype: torch.dtype, *, device: torch.device = CPU, single: str | None = None
+) -> Iterator[Checkpoint]:
+    """The checkpoint in `model_dir`, single-file or sharded; or its file `single` alone. What is read is on `device`.
+
+    Raises ModelError where there is none or it is broken.
+    """
+    paths = [model_dir / single] if single is not None else checkpoint_files(model_dir)
+    with TensorFiles(device) as files:
+        tensors: dict[str, StoredTensor] = {}
+        try:
+            for path in paths:
+                tensors |= files.open(path)
+        except TensorFileError as error:
+            raise ModelError(str(error)) from None
+        begun = time.perf_counter()
+        yield Checkpoint(model_dir, files, tensors, dtype)
+        _log.info(
+            "read %s of tensors at %.2f GB/s; with packing them it took %.1f s",
+            gib(files.bytes_read),
+            files.bytes_read / max(files.seconds_reading, 1e-9) / 1e9,
+            time.perf_counter() - begun,
+            extra={"model": str(model_dir)},
+        )
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """The directory's safetensors files, one or many. Raises ModelError where there is none."""
+    index = model_dir / _INDEX
+    if index.exists():
+        try:
+            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        except msgspec.MsgspecError as error:
+            raise ModelError(f"{index}: {error}") from None
+        return [model_dir / name for name in sorted(set(names))]
+    if (model_dir / _SINGLE).exists():
+        return [model_dir / _SINGLE]
+    raise ModelError(
+        f"{model_dir} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read; "
+        "load_format dummy serves random weights"
+    )
+
+
+# The digest is made of the configuration and of samples of the files, without reading all weights.
+
+
+_SAMPLE_BYTES = 1024
+_DIGEST_BYTES = 16
+_HEADER_LIMIT = 100 << 20
+"""The format's own bound of a file's header."""
+
+
+def model_digest(model_dir: Path, config: ModelConfig) -> str:
+    """Hex BLAKE2b over the configuration, and over each tensor's name, type, shape, first and last KiB.
+
+    The same however the checkpoint is cut into files, and for every rank. What was trained differs in (nearly) every
+    element, so samples tell it. Raises ModelError for a broken checkpoint.
+    """
+    digest = blake2b(msgspec.json.encode(_without_stop_tokens(config)), digest_size=_DIGEST_BYTES)
+    samples: dict[str, bytes] = {}
+    for path in checkpoint_files(model_dir):
+        samples |= _samples(path)
+    for name in sorted(samples):
+        digest.update(name.encode() + b"\0" + samples[name])
+    return digest.hexdigest()
+
+
+def dummy_digest(config: ModelConfig) -> str:
+    """The digest of dummy weights, which are a function of the configuration alone."""
+    return blake2b(
+        b"made up" + msgspec.json.encode(_without_stop_tokens(config)), digest_size=_DIGEST_BYTES
+    ).hexdigest()
+
+
+def _without_stop_tokens(config: ModelConfig) -> ModelConfig:
+    """The configuration without stop tokens: keys and values do not depend on them."""
+    return msgspec.structs.replace(config, eos_token_ids=())
+
+
+def _samples(path: Path) -> dict[str, bytes]:
+    """Each tensor's type, shape, first and last KiB, by name."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER_LIMIT:
+                raise ModelError(f"{path}: no safetensors file")
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            found = {}
+            for name, raw in header.items():
+                if name == "__metadata__":
+                    continue
+                entry = msgspec.json.decode(raw, type=TensorHeader)
+                start, end = (8 + length + offset for offset in entry.data_offsets)
+                size = min(_SAMPLE_BYTES, end - start)
+                file.seek(start)
+                first = file.read(size)
+                file.seek(end - size)
+                found[name] = f"{entry.dtype}{list(entry.shape)}".encode() + first + file.read(size)
+            return found
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path}: {error}") from None

@@ -1,0 +1,95 @@
+"""What a model is, as far as running it goes. Knows no file format: `hf_config` reads Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from services.worker.models.hf_mixture import Mixture as Mixture
+from services.worker.models.rope import Rope
+from services.worker.ops.interface import Activation
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelError(Exception):
+    """The model cannot be served as it is; the message says what to change, and names file, key and value."""
+
+
+class LayerConfig(Struct, frozen=True, omit_defaults=True):
+    """What may differ between the layers of one model."""
+
+    window: int | None
+    """Positions that a token sees, itself included; None: all."""
+    rope: Rope
+    mixes: bool = False
+    """The model's mixture takes the place of its MLP."""
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A decoder of the Llama kind and its near relations. Defaults are left out of the model's digest."""
+
+    architecture: str
+    dtype: Dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Of layers that do not mix."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    max_positions: int
+    norm_eps: float
+    activation: Activation
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Heads of queries and keys are RMS-normed before rotation (Qwen3, Gemma 3)."""
+    post_norms: bool
+    """Attention and MLP outputs are normed before they join the residual (Gemma)."""
+    norm_offset: bool
+    """Norm weights are stored as their difference from 1 (Gemma)."""
+    embedding_scale: float | None
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    mixture: Mixture | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all stages together."""
+        return len(self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the matrices (norms and biases are too few to count)."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.layer_parameters(self.layers) + embeddings
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with: none of the embedding, and only those of the chosen experts."""
+        return self._in_layers(self.layers, None if self.mixture is None else self.mixture.chosen) + (
+            self.vocab_size * self.hidden_size
+        )
+
+    def layer_parameters(self, layers: Sequence[LayerConfig]) -> int:
+        """Weights of the matrices of some of the model's layers."""
+        return self._in_layers(layers, None if self.mixture is None else self.mixture.experts)
+
+    def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None) -> int:
+        """With so many experts in each of those that mix."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        mixing = sum(layer.mixes for layer in layers)
+        columns = (len(layers) - mixing) * self.intermediate_size
+        outputs = 0
+        if self.mixture is not None and experts is not None:
+            columns += mixing * (experts * self.mixture.intermediate_size + (self.mixture.shared_size or 0))
+            outputs = mixing * (self.mixture.experts + (self.mixture.shared_size is not None))
+        return len(layers) * attention + self.hidden_size * (3 * columns + outputs)

@@ -1,0 +1,224 @@
+"""One forward pass of a decoder or a stage of it. Knows tensors and `Ops`; no sequences, no sampling, no files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.kv.copier import RankKvCache
+from services.worker.models.config import ModelConfig
+from services.worker.models.native_decoder import NativeDecoder, native_decoder
+from services.worker.models.sharding import LayerShard
+from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
+from services.worker.ops.interface import BatchMeta, Ops
+from shared.messages.kvstore import KvLayout
+
+
+class Decoder:
+    """Turns token ids into logits, and fills the KV caches on the way."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        share: LayerShard,
+        ops: Ops,
+        communicator: Communicator,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._share = share
+        self._ops = ops
+        self._communicator = communicator
+        self._pipeline = pipeline or SingleStage()
+        self._embedding_scale = _round_scale(config.embedding_scale, weights.embedding)
+        alone = communicator.world_size == self._pipeline.stages == 1
+        self._native = native_decoder(config, weights, ops) if alone else None
+
+    @property
+    def ops_name(self) -> str:
+        """The name of its operations, for logs and reports."""
+        return self._ops.name
+
+    @property
+    def ops(self) -> Ops:
+        """The operations that it computes by."""
+        return self._ops
+
+    @property
+    def fastest_pass(self) -> ForwardPass:
+        """`forward` without a detour: the C++ library's own pass where there is one."""
+        return self.forward if self._native is None else self._native.forward
+
+    @property
+    def native(self) -> NativeDecoder | None:
+        """The whole pass in one call of the C++ library, where a rank that computes alone has it."""
+        return self._native
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """This rank's weights. Never written to."""
+        return self._weights
+
+    @property
+    def wire(self) -> str:
+        """How rows pass between ranks; all ranks must say the same."""
+        return f"rows of {self._ops.empty_rows(1, 1).dtype}"
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer."""
+        heads, dim = self._share.num_kv_heads, self._config.head_dim
+        return [self._ops.allocate_kv(num_blocks, heads, dim) for _ in self._weights.layers]
+
+    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
+        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
+        first, last = self._share.kv_heads
+        keys = caches[0][0]
+        return RankKvCache(
+            layout=KvLayout(
+                model=model,
+                dtype=str(keys.dtype).removeprefix("torch."),
+                layers=self._config.num_layers,
+                kv_heads=self._config.num_kv_heads,
+                head_dim=self._config.head_dim,
+            ),
+            first_head=first,
+            num_heads=last - first,
+            writes=self._share.first_of_kv_heads,
+            num_blocks=len(keys),
+            copier=self._ops.kv_copier(caches, self._config.head_dim),
+            first_layer=self._weights.first_layer,
+            num_layers=len(caches),
+        )
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block over all layers of this rank."""
+        per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
+        return per_layer * len(self._weights.layers)
+
+    def empty_features(self, rows: int) -> Tensor:
+        """[rows, hidden] of memory that `forward` fills with features."""
+        return self._ops.empty_rows(rows, self._config.hidden_size)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """ids [n] int32 → logits [R, vocab] of `meta.logits_rows` on rank 0 of the last stage; None where R is 0.
+
+        None on all other ranks; stages before the last one pass their rows on to the stage behind. Where `features`
+        [n, hidden] is given, on all ranks of a stage or on none, it holds the last hidden state of every row then,
+        normed."""
+        if self._native is not None:
+            return self._native.forward(ids, meta, caches, features)
+        layers = self._weights.layers
+        residual = self._input_rows(ids)
+        x = self._ops.rms_norm(residual, layers[0].input_norm, self._config.norm_eps)
+        for layer, following, cache in zip(layers[:-1], layers[1:], caches[:-1], strict=True):
+            x = self._attend(layer, self._queries(layer, x, meta, cache), meta, cache)
+            x, residual = self._mlp(layer, x, residual, following.input_norm)
+        last, cache = layers[-1], caches[-1]
+        queries = self._queries(last, x, meta, cache)
+        if self._weights.final_norm is None:
+            x, residual = self._mlp_output(last, self._attend(last, queries, meta, cache), residual)
+            self._pipeline.send(residual.add_(x))
+            return None
+        if features is not None:
+            x, _ = self._mlp(last, self._attend(last, queries, meta, cache), residual, self._weights.final_norm)
+            features.copy_(x)
+            return self._logits(x.index_select(0, meta.logits_rows)) if len(meta.logits_rows) else None
+        if not len(meta.logits_rows):
+            return None
+        x = self._attend(last, queries, meta, cache, meta.logits_rows)
+        if len(meta.logits_rows) < len(ids):
+            residual = residual.index_select(0, meta.logits_rows)
+        x, _ = self._mlp(last, x, residual, self._weights.final_norm)
+        return self._logits(x)
+
+    def _input_rows(self, ids: Tensor) -> Tensor:
+        """[n, hidden] that this stage's layers begin with."""
+        embedding = self._weights.embedding
+        if embedding is None:
+            return self._pipeline.receive(self._ops.empty_rows(len(ids), self._config.hidden_size))
+        x = self._embed(ids, embedding)
+        return x if self._embedding_scale is None else x * self._embedding_scale
+
+    def _embed(self, ids: Tensor, embedding: Tensor) -> Tensor:
+        """Each rank has some of the words; the sum of one word's row and zeros is that row, to the last bit."""
+        if self._communicator.world_size == 1:
+            return self._ops.embed(ids, embedding)
+        own = ids - self._share.vocab[0]
+        inside = (own >= 0) & (own < self._share.vocab[1] - self._share.vocab[0])
+        x = self._ops.embed(own.clamp_(0, len(embedding) - 1), embedding)
+        return self._communicator.sum(x.mul_(inside.unsqueeze(1)))
+
+    def _queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """x [n, hidden] → queries [n, H, D]; keys and values are in the cache then."""
+        return self._ops.rope_and_store(
+            self._ops.linear(x, layer.qkv),
+            meta,
+            layer.cos_sin,
+            *cache,
+            heads=self._share.num_heads,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self._config.norm_eps,
+        )
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        queries: Tensor,
+        meta: BatchMeta,
+        cache: tuple[Tensor, Tensor],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """queries [n, H, D] → the block's output [n, hidden], or that of `rows` only."""
+        mixed = self._ops.paged_attention(
+            queries,
+            *cache,
+            meta,
+            scale=self._config.attention_scale,
+            window=layer.window,
+            softcap=self._config.attention_softcap,
+        )
+        if rows is not None and len(rows) < len(mixed):
+            mixed = mixed.index_select(0, rows)
+        x = self._communicator.sum(self._ops.linear(mixed, layer.output))
+        if layer.attention_post_norm is not None:
+            x = self._ops.rms_norm(x, layer.attention_post_norm, self._config.norm_eps)
+        return x
+
+    def _mlp(self, layer: LayerWeights, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's output and the residual → (the next block's normed input, the residual)."""
+        x, residual = self._mlp_output(layer, x, residual)
+        return self._ops.add_rms_norm(x, residual, following_norm, self._config.norm_eps)
+
+    def _mlp_output(self, layer: LayerWeights, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
+        eps = self._config.norm_eps
+        x, residual = self._ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x = self._communicator.sum(apply_mlp(self._ops, layer.mlp, x, self._config.activation))
+        if layer.mlp_post_norm is not None:
+            x = self._ops.rms_norm(x, layer.mlp_post_norm, eps)
+        return x, residual
+
+    def _logits(self, x: Tensor) -> Tensor | None:
+        assert self._weights.head is not None, "only the last stage comes here"
+        parts = self._communicator.gather(self._ops.linear(x, self._weights.head))
+        if not parts:
+            return None
+        logits = parts[0] if len(parts) == 1 else _joined(parts, self._config.vocab_size)
+        cap = self._config.logits_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def _round_scale(scale: float | None, embedding: Tensor | None) -> float | None:
+    """Gemma was trained with the factor rounded to the weights' dtype. A number, as a tensor would have to be sent to
+    the device in every step."""
+    return None if scale is None or embedding is None else float(torch.tensor(scale, dtype=embedding.dtype))
+
+
+def _joined(parts: list[Tensor], vocab_size: int) -> Tensor:
+    """Each rank's words side by side; the last ranks' shares are padded."""
+    return torch.cat(parts, dim=1)[:, :vocab_size]

@@ -1,0 +1,294 @@
+"""Reads `config.json` and `generation_config.json` of a Hugging Face model directory, strictly.
+
+What is not supported is refused with the key and the value that ask for it; nothing is guessed. Defaults are those of
+the `transformers` library, as configs omit them. Both spellings of RoPE's parameters are read: `rope_theta` with
+`rope_scaling`, and transformers 5's `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
+
+from services.worker.models.config import Dtype, LayerConfig, ModelConfig, ModelError
+from services.worker.models.hf_mixture import MixtureLayers, RawMixture, read_mixture
+from services.worker.models.hf_rope import RawRope, read_ropes
+from services.worker.ops.interface import Activation
+
+_T = TypeVar("_T")
+
+
+class _Family(Struct, frozen=True):
+    """What an architecture implies without saying so in its config."""
+
+    qkv_bias: bool | None = None
+    """None: the config says so, by `qkv_bias_key`."""
+    qkv_bias_key: Literal["attention_bias", "qkv_bias"] = "attention_bias"
+    output_bias: bool | None = None
+    qk_norm: bool = False
+    gemma: bool = False
+    """(1 + w) norms, norms after attention and MLP, scaled embeddings, tanh-GELU, tied by default."""
+    head_dim_default: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    window_default: int | None = None
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    """RoPE base of sliding layers, where they have their own."""
+    window_period: int | None = None
+    """Each layer whose number this divides sees everything, the others a window. None: see `layer_types`."""
+    eps: float = 1e-6
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(),
+    "MistralForCausalLM": _Family(qkv_bias=False, output_bias=False, window_default=4096),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, output_bias=False),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim_default=128),
+    "MixtralForCausalLM": _Family(qkv_bias=False, output_bias=False, theta=1_000_000.0, eps=1e-5),
+    "Qwen2MoeForCausalLM": _Family(qkv_bias_key="qkv_bias", output_bias=False),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True),
+    "Gemma2ForCausalLM": _Family(gemma=True, head_dim_default=256, window_default=4096, window_period=2),
+    "Gemma3ForCausalLM": _Family(
+        gemma=True,
+        qk_norm=True,
+        head_dim_default=256,
+        window_default=4096,
+        window_period=6,
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+    ),
+}
+
+_NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+"""Their layers are alike, whatever `layer_types` says."""
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class _RawConfig(RawMixture, kw_only=True):
+    """The keys of `config.json` that matter here; others are no concern of inference."""
+
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int
+    rms_norm_eps: float | None = None
+    hidden_act: str = "silu"
+    hidden_activation: str | None = None
+    attention_bias: bool = False
+    qkv_bias: bool = True
+    mlp_bias: bool = False
+    tie_word_embeddings: bool | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+    rope_theta: float | None = None
+    rope_scaling: RawRope | None = None
+    rope_local_base_freq: float | None = None
+    rope_parameters: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"))
+    sliding_window: int | UnsetType | None = UNSET
+    use_sliding_window: bool | None = None
+    max_window_layers: int = 28
+    sliding_window_pattern: int | None = None
+    layer_types: list[str] | None = None
+    query_pre_attn_scalar: float = 256
+    attn_logit_softcapping: float | UnsetType | None = UNSET
+    final_logit_softcapping: float | UnsetType | None = UNSET
+    use_bidirectional_attention: bool | None = None
+    quantization_config: dict[str, object] | None = None
+
+
+class _RawGenerationConfig(Struct, kw_only=True):
+    eos_token_id: int | list[int] | None = None
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do."""
+    path = model_dir / "config.json"
+    raw, more_eos = _decode(path, _RawConfig), _generation_eos(model_dir)
+    try:
+        return _model_config(raw, more_eos)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _decode(path: Path, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind, strict=True)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: a Hugging Face model directory is expected") from None
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _generation_eos(model_dir: Path) -> tuple[int, ...]:
+    path = model_dir / "generation_config.json"
+    return _ids(_decode(path, _RawGenerationConfig).eos_token_id) if path.exists() else ()
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _model_config(raw: _RawConfig, more_eos: tuple[int, ...]) -> ModelConfig:
+    architecture, family = _family(raw)
+    _refuse_unsupported(raw)
+    kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    if raw.num_attention_heads % kv_heads:
+        raise ModelError(f"num_attention_heads {raw.num_attention_heads} is no multiple of {kv_heads} KV heads")
+    head_dim = raw.head_dim or _default_head_dim(raw, family)
+    scale = raw.query_pre_attn_scalar if family.gemma else float(head_dim)
+    mixing = _mixing(raw)
+    layers, max_positions = _layers(raw, family, mixing)
+    return ModelConfig(
+        architecture=architecture,
+        dtype=_dtype(raw),
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=layers,
+        max_positions=max_positions,
+        norm_eps=family.eps if raw.rms_norm_eps is None else raw.rms_norm_eps,
+        activation=_activation(raw, family),
+        attention_scale=scale**-0.5,
+        attention_softcap=_softcap(raw.attn_logit_softcapping, architecture, 50.0),
+        logits_softcap=_softcap(raw.final_logit_softcapping, architecture, 30.0),
+        qkv_bias=getattr(raw, family.qkv_bias_key) if family.qkv_bias is None else family.qkv_bias,
+        output_bias=raw.attention_bias if family.output_bias is None else family.output_bias,
+        mlp_bias=raw.mlp_bias and architecture == "LlamaForCausalLM",
+        qk_norm=family.qk_norm,
+        post_norms=family.gemma,
+        norm_offset=family.gemma,
+        embedding_scale=raw.hidden_size**0.5 if family.gemma else None,
+        tied_embeddings=family.gemma if raw.tie_word_embeddings is None else raw.tie_word_embeddings,
+        eos_token_ids=tuple(dict.fromkeys(more_eos + _ids(raw.eos_token_id))),
+        mixture=mixing.mixture,
+    )
+
+
+def _family(raw: _RawConfig) -> tuple[str, _Family]:
+    for architecture in raw.architectures:
+        if architecture in _FAMILIES:
+            return architecture, _FAMILIES[architecture]
+    raise ModelError(f"architectures {raw.architectures!r} is not supported; supported: {', '.join(_FAMILIES)}")
+
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def _refuse_unsupported(raw: _RawConfig) -> None:
+    if raw.quantization_config is not None:
+        raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+    if raw.use_bidirectional_attention:
+        raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
+    for key in _POSITIVE:
+        value = getattr(raw, key)
+        if value is not None and value < 1:
+            raise ModelError(f"{key} {value} is not positive")
+
+
+def _default_head_dim(raw: _RawConfig, family: _Family) -> int:
+    if family.head_dim_default is not None:
+        return family.head_dim_default
+    if raw.hidden_size % raw.num_attention_heads:
+        raise ModelError(f"hidden_size {raw.hidden_size} is no multiple of {raw.num_attention_heads} heads")
+    return raw.hidden_size // raw.num_attention_heads
+
+
+def _dtype(raw: _RawConfig) -> Dtype:
+    name = (raw.dtype or raw.torch_dtype or "float32").removeprefix("torch.")
+    match name:
+        case "float32" | "bfloat16" | "float16":
+            return name
+        case _:
+            raise ModelError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16")
+
+
+def _activation(raw: _RawConfig, family: _Family) -> Activation:
+    name = (raw.hidden_activation or "gelu_pytorch_tanh") if family.gemma else raw.hidden_act
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _softcap(value: float | UnsetType | None, architecture: str, gemma2: float) -> float | None:
+    if isinstance(value, UnsetType):
+        return gemma2 if architecture == "Gemma2ForCausalLM" else None
+    return value or None
+
+
+def _mixing(raw: _RawConfig) -> MixtureLayers:
+    try:
+        return read_mixture(raw)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+
+
+def _layers(raw: _RawConfig, family: _Family, mixing: MixtureLayers) -> tuple[tuple[LayerConfig, ...], int]:
+    ropes = read_ropes(
+        parameters=raw.rope_parameters,
+        scaling=raw.rope_scaling,
+        theta=raw.rope_theta if raw.rope_theta is not None else family.theta,
+        local_theta=(raw.rope_local_base_freq or family.local_theta) if family.local_theta else None,
+        positions=raw.max_position_embeddings,
+    )
+    window = _window(raw, family)
+    layers = tuple(
+        LayerConfig(window, ropes.sliding, mixes) if slides else LayerConfig(None, ropes.full, mixes)
+        for slides, mixes in zip(_sliding_layers(raw, family, window is not None), mixing.mixing, strict=True)
+    )
+    # Gemma 3 states its positions with interpolation already applied; the others state those before it.
+    return layers, raw.max_position_embeddings if family.gemma else ropes.max_positions
+
+
+def _window(raw: _RawConfig, family: _Family) -> int | None:
+    if raw.architectures[0].startswith("Qwen") and not raw.use_sliding_window:
+        return None
+    if raw.architectures[0] in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        # Versions of transformers differ in which of their layers slide.
+        raise ModelError(f"use_sliding_window true is not supported for {raw.architectures[0]}")
+    window = family.window_default if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
+    if window is not None and window < 1:
+        raise ModelError(f"sliding_window {window} is not positive")
+    return None if raw.architectures[0] == "LlamaForCausalLM" else window
+
+
+def _sliding_layers(raw: _RawConfig, family: _Family, has_window: bool) -> list[bool]:
+    """For each layer, whether it is a sliding one (of a windowless Gemma 3, for its RoPE alone)."""
+    count = raw.num_hidden_layers
+    if raw.layer_types is not None and raw.architectures[0] not in _NO_LAYER_TYPES:
+        return _read_layer_types(raw.layer_types, count)
+    if family.window_period is not None:
+        period = raw.sliding_window_pattern or family.window_period
+        return [bool((i + 1) % period) for i in range(count)]
+    if raw.architectures[0].startswith("Qwen"):
+        return [has_window and i >= raw.max_window_layers for i in range(count)]
+    return [has_window] * count
+
+
+def _read_layer_types(names: list[str], count: int) -> list[bool]:
+    unknown = sorted(set(names) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise ModelError(f"layer_types {unknown[0]!r} is not supported")
+    if len(names) != count:
+        raise ModelError(f"layer_types names {len(names)} layers, num_hidden_layers {count}")
+    return [name == "sliding_attention" for name in names]

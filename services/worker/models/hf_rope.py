@@ -1,0 +1,129 @@
+"""Reads RoPE's parameters from a Hugging Face config, in the old spelling and the new one."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from services.worker.models.config import ModelError
+from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude
+
+
+class RawRope(Struct, kw_only=True, omit_defaults=True):
+    """`rope_scaling`, or one entry of `rope_parameters`."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float | None = None
+
+
+class _ByLayerType(Struct, kw_only=True):
+    full_attention: RawRope | None = None
+    sliding_attention: RawRope | None = None
+
+
+class Ropes(Struct, frozen=True):
+    """The rotation of layers that see everything and of those that see a window (mostly the same)."""
+
+    full: Rope
+    sliding: Rope
+    max_positions: int
+    """The context that `full` was made for."""
+
+
+def read_ropes(
+    *, parameters: msgspec.Raw, scaling: RawRope | None, theta: float, local_theta: float | None, positions: int
+) -> Ropes:
+    """Both rotations. `theta` and `local_theta` hold where the parameters name no base; without `local_theta`,
+    sliding layers rotate as the others do. Raises ModelError for a kind of scaling that is not supported."""
+    flat, nested = _decode(parameters)
+    full_raw = scaling or flat or (nested.full_attention if nested else None) or RawRope()
+    full = _rope(full_raw, theta, positions)
+    if local_theta is not None:
+        sliding = _rope((nested.sliding_attention if nested else None) or RawRope(), local_theta, positions)
+    else:
+        sliding = _rope(nested.sliding_attention, theta, positions) if nested and nested.sliding_attention else full
+    return Ropes(full, sliding, _max_positions(full, positions))
+
+
+def _decode(parameters: msgspec.Raw) -> tuple[RawRope | None, _ByLayerType | None]:
+    """`rope_parameters` as either one set of parameters or one set for each type of layer."""
+    keys = msgspec.json.decode(parameters)
+    if keys is None:
+        return None, None
+    try:
+        if isinstance(keys, dict) and keys.keys() & {"full_attention", "sliding_attention"}:
+            return None, msgspec.convert(keys, _ByLayerType)
+        return msgspec.convert(keys, RawRope), None
+    except msgspec.ValidationError as error:
+        raise ModelError(f"rope_parameters: {error}") from None
+
+
+def _rope(raw: RawRope, default_theta: float, positions: int) -> Rope:
+    theta = default_theta if raw.rope_theta is None else raw.rope_theta
+    if raw.partial_rotary_factor not in (None, 1.0):
+        raise ModelError(f"partial_rotary_factor {raw.partial_rotary_factor} is not supported")
+    match raw.rope_type or raw.type or "default":
+        case "default":
+            return PlainRope(theta)
+        case "dynamic":
+            # Up to the trained length, dynamic NTK scaling is no scaling; beyond it, keys already cached would have
+            # been rotated by another base. So it is served up to that length, exactly.
+            return PlainRope(theta)
+        case "linear":
+            return LinearRope(theta, _need(raw, "factor"))
+        case "llama3":
+            return Llama3Rope(
+                theta=theta,
+                factor=_need(raw, "factor"),
+                low_freq_factor=_need(raw, "low_freq_factor"),
+                high_freq_factor=_need(raw, "high_freq_factor"),
+                original_positions=raw.original_max_position_embeddings or positions,
+            )
+        case "yarn":
+            return _yarn(raw, theta, positions)
+        case other:
+            raise ModelError(f"rope_type {other!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
+
+
+def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:
+    original = raw.original_max_position_embeddings or positions
+    factor = positions / original if raw.factor is None else raw.factor
+    magnitude = raw.attention_factor
+    if magnitude is None:
+        magnitude = yarn_magnitude(factor, raw.mscale, raw.mscale_all_dim)
+    return YarnRope(
+        theta=theta,
+        factor=factor,
+        original_positions=original,
+        beta_fast=raw.beta_fast or 32.0,
+        beta_slow=raw.beta_slow or 1.0,
+        magnitude=magnitude,
+        truncate=raw.truncate,
+    )
+
+
+def _need(raw: RawRope, key: str) -> float:
+    value: float | None = getattr(raw, key)
+    if value is None:
+        raise ModelError(f"rope_type {raw.rope_type or raw.type!r} needs {key}")
+    return value
+
+
+def _max_positions(rope: Rope, positions: int) -> int:
+    if isinstance(rope, LinearRope):
+        return int(positions * rope.factor)
+    if isinstance(rope, YarnRope):
+        return max(positions, int(rope.original_positions * rope.factor))
+    return positions

@@ -1,0 +1,164 @@
+"""One rank's share of a model from a directory: which dtype, which layers, on what operations, and the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from services.worker.distributed.communicator import Communicator, Pipeline
+from services.worker.kv.device_memory import free_bytes, gib
+from services.worker.models.checkpoint import TensorSource, dummy_digest, model_digest, open_checkpoint
+from services.worker.models.config import Dtype, ModelConfig, ModelError
+from services.worker.models.decoder import Decoder
+from services.worker.models.dummy_weights import DummyTensors
+from services.worker.models.hf_config import read_model_config
+from services.worker.models.loading import load_weights
+from services.worker.models.sharding import PipelineStage, shard_of, stage_of
+from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
+from services.worker.ops.selector import create_ops
+from shared.ids import ModelName
+from shared.messages.lifecycle import ModelCard
+
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+"""auto: safetensors, the only files there are."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SMALL_MODEL = 50_000_000
+"""Parameters under which a CPU reads float32 fast enough, and gains results that hardly depend on the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """What is to be loaded, and how."""
+
+    folder: Path
+    device: torch.device
+    dtype: DtypeChoice
+    max_model_len: int | None
+    load_format: LoadFormat
+    ops: OpsName
+    cache: CacheDtype
+    attention: AttentionName = "auto"
+    communicator: Communicator
+    pipeline: Pipeline
+    layers: Sequence[int] | None
+    """Of each stage; None: as even as can be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """One rank's share of a model, ready to compute."""
+
+    settings: LoadSettings
+    config: ModelConfig
+    dtype: Dtype
+    max_model_len: int
+    """What was asked for, or what the model can."""
+    stage: PipelineStage
+    digest: str
+    decoder: Decoder
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """PyTorch's name of `dtype`."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that must be equal on all ranks of an engine."""
+        settings = self.settings
+        return (
+            f"model {self.digest} in {self.dtype} on {settings.device.type}, layers {settings.layers or 'even'}, "
+            f"{self.decoder.wire}, keys and values {settings.cache}, {self.max_model_len} tokens"
+        )
+
+    def card(self, name: ModelName) -> ModelCard:
+        """The model as the other services see it, under the `name` that clients use."""
+        return ModelCard(
+            name=name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.config.eos_token_ids,
+            dtype=self.dtype,
+            created=int(time.time()),
+        )
+
+
+def load_model(settings: LoadSettings) -> LoadedModel:
+    """Reads the configuration and loads this rank's share of the weights.
+
+    Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where its operations cannot be
+    had."""
+    config = read_model_config(settings.folder)
+    stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
+    dtype = dtype_of(settings.dtype, config, settings.device)
+    length = _model_len(config, settings.max_model_len)
+    _check_weights_fit(config, stage, dtype, settings.communicator.world_size, free_bytes(settings.device))
+    dummy = settings.load_format == "dummy"
+    return LoadedModel(
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_model_len=length,
+        stage=stage,
+        digest=dummy_digest(config) if dummy else model_digest(settings.folder, config),
+        decoder=_decoder(settings, config, stage, _DTYPES[dtype], length),
+    )
+
+
+def _decoder(
+    settings: LoadSettings, config: ModelConfig, stage: PipelineStage, dtype: torch.dtype, max_model_len: int
+) -> Decoder:
+    communicator = settings.communicator
+    share = shard_of(config, communicator.rank, communicator.world_size)
+    ops = create_ops(settings.ops, settings.device, dtype, settings.cache, settings.attention)
+    with torch.inference_mode(), _tensors(settings, config, dtype) as tensors:
+        weights = load_weights(tensors, config, share, ops, settings.device, max_model_len, stage)
+    return Decoder(config, weights, share, ops, communicator, settings.pipeline)
+
+
+def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
+    """Those of the checkpoint, or dummy weights."""
+    if settings.load_format == "dummy":
+        return nullcontext(DummyTensors(dtype, settings.device, norm_offset=config.norm_offset))
+    return open_checkpoint(settings.folder, dtype, device=settings.device)
+
+
+def dtype_of(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dtype:
+    """The dtype that the model runs in. "auto": float32 for small models on a CPU, else the model's own."""
+    if choice != "auto":
+        return choice
+    return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
+
+
+def _model_len(config: ModelConfig, asked: int | None) -> int:
+    if asked is not None and not 2 <= asked <= config.max_positions:
+        raise ModelError(
+            f"a maximum model length of {asked} is asked for; the model has {config.max_positions} positions"
+        )
+    return asked or config.max_positions
+
+
+def _check_weights_fit(config: ModelConfig, stage: PipelineStage, dtype: Dtype, world_size: int, free: int) -> None:
+    needed = _parameters_of(config, stage) * _DTYPES[dtype].itemsize // world_size
+    if needed > free:
+        raise ModelError(
+            f"the weights take {gib(needed)} in {dtype} and {gib(free)} are free: "
+            "choose a smaller dtype, more ranks or a smaller model"
+        )
+
+
+def _parameters_of(config: ModelConfig, stage: PipelineStage) -> int:
+    """Parameters of all ranks of a stage together."""
+    table = config.vocab_size * config.hidden_size
+    own_head = stage.is_last and not (config.tied_embeddings and stage.is_first)
+    layers = config.layers[stage.first_layer : stage.end_layer]
+    return config.layer_parameters(layers) + table * (stage.is_first + own_head)

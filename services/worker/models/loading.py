@@ -1,0 +1,257 @@
+"""Builds a rank's weights from a checkpoint: names, shapes and shards of the Hugging Face layout.
+
+Experts are laid out in two ways. Checkpoints on the Hub have tensors for each expert,
+`mlp.experts.0.gate_proj.weight` or Mixtral's `block_sparse_moe.experts.0.w1.weight`. transformers 5 computes with all
+experts of a layer in one tensor, `mlp.experts.gate_up_proj`, and writes them so on request
+(`save_pretrained(save_original_format=False)`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.checkpoint import BatchedTensorSource, TensorPart, TensorSource
+from services.worker.models.config import LayerConfig, Mixture, ModelConfig
+from services.worker.models.rope import Rope, cos_sin_table
+from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.weights import DecoderWeights, DenseMlp, LayerWeights, MixtureMlp, SharedExpert
+from services.worker.ops.interface import Ops, PackedLinear
+
+
+def load_weights(
+    checkpoint: TensorSource,
+    config: ModelConfig,
+    share: LayerShard,
+    ops: Ops,
+    device: torch.device,
+    max_model_len: int,
+    stage: PipelineStage | None = None,
+) -> DecoderWeights:
+    """This rank's weights on `device`, packed by `ops`. Raises ModelError where a tensor is missing or misshapen.
+
+    `stage`: None: all layers."""
+    return _Loader(checkpoint, config, share, ops, device, max_model_len).weights(stage or stage_of(config, 0, 1))
+
+
+def load_layer(
+    checkpoint: TensorSource, config: ModelConfig, ops: Ops, device: torch.device, max_model_len: int
+) -> LayerWeights:
+    """The whole first layer of a checkpoint. Raises ModelError where a tensor is missing or misshapen."""
+    loader = _Loader(checkpoint, config, shard_of(config, 0, 1), ops, device, max_model_len)
+    return loader.layer(0, config.layers[0])
+
+
+class _Loader:
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        config: ModelConfig,
+        share: LayerShard,
+        ops: Ops,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._share = share
+        self._ops = ops
+        self._device = device
+        self._max_model_len = max_model_len
+        self._tables: dict[Rope, Tensor] = {}
+
+    def weights(self, stage: PipelineStage) -> DecoderWeights:
+        embedding = self._words("model.embed_tokens.weight") if stage.is_first else None
+        numbers = range(stage.first_layer, stage.end_layer)
+        return DecoderWeights(
+            embedding=embedding,
+            layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
+            final_norm=self._norm("model.norm.weight") if stage.is_last else None,
+            head=self._ops.pack_linear(self._head(embedding), None) if stage.is_last else None,
+            first_layer=stage.first_layer,
+        )
+
+    def _head(self, embedding: Tensor | None) -> Tensor:
+        """`embedding`, where it is tied to that and this stage has it."""
+        if not self._config.tied_embeddings:
+            return self._words("lm_head.weight")
+        return self._words("model.embed_tokens.weight") if embedding is None else embedding
+
+    def _words(self, name: str) -> Tensor:
+        """This rank's words of a table, padded to as many as every rank has."""
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        table = self._checkpoint.read(name, shape, rows=self._share.vocab).to(self._device)
+        missing = self._share.padded_vocab - len(table)
+        return torch.cat((table, table.new_zeros(missing, table.shape[1]))) if missing else table
+
+    def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
+        name, config, dim = f"model.layers.{index}", self._config, self._config.head_dim
+        # Gemma's post_attention_layernorm comes directly behind attention, Llama's before the MLP.
+        before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        return LayerWeights(
+            input_norm=self._norm(f"{name}.input_layernorm.weight"),
+            qkv=self._qkv(f"{name}.self_attn"),
+            q_norm=self._norm(f"{name}.self_attn.q_norm.weight", dim) if config.qk_norm else None,
+            k_norm=self._norm(f"{name}.self_attn.k_norm.weight", dim) if config.qk_norm else None,
+            output=self._row_parallel(
+                f"{name}.self_attn.o_proj",
+                config.num_heads * dim,
+                _columns_of_heads(self._share.heads, dim),
+                config.output_bias,
+            ),
+            attention_post_norm=self._post_norm(f"{name}.post_attention_layernorm.weight"),
+            mlp_norm=self._norm(f"{name}.{before_mlp}.weight"),
+            mlp=self._mixture(name) if layer.mixes else self._mlp(f"{name}.mlp"),
+            mlp_post_norm=self._post_norm(f"{name}.post_feedforward_layernorm.weight"),
+            cos_sin=self._table(layer.rope),
+            window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
+        )
+
+    def _qkv(self, name: str) -> PackedLinear:
+        config, dim = self._config, self._config.head_dim
+        sizes = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+        heads, kv = _columns_of_heads(self._share.heads, dim), _columns_of_heads(self._share.kv_heads, dim)
+        return self._column_parallel(
+            [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes], config.qkv_bias
+        )
+
+    def _mlp(self, name: str) -> DenseMlp:
+        return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
+
+    def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
+        """This rank's columns of an MLP of `size`."""
+        return DenseMlp(
+            gate_up=self._column_parallel([(f"{name}.{part}_proj", size, columns) for part in ("gate", "up")], bias),
+            down=self._row_parallel(f"{name}.down_proj", size, columns, bias),
+        )
+
+    def _mixture(self, name: str) -> MixtureMlp:
+        mixture, hidden = self._config.mixture, self._config.hidden_size
+        assert mixture is not None, "a layer mixes"
+        read = read_experts(self._checkpoint, name, mixture, hidden, self._share.experts, self._device)
+        return MixtureMlp(
+            router=self._pack(read.router, None),
+            experts=self._ops.pack_experts(read.gate_up, read.down),
+            chosen=mixture.chosen,
+            renormalised=mixture.renormalised,
+            shared=None if mixture.shared_size is None else self._shared_expert(f"{name}.mlp", mixture.shared_size),
+        )
+
+    def _shared_expert(self, name: str, size: int) -> SharedExpert:
+        return SharedExpert(
+            mlp=self._columns_of(f"{name}.shared_expert", size, self._share.shared_expert, bias=False),
+            gate=self._pack(
+                self._checkpoint.read(f"{name}.shared_expert_gate.weight", (1, self._config.hidden_size)), None
+            ),
+        )
+
+    def _column_parallel(self, parts: list[tuple[str, int, tuple[int, int]]], bias: bool) -> PackedLinear:
+        """One matrix of this rank's rows of several (name, output size, rows): one product instead of many."""
+        read, hidden = self._checkpoint.read, self._config.hidden_size
+        weight = torch.cat([read(f"{name}.weight", (size, hidden), rows=rows) for name, size, rows in parts])
+        biases = [read(f"{name}.bias", (size,), rows=rows) for name, size, rows in parts] if bias else []
+        return self._pack(weight, torch.cat(biases) if bias else None)
+
+    def _row_parallel(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> PackedLinear:
+        """This rank's columns; rank 0 alone adds the bias, as the products are summed over the ranks."""
+        hidden = self._config.hidden_size
+        weight = self._checkpoint.read(f"{name}.weight", (hidden, size), columns=columns)
+        adds_bias = bias and columns[0] == 0
+        return self._pack(weight, self._checkpoint.read(f"{name}.bias", (hidden,)) if adds_bias else None)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return self._ops.pack_linear(weight.to(self._device), None if bias is None else bias.to(self._device))
+
+    def _norm(self, name: str, size: int | None = None) -> Tensor:
+        weight = self._checkpoint.read(name, (size or self._config.hidden_size,)).float()
+        return (weight + 1.0 if self._config.norm_offset else weight).to(self._device)
+
+    def _post_norm(self, name: str) -> Tensor | None:
+        return self._norm(name) if self._config.post_norms else None
+
+    def _table(self, rope: Rope) -> Tensor:
+        if rope not in self._tables:
+            table = cos_sin_table(rope, self._config.head_dim, self._max_model_len)
+            self._tables[rope] = table.to(self._device)
+        return self._tables[rope]
+
+
+def _columns_of_heads(heads: tuple[int, int], head_dim: int) -> tuple[int, int]:
+    return heads[0] * head_dim, heads[1] * head_dim
+
+
+class ExpertTensors(NamedTuple):
+    """One rank's columns of a layer's experts."""
+
+    router: Tensor
+    """[E, hidden]"""
+    gate_up: Tensor
+    """[E, 2 * I, hidden]: gates, then ups."""
+    down: Tensor
+    """[E, hidden, I]"""
+
+
+class _Names(NamedTuple):
+    """What a layer's tensors are called."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
+
+
+def read_experts(
+    tensors: TensorSource, layer: str, mixture: Mixture, hidden: int, columns: tuple[int, int], device: torch.device
+) -> ExpertTensors:
+    """`columns` of every expert of `layer` ("model.layers.0"), on `device`. Raises ModelError."""
+    names = _MIXTRAL if f"{layer}.{_MIXTRAL.block}.gate.weight" in tensors else _QWEN
+    block = f"{layer}.{names.block}"
+    router = tensors.read(f"{block}.gate.weight", (mixture.experts, hidden)).to(device)
+    reading = _Reading(tensors, f"{block}.experts", names, mixture, hidden, columns)
+    together = f"{block}.experts.gate_up_proj" in tensors
+    gate_up, down = reading.stacks() if together else reading.each()
+    return ExpertTensors(router, gate_up.to(device), down.to(device))
+
+
+class _Reading(NamedTuple):
+    tensors: TensorSource
+    experts: str
+    names: _Names
+    mixture: Mixture
+    hidden: int
+    columns: tuple[int, int]
+
+    def stacks(self) -> tuple[Tensor, Tensor]:
+        """Gates and ups, and downs, read from tensors that have all experts."""
+        count, size, (first, end) = self.mixture.experts, self.mixture.intermediate_size, self.columns
+        gates_and_ups = [
+            self.tensors.read(f"{self.experts}.gate_up_proj", (count, 2 * size, self.hidden), columns=part)
+            for part in ((first, end), (size + first, size + end))
+        ]
+        down = self.tensors.read(f"{self.experts}.down_proj", (count, self.hidden, size))
+        return torch.cat(gates_and_ups, dim=1), down[:, :, first:end].contiguous()
+
+    def each(self) -> tuple[Tensor, Tensor]:
+        """Gates and ups, and downs, read from tensors of one expert each."""
+        count, size, own = self.mixture.experts, self.mixture.intermediate_size, self.columns[1] - self.columns[0]
+        gates_and_ups, downs = [], []
+        for expert in range(count):
+            name = f"{self.experts}.{expert}"
+            for part in (self.names.gate, self.names.up):
+                gates_and_ups.append(TensorPart(f"{name}.{part}.weight", (size, self.hidden), rows=self.columns))
+            downs.append(TensorPart(f"{name}.{self.names.down}.weight", (self.hidden, size), columns=self.columns))
+        gate_up, down = self._together(gates_and_ups), self._together(downs)
+        return gate_up.view(count, 2 * own, self.hidden), down.view(count, self.hidden, own)
+
+    def _together(self, parts: list[TensorPart]) -> Tensor:
+        """Flat: one behind the other."""
+        if isinstance(self.tensors, BatchedTensorSource):
+            return self.tensors.read_together(parts)
+        read = self.tensors.read
+        return torch.cat([read(part.name, part.shape, rows=part.rows, columns=part.columns).view(-1) for part in parts])

@@ -1,0 +1,182 @@
+"""A whole forward pass in one call of the library: for one rank, where nothing is exchanged between operations.
+
+It computes what the decoder computes by single operations, bit for bit where the model has no post norms, and saves
+their overhead: about seventy calls and as many allocations and wake-ups for each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelConfig
+from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
+from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.native import library
+from services.worker.ops.native.kernels import ACTIVATIONS, NativeKernels, PackedMatrix, address_of, batch_of, zeroed
+from services.worker.ops.native.native_ops import NativeOps
+
+
+class EagleProjection(NamedTuple):
+    """What an EAGLE layer has beside a decoder's weights."""
+
+    joined: PackedLinear
+    """[hidden, 2 * hidden]: a row begins as this of its token's embedding and of the feature given with it."""
+    has_input_norm: bool
+
+
+class NativeDecoder:
+    """Holds the weights, and the library's workspace, which grows to the largest batch. Used from one thread."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernels: NativeKernels,
+        number: int,
+        dtype: torch.dtype,
+        eagle: EagleProjection | None = None,
+    ) -> None:
+        """`weights` must be whole, and packed as `number` (library.SINGLE or HALF), which holds a `dtype`.
+        `eagle`: the layer is EAGLE's, and runs by `predict_features`."""
+        self._kernels = kernels
+        self._weights = weights
+        self._vocab_size = config.vocab_size
+        assert weights.embedding is not None, "the model is whole"
+        assert weights.head is not None
+        # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
+        self._embedding = weights.embedding.to(dtype).contiguous()
+        layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
+        described = self._config_struct(config, weights.embedding, number)
+        described.final_norm = address_of(weights.final_norm)
+        described.head = _linear(weights.head)
+        if eagle is not None:
+            described.joined = _linear(eagle.joined)
+            if not eagle.has_input_norm:
+                layers[0].input_norm = None
+        self._eagle = eagle
+        self._decoder: int = kernels.library.baton_decoder(kernels.pool, ctypes.byref(described), layers)
+        self._caches: tuple[KvCaches, object, object] | None = None
+        self._logits = torch.empty(0)
+
+    def __del__(self) -> None:
+        if getattr(self, "_decoder", None):
+            self._kernels.library.baton_decoder_free(self._decoder)
+
+    def forward(
+        self,
+        ids: Tensor,
+        meta: BatchMeta,
+        caches: KvCaches,
+        features: Tensor | None = None,
+        *,
+        given: Tensor | None = None,
+        wants_logits: bool = True,
+    ) -> Tensor | None:
+        """As `Decoder.forward`; the logits are overwritten by the next call. `given` [n, hidden]: the features that an
+        EAGLE layer begins with. Raises IndexError where a token is outside of the vocabulary."""
+        rows = len(meta.logits_rows) if wants_logits else 0
+        request = self._request(ids, meta, caches, features, given, rows)
+        if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(request)):
+            raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+        return self._logits[:rows] if rows else None
+
+    def predict_features(
+        self, ids: Tensor, given: Tensor, meta: BatchMeta, caches: KvCaches, *, wants_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :class:`services.worker.speculation.eagle.EaglePass`."""
+        features, given = torch.empty(given.shape), given.float().contiguous()
+        return features, self.forward(ids, meta, caches, features, given=given, wants_logits=wants_logits)
+
+    def draft_chain(
+        self, first: Tensor, meta: BatchMeta, steps: int, stride: int, caches: KvCaches, given: Tensor | None = None
+    ) -> Tensor:
+        """A whole chain of greedy drafts: first [P] int32, the drafts that it begins with → [steps + 1, P] those and
+        what follows them. `meta` is that of the first step's P rows; each step's positions, slots and context lengths
+        lie `stride` numbers behind those of the step before. `given` [P, hidden]: the features that EAGLE begins with.
+
+        Raises IndexError where a token is outside of the vocabulary."""
+        ids = torch.empty(steps + 1, len(first), dtype=torch.int32)
+        ids[0] = first
+        features = None if given is None else given.float().clone()
+        request = self._request(first, meta, caches, features, features, len(first))
+        if not self._kernels.library.baton_decoder_draft_on(
+            self._decoder, ctypes.byref(request), steps, stride, ids.data_ptr()
+        ):
+            raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+        return ids
+
+    def _request(
+        self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None, given: Tensor | None, rows: int
+    ) -> library.Forward:
+        """What the library is asked to compute, with logits of so many rows."""
+        if len(self._logits) < rows:  # kept, for fresh memory costs a page fault for each 4 kB
+            self._logits = zeroed(rows * self._vocab_size * 4).view(torch.float32).view(rows, self._vocab_size)
+        if self._caches is None or self._caches[0] is not caches:
+            array = ctypes.c_void_p * len(caches)
+            keys, values = (array(*(cache[half].data_ptr() for cache in caches)) for half in range(2))
+            self._caches = (caches, keys, values)
+        return library.Forward(
+            *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows, *self._caches[1:]),
+            self._logits.data_ptr(),
+            None if features is None else features.data_ptr(),
+            None if given is None else given.data_ptr(),
+        )
+
+    def _config_struct(self, config: ModelConfig, embedding: Tensor, number: int) -> library.DecoderConfig:
+        scale = config.embedding_scale
+        rounded = 1.0 if scale is None else float(embedding.new_tensor(scale))
+        return library.DecoderConfig(
+            number=number,
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            activation=ACTIVATIONS[config.activation],
+            eps=config.norm_eps,
+            attention_scale=config.attention_scale,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
+            embedding_scale=rounded,
+            embedding=self._embedding.data_ptr(),
+        )
+
+
+def native_decoder(
+    config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | None = None
+) -> NativeDecoder | None:
+    """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for mixtures of experts.
+
+    For a rank that computes alone: between the operations of several, tensors are exchanged."""
+    if not isinstance(ops, NativeOps) or config.mixture is not None:
+        return None
+    return NativeDecoder(config, weights, ops.kernels, ops.number, ops.dtype, eagle)
+
+
+def _layer(layer: LayerWeights) -> library.DecoderLayer:
+    assert isinstance(layer.mlp, DenseMlp), "native_decoder refuses mixtures"
+    return library.DecoderLayer(
+        input_norm=layer.input_norm.data_ptr(),
+        q_norm=address_of(layer.q_norm),
+        k_norm=address_of(layer.k_norm),
+        attention_post_norm=address_of(layer.attention_post_norm),
+        mlp_norm=layer.mlp_norm.data_ptr(),
+        mlp_post_norm=address_of(layer.mlp_post_norm),
+        cos_sin=layer.cos_sin.data_ptr(),
+        qkv=_linear(layer.qkv),
+        output=_linear(layer.output),
+        gate_up=_linear(layer.mlp.gate_up),
+        down=_linear(layer.mlp.down),
+        window=layer.window or 0,
+    )
+
+
+def _linear(packed: PackedLinear) -> library.Linear:
+    assert isinstance(packed, PackedMatrix)
+    return packed.linear

@@ -1,0 +1,106 @@
+"""Rotary position embeddings: their configurations and the tables of cosines and sines that they give.
+
+Su et al., "RoFormer" (arXiv:2104.09864); YaRN: Peng et al. (arXiv:2309.00071). Each configuration gives what the
+`transformers` library computes for the same parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+
+class PlainRope(Struct, frozen=True, tag=True):
+    """The rotation as RoFormer has it: frequency i is theta^(-2i / head size)."""
+
+    theta: float
+
+
+class LinearRope(Struct, frozen=True, tag=True):
+    """Position interpolation: positions are divided by `factor`."""
+
+    theta: float
+    factor: float
+
+
+class Llama3Rope(Struct, frozen=True, tag=True):
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+class YarnRope(Struct, frozen=True, tag=True):
+    """YaRN: long wavelengths are interpolated, short ones kept, and attention is scaled by `magnitude`."""
+
+    theta: float
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    magnitude: float
+    """What cosines and sines are multiplied by (the paper's attention temperature)."""
+    truncate: bool
+
+
+Rope = PlainRope | LinearRope | Llama3Rope | YarnRope
+
+
+def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
+    """[positions, head_dim] float32: head_dim / 2 cosines, then as many sines, for each position from 0."""
+    frequencies = _frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    magnitude = rope.magnitude if isinstance(rope, YarnRope) else 1.0
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
+
+
+def yarn_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """The attention temperature of section 3.4 of the paper, with DeepSeek's two-scale variant."""
+
+    def scaled(by: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+
+    return scaled(mscale) / scaled(mscale_all_dim) if mscale and mscale_all_dim else scaled(1.0)
+
+
+def _frequencies(rope: Rope, head_dim: int) -> Tensor:
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    match rope:
+        case PlainRope():
+            return plain
+        case LinearRope():
+            return plain / rope.factor
+        case Llama3Rope():
+            return _llama3_frequencies(rope, plain)
+        case YarnRope():
+            return _yarn_frequencies(rope, plain, head_dim)
+        case _:
+            assert_never(rope)
+
+
+def _llama3_frequencies(rope: Llama3Rope, plain: Tensor) -> Tensor:
+    wavelength = 2 * math.pi / plain
+    span = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((rope.original_positions / wavelength - rope.low_freq_factor) / span).clamp(0, 1)
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn_frequencies(rope: YarnRope, plain: Tensor, head_dim: int) -> Tensor:
+    def dimension_of(rotations: float) -> float:
+        ratio = rope.original_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / rope.factor * interpolated + plain * (1 - interpolated)

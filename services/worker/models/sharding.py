@@ -1,0 +1,131 @@
+"""Which share of a model each rank holds.
+
+*Tensor parallelism.* Heads, MLP columns (of every expert) and words are split (Shoeybi et al., "Megatron-LM",
+arXiv:1909.08053): each rank computes partial sums of the embedding and of the attention's and the MLP's outputs, which
+are added up over the ranks. Key/value heads are replicated where there are fewer of them than ranks.
+
+*Pipeline parallelism.* Layers are split into stages (Huang et al., "GPipe", arXiv:1811.06965). The ranks of a stage
+share its layers by tensor parallelism: rank = stage * ranks of a stage + its place in the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from services.worker.models.config import ModelConfig, ModelError
+
+
+class LayerShard(Struct, frozen=True):
+    """What one rank holds of each layer, as half-open ranges over the whole model's heads, columns and words."""
+
+    heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    first_of_kv_heads: bool
+    """No lower rank holds the same key/value heads."""
+    mlp: tuple[int, int]
+    experts: tuple[int, int]
+    """Of each expert's columns; (0, 0) where the model has none."""
+    shared_expert: tuple[int, int]
+    """Of the columns of the expert that all tokens go through."""
+    vocab: tuple[int, int]
+    padded_vocab: int
+    """Words of each rank's share of the embedding and the logits, padding included: the same on every rank."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of this rank."""
+        return self.kv_heads[1] - self.kv_heads[0]
+
+
+def shard_of(config: ModelConfig, rank: int, world_size: int) -> LayerShard:
+    """What `rank` of a stage holds. Raises ModelError where the model does not divide by `world_size`."""
+    mixture = config.mixture
+    experts, shared = (mixture.intermediate_size, mixture.shared_size or 0) if mixture is not None else (0, 0)
+    for key, count in (
+        ("num_attention_heads", config.num_heads),
+        ("intermediate_size", config.intermediate_size),
+        ("moe_intermediate_size", experts),
+        ("shared_expert_intermediate_size", shared),
+    ):
+        if count % world_size:
+            raise ModelError(f"{key} {count} does not divide over {world_size} tensor-parallel ranks")
+    if config.num_kv_heads % world_size and world_size % config.num_kv_heads:
+        raise ModelError(
+            f"num_key_value_heads {config.num_kv_heads} neither divides over {world_size} ranks nor divides them"
+        )
+    words = -(-config.vocab_size // world_size)
+    return LayerShard(
+        heads=_part(config.num_heads, rank, world_size),
+        kv_heads=_kv_part(config.num_kv_heads, rank, world_size),
+        first_of_kv_heads=rank == 0
+        or _kv_part(config.num_kv_heads, rank - 1, world_size) != _kv_part(config.num_kv_heads, rank, world_size),
+        mlp=_part(config.intermediate_size, rank, world_size),
+        experts=_part(experts, rank, world_size),
+        shared_expert=_part(shared, rank, world_size),
+        vocab=(min(rank * words, config.vocab_size), min((rank + 1) * words, config.vocab_size)),
+        padded_vocab=words,
+    )
+
+
+def _part(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    size = count // world_size
+    return rank * size, (rank + 1) * size
+
+
+def _kv_part(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    if count >= world_size:
+        return _part(count, rank, world_size)
+    head = rank * count // world_size
+    return head, head + 1
+
+
+class PipelineStage(Struct, frozen=True):
+    """A part of the pipeline: which layers it computes."""
+
+    index: int
+    count: int
+    """Stages of the engine."""
+    first_layer: int
+    end_layer: int
+    """The one behind its last."""
+
+    @property
+    def is_first(self) -> bool:
+        """It embeds."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """It has the head, and draws."""
+        return self.index == self.count - 1
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stage."""
+        return self.end_layer - self.first_layer
+
+
+def stage_of(config: ModelConfig, index: int, count: int, split: Sequence[int] | None = None) -> PipelineStage:
+    """The layers of stage `index`. `split`: layers of each stage, where they are not to be as even as can be.
+
+    Raises ModelError where they cannot be split so.
+    """
+    layers = list(split) if split else _even(config.num_layers, count)
+    if len(layers) != count or sum(layers) != config.num_layers or min(layers) < 1:
+        shown = ",".join(map(str, layers))
+        raise ModelError(f"{config.num_layers} layers cannot be split as {shown} over {count} pipeline stages")
+    first = sum(layers[:index])
+    return PipelineStage(index, count, first, first + layers[index])
+
+
+def _even(layers: int, count: int) -> list[int]:
+    """What is left over goes to the stages before the last, which has the head besides."""
+    size, more = divmod(layers, count)
+    return [size + (count - 1 - more <= stage < count - 1) for stage in range(count)]

@@ -1,0 +1,188 @@
+"""What a decoder is made of: the operations that a device offers. Knows no model family and no scheduling.
+
+The decoder is written against :class:`Ops` only, so a model runs on whatever implements it: portable PyTorch
+(`torch_ops`), C++ kernels for CPUs (`native.native_ops`), or Triton's for GPUs (`triton.triton_ops`). The native ones
+can also do a whole forward pass at once, see `models.native_decoder`.
+
+Words: n is the number of tokens (rows) of a step over all its sequences, S the number of sequences, H and KV
+this rank's query and key/value heads, D the head dimension, I this rank's share of the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from services.worker.kv.copier import KvCopier
+
+PackedLinear = NewType("PackedLinear", object)
+"""A weight in whatever layout its `Ops` multiplies fastest. Only the `Ops` that packed it may look inside."""
+
+PackedExperts = NewType("PackedExperts", object)
+"""The experts of a mixture, as `PackedLinear`."""
+
+Activation = Literal["silu", "gelu_tanh"]
+
+OpsName = Literal["auto", "torch", "native", "triton"]
+CacheDtype = Literal["auto", "fp8"]
+"""auto: the model's own; fp8: float8_e4m3fn, half the memory and a little less exact."""
+AttentionName = Literal["auto", "triton", "flash-attn"]
+"""Whose kernels attend on a GPU; auto: ours."""
+
+
+class OpsUnavailable(RuntimeError):
+    """This machine cannot run these operations; raised by their constructor, says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMeta:
+    """How a step's n rows fall into S sequences, and where their keys and values lie.
+
+    Every tensor is int32, contiguous and on the device. Sequence s owns the rows query_starts[s] to
+    query_starts[s + 1], which hold its positions context_lens[s] - count up to context_lens[s] - 1.
+    """
+
+    query_starts: Tensor
+    """[S + 1]"""
+    context_lens: Tensor
+    """[S] tokens of each sequence whose keys are cached once this step's rows are stored."""
+    block_tables: Tensor
+    """[S, width] block ids in order, padded with 0 behind the last one needed."""
+    slots: Tensor
+    """[n] block id * BLOCK_SIZE + offset: where each row's key and value go."""
+    positions: Tensor
+    """[n] position of each row in its sequence, from 0."""
+    logits_rows: Tensor
+    """[R] the rows whose logits are wanted."""
+    num_decodes: int
+    """The first `num_decodes` sequences have exactly one row each; those behind them have any number."""
+    prefills: tuple[tuple[int, int], ...]
+    """(rows, context length) of each sequence behind the decodes, on the host."""
+    max_query: int
+    """The most rows that one sequence has."""
+    max_context: int
+    """The greatest of `context_lens`."""
+    every_row: bool = False
+    """Whether it is known that `logits_rows` are all rows in their order."""
+
+
+class DraftAttempt(NamedTuple):
+    """What a step drew for Q sequences, of which some try drafts: for each a row behind its last token, and one behind
+    every draft, all of a sequence's together, R in all. Tensors are contiguous and on the device."""
+
+    drawn: Tensor
+    """int64 [R]"""
+    ids: Tensor
+    """int32 [n] the tokens of all of the step's rows."""
+    rows: Tensor | None
+    """int32 [R] which of those each was drawn behind; None: the first R."""
+    first: Tensor
+    """int32 [Q] which of the R is the first of each sequence."""
+    counts: Tensor
+    """int32 [Q] drafts of each."""
+    max_drafts: int
+    """The greatest of `counts`, 1 at the least."""
+
+
+class Ops(Protocol):
+    """The operations of one device at one dtype. Used from one thread; keep no reference to an activation.
+
+    Weights are in the dtype the model runs in; norm weights are float32, and Gemma's (1 + w) is already added
+    to them. The dtype of activations is the implementation's own choice, made by `embed`; whatever an operation
+    gives may be handed to any other one. Every tensor is contiguous and n is never 0.
+    """
+
+    @property
+    def name(self) -> str:
+        """For logs and reports: "torch", "native"."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """`weight` [out, in] and `bias` [out] made ready for `linear`. May keep or copy them."""
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """x [n, in] → x @ weight.T + bias [n, out]."""
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """ids [n] int32, table [vocab, hidden] → [n, hidden]."""
+
+    def empty_rows(self, rows: int, hidden: int) -> Tensor:
+        """[rows, hidden] in the dtype that `embed` gives, to be filled by another rank's."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [n, hidden] / sqrt(mean(x²) + eps) * weight, computed in float32."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual). `x` and `residual` may be overwritten."""
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]."""
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        """`gate_up` [E, 2 * I, hidden] (gates, then ups) and `down` [E, hidden, I] made ready for `mixture`."""
+
+    def mixture(
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+    ) -> Tensor:
+        """x [n, hidden] → the sum of its `chosen` experts' outputs, each times its chance [n, hidden].
+
+        `logits` [n, E]: a softmax in float32 makes them chances, the greatest of which choose; where `renormalised`,
+        those are scaled to add up to 1. An expert is down(act(gate) * up).
+        """
+
+    def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
+        """Bytes that one block of keys and values takes in one layer."""
+
+    def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents finite, else undefined.
+
+        An implementation may lay a block out differently inside, as long as the first dimension is the block.
+        """
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
+        """Copies blocks of these caches, one pair for each layer, beside the other operations."""
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `meta.slots`.
+
+        Where `q_norm` and `k_norm` (float32 [D]) are given, each head is RMS-normed before it is rotated.
+        Rotation pairs element i with i + D/2 (NeoX style). cos_sin: float32 [positions, D], D/2 cosines, then
+        D/2 sines. `qkv` may be overwritten.
+        """
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: BatchMeta,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
+
+        A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where
+        `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head
+        h // (H / KV).
+        """
+
+    def verify(self, attempt: DraftAttempt) -> Tensor:
+        """Which drafts are accepted: int32 [Q + R], how many tokens each sequence gains, its accepted drafts and one
+        more; and behind those what was drawn for each row. See `speculation.verification`.
+        """

@@ -1,0 +1,76 @@
+// The library's C interface; services/worker/ops/native/library.py mirrors it field by field.
+#include "attention.h"
+#include "decoder.h"
+#include "kv_copy.h"
+#include "linear.h"
+#include "probe.h"
+#include "rows.h"
+#include "threads.h"
+
+extern "C" {
+
+// Raised with any change to what follows, and checked by the loader.
+int baton_version() { return 7; }
+const char* baton_instructions() {
+#if defined(BATON_BF16)
+    return "avx512-bf16";
+#elif defined(BATON_AVX512)
+    return "avx512";
+#elif defined(BATON_AVX2)
+    return "avx2";
+#elif defined(__aarch64__)
+    return "neon";
+#else
+    return "portable";
+#endif
+}
+
+Pool* baton_pool(int threads) { return new Pool(threads - 1); }
+void baton_pool_free(Pool* pool) { delete pool; }
+
+int64_t baton_packed_bytes(int number, int out, int in) { return packed_bytes(Number(number), out, in); }
+void baton_pack(Pool* pool, int number, const void* weight, int out, int in, void* groups) {
+    pack(*pool, Number(number), weight, out, in, groups);
+}
+void baton_multiply(Pool* pool, const Linear* linear, const void* x, int number, int count, int64_t stride, int kind, int activation,
+                    void* to, int64_t to_stride) {
+    multiply(*pool, {x, Number(number), stride, count}, *linear, {Out(kind), Activation(activation), to, to_stride});
+}
+void baton_multiply_each(Pool* pool, const Linear* linears, const int64_t* starts, int linear_count, const void* x, int number,
+                         int count, int64_t stride, int kind, int activation, void* to, int64_t to_stride) {
+    multiply_each(*pool, {x, Number(number), stride, count}, linears, starts, linear_count,
+                  {Out(kind), Activation(activation), to, to_stride});
+}
+int baton_embed(Pool* pool, const int* ids, int count, int number, const void* table, int vocab, int hidden, float* to) {
+    return embed(*pool, ids, count, Number(number), table, vocab, hidden, 1.0f, to, hidden);
+}
+void baton_norm(Pool* pool, const void* x, int number, int count, int hidden, float* residual, const float* weight, float eps,
+                int to_number, void* to) {
+    norm(*pool, {x, Number(number), hidden, count}, residual, hidden, {weight, eps, hidden}, Number(to_number), to, hidden);
+}
+void baton_gate(Pool* pool, const float* gate_up, int count, int width, int activation, int to_number, void* to) {
+    gate(*pool, {gate_up, Number::kSingle, 2 * width, count}, width, Activation(activation), Number(to_number), to, width);
+}
+void baton_rope_and_store(Pool* pool, const RopeAndStore* what, const Batch* batch, const Cache* cache) {
+    rope_and_store(*pool, *what, *batch, *cache);
+}
+void baton_attend(Pool* pool, const Attention* what, const Batch* batch, const Cache* cache) {
+    attend(*pool, *what, *batch, *cache, plan_attention(*batch, pool->threads(), what->heads, cache->kv_heads, what->window));
+}
+Decoder* baton_decoder(Pool* pool, const DecoderConfig* config, const DecoderLayer* layers) {
+    return new Decoder(*pool, *config, layers);
+}
+void baton_decoder_free(Decoder* decoder) { delete decoder; }
+int baton_kv_save(const KvMemory* memory, const KvArena* arena, const KvBlocks* what) {
+    return int(save_blocks(*memory, *arena, *what));
+}
+int baton_kv_load(const KvMemory* memory, const KvArena* arena, const KvBlocks* what) {
+    return int(load_blocks(*memory, *arena, *what));
+}
+float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }
+int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return probe_multiplying(*pool, Number(number), steps); }
+int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
+int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {
+    return decoder->draft_on(*forward, steps, stride, ids);
+}
+}

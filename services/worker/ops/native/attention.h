@@ -1,0 +1,88 @@
+// Paged keys and values, and causal attention over them.
+#pragma once
+#include <vector>
+
+#include "lanes.h"
+#include "linear.h"
+#include "threads.h"
+
+constexpr int kBlockTokens = 16;
+
+// One layer's caches: blocks of 16 tokens for each key/value head, laid out as weights of a product, so that the tiles of
+// linear layers also score keys and mix values. A block's keys are [head_dim / items][16 tokens][items], its values
+// [16 / items][padded head_dim][items], with two items for bf16 and one for floats.
+struct Cache {
+    Number number;
+    void* keys;
+    void* values;
+    int kv_heads;
+    int head_dim;
+
+    int padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+    // Items from one block of a head to the next head's.
+    int64_t head_items() const { return int64_t(kBlockTokens) * padded_dim(); }
+    int64_t at(int block, int head) const { return (int64_t(block) * kv_heads + head) * head_items(); }
+};
+
+// How rows fall into sequences: services.worker.ops.interface.BatchMeta.
+struct Batch {
+    int rows;
+    int sequences;
+    const int* query_starts;
+    const int* context_lens;
+    const int* block_tables;
+    int table_width;
+    const int* slots;
+    const int* positions;
+};
+
+struct RopeAndStore {
+    const float* qkv;  // [rows, (heads + 2 * kv_heads) * head_dim]
+    int64_t qkv_stride;
+    int heads;
+    const float* cos_sin;  // [positions, head_dim]
+    const float* q_norm;   // [head_dim] or null, as is k_norm
+    const float* k_norm;
+    float eps;
+    void* queries;  // [rows, heads * head_dim] in the caches' kind
+    int64_t query_stride;
+};
+
+// Norms and rotates queries and keys, writes keys and values to the rows' slots.
+void rope_and_store(Pool& pool, const RopeAndStore& what, const Batch& batch, const Cache& cache);
+
+struct Attention {
+    const void* queries;  // as RopeAndStore leaves them
+    int64_t query_stride;
+    int heads;
+    float scale;
+    int window;     // 0: none
+    float softcap;  // 0: none
+    void* out;      // [rows, heads * head_dim] in the caches' kind
+    int64_t out_stride;
+};
+
+// Work of one thread: some rows of a sequence, all query heads of one key/value head, and some chunks of the context.
+struct AttentionTask {
+    int sequence;
+    int head;
+    int row;   // in the batch
+    int rows;
+    int first_chunk;
+    int chunks;
+    int partial;  // where its unfinished result goes, or kWhole
+    static constexpr int kWhole = -1;
+};
+
+struct AttentionPlan {
+    std::vector<AttentionTask> tasks;
+    std::vector<AttentionTask> merges;  // over the partials of tasks that were cut
+    int partial_rows = 0;
+};
+
+// Cuts a batch's attention for `threads` threads. The same for all layers with the same window.
+AttentionPlan plan_attention(const Batch& batch, int threads, int heads, int kv_heads, int window);
+
+// Each row's softmax runs over chunks of the context whose bounds are fixed, in ascending order: its result does not
+// depend on the batch, on how a prompt is cut into steps, or on the number of threads.
+void attend(Pool& pool, const Attention& what, const Batch& batch, const Cache& cache, const AttentionPlan& plan);

@@ -1,0 +1,203 @@
+"""Compiles the kernels on first use and keeps the library. Knows compilers and files; no torch, no kernels.
+
+One library for each level of instructions, so that a prebuilt one serves on any machine that has them: an image can be
+built with `--all` on one machine and run on another, without a compiler.
+
+    python -m services.worker.ops.native.build          # what this machine will use
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from shared.config import process_environment
+
+Level = Literal["avx512-bf16", "avx512", "avx2", "neon", "portable"]
+"""Instructions that a library may use; on x86 each level needs all that come after it there."""
+
+COMPILE_SECONDS = 300.0
+"""A compiler that takes longer is stopped (a loaded machine takes 30)."""
+
+_SOURCES = Path(__file__).parent
+_FLAGS = (
+    "-std=gnu++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    # Results must not depend on how a template was inlined: fused multiply-adds are written out where they are meant.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # Vectors wider than the instructions' are passed in memory: only a matter between libraries.
+    "-Wno-psabi",
+)
+_LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
+    "avx512-bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+    "neon": (),
+    "portable": (),
+}
+_ZIG_LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
+    "avx512-bf16": ("-mcpu=x86_64_v4+avx512bf16",),
+    "avx512": ("-mcpu=x86_64_v4",),
+    "avx2": ("-mcpu=x86_64_v3",),
+    "neon": ("-mcpu=baseline",),
+    "portable": ("-mcpu=baseline",),
+}
+_NEEDED: tuple[tuple[Level, frozenset[str]], ...] = (
+    ("avx512-bf16", frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_bf16"))),
+    ("avx512", frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))),
+    ("avx2", frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"))),
+)
+
+
+class BuildError(Exception):
+    """No library could be had; the text says what was tried."""
+
+
+def best_level() -> Level:
+    """The highest level that this machine has."""
+    machine = platform.machine().lower()
+    if machine in ("aarch64", "arm64"):
+        return "neon"
+    flags = _cpu_flags() if machine in ("x86_64", "amd64") else frozenset()
+    return next((level for level, needed in _NEEDED if needed <= flags), "portable")
+
+
+def runnable_levels() -> tuple[Level, ...]:
+    """Every level that this machine can run, best first."""
+    best = best_level()
+    if best == "neon":
+        return ("neon",)
+    x86: tuple[Level, ...] = ("avx512-bf16", "avx512", "avx2", "portable")
+    return x86[x86.index(best) :]
+
+
+def library_path(level: Level) -> Path:
+    """Where the library for `level` lies: compiles it if it is not there. Raises BuildError.
+
+    Several processes may do so at once; each renames its own result into place.
+    """
+    target = _cache_folder() / f"kernels-{level}-{_key(level)}.so"
+    if not target.exists():
+        _compile(level, target)
+    return target
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Names as Linux has them; none elsewhere, which means the portable level."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def _sources() -> list[Path]:
+    return sorted(_SOURCES.glob("*.cpp"))
+
+
+def _key(level: Level) -> str:
+    """Changes with the sources and the flags."""
+    digest = hashlib.sha256(repr((_FLAGS, _LEVEL_FLAGS[level], platform.machine(), sys.platform)).encode())
+    for path in sorted(_SOURCES.glob("*.cpp")) + sorted(_SOURCES.glob("*.h")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    """The user's own, readable by nobody else's code: what lies there gets loaded."""
+    base = process_environment().get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "baton" / "native"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+    except OSError as refused:
+        return _temporary_folder(refused)
+
+
+def _temporary_folder(refused: OSError) -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"baton-native-{user}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise BuildError(f"no folder to keep the library in: {refused}; {error}") from None
+    if hasattr(os, "getuid") and (status.st_uid != user or status.st_mode & 0o022):
+        raise BuildError(f"{folder} belongs to somebody else or is open to others")
+    return folder
+
+
+def _compilers(level: Level) -> list[list[str]]:
+    """Command lines to try, without output and sources."""
+    chosen = process_environment().get("CXX")
+    names = [chosen] if chosen else ["c++", "g++", "clang++"]
+    found = {os.path.realpath(path): path for path in map(shutil.which, names) if path}
+    commands = [[path, *_FLAGS, *_LEVEL_FLAGS[level]] for path in found.values()]
+    if importlib.util.find_spec("ziglang") is not None:
+        commands.append([sys.executable, "-m", "ziglang", "c++", *_FLAGS, *_ZIG_LEVEL_FLAGS[level]])
+    return commands
+
+
+def _compile(level: Level, target: Path) -> None:
+    commands = _compilers(level)
+    if not commands:
+        raise BuildError("no C++ compiler: none of c++, g++ and clang++ is installed, nor the Python package ziglang")
+    failures = []
+    for command in commands:
+        failure = _compile_with(command, target)
+        if failure is None:
+            return
+        failures.append(failure)
+    raise BuildError("; ".join(failures))
+
+
+def _compile_with(command: Sequence[str], target: Path) -> str | None:
+    """Why it failed, or None."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+        output = Path(folder) / target.name
+        full = [*command, "-o", str(output), *map(str, _sources())]
+        try:
+            done = subprocess.run(full, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{command[0]}: {error}"
+        if done.returncode != 0:
+            return f"{command[0]} exited with {done.returncode}: {done.stderr.strip()[:500]}"
+        output.replace(target)
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prebuilds; 0 when every library asked for is there."""
+    parser = argparse.ArgumentParser(prog="python -m services.worker.ops.native.build", description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every level of this machine's architecture")
+    parser.add_argument("--level", choices=get_args(Level), help="one level, whatever this machine has")
+    options = parser.parse_args(arguments)
+    arm = best_level() == "neon"
+    every: tuple[Level, ...] = ("neon",) if arm else ("avx512-bf16", "avx512", "avx2", "portable")
+    levels = every if options.all else (options.level or best_level(),)
+    try:
+        for level in levels:
+            print(f"{level}: {library_path(level)}")
+    except BuildError as error:
+        print(f"the native kernels could not be built, the worker will use PyTorch's: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,102 @@
+// A whole forward pass, as services.worker.models.decoder has it, without leaving C++.
+#pragma once
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+#include "threads.h"
+
+struct DecoderLayer {
+    const float* input_norm;  // null where nothing is normed: of the only layer of a decoder that foresees
+    const float* q_norm;  // null where heads are not normed
+    const float* k_norm;
+    const float* attention_post_norm;  // null where outputs are not normed
+    const float* mlp_norm;
+    const float* mlp_post_norm;
+    const float* cos_sin;
+    Linear qkv;
+    Linear output;
+    Linear gate_up;
+    Linear down;
+    int window;  // 0: none
+};
+
+struct DecoderConfig {
+    Number number;
+    int layers;
+    int hidden;
+    int intermediate;
+    int heads;
+    int kv_heads;
+    int head_dim;
+    int vocab;
+    Activation activation;
+    float eps;
+    float attention_scale;
+    float attention_softcap;  // 0: none
+    float logits_softcap;     // 0: none
+    float embedding_scale;
+    const void* embedding;  // [vocab, hidden]
+    const float* final_norm;  // null where nothing is normed
+    Linear head;
+    // [hidden, 2 * hidden]: a row begins as this of its embedding and of the feature given with it. A decoder that foresees
+    // the features of another (EAGLE) has one; `groups` is null in others.
+    Linear joined;
+};
+
+struct Forward {
+    const int* ids;
+    Batch batch;
+    const int* logits_rows;
+    int logits;
+    void* const* keys;  // of each layer
+    void* const* values;
+    float* to;  // [logits, vocab]
+    float* features;  // [rows, hidden]: the last hidden state of every row, normed; null where nobody wants them
+    const float* given;  // [rows, hidden]: what `joined` joins; may be `features`
+};
+
+// Used from one thread. Keeps its workspace, which grows to the largest batch seen.
+class Decoder {
+  public:
+    Decoder(Pool& pool, const DecoderConfig& config, const DecoderLayer* layers);
+
+    // False where an id is out of the vocabulary; nothing is computed then.
+    bool run(const Forward& forward);
+    // As many steps of one row for each sequence, each step's ids the likeliest tokens behind the step before. `forward` is
+    // the first step, whose logits are wanted of every row; the next one's slots, positions and context lengths lie `stride`
+    // items further. Ids [steps + 1, rows] are `ids`, of which the first row is given. Where features are given, they are
+    // the step before's. False where an id is out of the vocabulary.
+    bool draft_on(Forward forward, int steps, int64_t stride, int* ids);
+
+  private:
+    struct Buffer {
+        std::vector<F> memory;
+        int64_t stride = 0;
+        // Rows of `items` items of `size` bytes, not a multiple of 1 kB apart: tiles read them where they lie.
+        void* fit(int rows, int items, int size);
+        void* data() { return memory.data(); }
+    };
+
+    void fit(int rows);
+    bool begin(const Forward& forward);
+    void attention(const DecoderLayer& layer, const Forward& forward, int index);
+    void pick(const Forward& forward);
+    void give_features(const Forward& forward);
+    void mlp(const DecoderLayer& layer, int rows, const float* following_norm);
+    void add_output(const Rows& x, const Linear& linear, const float* post_norm);
+    void norm_residual(const float* weight, int rows);
+    void logits(const Forward& forward);
+    const AttentionPlan& plan(const Batch& batch, int window);
+    Rows rows_of(Buffer& buffer, int count) { return {buffer.data(), config_.number, buffer.stride, count}; }
+    Rows residual(int count) { return {residual_.data(), Number::kSingle, residual_.stride, count}; }
+
+    Pool& pool_;
+    DecoderConfig config_;
+    std::vector<DecoderLayer> layers_;
+    int size_;  // bytes of an item
+    Buffer pairs_, residual_, normed_, qkv_, queries_, mixed_, gate_up_, gated_, output_;
+    AttentionPlan plans_[2];
+    int windows_[2] = {-1, -1};  // of the plans made for the batch in hand
+};

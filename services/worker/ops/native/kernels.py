@@ -1,0 +1,115 @@
+"""The C++ kernels as Python objects: the library with its threads, packed matrices, batches, and their memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.interface import Activation, BatchMeta, OpsUnavailable
+from services.worker.ops.native import library
+from services.worker.ops.native.build import BuildError, Level, library_path
+
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+"""`Activation` of linear.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight in the kernels' layout, and what keeps its memory alive."""
+
+    linear: library.Linear
+    groups: Tensor
+    bias: Tensor | None
+    out: int
+    inputs: int
+
+
+class NativeKernels:
+    """The loaded library and a pool of threads that lives as long as this object.
+
+    Raises OpsUnavailable where there is no library to load.
+    """
+
+    def __init__(self, threads: int, level: Level) -> None:
+        try:
+            self.library = library.load(library_path(level))
+        except (BuildError, OSError, AttributeError) as error:
+            raise OpsUnavailable(str(error)) from None
+        self.pool: int = self.library.baton_pool(threads)
+        self.threads = threads
+
+    @property
+    def instructions(self) -> str:
+        """What the library was compiled for."""
+        name: bytes = self.library.baton_instructions()
+        return name.decode()
+
+    def __del__(self) -> None:
+        if getattr(self, "pool", None):
+            self.library.baton_pool_free(self.pool)
+
+
+def batch_of(meta: BatchMeta) -> library.NativeBatch:
+    """`meta` for the library, which reads its tensors where they are."""
+    return library.NativeBatch(
+        len(meta.positions),
+        len(meta.context_lens),
+        meta.query_starts.data_ptr(),
+        meta.context_lens.data_ptr(),
+        meta.block_tables.data_ptr(),
+        meta.block_tables.shape[1],
+        meta.slots.data_ptr(),
+        meta.positions.data_ptr(),
+    )
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    """Where the library finds it; null for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+# Memory that the kernels read: aligned, and on huge pages where the system has them.
+
+
+_HUGE_PAGE = 2 << 20
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 64
+_MADV_HUGEPAGE = 14
+
+
+def zeroed(num_bytes: int) -> Tensor:
+    """`num_bytes` zero bytes that start on a huge page's bound, as a uint8 tensor; pages come when first touched."""
+    room = num_bytes + _HUGE_PAGE
+    whole = torch.frombuffer(_mapping(room), dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE
+    aligned = whole[start : start + num_bytes]
+    if sys.platform == "linux":
+        # Streaming weights from 4 kB pages is a tenth slower. A refusal costs only that.
+        length = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(aligned.data_ptr()), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return aligned
+
+
+def _mapping(num_bytes: int) -> mmap.mmap:
+    """Anonymous memory of its own, not malloc's: zero without being written, and taken only as it is touched."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class WeightArena:
+    """Places many pieces in a few large allocations, which stay until the arena and all pieces are gone."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A zeroed piece, aligned for the kernels."""
+        rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if len(self._left) < rounded:
+            self._left = zeroed(max(_CHUNK_BYTES, rounded))
+        piece, self._left = self._left[:rounded], self._left[rounded:]
+        return piece[:num_bytes]

@@ -1,0 +1,210 @@
+"""The library's C interface for Python: structures and signatures as in api.cpp. Knows no tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+VERSION = 7
+"""Of the interface; api.cpp's `baton_version` must say the same."""
+
+SINGLE, HALF = 0, 1
+"""`Number` of linear.h."""
+
+OUT_FLOAT, OUT_GATED = 0, 2
+"""`Out::kFloat` and `Out::kGated` of linear.h."""
+
+
+class Linear(Structure):
+    """`Linear` of linear.h: a packed matrix [out, in_] and its float32 bias, or null."""
+
+    _fields_ = (("number", c_int), ("out", c_int), ("in_", c_int), ("groups", c_void_p), ("bias", c_void_p))
+
+
+class Cache(Structure):
+    """`Cache` of attention.h: one layer's keys and values."""
+
+    _fields_ = (("number", c_int), ("keys", c_void_p), ("values", c_void_p), ("kv_heads", c_int), ("head_dim", c_int))
+
+
+class NativeBatch(Structure):
+    """`Batch` of attention.h: how a step's rows fall into sequences, as `BatchMeta`."""
+
+    _fields_ = (
+        ("rows", c_int),
+        ("sequences", c_int),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_width", c_int),
+        ("slots", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
+class RopeAndStore(Structure):
+    """`RopeAndStore` of api.cpp: the arguments of `Ops.rope_and_store`; strides are in elements."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("qkv_stride", c_int64),
+        ("heads", c_int),
+        ("cos_sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+        ("queries", c_void_p),
+        ("query_stride", c_int64),
+    )
+
+
+class Attention(Structure):
+    """`Attention` of attention.h: the arguments of `Ops.paged_attention`; 0 for no window and no softcap."""
+
+    _fields_ = (
+        ("queries", c_void_p),
+        ("query_stride", c_int64),
+        ("heads", c_int),
+        ("scale", c_float),
+        ("window", c_int),
+        ("softcap", c_float),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class DecoderLayer(Structure):
+    """`DecoderLayer` of decoder.h: one layer's weights; null for norms that the model does not have."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("attention_post_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
+        ("cos_sin", c_void_p),
+        ("qkv", Linear),
+        ("output", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("window", c_int),
+    )
+
+
+class DecoderConfig(Structure):
+    """`DecoderConfig` of decoder.h: what is the same for all layers; caps are 0 where there is none."""
+
+    _fields_ = (
+        ("number", c_int),
+        ("layers", c_int),
+        ("hidden", c_int),
+        ("intermediate", c_int),
+        ("heads", c_int),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("vocab", c_int),
+        ("activation", c_int),
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("attention_softcap", c_float),
+        ("logits_softcap", c_float),
+        ("embedding_scale", c_float),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", Linear),
+        ("joined", Linear),
+    )
+
+
+class Forward(Structure):
+    """`Forward` of decoder.h: one pass. `to` and `features` are written; `given` is read where it is not null."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("batch", NativeBatch),
+        ("logits_rows", c_void_p),
+        ("logits", c_int),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("to", c_void_p),
+        ("features", c_void_p),
+        ("given", c_void_p),
+    )
+
+
+class NativeKvCaches(Structure):
+    """`KvMemory` of kv_copy.h: the caches of all layers."""
+
+    _fields_ = (
+        ("item_bytes", c_int),
+        ("layers", c_int),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+    )
+
+
+class KvArena(Structure):
+    """`KvArena` of kv_copy.h: a mapped arena of the KV store; strides are in bytes."""
+
+    _fields_ = (
+        ("generations", c_void_p),
+        ("checksums", c_void_p),
+        ("payloads", c_void_p),
+        ("header_stride", c_int64),
+        ("payload_stride", c_int64),
+        ("head_stride", c_int64),
+        ("checksum_stride", c_int64),
+    )
+
+
+class KvBlocks(Structure):
+    """`KvBlocks` of kv_copy.h: which blocks are copied, from or to which slots of which generations."""
+
+    _fields_ = (("count", c_int), ("blocks", c_void_p), ("slots", c_void_p), ("generations", c_void_p))
+
+
+_SIGNATURES = {
+    "baton_version": (c_int, ()),
+    "baton_instructions": (ctypes.c_char_p, ()),
+    "baton_pool": (c_void_p, (c_int,)),
+    "baton_pool_free": (None, (c_void_p,)),
+    "baton_packed_bytes": (c_int64, (c_int, c_int, c_int)),
+    "baton_pack": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "baton_multiply": (
+        None,
+        (c_void_p, POINTER(Linear), c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),
+    ),
+    "baton_multiply_each": (
+        None,
+        (c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p, c_int, c_int, c_int64, c_int, c_int, c_void_p, c_int64),
+    ),
+    "baton_embed": (c_int, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "baton_norm": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_float, c_int, c_void_p)),
+    "baton_gate": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p)),
+    "baton_rope_and_store": (None, (c_void_p, POINTER(RopeAndStore), POINTER(NativeBatch), POINTER(Cache))),
+    "baton_attend": (None, (c_void_p, POINTER(Attention), POINTER(NativeBatch), POINTER(Cache))),
+    "baton_decoder": (c_void_p, (c_void_p, POINTER(DecoderConfig), POINTER(DecoderLayer))),
+    "baton_decoder_free": (None, (c_void_p,)),
+    "baton_kv_save": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
+    "baton_kv_load": (c_int, (POINTER(NativeKvCaches), POINTER(KvArena), POINTER(KvBlocks))),
+    "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),
+    "baton_probe_multiplying": (c_int64, (c_void_p, c_int, c_int64)),
+    "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
+    "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
+}
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path` with its signatures set. Raises OSError where it is not a library of this version."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    if library.baton_version() != VERSION:
+        raise OSError(f"{path} has version {library.baton_version()} of the interface, {VERSION} is needed")
+    return library

@@ -1,0 +1,349 @@
+"""The operations in C++ for CPUs; see :class:`services.worker.ops.interface.Ops` for what each promises.
+
+Weights are bf16 or float32 (float16 models run in float32, their weights converted). Between operations the residual
+and what linears give are float32; what goes into a linear, and the keys and values, are in the weights' type.
+
+**Batch invariance.** A row's result depends on that row and its own context alone, to the last bit: not on the other
+rows of the batch, nor on the cutting of a prompt into steps, nor on the number of threads. Sums over a linear's inputs
+run in ascending order in one accumulator, whatever the number of rows; softmax runs over chunks of the context whose
+bounds are fixed. So 64 concurrent streams equal their 64 sequential runs, and a stream dispatched again goes on as it
+would have. (It does depend on the machine's instructions: AVX512-BF16 rounds otherwise than AVX2 does.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.worker.ops.interface import (
+    Activation,
+    BatchMeta,
+    DraftAttempt,
+    OpsUnavailable,
+    PackedExperts,
+    PackedLinear,
+)
+from services.worker.ops.native import library
+from services.worker.ops.native.build import Level, best_level
+from services.worker.ops.native.kernels import (
+    ACTIVATIONS,
+    NativeKernels,
+    PackedMatrix,
+    WeightArena,
+    address_of,
+    batch_of,
+    zeroed,
+)
+from services.worker.ops.native.native_kv import NativeKvCopier
+from services.worker.ops.torch_ops import route, verify_drafts
+from shared.blocks import BLOCK_SIZE
+
+_LANES = 16
+_MAX_HEAD_DIM = 1024
+
+
+class NativeOps:
+    """See the module and :class:`services.worker.ops.interface.Ops`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        threads: int | None = None,
+        level: Level | None = None,
+        kernels: NativeKernels | None = None,
+    ) -> None:
+        """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has. `kernels`: another's,
+        whose threads are shared then."""
+        if device.type != "cpu":
+            raise OpsUnavailable(f"the native operations run on CPUs, not on {device}")
+        if dtype not in (torch.bfloat16, torch.float32, torch.float16):
+            raise OpsUnavailable(f"the native operations know no {dtype}")
+        self.kernels = kernels or NativeKernels(threads or torch.get_num_threads(), level or best_level())
+        self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
+        self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        self._library = self.kernels.library
+        self._pool = self.kernels.pool
+        self._arena = WeightArena()
+        self._batch: tuple[BatchMeta, library.NativeBatch] | None = None
+
+    @property
+    def name(self) -> str:
+        """With the instructions that were compiled for, and the number of threads."""
+        return f"native ({self.kernels.instructions}, {self.kernels.threads} threads)"
+
+    def for_drafts(self) -> NativeOps:
+        """Operations that drafters are fastest with: in bfloat16 where this machine multiplies it, on the same threads;
+        else these."""
+        if self.number == library.HALF or not self.kernels.instructions.endswith("bf16"):
+            return self
+        return NativeOps(torch.device("cpu"), torch.bfloat16, kernels=self.kernels)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """A copy of both in the library's layout, in the weights' type."""
+        return PackedLinear(self.pack_matrix(weight, bias))
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
+        """As `pack_linear`."""
+        out, inputs = weight.shape
+        weight = weight.to(self.dtype).contiguous()
+        floats = None if bias is None else bias.float().contiguous()
+        groups = self._arena.take(self._library.baton_packed_bytes(self.number, out, inputs))
+        self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
+        linear = library.Linear(self.number, out, inputs, groups.data_ptr(), address_of(floats))
+        return PackedMatrix(linear, groups, floats, out, inputs)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """float32 [n, out]; a row's result does not depend on the others."""
+        assert isinstance(packed, PackedMatrix)
+        to = torch.empty(len(x), packed.out)
+        x, number = self.known(x)
+        self._library.baton_multiply(
+            self._pool,
+            ctypes.byref(packed.linear),
+            *(x.data_ptr(), number, len(x), packed.inputs),
+            *(library.OUT_FLOAT, 0, to.data_ptr(), packed.out),
+        )
+        return to
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """float32 [n, hidden]. Raises IndexError for an id outside of the table."""
+        if table.dtype != self.dtype:
+            return F.embedding(ids, table).float()
+        vocab, hidden = table.shape
+        to = torch.empty(len(ids), hidden)
+        if not self._library.baton_embed(
+            self._pool, ids.data_ptr(), len(ids), self.number, table.data_ptr(), vocab, hidden, to.data_ptr()
+        ):
+            raise IndexError(f"a token id is outside of the vocabulary of {vocab}")
+        return to
+
+    def empty_rows(self, rows: int, hidden: int) -> Tensor:
+        """float32, as `embed` gives."""
+        return torch.empty(rows, hidden)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """In the weights' type."""
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The normed rows in the weights' type, the sum in float32."""
+        residual = residual.float()
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        to = torch.empty(x.shape, dtype=self.dtype)
+        x, number = self.known(x)
+        rows, hidden = x.shape
+        self._library.baton_norm(
+            *(self._pool, x.data_ptr(), number, rows, hidden, address_of(residual), weight.data_ptr(), eps),
+            *(self.number, to.data_ptr()),
+        )
+        return to
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """In the weights' type."""
+        gate_up = gate_up.float()
+        rows, both = gate_up.shape
+        to = torch.empty(rows, both // 2, dtype=self.dtype)
+        self._library.baton_gate(
+            *(self._pool, gate_up.data_ptr(), rows, both // 2, ACTIVATIONS[kind], self.number, to.data_ptr())
+        )
+        return to
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        """Each expert's matrices in the library's layout."""
+        return PackedExperts(_pack_experts(self, gate_up, down))
+
+    def mixture(
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+    ) -> Tensor:
+        """float32 [n, hidden]; a row's sum goes over its experts by their numbers."""
+        assert isinstance(experts, NativeExperts)
+        return _mix(self, x, logits, experts, chosen=chosen, renormalised=renormalised, kind=kind)
+
+    def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
+        """Heads are padded to 16 elements."""
+        return 2 * kv_heads * BLOCK_SIZE * _padded_head_dim(head_dim) * self.dtype.itemsize
+
+    def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Blocks are laid out inside as attention.h says; the last dimension is padded to 16."""
+        shape = (num_blocks, kv_heads, BLOCK_SIZE, _padded_head_dim(head_dim))
+        each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
+        keys, values = (zeroed(each).view(self.dtype).view(shape) for _ in range(2))
+        return keys, values
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> NativeKvCopier:
+        """Copies by the library, on the thread that asks."""
+        return NativeKvCopier(self._library, caches, head_dim)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Queries in the weights' type. Raises ValueError for heads that the library does not know."""
+        qkv = qkv.float()
+        rows, width = qkv.shape
+        head_dim = cos_sin.shape[1]
+        queries = torch.empty(rows, heads, head_dim, dtype=self.dtype)
+        what = library.RopeAndStore(
+            *(qkv.data_ptr(), width, heads, cos_sin.data_ptr(), address_of(q_norm), address_of(k_norm), eps),
+            *(queries.data_ptr(), heads * head_dim),
+        )
+        cache = self._cache_of(k_cache, v_cache, head_dim)
+        self._library.baton_rope_and_store(
+            self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
+        )
+        return queries
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: BatchMeta,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """In the weights' type. Raises ValueError for heads that the library does not know."""
+        q = q.to(self.dtype)
+        rows, heads, head_dim = q.shape
+        to = torch.empty(rows, heads * head_dim, dtype=self.dtype)
+        what = library.Attention(
+            *(q.data_ptr(), heads * head_dim, heads, scale, window or 0, softcap or 0.0),
+            *(to.data_ptr(), heads * head_dim),
+        )
+        cache = self._cache_of(k_cache, v_cache, head_dim)
+        self._library.baton_attend(
+            self._pool, ctypes.byref(what), ctypes.byref(self._batch_of(meta)), ctypes.byref(cache)
+        )
+        return to
+
+    def verify(self, attempt: DraftAttempt) -> Tensor:
+        """By NumPy, see `torch_ops.verify_drafts`."""
+        return verify_drafts(attempt)
+
+    def _cache_of(self, keys: Tensor, values: Tensor, head_dim: int) -> library.Cache:
+        """One layer's caches, for the library."""
+        if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+            raise ValueError(f"heads of {head_dim} elements are not supported")
+        return library.Cache(self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim)
+
+    def _batch_of(self, meta: BatchMeta) -> library.NativeBatch:
+        """`meta` for the library; made once for all layers of a step."""
+        if self._batch is None or self._batch[0] is not meta:
+            self._batch = (meta, batch_of(meta))
+        return self._batch[1]
+
+    def known(self, x: Tensor) -> tuple[Tensor, int]:
+        """x in a type that the kernels read, and its number."""
+        if x.dtype == torch.bfloat16:
+            return x, library.HALF
+        return x.float(), library.SINGLE
+
+
+def _padded_head_dim(head_dim: int) -> int:
+    return -(-head_dim // _LANES) * _LANES
+
+
+# Mixtures of experts: rows sorted by expert, and one job of the threads for each of two matrices. A job for each expert
+# would have the threads meet three times for each of them, where one row takes microseconds.
+
+
+_GATED_OUTPUTS = 128
+"""`can_gate` of linear.h: gates are activated on their way out where gates and ups are multiples of half of that."""
+
+_MAX_ROWS = 512
+"""Rows whose experts' inputs and outputs are in memory at a time."""
+
+
+class _Stack(NamedTuple):
+    """One matrix of every expert."""
+
+    linears: ctypes.Array[library.Linear]
+    packed: tuple[PackedMatrix, ...]
+
+    @property
+    def out(self) -> int:
+        return self.packed[0].out
+
+
+class NativeExperts(NamedTuple):
+    """A mixture's experts as the library reads them."""
+
+    gate_up: _Stack
+    down: _Stack
+
+
+def _pack_experts(ops: NativeOps, gate_up: Tensor, down: Tensor) -> NativeExperts:
+    return NativeExperts(_pack_stack(ops, gate_up), _pack_stack(ops, down))
+
+
+def _pack_stack(ops: NativeOps, stack: Tensor) -> _Stack:
+    packed = tuple(ops.pack_matrix(weight, None) for weight in stack)
+    return _Stack((library.Linear * len(packed))(*(each.linear for each in packed)), packed)
+
+
+def _mix(
+    ops: NativeOps,
+    x: Tensor,
+    logits: Tensor,
+    experts: NativeExperts,
+    *,
+    chosen: int,
+    renormalised: bool,
+    kind: Activation,
+) -> Tensor:
+    """See `Ops.mixture`. A row's sum goes over its experts by their numbers, whatever the other rows are."""
+    mixed = torch.zeros(x.shape)
+    for part in _parts(len(x)):
+        chances, numbers = route(logits[part], chosen, renormalised)
+        order = numbers.flatten().argsort(stable=True)
+        starts = torch.zeros(len(experts.down.packed) + 1, dtype=torch.int64)
+        starts[1:] = torch.bincount(numbers.flatten(), minlength=len(starts) - 1).cumsum(0)
+        rows = order // chosen
+        gated = _multiply_gated(ops, x[part].index_select(0, rows), experts.gate_up, starts, kind)
+        down = _multiply_each(ops, gated, experts.down, starts, None)
+        mixed[part].index_add_(0, rows, down.mul_(chances.flatten()[order].unsqueeze(1)))
+    return mixed
+
+
+def _parts(rows: int) -> Iterator[slice]:
+    for first in range(0, rows, _MAX_ROWS):
+        yield slice(first, first + _MAX_ROWS)
+
+
+def _multiply_gated(ops: NativeOps, x: Tensor, stack: _Stack, starts: Tensor, kind: Activation) -> Tensor:
+    if stack.out % _GATED_OUTPUTS:
+        return ops.gated_act(_multiply_each(ops, x, stack, starts, None), kind)
+    return _multiply_each(ops, x, stack, starts, kind)
+
+
+def _multiply_each(ops: NativeOps, x: Tensor, stack: _Stack, starts: Tensor, kind: Activation | None) -> Tensor:
+    """Rows starts[e] to starts[e + 1] of x times expert e's matrix; `kind`: gated by it on the way out."""
+    x, number = ops.known(x)
+    to = torch.empty(len(x), stack.out) if kind is None else torch.empty(len(x), stack.out // 2, dtype=ops.dtype)
+    ops.kernels.library.baton_multiply_each(
+        ops.kernels.pool,
+        *(stack.linears, starts.data_ptr(), len(stack.packed), x.data_ptr(), number, *x.shape),
+        *((library.OUT_FLOAT, 0) if kind is None else (library.OUT_GATED, ACTIVATIONS[kind])),
+        *(to.data_ptr(), to.shape[1]),
+    )
+    return to

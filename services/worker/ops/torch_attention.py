@@ -1,0 +1,106 @@
+"""Attention over the paged cache in portable PyTorch.
+
+Decodes attend together: one gather of whole blocks, then two batched products. (Measured against SDPA over the same
+gather, 1.4 times as slow, and against SDPA for each sequence, 2.6 times as slow, for 64 sequences of 256 tokens.)
+Prefills attend one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.interface import BatchMeta
+from shared.blocks import BLOCK_SIZE
+
+_MAX_SCORES = 1 << 21
+"""Scores that a chunk of a prefill computes at once: 8 MiB."""
+
+
+_MAX_GATHERED = 1 << 24
+"""Elements of keys that decodes gather at once: 32 MiB in half precision."""
+
+
+class PagedAttentionStep(NamedTuple):
+    """One layer's attention in one step; every method gives parts of [rows, H * D], in the order of the rows."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: BatchMeta
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def decodes(self) -> Iterator[Tensor]:
+        """As many sequences at once as their keys, gathered, may take memory."""
+        most = self.meta.max_context
+        _, kv_heads, _, head_dim = self.k_cache.shape
+        step = max(1, _MAX_GATHERED // (kv_heads * head_dim * most))
+        for first in range(0, self.meta.num_decodes, step):
+            rows = slice(first, min(first + step, self.meta.num_decodes))
+            keys, values = self._gather(rows, most)
+            seen = self._seen(self.meta.positions[rows].unsqueeze(1), keys.shape[2])
+            yield self._attend(self.q[rows].unsqueeze(2), keys, values, seen.unsqueeze(1))
+
+    def prefills(self) -> Iterator[Tensor]:
+        """One sequence after the other."""
+        start = self.meta.num_decodes
+        for sequence, (rows, context) in enumerate(self.meta.prefills, start=start):
+            keys, values = self._gather(slice(sequence, sequence + 1), context)
+            queries = self.q[start : start + rows].transpose(0, 1).unsqueeze(0)
+            yield from self._chunks(queries, keys, values, context)
+            start += rows
+
+    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, context: int) -> Iterator[Tensor]:
+        """q [1, H, rows, D], the last rows of a sequence of `context` tokens.
+
+        Chunks bound the memory that scores take, and leave out the keys that no row of the chunk sees.
+        """
+        heads, rows = q.shape[1:3]
+        step = max(BLOCK_SIZE, _MAX_SCORES // (heads * context))
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            position, newest = context - rows + first, context - rows + last
+            oldest = 0 if self.window is None else max(0, position - self.window + 1)
+            positions = torch.arange(position, newest, dtype=torch.int32, device=q.device).unsqueeze(1)
+            seen = self._seen(positions - oldest, newest - oldest).unsqueeze(0)
+            part = slice(oldest, newest)
+            yield self._attend(q[:, :, first:last], keys[:, :, part], values[:, :, part], seen)
+
+    def _gather(self, sequences: slice, most: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sequences' first `most` tokens (rounded up to blocks): [S, KV, tokens, D]."""
+        num_blocks, kv_heads, block_size, head_dim = self.k_cache.shape
+        width = -(-most // block_size)
+        tables = self.meta.block_tables[sequences, :width]
+        heads = torch.arange(kv_heads, dtype=torch.int32, device=tables.device)
+        rows = (tables[:, None, :] * kv_heads + heads[None, :, None]).reshape(-1)
+
+        def gathered(cache: Tensor) -> Tensor:
+            blocks = cache.view(num_blocks * kv_heads, block_size * head_dim).index_select(0, rows)
+            return blocks.view(len(tables), kv_heads, width * block_size, head_dim)
+
+        return gathered(self.k_cache), gathered(self.v_cache)
+
+    def _seen(self, positions: Tensor, tokens: int) -> Tensor:
+        """positions [..., rows, 1] → [..., rows, tokens]: whether that row sees that token."""
+        token = torch.arange(tokens, dtype=torch.int32, device=positions.device)
+        seen = token <= positions
+        return seen if self.window is None else seen & (token > positions - self.window)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        """q [S, H, rows, D], keys and values [S, KV, tokens, D], seen [S, rows, tokens] → [S * rows, H * D]."""
+        sequences, heads, rows, head_dim = q.shape
+        kv_heads = keys.shape[1]
+        grouped = q.reshape(sequences, kv_heads, heads // kv_heads * rows, head_dim)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)).float()
+        scores *= self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.view(sequences, heads, rows, -1).masked_fill_(~seen.unsqueeze(1), float("-inf"))
+        weights = torch.softmax(scores, dim=-1).to(values.dtype).view(sequences, kv_heads, -1, keys.shape[2])
+        mixed = torch.matmul(weights, values).view(sequences, heads, rows, head_dim)
+        return mixed.transpose(1, 2).reshape(sequences * rows, heads * head_dim)

@@ -1,0 +1,1 @@
+"""Attention over the paged cache: decodes, prefills, and the shapes of their tiles."""

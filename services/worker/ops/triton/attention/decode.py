@@ -1,0 +1,175 @@
+"""Attention of one new token per sequence over its cached keys and values: flash-decoding.
+
+One program takes all query heads of a key head (GQA packed: each key and value is read once) and a share of the
+context; where the context is cut (`splits` > 1), a second kernel merges the shares by their log-sum-exp. A share is
+computed on the device from the real context length, so that a graph captured for a long table is fair to a short one.
+
+Bytes that must move, of S sequences whose contexts (or windows) have T tokens together, see `traffic.decode_bytes`:
+
+    2 * T * KV * D * cache itemsize  +  2 * S * H * D * itemsize  (+ partials: 2 * S * splits * H * (D + 1) * 4)
+
+and FLOPs: 4 * T * H * D.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.triton.attention.paged_context import (
+    cached_rows,
+    cached_tile,
+    merge_shares,
+    queries_for,
+    scaled_scores,
+    share_of,
+)
+from services.worker.ops.triton.attention.tiles import decode_tile, padded
+from services.worker.ops.triton.products import dot
+
+
+@triton.jit(do_not_specialize=["width", "splits"], do_not_specialize_on_alignment=["tables", "lengths"])
+def decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    tables,
+    lengths,
+    out,
+    shares,
+    weights,
+    width,
+    splits,
+    scale,
+    k_scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Grid (key heads * chunks of their query heads, splits, sequences); heads vary fastest as they lie side by side.
+
+    Not SPLIT: writes `out` [S, H, D]. SPLIT: writes normalised `shares` [S, H, splits, D] and their log-sum-exps
+    `weights` [S, H, splits], both float32, of the shares that have tokens.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    CHUNKS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    kv_head, split, sequence = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first, low, share = share_of(length, splits, TILE, WINDOW)
+    begin = low + split * share
+    end = tl.minimum(begin + share, length)
+    if SPLIT:
+        if begin >= end:
+            return
+
+    dims = tl.arange(0, PAD)
+    of_group = tl.program_id(0) % CHUNKS * ROWS + tl.arange(0, ROWS)
+    head = sequence.to(tl.int64) * HEADS + kv_head * GROUP + of_group
+    real = (of_group < GROUP)[:, None] & (dims < DIM)[None, :]
+    query = queries_for(k_cache, tl.load(q + head[:, None] * DIM + dims[None, :], mask=real, other=0.0))
+
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale)
+    table = tables + sequence.to(tl.int64) * width
+    mixed = tl.zeros([ROWS, PAD], tl.float32)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(begin, end, TILE):
+        tokens = start + tl.arange(0, TILE)
+        there = tokens < end
+        if WINDOW is not None:
+            there = there & (tokens >= first)
+        at = cached_rows(table, tokens, there, kv_head, KV_HEADS)[:, None] * DIM + dims[None, :]
+        # What is not there may hold anything, NaN too: it is neither read nor multiplied.
+        keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
+        values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
+        products = dot(query, tl.trans(keys), tl.zeros([ROWS, TILE], tl.float32))
+        scores = tl.where(there[None, :], scaled_scores(products, scale, SOFTCAP), float("-inf"))
+        # A tile has a token that is there, so `newest` is finite from the first one on.
+        newest = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp2(most - newest)
+        chances = tl.exp2(scores - newest[:, None])
+        total = total * shrink + tl.sum(chances, 1)
+        mixed = dot(chances.to(query.dtype), values, mixed * shrink[:, None])
+        most = newest
+
+    # A padded sequence has no tokens: 0 / 1.
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    if v_scale is not None:
+        mixed = mixed * tl.load(v_scale)
+    if SPLIT:
+        at = head * splits + split
+        tl.store(shares + at[:, None] * DIM + dims[None, :], mixed, mask=real)
+        tl.store(weights + at, most + tl.log2(total), mask=of_group < GROUP)
+    else:
+        tl.store(out + head[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    splits: int,
+    out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """q [S, H, D], caches [num_blocks, KV, BLOCK_SIZE, D] → [S, H * D], written to `out` where it is given.
+
+    Row s is the newest token of a sequence of context_lens[s] cached tokens, its own among them; a length of 0 is a
+    padded row and gives zeros. Caches of float8_e4m3fn hold keys / `k_scale` and
+    values / `v_scale` (float32 [1], 1 where None). `splits`: see
+    `decode_splits`; any number gives the same within rounding. Nothing is read from the device.
+    """
+    sequences, heads, dim = q.shape
+    kv_heads = k_cache.shape[1]
+    tile = decode_tile(dim, heads // kv_heads, k_cache.element_size())
+    out = q.new_empty(sequences, heads * dim) if out is None else out
+    split = splits > 1
+    shares = q.new_empty(sequences, heads, splits, dim, dtype=torch.float32) if split else q
+    weights = q.new_empty(sequences, heads, splits, dtype=torch.float32) if split else q
+    chunks = -(-heads // kv_heads // tile.rows)
+    decode_kernel[(kv_heads * chunks, splits, sequences)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        out,
+        shares,
+        weights,
+        block_tables.shape[1],
+        splits,
+        scale,
+        k_scale,
+        v_scale,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAD=padded(dim),
+        ROWS=tile.rows,
+        TILE=tile.tokens,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        SPLIT=split,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if split:
+        merge_shares(shares, weights, out, context_lens, window=window, tile=tile.tokens)
+    return out

@@ -1,0 +1,156 @@
+"""What decode and prefill attention share on the device: where a tile of cached tokens lies, one step of softmax, and
+contexts split between programs.
+
+Softmax runs online (Milakov and Gimelshein, arXiv:1805.02867) and in powers of two, as `exp2` is one instruction:
+callers have multiplied scores by log2(e). What the programs of a split context found is merged by its log-sum-exps.
+
+Bytes that merging moves, of R rows: R * H * (splits * (D + 1) * 4 + D * itemsize).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.triton.attention.tiles import padded
+from shared.blocks import BLOCK_SIZE
+
+BLOCK = tl.constexpr(BLOCK_SIZE)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def cached_rows(table, tokens, there, kv_head, KV_HEADS: tl.constexpr):
+    """Which rows of a cache, as [rows, D], hold `tokens` of the sequence whose block table this is (int64).
+
+    `there`: for which of them the table may be read; None is all.
+    """
+    if there is None:
+        blocks = tl.load(table + tokens // BLOCK)
+    else:
+        blocks = tl.load(table + tokens // BLOCK, mask=there, other=0)
+    return (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK + tokens % BLOCK
+
+
+@triton.jit
+def cached_tile(cache, at, there, dims, DIM: tl.constexpr):
+    """The elements `at` [tokens, dims] of a cache; zeros for tokens that are not `there`, and beyond DIM."""
+    if there is None:
+        if dims.shape[0] == DIM:
+            tile = tl.load(cache + at)
+        else:
+            tile = tl.load(cache + at, mask=(dims < DIM)[None, :], other=0.0)
+    elif dims.shape[0] == DIM:
+        tile = tl.load(cache + at, mask=there[:, None], other=0.0)
+    else:
+        tile = tl.load(cache + at, mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def queries_for(cache, queries):
+    """`queries` in the type in which they meet what is cached.
+
+    Float8 widens to float16 by one instruction for two numbers, to bfloat16 by several slow ones for each. No query
+    that means anything is beyond float16, and none within its range loses a bit that bfloat16 has.
+    """
+    if cache.dtype.element_ty.is_fp8():
+        if queries.dtype == tl.bfloat16:
+            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return queries
+
+
+@triton.jit
+def scaled_scores(products, scale, SOFTCAP: tl.constexpr):
+    """Scores as powers of two: q·k times `scale`, capped to ±SOFTCAP where there is one."""
+    if SOFTCAP is None:
+        scores = products * (scale * LOG2_E)
+    else:
+        # tanh(x) = 2 sigmoid(2x) - 1: exact enough in float32, and no call into a library.
+        scores = (SOFTCAP * LOG2_E) * (2.0 * tl.sigmoid(products * (2.0 * scale / SOFTCAP)) - 1.0)
+    return scores
+
+
+MERGED_AT_ONCE = 32
+"""Shares that the kernel loads at once: as many as most launches have."""
+
+
+@triton.jit
+def share_of(length, splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Of a sequence's newest token: (first token seen, where the shares begin, tokens of a share: whole tiles)."""
+    first = length * 0
+    if WINDOW is not None:
+        first = tl.maximum(length - WINDOW, 0)
+    low = first // BLOCK * BLOCK
+    return first, low, tl.cdiv(tl.cdiv(length - low, splits), TILE) * TILE
+
+
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths", "weights"])
+def merge_kernel(
+    shares,
+    weights,
+    lengths,
+    out,
+    splits,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Grid (H, R): one head's shares of one row, weighted by 2 to their log-sum-exps, to `out` [R, H, D].
+
+    Where there are `lengths`, a row is the newest token of its sequence, and shares without tokens were not written.
+    """
+    row = tl.program_id(1)
+    head = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    used = splits
+    if lengths is not None:
+        length = tl.load(lengths + row)
+        _, low, share = share_of(length, splits, TILE, WINDOW)
+        used = tl.cdiv(length - low, tl.maximum(share, 1))
+    dims = tl.arange(0, PAD)
+    mixed = tl.zeros([PAD], tl.float32)
+    most, total = float("-inf"), 0.0
+    for start in tl.range(0, used, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        there = split < used
+        at = head * splits + split
+        weight = tl.load(weights + at, mask=there, other=float("-inf"))
+        part = tl.load(
+            shares + at[:, None] * DIM + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0
+        )
+        newest = tl.maximum(most, tl.max(weight, 0))
+        # Shares of which the row sees nothing weigh nothing.
+        against = tl.where(newest == float("-inf"), 0.0, newest)
+        shrink, factor = tl.exp2(most - against), tl.exp2(weight - against)
+        total = total * shrink + tl.sum(factor, 0)
+        mixed = mixed * shrink + tl.sum(part * factor[:, None], 0)
+        most = newest
+    # A padded row has no shares: 0 / 1.
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + head * DIM + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+def merge_shares(
+    shares: Tensor, weights: Tensor, out: Tensor, lengths: Tensor | None, *, window: int | None, tile: int
+) -> None:
+    """`shares` [R, H, splits, D] and their log-sum-exps `weights` [R, H, splits] in powers of two, float32 → `out`
+    [R, H * D]. `lengths`, `window`, `tile`: those by which the shares were cut, see `share_of`; without lengths every
+    share counts.
+    """
+    rows, heads, splits, dim = shares.shape
+    merge_kernel[(heads, rows)](
+        shares,
+        weights,
+        lengths,
+        out,
+        splits,
+        DIM=dim,
+        PAD=padded(dim),
+        TILE=tile,
+        WINDOW=window,
+        AT_ONCE=MERGED_AT_ONCE,
+        num_warps=4,
+    )

@@ -1,0 +1,168 @@
+"""A mixture of experts: routing, and products of each row with the experts that were chosen for it.
+
+There are two ways. Few rows (`one_by_one`) each read their own experts, here; many are sorted by expert first, in
+`grouped_products`. Neither asks the device anything, and no sum depends on which program ends first.
+
+Bytes and FLOPs of n rows that meet m different experts:
+
+    3 · m · I · hidden · itemsize  +  n · (2 · hidden · itemsize + E · itemsize)
+    6 · n · chosen · I · hidden
+
+Few rows are computed without tensor cores, in two launches: gates and ups first, a pick (one of a row's experts) at a
+time; then one kernel sums the outputs of a row's experts. Programs are single warps, whose 32 lanes read a line of 16
+bytes each. So a row's elements lie in registers as the weights beside them do: nothing goes through shared memory, and
+no barrier keeps a loop's loads from being on their way together. They move 3 · n · chosen · I · hidden · itemsize bytes
+of weights, and 2 · n · (hidden + chosen · I) · itemsize beside.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.interface import Activation
+from services.worker.ops.triton.moe.grouped_products import mix_tiles
+from services.worker.ops.triton.moe.routing import (
+    AT_ONCE,
+    TILE_ROWS,
+    Picks,
+    down_row_tile,
+    one_by_one,
+    route,
+    sort_picks,
+    up_row_tile,
+)
+from services.worker.ops.triton.row_ops import activated
+
+MAX_TURNS = tl.constexpr(4)
+"""Turns of a loop over a row's elements whose loads are on their way together, at most."""
+
+
+def mix_rows(x: Tensor, picks: Picks, gate_up: Tensor, down: Tensor, *, kind: Activation) -> Tensor:
+    """Row by row, for few of them: an expert is read once for each row that chose it."""
+    (rows, hidden), chosen, size = x.shape, picks.experts.shape[1], down.shape[2]
+    gated = x.new_empty(rows * chosen, size)
+    tile = up_row_tile(x.element_size())
+    up_row_kernel[(triton.cdiv(size, tile.columns), rows * chosen)](
+        *(x, gate_up, picks.experts, gated),
+        HIDDEN=hidden,
+        SIZE=size,
+        CHOSEN=chosen,
+        KIND=kind,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        num_warps=1,
+    )
+    out = torch.empty_like(x)
+    tile = down_row_tile(x.element_size())
+    down_row_kernel[(triton.cdiv(hidden, tile.columns), rows)](
+        *(gated, down, *picks, out),
+        HIDDEN=hidden,
+        SIZE=size,
+        CHOSEN=chosen,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        num_warps=1,
+    )
+    return out
+
+
+@triton.constexpr_function
+def turns_at_once(elements, depth):
+    """Of a loop over so many elements, `depth` a turn: MOST_TURNS or a few less, so that none is left over that would
+    wait for its loads by itself."""
+    turns = -(-elements // depth)
+    return -(-turns // -(-turns // MAX_TURNS.value))
+
+
+@triton.jit
+def up_row_kernel(
+    x,
+    gate_up,
+    experts,
+    gated,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Grid (columns, picks): act(gate) · up of some columns of one pick."""
+    TURNS: tl.constexpr = turns_at_once(HIDDEN, DEPTH)
+    ROUNDED: tl.constexpr = (HIDDEN + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
+    pick = tl.program_id(1)
+    expert = tl.load(experts + pick).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    row = x + (pick // CHOSEN).to(tl.int64) * HIDDEN + depth
+    # Columns beyond the last are read as the last, and not stored.
+    gates = gate_up + expert * (2 * SIZE * HIDDEN) + tl.minimum(column, SIZE - 1)[:, None] * HIDDEN + depth[None, :]
+    gate = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    up = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+        there = depth < HIDDEN - start
+        values = tl.load(row + start, mask=there, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(gates + start, mask=there[None, :], other=0.0).to(tl.float32) * values
+        up += tl.load(gates + SIZE * HIDDEN + start, mask=there[None, :], other=0.0).to(tl.float32) * values
+    made = activated(tl.sum(gate, 1), KIND) * tl.sum(up, 1)
+    tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def down_row_kernel(
+    gated,
+    down,
+    chances,
+    experts,
+    out,
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Grid (columns, rows): the sum over all experts of a row."""
+    TURNS: tl.constexpr = turns_at_once(SIZE, DEPTH)
+    ROUNDED: tl.constexpr = (SIZE + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
+    row = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    columns = down + tl.minimum(column, HIDDEN - 1)[:, None] * SIZE + depth[None, :]
+    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        pick = row * CHOSEN + place
+        chance = tl.load(chances + pick)
+        weights = columns + tl.load(experts + pick).to(tl.int64) * (HIDDEN * SIZE)
+        inputs = gated + pick.to(tl.int64) * SIZE + depth
+        for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+            there = depth < SIZE - start
+            values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
+            total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]
+    made = tl.sum(total, 1)
+    tl.store(out + row.to(tl.int64) * HIDDEN + column, made.to(out.dtype.element_ty), mask=column < HIDDEN)
+
+
+def mixture(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, chosen: int, renormalised: bool, kind: Activation
+) -> Tensor:
+    """See `Ops.mixture`. gate_up [E, 2 * I, hidden], down [E, hidden, I], all of x's dtype."""
+    picks = route(logits, chosen=chosen, renormalised=renormalised)
+    if one_by_one(len(x), chosen, len(down)):
+        return mix_rows(x, picks, gate_up, down, kind=kind)
+    return mix_tiles(x, picks, gate_up, down, kind=kind)
+
+
+def compile_all(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, *, chosen: int, renormalised: bool, kind: Activation
+) -> None:
+    """Runs every kernel on x's first row, in all sizes of tiles and of sorting: what is compiled now holds nobody up
+    later."""
+    picks = route(logits[:1], chosen=chosen, renormalised=renormalised)
+    mix_rows(x[:1], picks, gate_up, down, kind=kind)
+    for most in TILE_ROWS:
+        mix_tiles(x[:1], picks, gate_up, down, kind=kind, most=most)
+        for at_once in AT_ONCE:
+            sort_picks(picks.experts, len(down), most, at_once)

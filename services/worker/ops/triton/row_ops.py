@@ -1,0 +1,103 @@
+"""Operations on single rows: RMS norm, alone or fused with the addition of the residual before it, and the gated
+activation of an MLP, act(gate) · up, out of what one product gave both.
+
+Bytes moved, n rows of h elements of b bytes: `rms_norm` 2·n·h·b, `add_rms_norm` 4·n·h·b, and h·4 of weights, which stay
+in the caches; `gated_act` 3·n·I·b for I activations. Each row is read once and held in registers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.worker.ops.interface import Activation
+
+MAX_HIDDEN = 32768
+"""So many elements of a row fit into a program's registers."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, hidden] / sqrt(mean(x²) + eps) * weight (float32 [hidden]), computed in float32, in x's dtype."""
+    out = torch.empty_like(x)
+    _launch(x, x, weight, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual): the sum, rounded to their dtype, replaces `residual`; the norm is of what
+    was rounded, and replaces `x`."""
+    _launch(x, residual, weight, x, eps, add=True)
+    return x, residual
+
+
+@cache
+def norm_shape(hidden: int) -> tuple[int, int]:
+    """(elements, warps) of a program. Raises ValueError where a row does not fit into one."""
+    if hidden > MAX_HIDDEN:
+        raise ValueError(f"a hidden size of {hidden} is more than the {MAX_HIDDEN} that the norm kernel holds")
+    block = triton.next_power_of_2(hidden)
+    return block, min(32, max(1, block // 512))
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) -> None:
+    hidden = x.shape[-1]
+    block, warps = norm_shape(hidden)
+    grid = (x.numel() // hidden,)
+    rms_norm_kernel[grid](x, residual, weight, out, eps, HIDDEN=hidden, ADD=add, BLOCK=block, num_warps=warps)
+
+
+@triton.jit
+def rms_norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program. `out` may be `x`."""
+    start = tl.program_id(0).to(tl.int64) * HIDDEN
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    row = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        row += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = row.to(residual.dtype.element_ty)
+        tl.store(residual + start + column, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
+    factors = tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(out + start + column, (row * scale * factors).to(out.dtype.element_ty), mask=inside)
+
+
+BLOCK = 1024
+
+
+def gated_act(gate_up: Tensor, kind: Activation) -> Tensor:
+    """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]; act(gate) is rounded to its dtype, as in PyTorch."""
+    rows, both = gate_up.shape
+    width = both // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    gated_act_kernel[(rows, triton.cdiv(width, BLOCK))](gate_up, out, WIDTH=width, KIND=kind, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def activated(gate, KIND: tl.constexpr):
+    """act(gate), float32."""
+    if KIND == "silu":
+        logit = gate
+    else:
+        # gelu's 0.5 · (1 + tanh(u)) is the logistic function of 2u, with u = sqrt(2 / π) · (x + 0.044715 · x³).
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    # Below -88 the power would overflow, and the quotient is 0 all the same.
+    return gate / (1.0 + tl.exp(-tl.maximum(logit, -88.0)))
+
+
+@triton.jit
+def gated_act_kernel(gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    active = activated(gate, KIND).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,157 @@
+"""The operations on a GPU: PyTorch's matrix products (cuBLAS), and Triton kernels for all that is bound by memory.
+
+None of them waits for the host, and what is captured once for some rows may be replayed for fewer: a row whose slot is
+negative stores nothing, one whose context is 0 reads nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from services.worker.kv.copier import KvCopier
+from services.worker.ops.gpu import why_no_triton
+from services.worker.ops.interface import (
+    Activation,
+    AttentionName,
+    BatchMeta,
+    DraftAttempt,
+    OpsUnavailable,
+    PackedExperts,
+)
+from services.worker.ops.torch_ops import TorchOps
+from services.worker.ops.triton.attention.paged_attention import create_attention
+from services.worker.ops.triton.moe.mixture import compile_all, mixture
+from services.worker.ops.triton.rotary import rope_and_store
+from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
+from services.worker.ops.triton.verification import verify
+from shared.blocks import BLOCK_SIZE
+
+
+class _Experts(NamedTuple):
+    gate_up: Tensor
+    down: Tensor
+
+
+class TritonOps(TorchOps):
+    """See :class:`services.worker.ops.interface.Ops`. Activations are in the model's dtype."""
+
+    capturable = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
+        attention: AttentionName = "auto",
+    ) -> None:
+        """`cache_dtype`: of keys and values; None: `dtype`. On a CPU the kernels run in Triton's interpreter, for
+        tests. Raises OpsUnavailable.
+        """
+        super().__init__(device, dtype)
+        _check_device(device)
+        self._cache_dtype = cache_dtype or dtype
+        self._compiled: set[tuple[object, ...]] = set()
+        """Shapes of mixtures whose kernels are there in all sizes."""
+        self._attend = create_attention(attention, device, dtype, self._cache_dtype)
+
+    @property
+    def name(self) -> str:
+        """ "triton"."""
+        return "triton"
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """One launch; in x's dtype."""
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """One launch; the sum is formed in `residual`."""
+        return add_rms_norm(x, residual, weight, eps)
+
+    def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """One launch; in the dtype of `gate_up`."""
+        return gated_act(gate_up, kind)
+
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> PackedExperts:
+        """The stacks themselves, in the model's dtype."""
+        return PackedExperts(_Experts(gate_up, down))
+
+    def mixture(
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, *, chosen: int, renormalised: bool, kind: Activation
+    ) -> Tensor:
+        """Compiles the kernels of all sizes of tiles when a shape of mixture is first seen on a GPU."""
+        assert isinstance(experts, _Experts)
+        shape = (chosen, kind, *experts.down.shape)
+        if shape not in self._compiled and self._device.type == "cuda":
+            self._compiled.add(shape)
+            compile_all(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
+        return mixture(x, logits, *experts, chosen=chosen, renormalised=renormalised, kind=kind)
+
+    def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
+        """Keys and values are kept in the caches' dtype."""
+        return 2 * kv_heads * BLOCK_SIZE * head_dim * self._cache_dtype.itemsize
+
+    def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Zeros in the caches' dtype, which may be float8_e4m3fn."""
+        shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+        keys, values = (torch.zeros(shape, dtype=self._cache_dtype, device=self._device) for _ in range(2))
+        return keys, values
+
+    def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
+        """Copies bytes: of float8 caches too."""
+        if self._cache_dtype.itemsize == 1:
+            # What is only copied need not be numbers that PyTorch can index.
+            caches = [(keys.view(torch.uint8), values.view(torch.uint8)) for keys, values in caches]
+        return super().kv_copier(caches, head_dim)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: BatchMeta,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """One launch; a row whose slot is negative stores nothing."""
+        return rope_and_store(
+            *(qkv, meta.slots, meta.positions, cos_sin, k_cache, v_cache),
+            heads=heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: BatchMeta,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Without waiting for the device; a decode whose context is 0 gives zeros."""
+        return self._attend(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
+
+    def verify(self, attempt: DraftAttempt) -> Tensor:
+        """One launch."""
+        return verify(attempt)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        reason = why_no_triton(device)
+        if reason is not None:
+            raise OpsUnavailable(reason)
+    elif not knobs.runtime.interpret:
+        raise OpsUnavailable(f"Triton's kernels run on GPUs, not on {device}; TRITON_INTERPRET=1 interprets them")

@@ -1,0 +1,50 @@
+"""Numbers packed on the wire: token, block and slot ids as little-endian uint32, slots' generations as uint64."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+_SWAP = sys.byteorder == "big"
+TOKEN_BYTES = 4
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """Token (or block) ids as packed uint32. Raises OverflowError for an id below 0 or above 2**32 - 1."""
+    packed = array("I", ids)
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    """The ids that :func:`pack` packed. Raises ValueError where the length is not a multiple of four."""
+    ids = array("I")
+    ids.frombytes(packed)
+    if _SWAP:
+        ids.byteswap()
+    return ids.tolist()
+
+
+def count(packed: bytes) -> int:
+    """How many ids `packed` holds."""
+    return len(packed) // TOKEN_BYTES
+
+
+def pack_generations(generations: Iterable[int]) -> bytes:
+    """Generations of slots as packed uint64. Raises OverflowError for one below 0 or above 2**64 - 1."""
+    packed = array("Q", generations)
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_generations(packed: bytes) -> list[int]:
+    """The generations that :func:`pack_generations` packed. Raises ValueError where the length is not a multiple of
+    eight."""
+    generations = array("Q")
+    generations.frombytes(packed)
+    if _SWAP:
+        generations.byteswap()
+    return generations.tolist()

@@ -1,0 +1,340 @@
+"""The gateway over real HTTP, with a ring that misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from shared import topics
+from shared.bus.memory_bus import MemoryBus
+from shared.ids import Attempt, GatewayId, InstanceId
+from shared.messages.lifecycle import Drain, Undrain
+from shared.messages.scheduler import Probe
+from shared.messages.tokenizer import Tokenize
+from shared.packing import unpack
+from tests.support.gateway.fake_services import MODEL, FakeRing, eventually, said
+from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+
+
+@pytest.fixture
+async def stack(memory_bus: MemoryBus) -> AsyncIterator[GatewayStack]:
+    async with gateway_stack(memory_bus) as stack:
+        yield stack
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+async def content(stack: GatewayStack, text: str, **fields: Any) -> str:
+    """The answer's text, streamed."""
+    pieces = []
+    stream = await stack.openai.chat.completions.create(**chat(text, stream=True, **fields))
+    async for chunk in stream:
+        pieces.append(chunk.choices[0].delta.content or "")
+    return "".join(pieces)
+
+
+def tokenizes(stack: GatewayStack) -> list[Tokenize]:
+    return [message for message in stack.ring.seen if isinstance(message, Tokenize)]
+
+
+# A stream survives what happens behind it.
+
+
+@pytest.mark.parametrize("text", ["FAIL", "LOSE", "VANISH"])
+async def test_a_stream_that_loses_its_engine_goes_on_where_it_was(stack: GatewayStack, text: str) -> None:
+    assert await content(stack, text, max_tokens=8) == said(8)
+    first, second = tokenizes(stack)
+    assert (first.attempt, second.attempt) == (1, 2)
+    assert second.sent_chars == len(said(len(unpack(second.resume))))
+    assert (first.sampling, first.arrival) == (second.sampling, second.arrival)
+    if text == "FAIL":
+        assert second.avoid == ("engine-1",)
+
+
+async def test_a_request_lost_without_a_word_is_asked_about_before_it_is_tried_again(stack: GatewayStack) -> None:
+    assert await content(stack, "VANISH") == said(8)
+    assert len([message for message in stack.ring.seen if isinstance(message, Probe)]) == 2
+
+
+@pytest.mark.parametrize("service", ["scheduler", "detokenizer"])
+async def test_the_death_of_a_service_is_survived(stack: GatewayStack, service: Any) -> None:
+    stack.ring.step = 0.02
+    reading = asyncio.create_task(content(stack, "hello", max_tokens=20))
+    await eventually(lambda: any(position > 3 for position in stack.ring.running.values()))
+    await stack.ring.die(service)
+    assert await reading == said(20)
+    assert [message.attempt for message in tokenizes(stack)] == [1, 2]
+
+
+async def test_answers_that_are_one_body_survive_too(stack: GatewayStack) -> None:
+    answer = await stack.openai.chat.completions.create(**chat("FAIL", max_tokens=8))
+    assert answer.choices[0].message.content == said(8)
+
+
+async def test_without_a_tokenizer_a_request_waits_for_one(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus) as stack:
+        await stack.ring.intake.stop()
+        asking = asyncio.create_task(content(stack, "hello"))
+        await eventually(lambda: len(stack.gateway.requests) == 1)
+        await memory_bus.subscribe(topics.tokenize(MODEL), stack.ring._tokenize)
+        assert await asking == said(8)
+
+
+async def test_a_request_that_nobody_serves_in_time_is_told_so(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, queue_s=0.3) as stack:
+        answer = await stack.http.post("/v1/chat/completions", json=chat("QUEUE"))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["type"] == "service_unavailable"
+        await eventually(lambda: bool(stack.ring.withdrawn))
+
+
+# Clients that leave, and clients that do not read.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_request(stack: GatewayStack, stream: bool) -> None:
+    stack.ring.step = 0.02
+    reader, writer = await raw_post(stack, chat("hello", max_tokens=10_000, stream=stream))
+    await eventually(lambda: bool(stack.ring.running))
+    writer.close()
+    await eventually(lambda: bool(stack.ring.cancelled))
+    await eventually(lambda: len(stack.gateway.requests) == 0 and stack.gateway.requests.idle)
+    assert reader is not None
+
+
+async def test_a_client_that_leaves_the_queue_is_withdrawn(stack: GatewayStack) -> None:
+    _, writer = await raw_post(stack, chat("QUEUE"))
+    await eventually(lambda: bool(stack.ring.seen))
+    writer.close()
+    await eventually(lambda: bool(stack.ring.withdrawn))
+
+
+async def test_a_client_that_does_not_read_is_cut_off(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, unread_limit=20_000) as stack:
+        _, writer = await raw_post(stack, chat("hello", max_tokens=200_000, stream=True))
+        await eventually(lambda: bool(stack.ring.cancelled), timeout=30)
+        await eventually(lambda: stack.gateway.requests.idle)
+        writer.close()
+
+
+async def raw_post(stack: GatewayStack, body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port, limit=2**12)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await writer.drain()
+    return reader, writer
+
+
+async def test_a_silent_stream_is_kept_alive(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, keep_alive_s=0.2) as stack:
+        lines = []
+        async with stack.http.stream("POST", "/v1/chat/completions", json=chat("HOLD", stream=True)) as response:
+            async for line in response.aiter_lines():
+                if line == ": keep-alive" and line not in lines:
+                    stack.ring.hold.set()
+                lines.append(line)
+        assert ": keep-alive" in lines
+        assert lines[-2:] == ["data: [DONE]", ""]
+
+
+# What is refused at the door.
+
+
+async def test_bodies_and_numbers_of_requests_are_bounded(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, max_body=1000, max_open_requests=2) as stack:
+        long = await stack.http.post("/v1/chat/completions", json=chat("x" * 1000))
+        assert (long.status_code, long.json()["error"]["param"]) == (413, "body")
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(20):
+                yield b"x" * 100
+
+        assert (await stack.http.post("/v1/chat/completions", content=chunks())).status_code == 413
+        many = await stack.http.post("/v1/chat/completions", json=chat(n=3))
+        assert (many.status_code, many.headers["retry-after"]) == (429, "1")
+        assert (await stack.http.post("/v1/chat/completions", json=chat(n=2))).status_code == 200
+
+
+async def test_a_prompt_larger_than_the_bus_takes_is_413() -> None:
+    bus = MemoryBus(max_payload=10_000)
+    async with gateway_stack(bus) as stack:
+        for stream in (False, True):
+            answer = await stack.http.post("/v1/chat/completions", json=chat("x" * 10_000, stream=stream))
+            assert answer.status_code == 413
+        assert (await stack.http.post("/tokenize", json={"prompt": "x" * 10_000})).status_code == 413
+    await bus.close()
+
+
+async def test_while_the_stack_starts_nothing_is_promised(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, wait=False) as stack:
+        answer = await stack.http.post("/v1/chat/completions", json=chat())
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        for page in ("/health", "/ready"):
+            verdict = await stack.http.get(page)
+            assert verdict.status_code == 503
+            assert "no scheduler" in verdict.json()["reason"]
+        assert (await stack.http.get("/live")).status_code == 200
+
+
+async def test_health_follows_the_engine(stack: GatewayStack) -> None:
+    assert (await stack.http.get("/health")).json() == {"status": "ok"}
+    assert [(await stack.http.request(how, "/ping")).status_code for how in ("GET", "POST")] == [200, 200]
+    stack.ring.absent.add("scheduler")
+    await stack.ring.die("scheduler")
+    await eventually(lambda: stack.runtime.phase == "starting")
+    assert (await stack.http.get("/health")).json()["reason"] == "no scheduler is ready"
+    assert (await stack.http.get("/ping")).status_code == 503
+    waiting = await stack.http.get("/v1/models")
+    assert [model["id"] for model in waiting.json()["data"]] == [MODEL], "known, though away for the moment"
+
+
+# A drain.
+
+
+async def test_a_drain_lets_open_streams_finish_and_an_undrain_opens_the_door_again(stack: GatewayStack) -> None:
+    stack.ring.step = 0.02
+    reading = asyncio.create_task(content(stack, "hello", max_tokens=30))
+    await eventually(lambda: bool(stack.ring.running))
+    control = topics.instance_control(InstanceId("gateway-1"))
+    await stack.gateway.bus.publish(control, Drain())
+    await eventually(lambda: stack.runtime.phase == "draining")
+    with pytest.raises(OSError):  # noqa: PT011 - refused or reset, as the kernel likes
+        await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
+    assert await reading == said(30)
+    await stack.gateway.bus.publish(control, Undrain())
+    await eventually(lambda: stack.runtime.phase == "ready")
+    assert await content(stack, "hello") == said(8)
+
+
+async def test_a_stop_that_cannot_wait_says_so_to_its_streams(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus) as stack:
+        stack.runtime._drain_timeout = 0.1
+        _, writer = reader_writer = await raw_post(stack, chat("HOLD", stream=True))
+        await eventually(lambda: bool(stack.ring.running))
+        stack.runtime.stop()
+        answer = await reader_writer[0].read(65536)
+        assert b"503 Service Unavailable" in answer
+        assert b"this gateway is stopping" in answer
+        writer.close()
+        await stack.task
+
+
+async def test_two_gateways_share_a_port(memory_bus: MemoryBus) -> None:
+    ring = FakeRing(memory_bus)
+    async with gateway_stack(memory_bus, ring=ring, reuse_port=True) as one:
+        port = one.gateway.server.port
+        async with gateway_stack(
+            memory_bus, ring=ring, wait=False, reuse_port=True, port=port, instance="gateway-2"
+        ) as two:
+            assert two.gateway.server.port == port
+            await ring.announce()
+            await eventually(lambda: two.runtime.phase == "ready")
+            served: set[GatewayId] = set()
+            for _ in range(40):
+                assert await content(one, "hello", max_tokens=1) == said(1)
+                await two.openai.chat.completions.create(**chat(max_tokens=1), extra_headers={"connection": "close"})
+                served |= {message.gateway for message in tokenizes(one)}
+                if len(served) == 2:
+                    break
+            assert served == {"gateway-1", "gateway-2"}
+
+
+# Pages and headers.
+
+
+async def test_tokens_of_a_prompt_and_back(stack: GatewayStack) -> None:
+    answer = await stack.http.post("/tokenize", json={"model": MODEL, "prompt": "a b c", "return_token_strs": True})
+    assert answer.json() == {
+        "count": 3,
+        "max_model_len": 2048,
+        "tokens": [0, 1, 2],
+        "token_strs": ["a", "b", "c"],
+    }
+    chat_answer = await stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": "a b"}]})
+    assert (chat_answer.json()["count"], chat_answer.json()["token_strs"]) == (2, None)
+    assert (await stack.http.post("/detokenize", json={"tokens": [0, 1]})).json() == {"prompt": "Paris is"}
+    refused = await stack.http.post("/tokenize", json={"prompt": "REFUSE"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_request_ids_are_passed_on(stack: GatewayStack) -> None:
+    answer = await stack.http.post("/v1/chat/completions", json=chat(), headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    other = await stack.http.post("/v1/chat/completions", json=chat(), headers={"x-request-id": "a b"})
+    assert other.headers["x-request-id"] != "a b"
+
+
+async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
+    missing = await stack.http.get("/v2/nothing")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    embeddings = await stack.http.post("/v1/embeddings", json={"input": "x"})
+    assert embeddings.status_code == 404
+    served = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize"
+    assert embeddings.json()["error"]["message"] == f"POST /v1/embeddings: Not Found; served are {served}"
+    wrong = await stack.http.get("/v1/chat/completions")
+    assert wrong.status_code == 405
+    assert "allow" in wrong.headers
+    assert (await stack.http.get("/version")).json()["version"]
+
+
+async def test_metrics_show_what_users_feel(stack: GatewayStack) -> None:
+    await content(stack, "FAIL", max_tokens=8)
+    page = (await stack.http.get("/metrics")).text
+    for name in (
+        f'baton_gateway_time_to_first_token_seconds_count{{model="{MODEL}"}}',
+        f'baton_gateway_inter_token_latency_seconds_bucket{{le="+Inf",model="{MODEL}"}}',
+        f'baton_gateway_time_per_output_token_seconds_sum{{model="{MODEL}"}}',
+        f'baton_gateway_e2e_request_latency_seconds_count{{model="{MODEL}"}}',
+        f'baton_gateway_generation_tokens_total{{model="{MODEL}"}}',
+        f'baton_gateway_requests_total{{endpoint="chat",model="{MODEL}",outcome="finished"}}',
+        'baton_gateway_open_requests{state="running"}',
+        "baton_gateway_retries_total",
+        "process_cpu_seconds_total",
+    ):
+        assert name in page
+
+
+async def test_browsers_may_call_where_an_origin_is_allowed(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, cors_origins=("https://app.example",)) as stack:
+        origin = {"origin": "https://app.example"}
+        answer = await stack.http.post("/v1/chat/completions", json=chat(stream=True), headers=origin)
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert answer.text.endswith("data: [DONE]\n\n")
+        preflight = await stack.http.options(
+            "/v1/chat/completions", headers=origin | {"access-control-request-method": "POST"}
+        )
+        assert preflight.status_code == 200
+
+
+async def test_a_request_head_is_bounded(stack: GatewayStack) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
+    writer.write(b"GET /live HTTP/1.1\r\n" + b"x-filler: " + b"y" * 200_000)
+    assert b"431" in await reader.read(1000)
+    writer.close()
+
+
+async def test_pipelined_and_reused_connections_are_served_in_order(stack: GatewayStack) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
+    body = json.dumps(chat(stream=True, max_tokens=2)).encode()
+    post = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    writer.write(post + b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" + post)
+    seen = b""
+    while seen.count(b"[DONE]") < 2:
+        seen += await reader.read(65536)
+    assert seen.index(b"[DONE]") < seen.index(b"alive") < seen.rindex(b"[DONE]")
+    writer.close()
+
+
+async def test_garbage_on_the_inbox_harms_nobody(stack: GatewayStack, memory_bus: MemoryBus) -> None:
+    inbox = topics.gateway_inbox(GatewayId("gateway-1")).subject
+    for payload in (b"", b"\xc1", b"garbage", b"\x93\xa6Placed\x01\x02"):
+        await memory_bus.publish_raw(inbox, payload)
+    assert await content(stack, "hello") == said(8)
+    assert tokenizes(stack)[0].attempt == Attempt(1)

@@ -1,0 +1,164 @@
+"""The life of an actor: start, drain, undrain, stop, failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shared import topics
+from shared.actor import Actor, ActorRuntime, LifecycleTable, Tick, TopicSubscription
+from shared.bus import Undelivered
+from shared.bus.memory_bus import MemoryBus
+from shared.ids import Attempt, EngineId, InstanceId, RequestId
+from shared.messages.lifecycle import Drain, Lifecycle, Phase, Undrain
+from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched
+from shared.reliability.transitions import IllegalTransition
+
+ENGINE = EngineId("engine-1")
+CANCEL = Cancel(RequestId("r"), Attempt(1))
+
+
+class Recorder(Actor):
+    service = "scheduler"
+
+    def __init__(self, bus: MemoryBus) -> None:
+        super().__init__(bus, InstanceId("engine-1"))
+        self.heard: asyncio.Queue[Any] = asyncio.Queue()
+        self.idle = True
+        self.phase: Phase = "ready"
+
+    def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
+        return [
+            TopicSubscription(topics.engine_requests(ENGINE), intake=True),
+            TopicSubscription(topics.engine_control(ENGINE)),
+            TopicSubscription(topics.engine_probes(ENGINE), request=True),
+        ]
+
+    async def handle(self, message: Any) -> None:
+        if message == StopMatched(RequestId("bug"), Attempt(1)):
+            raise ZeroDivisionError("a bug")
+        await self.heard.put(message)
+
+    async def respond(self, request: Probe) -> ProbeReply:
+        return ProbeReply("running", 3)
+
+    def is_idle(self) -> bool:
+        return self.idle
+
+    def target_phase(self) -> Phase:
+        return self.phase
+
+
+class Stack:
+    def __init__(self, bus: MemoryBus) -> None:
+        self.bus = bus
+        self.actor = Recorder(bus)
+        self.runtime = ActorRuntime(self.actor, drain_timeout=1.0)
+        self.phases: list[Phase] = []
+
+    async def start(self) -> None:
+        await self.bus.subscribe(topics.lifecycles(), self._note)
+        self.task = asyncio.create_task(self.runtime.run())
+        await self.until("ready")
+
+    async def _note(self, message: Lifecycle) -> None:
+        if self.phases[-1:] != [message.phase]:
+            self.phases.append(message.phase)
+
+    async def until(self, phase: Phase) -> None:
+        async with asyncio.timeout(60):
+            while self.phases[-1:] != [phase]:
+                await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        self.runtime.stop()
+        async with asyncio.timeout(60):
+            await self.task
+
+
+@pytest.fixture
+async def stack(memory_bus: MemoryBus) -> Stack:
+    stack = Stack(memory_bus)
+    await stack.start()
+    return stack
+
+
+async def test_messages_are_handled_and_questions_answered(stack: Stack) -> None:
+    await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
+    async with asyncio.timeout(60):
+        assert await stack.actor.heard.get() == CANCEL
+    reply = await stack.bus.request(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 5)
+    assert reply == ProbeReply("running", 3)
+    await stack.stop()
+    assert stack.phases == ["starting", "ready", "draining", "stopped"]
+
+
+async def test_on_drain_the_intake_closes_and_the_rest_stays_open(stack: Stack) -> None:
+    stack.actor.idle = False
+    await stack.bus.publish(topics.instance_control(InstanceId("engine-1")), Drain())
+    await stack.until("draining")
+    await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
+    async with asyncio.timeout(60):
+        assert await stack.actor.heard.get() == CANCEL
+    returned: asyncio.Queue[Undelivered] = asyncio.Queue()
+    stack.bus.on_undelivered(returned.put)
+    await stack.bus.publish(topics.engine_requests(ENGINE), None, confirm=True)  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        await returned.get()
+    await stack.bus.publish(topics.instance_control(InstanceId("engine-1")), Undrain())
+    await stack.until("ready")
+    stack.actor.idle = True
+    await stack.stop()
+
+
+async def test_a_stop_waits_for_work_in_hand_but_not_for_ever(stack: Stack) -> None:
+    stack.actor.idle = False
+    await stack.stop()
+    assert stack.phases[-1] == "stopped"
+
+
+async def test_an_actor_whose_dependency_is_missing_is_not_ready(stack: Stack) -> None:
+    stack.actor.phase = "starting"
+    await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
+    await stack.until("starting")
+    stack.actor.phase = "ready"
+    await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
+    await stack.until("ready")
+    await stack.stop()
+
+
+async def test_a_bug_ends_the_process_and_is_said_on_the_bus(stack: Stack) -> None:
+    await stack.bus.publish(topics.engine_control(ENGINE), StopMatched(RequestId("bug"), Attempt(1)))
+    with pytest.raises(ExceptionGroup) as error:
+        async with asyncio.timeout(60):
+            await stack.task
+    assert error.group_contains(ZeroDivisionError)
+    await stack.until("failed")
+
+
+async def test_ticks_arrive_as_messages(memory_bus: MemoryBus) -> None:
+    class Ticking(Recorder):
+        tick_every = 0.01
+
+    stack = Stack(memory_bus)
+    stack.actor = Ticking(memory_bus)
+    stack.runtime = ActorRuntime(stack.actor)
+    await stack.start()
+    async with asyncio.timeout(60):
+        first, second = await stack.actor.heard.get(), await stack.actor.heard.get()
+    assert isinstance(first, Tick)
+    assert isinstance(second, Tick)
+    assert second.now > first.now
+    await stack.stop()
+
+
+def test_an_illegal_phase_is_refused_with_its_history() -> None:
+    table = LifecycleTable()
+    assert table.move("ready")
+    assert not table.move("ready")
+    table.move("stopped")
+    with pytest.raises(IllegalTransition, match="starting → ready → stopped → ready"):
+        table.move("ready")

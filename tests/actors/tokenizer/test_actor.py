@@ -1,0 +1,244 @@
+"""A tokenizer on the bus: prompts in, routes out, refusals to the gateway, questions answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.tokenizer.actor import INLINE_BYTES, TokenizerActor
+from services.tokenizer.client_template import MAX_TEMPLATE_CHARS
+from services.tokenizer.core.chat_template import ChatTemplates
+from services.tokenizer.core.encoder import PromptEncoder
+from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
+from shared import topics
+from shared.actor import ActorRuntime
+from shared.bus.memory_bus import MemoryBus
+from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId
+from shared.messages.coordinator import Route
+from shared.messages.gateway import RequestFailed, RequestRejected
+from shared.messages.generation import SamplingOptions, StopConditions
+from shared.messages.tokenizer import (
+    ChatPrompt,
+    Decode,
+    DecodeReply,
+    Encode,
+    EncodeReply,
+    Prompt,
+    TextPrompt,
+    Tokenize,
+    TokenizerRefusal,
+    TokenizerReply,
+    TokenizerRequest,
+)
+from shared.models.tokenizer_files import load_tokenizer
+from shared.packing import count
+from tests.support.models import tiny_tokenizers
+
+MODEL = ModelName("demo")
+GATEWAY = GatewayId("gateway-1")
+MESSAGES = json.dumps([{"role": "user", "content": "Hello world"}]).encode()
+
+
+class Ring:
+    """A tokenizer between a gateway and a coordinator that only listen."""
+
+    def __init__(self, bus: MemoryBus, folder: Path) -> None:
+        self.bus = bus
+        files = load_tokenizer(tiny_tokenizers.write_model(folder, tiny_tokenizers.byte_level()))
+        encoding = PromptEncoder(Vocabulary(files), ChatTemplates(read_templates(files)), files.special_tokens)
+        self.actor = TokenizerActor(bus, InstanceId("tokenizer-1"), MODEL, encoding)
+        self.runtime = ActorRuntime(self.actor, drain_timeout=10)
+        self.routed: asyncio.Queue[Route] = asyncio.Queue()
+        self.at_gateway: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def start(self, *, coordinator: bool = True) -> None:
+        await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self.at_gateway.put)
+        if coordinator:
+            await self.bus.subscribe(topics.route(), self.routed.put)
+        self.task = asyncio.create_task(self.runtime.run())
+        async with asyncio.timeout(60):
+            while self.runtime.phase != "ready":
+                await asyncio.sleep(0.001)
+
+    async def tokenize(self, prompt: Prompt, request: str = "r") -> None:
+        message = Tokenize(
+            request=RequestId(request),
+            attempt=Attempt(1),
+            gateway=GATEWAY,
+            model=MODEL,
+            prompt=prompt,
+            sampling=SamplingOptions(seed=1),
+            stopping=StopConditions(),
+        )
+        await self.bus.publish(topics.tokenize(MODEL), message)
+
+    async def ask(self, question: TokenizerRequest) -> TokenizerReply:
+        answer: TokenizerReply = await self.bus.request(topics.tokenizer_requests(MODEL), question, TokenizerReply, 10)
+        return answer
+
+    async def stop(self) -> None:
+        self.runtime.stop()
+        async with asyncio.timeout(60):
+            await self.task
+
+
+async def heard(queue: asyncio.Queue[Any]) -> Any:
+    async with asyncio.timeout(60):
+        return await queue.get()
+
+
+@pytest.fixture
+async def ring(memory_bus: MemoryBus, tmp_path: Path) -> AsyncIterator[Ring]:
+    ring = Ring(memory_bus, tmp_path)
+    await ring.start()
+    yield ring
+    await ring.stop()
+
+
+async def test_a_prompt_is_sent_on_to_a_coordinator(ring: Ring) -> None:
+    await ring.tokenize(ChatPrompt(messages=MESSAGES))
+    route = await heard(ring.routed)
+    assert route.generation.prompt_length == count(route.generation.tokens) > 5
+
+
+async def test_a_long_prompt_is_sent_on_while_short_ones_overtake_it(ring: Ring) -> None:
+    await ring.tokenize(TextPrompt("Hello world, how are you? " * 20_000), "long")
+    await ring.tokenize(TextPrompt("Hello"), "short")
+    first, second = await heard(ring.routed), await heard(ring.routed)
+    assert [first.generation.request, second.generation.request] == ["short", "long"]
+    assert second.generation.prompt_length > 100_000
+    assert len(second.generation.block_hashes) == second.generation.prompt_length // 16 * 16
+
+
+async def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenized(ring: Ring) -> None:
+    await ring.tokenize(TextPrompt("Hello world, how are you? " * 10_000))
+    turns = 0
+    while ring.routed.empty():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 5
+
+
+async def test_more_long_prompts_than_there_is_room_for_all_arrive(ring: Ring) -> None:
+    for number in range(20):
+        await ring.tokenize(TextPrompt("x" * (INLINE_BYTES + 1)), f"r{number}")
+    assert {(await heard(ring.routed)).generation.request for _ in range(20)} == {f"r{n}" for n in range(20)}
+
+
+@pytest.mark.parametrize("size", [1, INLINE_BYTES])
+async def test_a_prompt_at_fault_is_rejected_to_the_gateway(ring: Ring, size: int) -> None:
+    content = json.dumps([{"role": "user", "content": "x" * size}, {"role": 5}]).encode()
+    await ring.tokenize(ChatPrompt(messages=content))
+    assert await heard(ring.at_gateway) == RequestRejected(
+        request=RequestId("r"),
+        attempt=Attempt(1),
+        kind="invalid_request",
+        message="messages[1].role: a string is expected",
+        field="messages",
+    )
+
+
+async def test_a_prompt_without_a_token_is_rejected(ring: Ring) -> None:
+    await ring.tokenize(TextPrompt(""))
+    rejected = await heard(ring.at_gateway)
+    assert (rejected.field, rejected.message) == ("prompt", "prompt: at least one token is needed")
+
+
+async def test_without_a_coordinator_the_gateway_hears_that_the_attempt_failed(
+    memory_bus: MemoryBus, tmp_path: Path
+) -> None:
+    ring = Ring(memory_bus, tmp_path)
+    await ring.start(coordinator=False)
+    await ring.tokenize(TextPrompt("Hello"))
+    assert await heard(ring.at_gateway) == RequestFailed(RequestId("r"), Attempt(1), "no coordinator is there")
+    await ring.stop()
+
+
+async def test_a_prompt_too_large_for_the_bus_is_a_named_refusal(tmp_path: Path) -> None:
+    bus = MemoryBus(max_payload=100_000)
+    ring = Ring(bus, tmp_path)
+    await ring.start()
+    await ring.tokenize(TextPrompt("1 2 " * 20_000))
+    answer = await heard(ring.at_gateway)
+    assert (answer.kind, answer.field) == ("too_large", "prompt")
+    await ring.stop()
+    await bus.close()
+
+
+async def test_questions_are_answered(ring: Ring) -> None:
+    encoded = await ring.ask(Encode(ChatPrompt(messages=MESSAGES), return_strings=True))
+    assert isinstance(encoded, EncodeReply)
+    assert encoded.strings is not None
+    assert encoded.strings[0] == "<|im_start|>"
+    assert await ring.ask(Decode(encoded.tokens, skip_special_tokens=True)) == DecodeReply(
+        "user\nHello world\nassistant\n"
+    )
+    assert await ring.ask(Encode(TextPrompt(""))) == EncodeReply(b"")
+    long = await ring.ask(Encode(TextPrompt("Hello " * INLINE_BYTES)))
+    assert isinstance(long, EncodeReply)
+    assert await ring.ask(Decode(long.tokens)) == DecodeReply("Hello " * INLINE_BYTES)
+    assert await ring.ask(Encode(ChatPrompt(messages=b"[]"))) == TokenizerRefusal(
+        "messages: at least one is needed", "messages"
+    )
+
+
+async def test_a_long_question_holds_up_no_request(ring: Ring) -> None:
+    question = asyncio.create_task(ring.ask(Encode(TextPrompt("Hello world, how are you? " * 20_000))))
+    await asyncio.sleep(0)
+    await ring.tokenize(TextPrompt("Hello"))
+    await heard(ring.routed)
+    assert not question.done()
+    answer = await question
+    assert isinstance(answer, EncodeReply)
+    assert count(answer.tokens) > 100_000
+
+
+async def test_a_template_of_the_clients_own_is_rendered(ring: Ring) -> None:
+    prompt = ChatPrompt(messages=MESSAGES, template="{{ bos_token }}{{ messages[0].content }}")
+    encoded = await ring.ask(Encode(prompt))
+    assert isinstance(encoded, EncodeReply)
+    assert await ring.ask(Decode(encoded.tokens)) == DecodeReply("<s>Hello world")
+    await ring.tokenize(prompt)
+    assert (await heard(ring.routed)).generation.tokens == encoded.tokens
+    assert await ring.ask(Encode(ChatPrompt(messages=MESSAGES, template="default"))) == await ring.ask(
+        Encode(ChatPrompt(messages=MESSAGES))
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ("{% if %}", "chat_template"),
+        ("{{ raise_exception('no') }}", "messages"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "chat_template"),
+        ("{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+         "chat_template"),
+        ("x" * (MAX_TEMPLATE_CHARS + 1), "chat_template"),
+    ],
+    ids=["broken", "refusing", "endless", "doubling", "huge"],
+)  # fmt: skip
+async def test_a_template_of_the_clients_own_that_does_harm_is_refused(ring: Ring, template: str, field: str) -> None:
+    await ring.tokenize(ChatPrompt(messages=MESSAGES, template=template))
+    answer = await heard(ring.at_gateway)
+    assert (answer.kind, answer.field) == ("invalid_request", field)
+    await ring.tokenize(ChatPrompt(messages=MESSAGES))
+    await heard(ring.routed)
+
+
+async def test_a_bug_on_a_thread_ends_the_process(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ring.actor._encoder, "route", broken)
+    await ring.tokenize(TextPrompt("x" * (INLINE_BYTES + 1)))
+    with pytest.raises(ExceptionGroup) as error:
+        async with asyncio.timeout(60):
+            await ring.task
+    assert error.group_contains(ZeroDivisionError)
+    ring.task = asyncio.create_task(asyncio.sleep(0))

@@ -1,0 +1,35 @@
+"""The pages lead a reader to files that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+FOLDERS = ("shared", "services", "kvstore", "deploy", "tests")
+PAGES = [REPOSITORY / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")] + sorted(
+    (REPOSITORY / "docs").glob("*.md")
+)
+FILE = re.compile(r"(?:shared|services|kvstore|deploy|tests|docs)/[\w./-]+\.(?:py|md|cpp|proto)\b")
+MODULE = re.compile(r"`([\w/]+\.py)`")
+"""With the folders that lead to it, or some of them."""
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+MODULES = [f"/{path.relative_to(REPOSITORY)}" for top in FOLDERS for path in (REPOSITORY / top).rglob("*.py")]
+
+
+def modules_named(name: str) -> list[str]:
+    """Those whose paths end with `name`, which may leave out the folders that lead there."""
+    return [module for module in MODULES if module.endswith(f"/{name}")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [name for name in FILE.findall(text) if not (REPOSITORY / name).exists()] == []
+    assert [name for name in MODULE.findall(text) if not modules_named(name)] == []
+    assert [name for name in LINK.findall(text) if not (page.parent / name).exists()] == []

@@ -1,0 +1,295 @@
+"""Everything at once: very different requests side by side, on stacks that differ, have one set of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+
+from tests.support.cluster.bus_moments import listening, requests_are_handed_to
+from tests.support.cluster.conversations import client_of
+from tests.support.cluster.stack import RunningStack, running_stack
+
+Answers = dict[str, Any]
+LONG = "Ada lives in Oslo. Ben has a green boat and seven red hens. " * 12
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+SMALL_STEPS = ("--max-num-seqs=24", "--max-batch-tokens=96")
+"""So that the long prompt takes several."""
+LITTLE_MEMORY = ("--max-model-len=1024", "--kv-memory=3MiB")
+"""So that not all requests fit at once."""
+
+
+async def ask(client: AsyncOpenAI, model: str, question: str, **more: Any) -> Any:
+    """One greedy chat completion."""
+    said: Any = [{"role": "user", "content": question}]
+    return await client.chat.completions.create(model=model, messages=said, temperature=0, **more)
+
+
+async def story(client: AsyncOpenAI, model: str) -> Any:
+    return (await ask(client, model, "Tell me a long story about a fox called Mia.")).choices[0].message.content
+
+
+async def long_prompt(client: AsyncOpenAI, model: str) -> Any:
+    """A prompt of several chunks, twice: the second time it is cached."""
+    texts, cached = [], 0
+    for _ in range(2):
+        answer = await ask(client, model, f"{LONG} Where does Ada live?", max_tokens=24)
+        texts.append(answer.choices[0].message.content)
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert texts[0] == texts[1]
+    assert cached > 100
+    return texts[0]
+
+
+async def document(client: AsyncOpenAI, model: str) -> Any:
+    """Guided, twice the same, with log-probabilities of answer and prompt."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    question = "Turn this sentence into JSON: Maria is 31 years old."
+    more = {"n": 2, "logprobs": True, "top_logprobs": 1, "extra_body": {"prompt_logprobs": 0}}
+    answer = await ask(client, model, question, response_format=form, max_tokens=80, **more)
+    values = [json.loads(choice.message.content) for choice in answer.choices]
+    for value in values:
+        jsonschema.validate(value, PERSON)
+    assert values[0] == values[1]
+    return values[0], [likelihoods_in(choice) for choice in answer.choices], prompt_scores(answer.model_extra)
+
+
+async def matching(client: AsyncOpenAI, model: str) -> Any:
+    """Streamed, and guided by an expression that leaves few choices."""
+    expression = r"(Paris|Rome) is the capital of (France|Italy)\."
+    body = {"structured_outputs": {"regex": expression}}
+    stream = await ask(client, model, "What is the capital of Italy?", stream=True, extra_body=body, max_tokens=40)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    assert re.fullmatch(expression, text)
+    return text
+
+
+async def tool(client: AsyncOpenAI, model: str) -> Any:
+    more = {"n": 2, "logprobs": True, "extra_body": {"prompt_logprobs": 0}}
+    answer = await ask(
+        client, model, "What is the weather in Oslo?", tools=[WEATHER], tool_choice="required", max_tokens=80, **more
+    )
+    functions = [choice.message.tool_calls[0].function for choice in answer.choices]
+    assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+    for function in functions:
+        jsonschema.validate(json.loads(function.arguments), WEATHER["function"]["parameters"])  # type: ignore[index]
+    said = [(function.name, function.arguments) for function in functions]
+    return said, [likelihoods_in(choice) for choice in answer.choices], prompt_scores(answer.model_extra)
+
+
+async def several(client: AsyncOpenAI, model: str) -> Any:
+    answer = await ask(client, model, "Spell the word butterfly.", n=3)
+    texts = {choice.message.content for choice in answer.choices}
+    assert len(answer.choices) == 3
+    assert len(texts) == 1
+    return texts.pop()
+
+
+async def likelihoods(client: AsyncOpenAI, model: str) -> Any:
+    answer = await ask(client, model, "What is the capital of Peru?", logprobs=True, top_logprobs=2)
+    return likelihoods_in(answer.choices[0])
+
+
+async def prompt_likelihoods(client: AsyncOpenAI, model: str) -> Any:
+    """Of a prompt of several chunks."""
+    answer = await client.completions.create(
+        model=model, prompt=LONG, max_tokens=2, temperature=0, extra_body={"prompt_logprobs": 0}
+    )
+    return prompt_scores(answer.choices[0].model_extra)
+
+
+class Scores(list[float]):
+    """Log-probabilities; equal where they differ by no more than ranks that add up in another order explain."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scores) and list(self) == pytest.approx(list(other), abs=0.01)
+
+    __hash__ = None
+
+
+def likelihoods_in(choice: Any) -> tuple[list[str], Scores]:
+    content = choice.logprobs.content
+    return [each.token for each in content], Scores(each.logprob for each in content)
+
+
+def prompt_scores(extra: Any) -> Scores:
+    """Of each prompt token but the first."""
+    told = extra["prompt_logprobs"]
+    assert len(told) > 10
+    return Scores(next(iter(position.values()))["logprob"] for position in told[1:])
+
+
+async def beams(client: AsyncOpenAI, model: str) -> Any:
+    body = {"use_beam_search": True}
+    answer = await ask(client, model, "What is the capital of Chile?", n=2, max_tokens=12, extra_body=body)
+    return [choice.message.content for choice in answer.choices]
+
+
+REQUESTS: dict[str, Callable[[AsyncOpenAI, str], Awaitable[Any]]] = {
+    "story": story,
+    "long prompt": long_prompt,
+    "document": document,
+    "matching": matching,
+    "tool": tool,
+    "several": several,
+    "likelihoods": likelihoods,
+    "prompt likelihoods": prompt_likelihoods,
+    "beams": beams,
+}
+
+
+async def all_at_once(stack: RunningStack) -> Answers:
+    """Every request's answer; they run side by side."""
+    async with client_of(stack.url) as client:
+        answers = await asyncio.gather(*(request(client, stack.model) for request in REQUESTS.values()))
+    return dict(zip(REQUESTS, answers, strict=True))
+
+
+async def crowd(stack: RunningStack, size: int) -> None:
+    """Grows until a little memory is not enough for it."""
+    async with client_of(stack.url) as client:
+        prompts = [f"Story {number}." for number in range(size)]
+        await client.completions.create(
+            model=stack.model, prompt=prompts, max_tokens=250, temperature=0, extra_body={"ignore_eos": True}
+        )
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """What one engine of one rank says that plans when it has a result, and drafts nothing."""
+    folder = tmp_path_factory.mktemp("plain")
+    with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",)) as stack:
+        yield asyncio.run(all_at_once(stack))
+
+
+async def counted(stack: RunningStack, instance: str, counter: str) -> float:
+    """The sum of a scheduler's counter over its labels."""
+    port = (await stack.ps())[instance].metrics_port
+    async with httpx2.AsyncClient() as http:
+        text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"baton_scheduler_{counter}"))
+
+
+NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
+
+
+@pytest.mark.features(
+    "guided",
+    "speculative",
+    "prefix cache",
+    "chunked prefill",
+    "tensor parallel",
+    "preemption",
+    "n > 1",
+    "logprobs",
+    "prompt logprobs",
+    "beam search",
+    "tool calls",
+)
+async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answers, tmp_path: Path) -> None:
+    with running_stack(tmp_path, tp=2, kvstore="0", more=[*SMALL_STEPS, *LITTLE_MEMORY, NGRAM]) as stack:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(crowd(stack, 6))
+            answers = both.create_task(all_at_once(stack))
+        assert answers.result() == plain
+        assert await counted(stack, "engine-1", "preemptions_total") > 0
+        assert await counted(stack, "engine-1", "accepted_draft_tokens_total") > 0
+
+
+@pytest.mark.features(
+    "guided",
+    "speculative",
+    "prefix cache",
+    "chunked prefill",
+    "pipeline parallel",
+    "tensor parallel",
+    "n > 1",
+    "logprobs",
+    "prompt logprobs",
+    "beam search",
+    "tool calls",
+)
+async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
+    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM]) as stack:
+        assert await all_at_once(stack) == plain
+
+
+@pytest.mark.features(
+    "guided",
+    "speculative",
+    "prefix cache",
+    "chunked prefill",
+    "prefill/decode",
+    "tensor parallel",
+    "re-dispatch",
+    "preemption",
+    "n > 1",
+    "logprobs",
+    "prompt logprobs",
+    "beam search",
+    "tool calls",
+)
+async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
+    settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0")
+    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
+    with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as stack:
+        async with asyncio.TaskGroup() as both:
+            async with listening(stack, requests_are_handed_to("decode-1")) as listener:
+                answers = both.create_task(all_at_once(stack))
+                await listener.moment()
+            stack.kill("decode-1")
+            both.create_task(crowd(stack, 10))
+        assert answers.result() == plain
+        assert sum([await counted(stack, engine, "preemptions_total") for engine in ("prefill-1", "decode-1")]) > 0
+        assert await counted(stack, "prefill-1", "hand_overs_total") > 0
+
+
+@pytest.fixture(scope="module")
+def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """For what is refused before any model is asked."""
+    with running_stack(tmp_path_factory.mktemp("sim"), device="sim", kvstore="0") as stack:
+        yield stack
+
+
+async def refusal(stack: RunningStack, **more: Any) -> str:
+    """The field that a 400 names."""
+    async with client_of(stack.url) as client:
+        with pytest.raises(BadRequestError) as refused:
+            await ask(client, stack.model, "Hi", extra_body=more)
+    return str(refused.value.param)
+
+
+@pytest.mark.features("beam search", "guided", refused=True)
+async def test_beams_are_not_guided(sim: RunningStack) -> None:
+    assert await refusal(sim, use_beam_search=True, structured_outputs={"regex": "a+"}) == "structured_outputs"
+
+
+@pytest.mark.features("beam search", "tool calls", refused=True)
+async def test_beams_call_no_tools(sim: RunningStack) -> None:
+    assert await refusal(sim, use_beam_search=True, tools=[WEATHER]) == "tools"
+
+
+@pytest.mark.features("beam search", "prompt logprobs", refused=True)
+async def test_beams_score_no_prompts(sim: RunningStack) -> None:
+    assert await refusal(sim, use_beam_search=True, prompt_logprobs=1) == "prompt_logprobs"

@@ -1,0 +1,211 @@
+"""The ring in containers, built and run for real. Minutes, so only by `make test-compose`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.nats_server import free_port
+from tests.support.paths import REPOSITORY
+
+BUILD_DEADLINE = 1800.0
+START_DEADLINE = 180.0
+COMMAND_DEADLINE = 120.0
+LIGHT = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer", "kvstore")
+AGGREGATED, DISAGGREGATED = 8, 10
+"""Containers of each profile."""
+LONG_QUESTION = f"{'The fox and the hare met by the old mill. ' * 30}What is the capital of France?"
+
+
+def compose_command() -> list[str] | None:
+    """The plugin or the older program, where a Docker daemon answers."""
+    if shutil.which("docker") is None or _run(["docker", "info"]).returncode != 0:
+        return None
+    if _run(["docker", "compose", "version"]).returncode == 0:
+        return ["docker", "compose"]
+    return ["docker-compose"] if shutil.which("docker-compose") else None
+
+
+def _run(
+    argv: Sequence[str], deadline: float = COMMAND_DEADLINE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv,
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=deadline,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+class ComposeProject:
+    """Owns one project of its own name, so that nobody else's containers are touched."""
+
+    def __init__(self, command: list[str], name: str, *profiles: str, **environment: str) -> None:
+        self.port = free_port()
+        chosen = [flag for profile in profiles for flag in ("--profile", profile)]
+        self._command = [*command, "--project-name", f"batontest{name}{os.getpid()}", *chosen]
+        self._environment = {
+            "BATON_PORT": str(self.port),
+            "BATON_API_KEYS": "compose-key",
+            "NATS_PASSWORD": "a-test",
+            **environment,
+        }
+
+    def __call__(self, *argv: str, deadline: float = COMMAND_DEADLINE) -> str:
+        done = _run([*self._command, *argv], deadline, **self._environment)
+        assert done.returncode == 0, f"{argv}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def chat(self, question: str, key: str = "compose-key") -> dict[str, Any]:
+        body = {"model": "baton-demo", "temperature": 0, "messages": [{"role": "user", "content": question}]}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+    def until_healthy(self, count: int) -> None:
+        """Until so many containers are up and each says that it is healthy."""
+        deadline = time.monotonic() + START_DEADLINE
+        while time.monotonic() < deadline:
+            states = [self.state(container) for container in self("ps", "-q").split()]
+            if len(states) == count and set(states) == {"healthy"}:
+                return
+            time.sleep(1)
+        raise AssertionError(f"not healthy within {START_DEADLINE} s: {self('ps')}\n{self('logs', '--tail=20')}")
+
+    def metric(self, service: str, line: str) -> float:
+        """A number of that service's /metrics, by the beginning of its line; 0 where there is none."""
+        fetch = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9090/metrics').read().decode())"
+        shown = self("exec", "-T", service, "python", "-c", fetch).splitlines()
+        return sum(float(each.rpartition(" ")[2]) for each in shown if each.startswith(line))
+
+    def state(self, container: str) -> str:
+        return _run(["docker", "inspect", "--format", "{{.State.Health.Status}}", container]).stdout.strip()
+
+
+@contextlib.contextmanager
+def up(containers: int, name: str, *profiles: str, **environment: str) -> Iterator[ComposeProject]:
+    """Built, started, all of them healthy; gone at the end."""
+    command = compose_command()
+    if command is None:
+        pytest.skip("no Docker daemon with compose answers here")
+    running = ComposeProject(command, name, *profiles, **environment)
+    try:
+        running("build", deadline=BUILD_DEADLINE)
+        running("up", "--detach")
+        running.until_healthy(containers)
+        yield running
+    finally:
+        running("down", "--volumes", "--timeout", "10")
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[ComposeProject]:
+    """Without a profile, which is the aggregated one."""
+    with up(AGGREGATED, "one") as project:
+        yield project
+
+
+@pytest.fixture
+def pools() -> Iterator[ComposeProject]:
+    with up(DISAGGREGATED, "pools", "disaggregated", BATON_ENGINES="0") as project:
+        yield project
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_DEADLINE + START_DEADLINE)]
+
+
+def test_a_chat_goes_through_the_containers(project: ComposeProject) -> None:
+    answer = project.chat("What is the capital of France?")
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+
+
+def test_without_a_key_the_gateway_refuses(project: ComposeProject) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+        project.chat("hello", key="wrong")
+    refused.value.close()
+
+
+def test_tokenizers_are_scaled_by_compose(project: ComposeProject) -> None:
+    project("up", "--detach", "--no-recreate", "--scale", "tokenizer=3")
+    project.until_healthy(AGGREGATED + 2)
+    for _ in range(6):
+        assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+    project("up", "--detach", "--no-recreate", "--scale", "tokenizer=1")
+    project.until_healthy(AGGREGATED)
+
+
+@pytest.mark.parametrize("service", LIGHT)
+def test_light_images_carry_no_torch_and_run_as_nobody_special(project: ComposeProject, service: str) -> None:
+    probe = "import importlib.util, os; print(importlib.util.find_spec('torch'), os.getuid())"
+    assert project("exec", "-T", service, "python", "-c", probe).split() == ["None", "10001"]
+
+
+def test_an_engine_whose_worker_is_gone_is_not_healthy_and_recovers(project: ComposeProject) -> None:
+    scheduler = project("ps", "-q", "scheduler").strip()
+    project("stop", "--timeout", "5", "worker")
+    deadline = time.monotonic() + START_DEADLINE
+    while project.state(scheduler) != "unhealthy" and time.monotonic() < deadline:
+        time.sleep(1)
+    assert project.state(scheduler) == "unhealthy"
+    project("start", "worker")
+    project.until_healthy(AGGREGATED)
+    assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def test_blocks_of_the_store_outlive_its_container_and_the_engines(project: ComposeProject) -> None:
+    project.chat(LONG_QUESTION)
+    until(lambda: project.metric("kvstore", 'baton_kvstore_slots{state="committed"') > 0)
+    project("kill", "kvstore", "scheduler")
+    project("up", "--detach", "--no-recreate")
+    project.until_healthy(AGGREGATED)
+    usage = project.chat(LONG_QUESTION)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + COMMAND_DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+def test_a_prefill_engine_hands_over_to_a_decode_engine(pools: ComposeProject) -> None:
+    assert "Paris" in pools.chat(LONG_QUESTION)["choices"][0]["message"]["content"]
+    assert pools.metric("coordinator", 'baton_router_requests_total{kind="disaggregated"') == 1
+    assert pools.metric("scheduler-decode", "baton_scheduler_output_tokens_total") > 1
+    pools("stop", "--timeout", "5", "scheduler-prefill")
+    assert "Paris" in pools.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def test_redis_below_the_store_is_started_by_its_profile() -> None:
+    image = os.environ.get("REDIS_IMAGE", "redis:7-alpine")
+    command = compose_command()
+    if command is not None and not image_is_there(image):
+        pytest.skip(f"{image} can neither be found nor fetched here")
+    url = "redis://:a-redis-test@redis:6379/0"
+    with up(AGGREGATED + 1, "redis", "redis", REDIS_PASSWORD="a-redis-test", BATON_REDIS_URL=url) as project:
+        assert "PONG" in project("exec", "-T", "redis", "redis-cli", "ping")
+        assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
+def image_is_there(image: str) -> bool:
+    return any(_run(["docker", *how, image]).returncode == 0 for how in (["image", "inspect"], ["pull"]))

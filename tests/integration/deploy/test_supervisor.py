@@ -1,0 +1,335 @@
+"""The supervisor over a real nats-server and processes that do nothing but live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import redis
+
+from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.arenas import directory_of
+from deploy.supervisor.state_file import StackState, is_held
+from shared import topics
+from shared.bus import Bus, BusError
+from shared.bus.nats_bus import NatsOptions, connect
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.supervisor import Scale, ScaleReply, ScaleResult
+from tests.support.cluster.nats_server import free_port
+from tests.support.paths import REPOSITORY
+from tests.support.tiny_stack.running import DEADLINE, TinyStack
+
+Start = Callable[..., TinyStack]
+WITH_REDIS = {"redis": {"type": "EmbeddedRedis", "memory": 2**24}}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    stacks: list[TinyStack] = []
+
+    def begin(**spec: object) -> TinyStack:
+        stacks.append(TinyStack(tmp_path / f"run{len(stacks)}", **spec))
+        return stacks[-1]
+
+    yield begin
+    for stack in stacks:
+        stack.destroy()
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyStack]:
+    """One for the tests after which it runs as before."""
+    stack = TinyStack(
+        tmp_path_factory.mktemp("lasting") / "run", counts={"ranks": 2, "engines": 2, "kvstore": 1}, store=WITH_REDIS
+    )
+    stack.ready()
+    yield stack
+    stack.destroy()
+
+
+@contextlib.asynccontextmanager
+async def bus_of(state: StackState, run_dir: Path) -> AsyncIterator[Bus]:
+    """As the coordinator, whose password lies in the server's configuration."""
+    text = (run_dir / "nats.conf").read_text()
+    password = text.split("user: coordinator, password: ")[1].split('"')[1]
+    bus = await connect(NatsOptions(servers=state.nats_url, user="coordinator", password=password))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def test_a_killed_service_is_announced_as_failed_and_replaced(lasting: TinyStack) -> None:
+    state = lasting.ready()
+    heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
+    async with bus_of(state, lasting.run_dir) as bus:
+        await bus.subscribe(topics.lifecycles(), heard.put)
+        await bus.flush()
+        victim = lasting.pid("tokenizer-1")
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE):
+            while (message := await heard.get()).phase != "failed":
+                pass
+            assert (message.instance, message.pid) == ("tokenizer-1", victim)
+            while (message := await heard.get()).instance != "tokenizer-1" or message.phase != "ready":
+                pass
+    assert message.pid != victim
+    assert lasting.pid("tokenizer-1") == message.pid
+
+
+def test_a_killed_rank_takes_the_others_of_its_engine_along_and_no_scheduler(lasting: TinyStack) -> None:
+    lasting.ready()
+    before = {name: lasting.pid(name) for name in lasting.instances()}
+    os.kill(before["engine-2-rank1"] or 0, signal.SIGKILL)
+    replaced = {"engine-2-rank0", "engine-2-rank1"}
+    lasting.until(
+        lambda state: all(m.pid not in (None, before[m.instance]) for m in state.members if m.instance in replaced)
+    )
+    assert {name for name, pid in before.items() if lasting.pid(name) != pid} == replaced
+
+
+def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(lasting: TinyStack) -> None:
+    before = lasting.ready()
+    assert before.nats_pid is not None
+    os.kill(before.nats_pid, signal.SIGKILL)
+    after = lasting.until(lambda state: state.nats_pid not in (None, before.nats_pid))
+    assert after.nats_url == before.nats_url
+
+    async def someone_speaks() -> Lifecycle:
+        heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
+        async with asyncio.timeout(DEADLINE), bus_of(after, lasting.run_dir) as bus:
+            await bus.subscribe(topics.lifecycles(), heard.put)
+            while (message := await heard.get()).instance != "gateway-1":
+                pass
+            return message
+
+    assert asyncio.run(someone_speaks()).pid == lasting.pid("gateway-1")
+
+
+@pytest.mark.parametrize("import_seconds", ["0", "60"], ids=["ready", "importing"])
+def test_nobody_outlives_a_killed_supervisor(start: Start, import_seconds: str) -> None:
+    stack = start(settings={"worker": {"import_seconds": import_seconds}}, counts={"ranks": 2})
+    slow = import_seconds != "0"
+    state = (
+        stack.until(lambda state: len(state.members) == 7 and all(m.pid for m in state.members))
+        if slow
+        else stack.ready()
+    )
+    stack.process.kill()
+    assert stack.nobody_left()
+    assert not is_held(stack.run_dir)
+    for url in (state.url, state.nats_url[0]):
+        port = int(url.rpartition(":")[2])
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+def test_without_the_kernels_help_a_process_notices_the_end_by_its_pipe(tmp_path: Path) -> None:
+    children = ChildProcesses(dict(os.environ), kernel_ends_children=False)
+    fd = str(children.pipe)
+    sleeper = [
+        sys.executable,
+        "-m",
+        "deploy.supervisor.servers.tether",
+        fd,
+        sys.executable,
+        "-c",
+        "import time; time.sleep(60)",
+    ]
+    pid = children.start("sleeper", sleeper, tmp_path / "log", {})
+    tether = psutil.Process(pid)
+    deadline = time.monotonic() + DEADLINE
+    while not (sleepers := tether.children()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children.close()
+    while not children.has_ended("sleeper") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert children.has_ended("sleeper")
+    assert sleepers
+    assert not any(each.is_running() for each in sleepers)
+    children.exited()
+
+
+def test_one_ctrl_c_ends_everything_in_order(start: Start) -> None:
+    stack = start(counts={"gateway": 2})
+    stack.ready()
+    os.killpg(stack.process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    assert stack.ended() == 0
+    assert stack.nobody_left()
+    lines = [
+        msgspec.json.decode(line) for line in (stack.run_dir / "logs" / "supervisor.log").read_bytes().splitlines()
+    ]
+    ended = [line["child"] for line in lines if line["event"] == "ended"]
+    assert set(ended[:2]) == {"gateway-1", "gateway-2"}
+    assert ended[-1] == "engine-1-rank0"
+    assert {line["status"] for line in lines if line["event"] == "ended"} == {0}
+    assert not (stack.run_dir / "state.json").exists()
+
+
+def test_the_store_ends_last_and_its_directory_with_the_stack(start: Start) -> None:
+    stack = start(counts={"kvstore": 1})
+    state = stack.ready()
+    arenas = directory_of(stack.run_dir)
+    assert state.arenas == str(arenas)
+    assert stat.S_IMODE(arenas.stat().st_mode) == 0o700
+    (arenas / "blocks").write_bytes(b"x")
+    killed = stack.pid("kvstore-1")
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    stack.until(lambda state: any(m.instance == "kvstore-1" and m.pid not in (None, killed) for m in state.members))
+    assert (arenas / "blocks").read_bytes() == b"x", "a restarted store finds what it had"
+    stack.ready()
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.ended() == 0
+    assert not arenas.exists()
+    lines = map(msgspec.json.decode, (stack.run_dir / "logs" / "supervisor.log").read_bytes().splitlines())
+    assert [line["child"] for line in lines if line["event"] == "ended"][-1] == "kvstore-1"
+
+
+def test_what_a_killed_supervisor_left_in_shared_memory_is_removed(start: Start) -> None:
+    first = start(counts={"kvstore": 1})
+    first.ready()
+    arenas = directory_of(first.run_dir)
+    (arenas / "blocks").write_bytes(b"x")
+    first.process.kill()
+    assert first.nobody_left()
+    assert (arenas / "blocks").exists()
+    again = TinyStack(first.run_dir, counts={"kvstore": 1})
+    try:
+        again.ready()
+        assert not (arenas / "blocks").exists()
+        again.process.kill()
+        assert again.nobody_left()
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(first.run_dir)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        assert (done.returncode, arenas.exists()) == (0, False), done.stderr
+        assert "left" in done.stdout
+    finally:
+        again.destroy()
+
+
+def test_the_embedded_redis_is_closed_to_others_and_comes_back_where_it_was(lasting: TinyStack) -> None:
+    before = lasting.ready()
+    url = redis_url(lasting)
+    with redis.Redis.from_url(url) as client:
+        assert client.ping()
+        told = {key: client.config_get(key)[key] for key in ("save", "maxmemory", "bind")}
+        assert told == {"save": "", "maxmemory": str(2**24), "bind": "127.0.0.1"}
+    with redis.Redis.from_url(url.replace("redis://:", "redis://:not-")) as client, pytest.raises(redis.RedisError):
+        client.ping()
+    assert before.redis_pid is not None
+    os.kill(before.redis_pid, signal.SIGKILL)
+    lasting.until(lambda state: state.redis_pid not in (None, before.redis_pid))
+    assert redis_url(lasting) == url
+    deadline = time.monotonic() + DEADLINE
+    with redis.Redis.from_url(url) as client:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(redis.ConnectionError):
+                assert client.ping()
+                return
+            time.sleep(0.02)
+    raise AssertionError(f"no Redis within {DEADLINE} s")
+
+
+def redis_url(stack: TinyStack) -> str:
+    """As the store is told, by its environment and not by its flags."""
+    store = psutil.Process(stack.pid("kvstore-1"))
+    url = store.environ()["BATON_KVSTORE_REDIS_URL"]
+    assert url not in " ".join(store.cmdline())
+    return url
+
+
+def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:
+    stack = start(settings={"gateway": {"busy": "true"}}, drain_timeout=60.0)
+    stack.ready()
+    stack.process.send_signal(signal.SIGINT)
+    stack.until(lambda state: any(m.state == "ending" for m in state.members))
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.ended() == 0
+    assert stack.nobody_left()
+
+
+def test_a_process_that_stands_still_is_replaced(start: Start) -> None:
+    stack = start(silence_limit=2.0)
+    stack.ready()
+    stopped = stack.pid("detokenizer-1")
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    stack.until(
+        lambda state: any(m.instance == "detokenizer-1" and m.pid not in (None, stopped) for m in state.members)
+    )
+    assert "silent" in (stack.run_dir / "logs" / "supervisor.log").read_text()
+
+
+async def test_scaling_starts_and_drains_processes(lasting: TinyStack) -> None:
+    state = lasting.ready()
+    async with bus_of(state, lasting.run_dir) as bus:
+        up = await bus.request(topics.scaling(), Scale("tokenizer", 3), ScaleReply, DEADLINE)
+        assert up == ScaleResult(started=("tokenizer-2", "tokenizer-3"), stopping=())
+        await asyncio.to_thread(lasting.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 3)
+        down = await bus.request(topics.scaling(), Scale("tokenizer", 1), ScaleReply, DEADLINE)
+    assert down == ScaleResult(started=(), stopping=("tokenizer-2", "tokenizer-3"))
+    await asyncio.to_thread(lasting.until, lambda state: sum(m.service == "tokenizer" for m in state.members) == 1)
+
+
+def test_a_service_that_cannot_start_ends_the_start_with_its_last_words(start: Start) -> None:
+    stack = start(settings={"detokenizer": {"fail": "the vocabulary is missing"}})
+    assert stack.ended() != 0
+    said = stack.said()
+    assert "detokenizer-1 ended with status 1" in said
+    assert "the vocabulary is missing" in said
+    assert stack.nobody_left()
+
+
+def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:
+    stack = start(settings={"worker": {"import_seconds": "60"}}, start_timeout=1.0)
+    assert stack.ended() != 0
+    assert "engine-1-rank0 was not ready after 1 s" in stack.said()
+
+
+def test_what_holds_secrets_is_for_its_owner_only(lasting: TinyStack) -> None:
+    lasting.ready()
+    assert stat.S_IMODE(lasting.run_dir.stat().st_mode) == 0o700
+    for name in ("state.json", "nats.conf"):
+        assert stat.S_IMODE((lasting.run_dir / name).stat().st_mode) == 0o600
+    shown = " ".join(psutil.Process(lasting.pid("gateway-1")).cmdline())
+    password = (lasting.run_dir / "nats.conf").read_text().split("user: gateway, password: ")[1].split('"')[1]
+    assert password not in shown
+
+
+async def test_without_a_password_the_bus_is_closed(lasting: TinyStack) -> None:
+    state = lasting.ready()
+    with pytest.raises(BusError):
+        await connect(NatsOptions(servers=state.nats_url, connect_timeout=1.0))
+
+
+def test_a_run_directory_and_a_port_belong_to_one_stack(start: Start) -> None:
+    port = free_port()
+    first = start(port=port)
+    first.ready()
+    same_place = subprocess.run(first.process.args, cwd=REPOSITORY, capture_output=True, timeout=DEADLINE, check=False)
+    assert same_place.returncode != 0
+    assert b"StackRunning" in same_place.stderr
+    second = start(port=port)
+    assert second.ended() != 0
+    assert f"port {port}" in second.said()

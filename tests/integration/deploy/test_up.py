@@ -1,0 +1,135 @@
+"""`baton up` with real services: in the background and in front, ended in order and by force."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.supervisor.servers.arenas import SHARED_MEMORY, directory_of
+from deploy.supervisor.state_file import StackState, is_held, read_state
+from tests.support.cluster.stack import START_DEADLINE, RunningStack, running_stack
+from tests.support.paths import REPOSITORY
+
+QUESTION = "What is the capital of France?"
+KEY = "a-key-of-this-test"
+
+
+def baton(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *argv],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=START_DEADLINE,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def present(run_dir: Path) -> StackState:
+    state = read_state(run_dir)
+    assert state is not None
+    return state
+
+
+@pytest.fixture(scope="module")
+def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run directory of a stack that was started with --detach, with a key and two gateways."""
+    run_dir = tmp_path_factory.mktemp("detached") / "run"
+    more = ("--port=0", "--device=cpu", "--gateways=2", f"--api-key={KEY}", f"--run-dir={run_dir}")
+    started = baton("up", "--detach", *more)
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert f"curl {present(run_dir).url}/v1/chat/completions" in started.stdout
+    assert f"baton down --run-dir {run_dir}" in started.stdout
+    yield run_dir
+    state = present(run_dir)
+    assert baton("down", f"--run-dir={run_dir}").returncode == 0
+    assert not is_held(run_dir)
+    assert not any(psutil.pid_exists(member.pid) for member in state.members if member.pid is not None)
+
+
+def test_a_question_is_answered_with_the_stacks_own_key(detached: Path) -> None:
+    assert KEY not in " ".join(psutil.Process(present(detached).members[0].pid or 0).cmdline())
+    done = baton("chat", QUESTION, "--temperature=0", f"--run-dir={detached}")
+    assert "Paris" in done.stdout, done.stderr
+
+
+def test_a_wrong_key_is_refused_in_one_line(detached: Path) -> None:
+    done = baton("chat", QUESTION, "--api-key=wrong", f"--run-dir={detached}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("baton: the gateway answered 401")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_request_is_followed_through_all_services_by_its_id(detached: Path) -> None:
+    baton("chat", QUESTION, "--temperature=0", f"--run-dir={detached}")
+    every = [json.loads(line) for line in baton("logs", "--json", f"--run-dir={detached}").stdout.splitlines()]
+    request = next(line["request"] for line in every if line["event"] == "answered")
+    followed = baton("logs", "--json", f"--request={request}", f"--run-dir={detached}").stdout.splitlines()
+    assert {json.loads(line)["service"] for line in followed} >= {"gateway", "tokenizer", "coordinator", "detokenizer"}
+
+
+def test_nobody_says_or_hears_what_the_bus_does_not_permit(detached: Path) -> None:
+    baton("chat", QUESTION, f"--run-dir={detached}")
+    assert "violation" not in (detached / "logs" / "nats-server.log").read_text().lower()
+
+
+def test_bench_finds_the_stack_by_itself(detached: Path) -> None:
+    few = ("--num-prompts=2", "--random-input-len=8", "--random-output-len=4", "--warmup=0", "--no-progress")
+    done = baton("bench", "serve", "--json", *few, f"--run-dir={detached}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max-model-len=100000", "the model has 2048 positions"),
+        ("--set=gateway.frobnicate=1", "unrecognized arguments: --frobnicate=1"),
+    ],
+)
+def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: str, said: str) -> None:
+    done = baton("up", "--device=sim", "--port=0", f"--run-dir={tmp_path}", flag)
+    assert done.returncode == 1
+    assert "ended with status 2" in done.stderr
+    assert done.stderr.count(said) == 1
+    assert '{"' not in done.stderr
+    assert len(done.stderr.splitlines()) < 10
+    assert not is_held(tmp_path)
+
+
+def test_nothing_outlives_a_killed_supervisor_of_real_ranks(tmp_path: Path) -> None:
+    with running_stack(tmp_path, tp=2) as stack:
+        assert "Paris" in stack.baton("chat", QUESTION, "--temperature=0").stdout
+        state = stack.state
+        arenas = directory_of(stack.run_dir)
+        mapped = mapped_shared_memory(state)
+        assert any(file.is_relative_to(arenas) for file in mapped)
+        os.kill(stack.supervisor.pid, signal.SIGKILL)
+        stack.supervisor.wait()
+        assert gone(stack)
+        assert not [file for file in mapped if file.exists() and not file.is_relative_to(arenas)]
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", int(state.url.rpartition(":")[2])))
+
+
+def gone(stack: RunningStack) -> bool:
+    """The kernel has been asked to kill them; what remains is its own work."""
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stack.leftovers()], timeout=10)
+    return not alive
+
+
+def mapped_shared_memory(state: StackState) -> set[Path]:
+    """Files of shared memory that the stack's processes map. Only these: other tests have theirs beside them."""
+    processes = [psutil.Process(member.pid) for member in state.members if member.pid is not None]
+    files = {Path(mapping.path) for process in processes for mapping in process.memory_maps()}
+    return {file for file in files if file.is_relative_to(SHARED_MEMORY)}

@@ -1,0 +1,359 @@
+"""Blocks from store to store over real gRPC: whole, corrupted, cancelled, refused, with TLS and without."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore import metrics
+from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.transfer import client as client_module
+from kvstore.transfer import server as server_module
+from kvstore.transfer.client import TransferClient
+from kvstore.transfer.rpc import CHUNK_BYTES, TlsUnusable, TransferTls
+from kvstore.transfer.server import CannotListen, TransferServer
+from shared.blocks import BlockHash
+from shared.ids import NodeId
+from tests.support.cluster.nats_server import free_port
+from tests.support.cluster.tls_authority import Authority
+from tests.support.kv.random_blocks import SHAPE, chain, hashes
+
+LAYOUT = "5eed" * 6
+HERE = "127.0.0.1"
+THERE = NodeId("there")
+PATIENCE = 20.0
+
+
+class Shelf:
+    """A `Lender` of given blocks, which counts what is lent. Owns both."""
+
+    def __init__(self, blocks: Sequence[InFlightBlock]) -> None:
+        self.blocks = {block.hash: block for block in blocks}
+        self.pins: Counter[BlockHash] = Counter()
+        self.most_pinned = 0
+
+    def lend(
+        self, layout: str, names: Sequence[BlockHash]
+    ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
+        return self._lent(names) if layout == LAYOUT else None
+
+    @contextlib.contextmanager
+    def _lent(self, names: Sequence[BlockHash]) -> Iterator[Sequence[InFlightBlock]]:
+        run = []
+        for name in names:
+            if name not in self.blocks:
+                break
+            run.append(self.blocks[name])
+        self.pins.update(hashes(run))
+        self.most_pinned = max(self.most_pinned, self.pins.total())
+        try:
+            yield run
+        finally:
+            self.pins.subtract(hashes(run))
+
+
+@contextlib.asynccontextmanager
+async def serving(shelf: Shelf, **options: object) -> AsyncIterator[tuple[TransferServer, int]]:
+    server = TransferServer(shelf, **options)  # type: ignore[arg-type]
+    port = await server.start(HERE, 0)
+    try:
+        yield server, port
+    finally:
+        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def pulling(port: int | None, tls: TransferTls | None = None) -> AsyncIterator[TransferClient]:
+    client = TransferClient(lambda node: f"{HERE}:{port}" if (node, port) != (THERE, None) else None, tls)
+    task = asyncio.create_task(client.run())
+    await asyncio.sleep(0)
+    try:
+        yield client
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def pulled(
+    client: TransferClient, names: Sequence[BlockHash], *, layout: str = LAYOUT, shape: BlockShape = SHAPE
+) -> list[InFlightBlock]:
+    blocks = []
+    async with asyncio.timeout(PATIENCE), contextlib.aclosing(client.fetch(THERE, layout, names, shape)) as run:
+        async for block in run:
+            blocks.append(block)
+    return blocks
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def failures(why: str) -> float:
+    return metrics.TIER_FAILED.labels("peer", why)._value.get()
+
+
+async def test_blocks_come_as_they_were_and_are_pinned_only_meanwhile() -> None:
+    shelf = Shelf(chain(5))
+    async with serving(shelf) as (server, port), pulling(port) as client:
+        assert await pulled(client, list(shelf.blocks)) == list(shelf.blocks.values())
+        assert shelf.most_pinned == 5
+        await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
+
+
+@pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
+async def test_a_payload_of_any_size_goes_in_bounded_chunks(size: int) -> None:
+    shape = BlockShape(cells=1, cell_bytes=size)
+    blocks = chain(2, shape)
+    pieces = list(server_module.chunks(blocks[0]))
+    assert max(len(piece.payload) for piece in pieces) <= CHUNK_BYTES
+    assert [piece.HasField("begins") for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    async with serving(Shelf(blocks)) as (_, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks), shape=shape) == blocks
+
+
+async def test_a_run_ends_where_the_other_store_has_no_more() -> None:
+    blocks = chain(5)
+    async with serving(Shelf([*blocks[:3], blocks[4]])) as (_, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks)) == blocks[:3]
+
+
+async def test_a_long_run_is_pinned_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "LENT_BLOCKS", 3)
+    blocks = chain(10)
+    shelf = Shelf(blocks)
+    async with serving(shelf) as (_, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks)) == blocks
+        assert shelf.most_pinned == 3
+        del shelf.blocks[blocks[6].hash]
+        assert await pulled(client, hashes(blocks)) == blocks[:6]
+
+
+async def test_another_layout_is_a_miss() -> None:
+    blocks = chain(2)
+    before = failures("not_found")
+    async with serving(Shelf(blocks)) as (_, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks), layout="0" * 24) == []
+        assert failures("not_found") == before + 1
+
+
+async def test_a_node_that_nobody_knows_is_a_miss() -> None:
+    before = failures("unknown")
+    async with pulling(None) as client:
+        assert await pulled(client, hashes(chain(2))) == []
+        assert failures("unknown") == before + 1
+
+
+async def test_a_store_that_is_not_there_is_a_miss_at_once_and_found_when_it_comes() -> None:
+    blocks = chain(2)
+    port = free_port()
+    async with pulling(port) as client:
+        assert await pulled(client, hashes(blocks)) == []
+        server = TransferServer(Shelf(blocks))
+        await server.start(HERE, port)
+        async with asyncio.timeout(PATIENCE):
+            while await pulled(client, hashes(blocks)) != blocks:
+                await asyncio.sleep(0.05)
+        await server.stop()
+        assert await pulled(client, hashes(blocks)) == []
+
+
+@pytest.mark.parametrize("harm", ["payload", "checksums", "order", "short", "long"])
+async def test_what_arrives_corrupted_is_refused_and_what_came_before_it_kept(harm: str) -> None:
+    blocks = chain(4)
+    good, other = blocks[2], blocks[3]
+    payload = bytes(good.payload)
+    bad = {
+        "payload": good._replace(payload=payload[:100] + bytes([payload[100] ^ 4]) + payload[101:]),
+        "checksums": good._replace(checksums=other.checksums),
+        "order": other,
+        "short": good._replace(payload=payload[:-1]),
+        "long": good._replace(payload=payload + b"x"),
+    }[harm]
+    shelf = Shelf(blocks)
+    shelf.blocks[good.hash] = bad
+    before = metrics.TIER_SPOILED.labels("peer")._value.get()
+    async with serving(shelf) as (server, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks)) == blocks[:2]
+        assert metrics.TIER_SPOILED.labels("peer")._value.get() == before + 1
+        await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
+
+
+BIG = BlockShape(cells=1, cell_bytes=4 * CHUNK_BYTES)
+
+MANY = 24
+"""Of these, that is more than gRPC takes along while nobody reads."""
+
+
+def many_big_blocks() -> list[InFlightBlock]:
+    """With different names and one content."""
+    [block] = chain(1, BIG)
+    return [block._replace(hash=BlockHash(bytes([n]) * 16)) for n in range(MANY)]
+
+
+@pytest.mark.parametrize("end", ["closed", "deadline"])
+async def test_a_cancel_in_the_middle_frees_everything_on_both_sides(end: str) -> None:
+    shelf = Shelf(many_big_blocks())
+    names = list(shelf.blocks)
+    sent_before = metrics.TIER_STORED.labels("peer")._value.get()
+    async with serving(shelf) as (server, port), pulling(port) as client:
+        run = client.fetch(THERE, LAYOUT, names, BIG)
+        assert (await anext(run)).hash == names[0]
+        assert shelf.pins.total() == MANY
+        if end == "closed":
+            await run.aclose()
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.001), contextlib.aclosing(run):
+                    async for _ in run:
+                        pass
+        await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
+        assert metrics.TIER_STORED.labels("peer")._value.get() - sent_before < MANY
+
+
+ONE_BLOCK_AND_NO_MORE = """
+import asyncio, sys
+from kvstore.transfer.client import TransferClient
+from tests.integration.kvstore.test_store_transfer import BIG, LAYOUT, THERE, many_big_blocks
+from tests.support.kv.random_blocks import hashes
+
+async def main():
+    client = TransferClient(lambda node: sys.argv[1])
+    run = client.fetch(THERE, LAYOUT, hashes(many_big_blocks()), BIG)
+    await anext(run)
+    print("one", flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_receiver_that_is_killed_in_the_middle_leaves_nothing_pinned() -> None:
+    shelf = Shelf(many_big_blocks())
+    async with serving(shelf) as (server, port):
+        receiver = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", ONE_BLOCK_AND_NO_MORE, f"{HERE}:{port}", stdout=asyncio.subprocess.PIPE
+        )
+        assert receiver.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            assert await receiver.stdout.readline() == b"one\n"
+        assert (shelf.pins.total(), server.sending) == (MANY, 1)
+        receiver.kill()
+        await receiver.wait()
+        await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
+
+
+async def test_whoever_does_not_read_is_not_sent_more_than_the_window() -> None:
+    shelf = Shelf(many_big_blocks())
+    names = list(shelf.blocks)
+    before = metrics.TIER_BYTES_OUT.labels("peer")._value.get()
+    async with serving(shelf) as (_, port), pulling(port) as client:
+        run = client.fetch(THERE, LAYOUT, names, BIG)
+        await anext(run)
+        await asyncio.sleep(0.3)
+        assert metrics.TIER_BYTES_OUT.labels("peer")._value.get() - before < (MANY - 8) * BIG.payload_bytes
+        rest = [block.hash async for block in run]
+        assert rest == names[1:]
+
+
+async def test_a_sender_that_is_busy_refuses_and_serves_again_afterwards() -> None:
+    shelf = Shelf(many_big_blocks())
+    names = list(shelf.blocks)
+    before = failures("resource_exhausted")
+    async with serving(shelf, max_sending=1) as (server, port), pulling(port) as client:
+        first = client.fetch(THERE, LAYOUT, names, BIG)
+        await anext(first)
+        assert await pulled(client, names[:1], shape=BIG) == []
+        assert failures("resource_exhausted") == before + 1
+        await first.aclose()
+        await until(lambda: server.sending == 0)
+        assert len(await pulled(client, names[:1], shape=BIG)) == 1
+
+
+async def test_a_receiver_that_holds_on_for_too_long_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_FETCH_SECONDS", 0.2)
+    shelf = Shelf(many_big_blocks())
+    names = list(shelf.blocks)
+    before = failures("deadline_exceeded")
+    async with serving(shelf) as (server, port), pulling(port) as client:
+        run = client.fetch(THERE, LAYOUT, names, BIG)
+        await anext(run)
+        await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
+        got = [block async for block in run]
+        assert len(got) < MANY - 1
+        assert failures("deadline_exceeded") == before + 1
+
+
+async def test_only_so_many_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_CHANNELS", 1)
+    blocks = chain(2)
+    async with serving(Shelf(blocks)) as (_, one), serving(Shelf(blocks[:1])) as (_, two):
+        ports = {THERE: one, NodeId("elsewhere"): two}
+        client = TransferClient(lambda node: f"{HERE}:{ports[node]}")
+        assert [b async for b in client.fetch(THERE, LAYOUT, hashes(blocks), SHAPE)] == blocks
+        assert [b async for b in client.fetch(NodeId("elsewhere"), LAYOUT, hashes(blocks), SHAPE)] == blocks[:1]
+        assert [b async for b in client.fetch(THERE, LAYOUT, hashes(blocks), SHAPE)] == blocks
+        assert len(client._channels) == 1
+        task = asyncio.create_task(client.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert not client._channels
+
+
+async def test_a_port_that_is_taken_is_said_to_be() -> None:
+    async with serving(Shelf([])) as (_, port):
+        with pytest.raises(CannotListen, match=str(port)):
+            await TransferServer(Shelf([])).start(HERE, port)
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "theirs")
+
+
+async def test_with_certificates_of_one_authority_blocks_come(authority: Authority) -> None:
+    blocks = chain(3)
+    async with (
+        serving(Shelf(blocks), tls=authority.signed("one")) as (_, port),
+        pulling(port, authority.signed("two")) as client,
+    ):
+        assert await pulled(client, hashes(blocks)) == blocks
+
+
+@pytest.mark.parametrize("who", ["without", "stranger", "wrong host"])
+async def test_whoever_is_not_of_the_authority_gets_nothing(
+    who: str, authority: Authority, stranger: Authority
+) -> None:
+    tls = {"without": None, "stranger": stranger.signed("two"), "wrong host": authority.signed("three")}[who]
+    server_tls = authority.signed("four", host="127.0.0.9" if who == "wrong host" else HERE)
+    blocks = chain(3)
+    async with serving(Shelf(blocks), tls=server_tls) as (_, port), pulling(port, tls) as client:
+        before = failures("unavailable")
+        assert await pulled(client, hashes(blocks)) == []
+        assert failures("unavailable") == before + 1
+
+
+def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").touch()
+    with pytest.raises(TlsUnusable, match=r"missing\.pem"):
+        TransferTls.read(str(tmp_path / "missing.pem"), "", "")
+    with pytest.raises(TlsUnusable, match=r"empty\.pem"):
+        TransferTls.read(str(tmp_path / "empty.pem"), "", "")

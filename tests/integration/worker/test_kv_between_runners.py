@@ -1,0 +1,105 @@
+"""Blocks that one runner computed and saved serve another: it says what it would have said having computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.executor.host_runner import HostRunner
+from services.worker.kv.transfers import Transfers
+from services.worker.models.loaded_model import DtypeChoice
+from services.worker.ops.interface import OpsName, OpsUnavailable
+from shared.blocks import BLOCK_SIZE
+from shared.messages.worker import Transfer
+from tests.support.kv.ranks import make_arena, transfer
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+PROMPT = [3 + (7 * i * i + i) % (VOCABULARY - 4) for i in range(6 * BLOCK_SIZE + 5)]
+SAVED = 6
+OUTPUT = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
+
+
+def runner(model: TinyModel, ops: OpsName, dtype: DtypeChoice) -> HostRunner:
+    try:
+        return tiny_backend(model.path, dtype=dtype, kv_memory_bytes=4 << 20, max_num_seqs=4, ops=ops)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The logits of every step from here on."""
+    return record_logits(monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("ops", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_loaded_serves_as_what_was_computed(
+    models: Callable[[str], TinyModel],
+    recorded: list[Tensor],
+    tmp_path: Path,
+    family: str,
+    ops: OpsName,
+    dtype: DtypeChoice,
+) -> None:
+    first, second = (runner(models(family), ops, dtype) for _ in range(2))
+    assert first.kv.layout == second.kv.layout
+    make_arena(tmp_path, first.kv.layout, SAVED)
+    computed = computed_and_saved(first, tmp_path)
+    logits = recorded[-OUTPUT:]
+    assert loaded(second, tmp_path) == computed
+    assert len(recorded) > OUTPUT
+    assert all(torch.equal(one, other) for one, other in zip(logits, recorded[-OUTPUT:], strict=True)), (
+        "to the last bit"
+    )
+
+
+def test_without_loading_the_blocks_hold_something_else(models: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """Else the test above would prove nothing."""
+    first, second = (runner(models("qwen3"), "torch", "float32") for _ in range(2))
+    make_arena(tmp_path, first.kv.layout, SAVED)
+    assert loaded(second, None) != computed_and_saved(first, tmp_path)
+
+
+def computed_and_saved(backend: HostRunner, directory: Path) -> list[int]:
+    """What follows the prompt; its full blocks are computed by a sequence before it, and saved."""
+    driver = Driver(backend, budget=40)
+    before = driver.add(PROMPT, 1)
+    while not before.done:
+        driver.step()
+    copied(backend, directory, transfer("save", before.blocks[:SAVED], range(SAVED)))
+    sequence = driver.add(PROMPT, OUTPUT)
+    assert driver.share_prefix(sequence, before) == SAVED * BLOCK_SIZE
+    driver.run()
+    return sequence.output
+
+
+def loaded(backend: HostRunner, directory: Path | None) -> list[int]:
+    """What follows the prompt, whose full blocks are loaded, or (None) not."""
+    driver = Driver(backend, budget=40)
+    sequence = driver.add(PROMPT, OUTPUT)
+    blocks = driver.give_loaded(sequence, SAVED)
+    if directory is not None:
+        copied(backend, directory, transfer("load", blocks, range(SAVED)))
+    driver.run()
+    return sequence.output
+
+
+def copied(backend: HostRunner, directory: Path, asked: Transfer) -> None:
+    transfers = Transfers(backend.kv, directory)
+    assert transfers.run(asked, lambda: False) == "done"
+    transfers.close()

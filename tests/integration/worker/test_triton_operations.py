@@ -1,0 +1,141 @@
+"""Whole models on Triton's kernels: on a GPU where there is one, else in the interpreter, against `transformers`.
+
+The interpreter takes a second for a few rows, so models have a layer or two and prompts a few tokens; blocks, windows,
+heads of all sizes and long contexts are the business of the kernels' own tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.backend import Backend
+from services.worker.ops.interface import OpsUnavailable
+from services.worker.ops.selector import create_ops
+from services.worker.ops.triton_ops import TritonOps
+from tests.support.kernels.kernel_device import DEVICE
+from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.worker.emulated_graphs import RunAgain
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_runner import tiny_runner
+
+PROMPTS = [[7, 3, 99, 12, 150, 31, 8], [44, 5]]
+OUTPUT = 3
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "gemma2": {"num_hidden_layers": 2, "sliding_window": 5},
+    "qwen3-moe": {"num_hidden_layers": 1},
+}
+"""A plain one; one with soft caps, a window in one of its layers, and norms behind attention and MLP; one with norms of
+queries and keys, and experts."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("llama", tmp_path_factory.mktemp("llama"), **MODELS["llama"])
+
+
+def generated(runner: Backend, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """The second prompt comes when the first one decodes, so that one step has both."""
+    driver = Driver(runner, budget=7)
+    sequences = [driver.add(prompts[0], OUTPUT)]
+    driver.step()
+    sequences += [driver.add(prompt, OUTPUT) for prompt in prompts[1:]]
+    driver.run()
+    return [sequence.output for sequence in sequences]
+
+
+@pytest.mark.parametrize("family", list(MODELS))
+def test_models_on_triton_generate_what_the_reference_does(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family, tmp_path, **MODELS[family])
+    logits = record_logits(monkeypatch)
+    output = generated(tiny_runner(model.path, "triton", device=str(DEVICE), dtype="float32"))
+    assert output == [model.greedy(prompt, OUTPUT) for prompt in PROMPTS]
+    first, mixed = logits[0].cpu(), logits[1].cpu()
+    assert_near(first[0], model.logits(PROMPTS[0])[-1])
+    assert_near(mixed[0], model.logits([*PROMPTS[0], output[0][0]])[-1])
+    assert_near(mixed[1], model.logits(PROMPTS[1])[-1])
+
+
+def assert_near(logits: Tensor, expected: Tensor) -> None:
+    assert logits.sub(expected).abs().max() < 1e-3
+    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+
+
+def test_captured_decodes_generate_what_launched_ones_do(llama: TinyModel) -> None:
+    """Padded to three rows, beside steps that are no decodes."""
+    capture = RunAgain()
+    runner = tiny_runner(llama.path, "triton", device=str(DEVICE), dtype="float32", capture=capture, launching=True)
+    output = generated(runner)
+    assert output == [llama.greedy(prompt, OUTPUT) for prompt in PROMPTS]
+    assert (capture.captured, capture.replayed) == (1, 2)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2-moe"])
+def test_nothing_in_a_model_waits_for_the_device(family: str, tmp_path: Path) -> None:
+    """Or it could not be captured: scaled embeddings, soft caps; routers, experts of all and of some tokens."""
+    model = make_model(family, tmp_path, num_hidden_layers=1)
+    capture = RunAgain()
+    tiny_runner(model.path, "triton", device=str(DEVICE), dtype="float32", max_num_seqs=1, capture=capture)
+    assert capture.captured == 1
+
+
+def test_a_draft_models_decodes_are_captured_too(llama: TinyModel) -> None:
+    """The model drafts for itself, so that every draft stands."""
+    captures = RunAgain()
+    runner = tiny_runner(
+        llama.path,
+        "triton",
+        device=str(DEVICE),
+        dtype="float32",
+        max_num_seqs=3,
+        capture=captures,
+        launching=True,
+        drafted_by=llama.path,
+    )
+    driver = Driver(runner, speculate=2)
+    sequence = driver.add(PROMPTS[1], 7)
+    driver.run()
+    assert sequence.output == llama.greedy(PROMPTS[1], 7)
+    assert driver.accepted == driver.drafted == 4
+    assert captures.captured == 2
+    # Two steps with drafts, of which the first follows a prompt that is read as such: each reads, drafts on, verifies.
+    assert captures.replayed == 5
+
+
+def test_keys_and_values_in_fp8_are_near_those_in_full(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = record_logits(monkeypatch)
+    runner = tiny_runner(llama.path, "triton", device=str(DEVICE), dtype="float32", cache="fp8")
+    assert runner.kv.layout.dtype == "float8_e4m3fn"
+    driver = Driver(runner)
+    sequence = driver.add(PROMPTS[0], 2)
+    driver.run()
+    for row, expected in zip(logits, llama.logits(sequence.tokens)[6:-1], strict=False):
+        error = row[0].cpu().sub(expected)
+        assert 1e-4 < error.abs().mean() < 0.1 * expected.std()
+
+
+def test_keys_and_values_in_fp8_take_half_the_memory() -> None:
+    full, half = (TritonOps(DEVICE, torch.bfloat16, cache) for cache in (None, torch.float8_e4m3fn))
+    assert full.kv_block_bytes(8, 128) == 2 * half.kv_block_bytes(8, 128) == 2 * 8 * 16 * 128 * 2
+    assert sum(cache.nbytes for cache in half.allocate_kv(3, 8, 128)) == 3 * half.kv_block_bytes(8, 128)
+
+
+def test_other_operations_keep_no_keys_and_values_in_fp8() -> None:
+    for name in ("torch", "native"):
+        with pytest.raises(OpsUnavailable, match="kv_cache_dtype = fp8: only Triton's kernels"):
+            create_ops(name, torch.device("cpu"), torch.bfloat16, "fp8")
+
+
+def test_without_a_gpu_or_the_interpreter_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(OpsUnavailable, match=r"run on GPUs, not on cpu"):
+        create_ops("triton", torch.device("cpu"), torch.float32)

@@ -1,0 +1,350 @@
+"""The whole core under random arrivals, cancels, losses and memory pressure, with a worker that would notice.
+
+After every event the invariants hold; every request ends in exactly one final word, or was called off; every token
+is the one that computing the request alone would have given; and at the end every block is free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.events import (
+    DetokenizerGone,
+    Event,
+    Output,
+    SendPlan,
+    SendToGateway,
+    SendTokens,
+    TimePassed,
+    WorkersLost,
+    WorkersReady,
+)
+from services.scheduler.core.invariants import check
+from services.scheduler.core.limits import EngineLimits
+from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, RequestId
+from shared.messages.detokenizer import TokenBatch
+from shared.messages.generation import Grammar
+from shared.messages.scheduler import Cancel, GenerateRequest, StepFinished, StepMissed, StopMatched, TokenBatchLost
+from shared.messages.worker import StepPlan
+from shared.packing import unpack
+from tests.support.engines.checking_worker import HonestWorker, card, generate, right_output
+
+DETOKENIZERS = [DetokenizerId("d1"), DetokenizerId("d2")]
+SELDOM = st.integers(0, 9).map(lambda n: n == 7)
+"""Disasters that end every request come rarely, or there would never be pressure on memory."""
+
+OPENINGS = [[], [5] * 16, list(range(4, 20)), [*range(4, 20), *[6] * 16]]
+"""Beginnings that prompts share, so that prefix hits are common."""
+
+
+@dataclass
+class Sent:
+    """What was asked and what came of it."""
+
+    generate: GenerateRequest
+    output: list[int] = field(default_factory=list)
+    finish: str | None = None
+    refused: int = 0
+    opened: int = 0
+    called_off: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.refused > 0 or self.called_off
+
+
+GOOD = [Grammar("regex", "[ab]+"), Grammar("json", "{}", after="</think>")]
+BAD = Grammar("grammar", "root ::= ")
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.integers(3, 12),
+        budget=st.integers(6, 60),
+        running=st.integers(1, 6),
+        run_ahead=st.integers(0, 2),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        speculation=st.sampled_from(["dynamic", "fixed"]),
+        stages=st.sampled_from([1, 1, 2, 3]),
+        luck=st.randoms(use_true_random=False),
+    )
+    def start(
+        self,
+        blocks: int,
+        budget: int,
+        running: int,
+        run_ahead: int,
+        policy: str,
+        drafts: int,
+        speculation: str,
+        stages: int,
+        luck: Random,
+    ) -> None:
+        limits = EngineLimits(
+            max_batch_tokens=budget,
+            max_running=running,
+            max_waiting=8,
+            run_ahead=run_ahead,
+            policy=policy,  # type: ignore[arg-type]
+            speculation=speculation,  # type: ignore[arg-type]
+        )
+        self.drafts, self.stages, self.luck = drafts, stages, luck
+        self.begin(blocks, EngineCore(EngineId("e"), Incarnation(1), limits))
+
+    def begin(self, blocks: int, engine: EngineCore) -> None:
+        self.blocks = blocks
+        self.context = min(90, blocks * 16)
+        self.engine = engine
+        self.sent: dict[tuple[RequestId, Attempt], Sent] = {}
+        self.newest: dict[RequestId, Sent] = {}
+        self.numbers: dict[tuple[int, DetokenizerId], int] = {}
+        self.late: list[StepFinished] = []
+        self.plans: list[StepPlan] = []
+        self.tick = 0.0
+        self.workers_come()
+
+    @property
+    def accepts(self) -> Callable[[int], int] | None:
+        """How many of so many drafts are right; None where none are made."""
+        return (lambda most: self.luck.randint(0, most)) if self.drafts else None
+
+    # ---- what happens to the engine
+
+    def tell(self, event: Event) -> None:
+        self.tick += 1
+        outputs = self.engine.handle(event, self.tick)
+        check(self.engine)
+        for output in outputs:
+            self.hear(output)
+
+    @rule(
+        opening=st.sampled_from(OPENINGS),
+        tail=st.lists(st.integers(4, 9), max_size=20),
+        max_tokens=st.none() | st.none() | st.integers(0, 60),
+        min_tokens=st.integers(0, 40),
+        ignore_eos=st.sampled_from([True, True, False]),
+        stop=st.sampled_from([(), (), (7,), (8, 9, 10)]),
+        priority=st.integers(0, 2),
+        detokenizer=st.sampled_from(DETOKENIZERS),
+        salt=st.sampled_from([None, None, None, "s"]),
+        grammar=st.sampled_from([None, None, None, *GOOD, BAD]),
+    )
+    def a_request_comes(
+        self,
+        opening: list[int],
+        tail: list[int],
+        max_tokens: int | None,
+        min_tokens: int,
+        ignore_eos: bool,
+        stop: tuple[int, ...],
+        priority: int,
+        detokenizer: DetokenizerId,
+        salt: str | None,
+        grammar: Grammar | None,
+    ) -> None:
+        request = generate(
+            f"r{len(self.newest)}",
+            opening + tail,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop,
+            priority=priority,
+            detokenizer=detokenizer,
+            arrival=self.tick,
+            cache_salt=salt,
+            grammar=grammar,
+        )
+        self.post(request)
+
+    def post(self, request: GenerateRequest) -> None:
+        generation = request.generation
+        before = self.newest.get(generation.request)
+        if before is not None:
+            before.called_off = True
+        sent = Sent(request)
+        self.sent[generation.request, generation.attempt] = self.newest[generation.request] = sent
+        self.tell(request)
+
+    @precondition(lambda self: self.newest)
+    @rule(data=st.data(), kept=st.integers(0, 40))
+    def a_newer_attempt_comes(self, data: st.DataObject, kept: int) -> None:
+        """The gateway resumes with what the client has, whether or not it heard how the last attempt ended."""
+        before = data.draw(st.sampled_from(list(self.newest.values())))
+        old, stopping = before.generate.generation, before.generate.generation.stopping
+        if before.finish is not None:
+            return
+        output = [*_resumed(before.generate), *before.output[:kept]]
+        self.post(
+            generate(
+                old.request,
+                _prompt(before.generate),
+                attempt=old.attempt + 1,
+                resume=tuple(output),
+                max_tokens=stopping.max_tokens,
+                min_tokens=stopping.min_tokens,
+                ignore_eos=stopping.ignore_eos,
+                stop_token_ids=stopping.stop_token_ids,
+                priority=old.priority,
+                arrival=old.arrival,
+                cache_salt=old.cache_salt,
+                grammar=old.grammar,
+                detokenizer=data.draw(st.sampled_from(DETOKENIZERS)),
+            )
+        )
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def an_old_request_comes_again(self, data: st.DataObject) -> None:
+        self.tell(data.draw(st.sampled_from(list(self.sent.values()))).generate)
+
+    @precondition(lambda self: self.plans)
+    @rule(times=st.integers(1, 20))
+    def steps_finish(self, times: int) -> None:
+        for _ in range(times):
+            if self.plans:
+                self.tell(self.worker.step(self.plans.pop(0)))
+
+    @precondition(lambda self: self.worker.compiling)
+    @rule()
+    def a_grammar_is_compiled(self) -> None:
+        self.compile()
+
+    def compile(self) -> None:
+        self.tell(self.worker.compile("an empty rule" if self.worker.compiling[0] == BAD else None))
+
+    @precondition(lambda self: not self.plans)
+    @rule()
+    def time_passes(self) -> None:
+        """Enough of it for a grammar that was asked for long ago to be given up."""
+        self.tick += 10
+        self.tell(TimePassed())
+
+    @precondition(lambda self: self.newest)
+    @rule(data=st.data(), message=st.sampled_from([Cancel, StopMatched]))
+    def a_request_is_called_off(self, data: st.DataObject, message: type[Cancel] | type[StopMatched]) -> None:
+        sent = data.draw(st.sampled_from(list(self.newest.values())))
+        sent.called_off = True
+        self.tell(message(sent.generate.generation.request, sent.generate.generation.attempt))
+
+    @rule(
+        seldom=SELDOM, message=st.sampled_from([TokenBatchLost, DetokenizerGone]), which=st.sampled_from(DETOKENIZERS)
+    )
+    def a_detokenizer_is_lost(
+        self, seldom: bool, message: type[TokenBatchLost] | type[DetokenizerGone], which: DetokenizerId
+    ) -> None:
+        if seldom:
+            self.tell(message(which))
+
+    @precondition(lambda self: self.plans)
+    @rule(seldom=SELDOM)
+    def a_plan_is_lost(self, seldom: bool) -> None:
+        if not seldom:
+            return
+        missed = self.plans[0]
+        self.plans.clear()
+        self.tell(StepMissed(worker=InstanceId("w"), epoch=missed.epoch, expected=missed.step))
+
+    @precondition(lambda self: len(self.plans) > 1)
+    @rule(seldom=SELDOM)
+    def a_result_is_lost(self, seldom: bool) -> None:
+        if not seldom:
+            return
+        self.late.append(self.worker.step(self.plans.pop(0)))
+        result = self.worker.step(self.plans.pop(0))
+        self.plans.clear()
+        self.tell(result)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def a_result_comes_late(self) -> None:
+        self.tell(self.late.pop())
+
+    @rule(seldom=SELDOM)
+    def workers_die(self, seldom: bool) -> None:
+        if not seldom:
+            return
+        self.plans.clear()
+        self.tell(WorkersLost("killed"))
+
+    @precondition(lambda self: self.engine.epoch_state is None)
+    @rule()
+    def workers_come(self) -> None:
+        self.worker = HonestWorker(self.blocks, accepts=self.accepts)
+        self.tell(WorkersReady(card(90), self.blocks, max_speculate=self.drafts, stages=self.stages))
+
+    # ---- what the engine says
+
+    def hear(self, output: Output) -> None:
+        match output:
+            case SendPlan(plan):
+                self.plans.append(plan)
+            case SendToGateway(_, message):
+                sent = self.sent[message.request, message.attempt]
+                assert not sent.over, "a second final word"
+                sent.refused += 1
+            case SendTokens(detokenizer, batch):
+                self.hear_batch(detokenizer, batch)
+            case _:
+                raise AssertionError(output)
+
+    def hear_batch(self, detokenizer: DetokenizerId, batch: TokenBatch) -> None:
+        expected = self.numbers.get((batch.epoch, detokenizer), 0)
+        assert batch.number == expected
+        self.numbers[batch.epoch, detokenizer] = expected + 1
+        for opened in batch.opened:
+            sent = self.sent[opened.request, opened.attempt]
+            sent.opened += 1
+            assert sent.opened == 1
+            assert opened.resumed == len(_resumed(sent.generate))
+        for entry in batch.entries:
+            sent = self.sent[entry.request, entry.attempt]
+            assert sent.opened, "tokens before the stream was opened"
+            assert not sent.over, "tokens after the end"
+            assert sent.generate.detokenizer == detokenizer
+            assert entry.position == len(_resumed(sent.generate)) + len(sent.output)
+            sent.output += entry.tokens
+            sent.finish = entry.finish
+            self.compare(sent)
+
+    def compare(self, sent: Sent) -> None:
+        right, finish = right_output(sent.generate, self.context)
+        output = [*_resumed(sent.generate), *sent.output]
+        if sent.finish is None:
+            assert output == right[: len(output)]
+        else:
+            assert (output, sent.finish) == (right, finish)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.plans or self.worker.compiling:
+            if self.plans:
+                self.tell(self.worker.step(self.plans.pop(0)))
+            else:
+                self.compile()
+        assert not self.engine.requests
+        assert all(sent.over for sent in self.sent.values()), "a request was left without a final word"
+        if self.engine.epoch_state is not None:
+            pool = self.engine.epoch_state.memory.pool
+            assert pool.free == pool.total
+
+
+def _prompt(request: GenerateRequest) -> list[int]:
+    return unpack(request.generation.tokens)[: request.generation.prompt_length]
+
+
+def _resumed(request: GenerateRequest) -> list[int]:
+    return unpack(request.generation.tokens)[request.generation.prompt_length :]
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -1,0 +1,77 @@
+"""Requests that tests send to a real stack, and readers of what comes back. Used by integration and fault tests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from openai import AsyncOpenAI
+
+from tests.support.cluster.stack import RunningStack
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "What is the capital of Japan?",
+    "Spell the word lantern.",
+    "Count from 3 to 12.",
+    "What is 7 plus 5?",
+    "Tell me a short story about a fox.",
+    "Tell me a story about a lighthouse.",
+    "Who are you?",
+)
+DEADLINE = 90.0
+
+
+@dataclass
+class Streamed:
+    """One streamed completion as the client saw it."""
+
+    text: str = ""
+    finish: str | None = None
+    chunks: int = 0
+    completion_tokens: int | None = None
+    finishes: list[str] = field(default_factory=list)
+
+
+def client_of(url: str) -> AsyncOpenAI:
+    """The SDK without its own retries: what fails must be seen."""
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
+
+
+async def stream_chat(
+    client: AsyncOpenAI, model: str, question: str, started: asyncio.Event | None = None, **options: object
+) -> Streamed:
+    """Streams one greedy chat to its end. Sets `started` at the first text."""
+    seen = Streamed()
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,  # type: ignore[call-overload]
+    )
+    async for chunk in stream:
+        seen.chunks += 1
+        if chunk.usage:
+            seen.completion_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            seen.text += choice.delta.content or ""
+            if choice.delta.content and started is not None:
+                started.set()
+            if choice.finish_reason:
+                seen.finishes.append(choice.finish_reason)
+                seen.finish = choice.finish_reason
+    return seen
+
+
+async def blocks_in_use(stack: RunningStack) -> int:
+    """KV blocks held by sequences, over all engines, once the last cancels have arrived (5 s at most)."""
+    for _ in range(50):
+        reports = [life.engine for life in (await stack.ps()).values() if life.engine is not None]
+        assert reports, "no engine reports"
+        used = sum(report.blocks_total - report.blocks_free for report in reports)
+        if used == 0:
+            break
+        await asyncio.sleep(0.1)
+    return used

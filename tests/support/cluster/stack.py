@@ -1,0 +1,273 @@
+"""A whole real stack for a test: `baton up` as a user types it, on free ports, in a run directory of its own.
+
+    with running_stack(tmp_path, engines=2, tokenizers=2) as stack:     # or prefill=1, decode=1, tp_decode=2
+        stack.url, stack.model                      # OpenAI-compatible server
+        stack.kill("tokenizer-1")                   # SIGKILL, and wait until its successor is ready
+        await stack.ps()                            # what every process says of itself
+
+It is gone for certain when the context ends, whatever the test did to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from deploy.cli.ps import latest_lifecycles
+from deploy.supervisor.log_files import last_lines, log_files
+from deploy.supervisor.operator_bus import operator_bus
+from deploy.supervisor.servers.arenas import remove_leftovers
+from deploy.supervisor.state_file import MemberRecord, StackState, read_state
+from shared.bus import Bus
+from shared.messages.lifecycle import Lifecycle
+from tests.support.paths import REPOSITORY
+
+START_DEADLINE = 120.0
+CHANGE_DEADLINE = 60.0
+STOP_DEADLINE = 20.0
+LOOK_EVERY = 0.02
+
+
+class RunningStack:
+    """Owns one `baton up` process."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        argv: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
+        """`within`: a program that runs it elsewhere, such as nsenter."""
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._said = run_dir / "up.out"
+        self._pids: set[int] = set()
+        with self._said.open("wb") as output:
+            self.supervisor = subprocess.Popen(
+                [*within, sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv],
+                cwd=REPOSITORY,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    # ---- what it is
+
+    @property
+    def state(self) -> StackState:
+        """As of now. Raises AssertionError, with its last words, once it has ended."""
+        deadline = time.monotonic() + START_DEADLINE
+        while time.monotonic() < deadline:
+            state = read_state(self.run_dir)
+            if state is not None:
+                self._pids.update(
+                    pid for pid in (state.nats_pid, state.redis_pid, *(m.pid for m in state.members)) if pid is not None
+                )
+                return state
+            assert self.supervisor.poll() is None, self.last_words()
+            time.sleep(LOOK_EVERY)
+        raise AssertionError(f"no stack within {START_DEADLINE} s\n{self.last_words()}")
+
+    @property
+    def url(self) -> str:
+        """`http://127.0.0.1:PORT`, without `/v1`."""
+        return self.state.url
+
+    @property
+    def model(self) -> str:
+        return self.state.model
+
+    def member(self, instance: str) -> MemberRecord:
+        return next(member for member in self.state.members if member.instance == instance)
+
+    def pid(self, instance: str) -> int:
+        """Raises AssertionError where it has none just now."""
+        pid = self.member(instance).pid
+        assert pid is not None, f"{instance} has no process"
+        return pid
+
+    def instances(self, service: str) -> list[str]:
+        return sorted(member.instance for member in self.state.members if member.service == service)
+
+    async def ps(self) -> Mapping[str, Lifecycle]:
+        """What each instance last said of itself, by instance."""
+        return await latest_lifecycles(self.state)
+
+    @contextlib.asynccontextmanager
+    async def bus(self) -> AsyncIterator[Bus]:
+        """The operator's connection: lifecycles and `admin.*`."""
+        async with operator_bus(self.state) as bus:
+            yield bus
+
+    def user_credentials(self, user: str) -> tuple[str, str]:
+        """Name and password of a service on the stack's own nats-server, to play that service."""
+        text = (self.run_dir / "nats.conf").read_text()
+        return user, text.split(f"user: {user}, password: ")[1].split('"')[1]
+
+    def log(self, instance: str) -> str:
+        return (self.run_dir / "logs" / f"{instance}.log").read_text(errors="replace")
+
+    def last_words(self) -> str:
+        """What it said, and the end of every log: for a failing test's message."""
+        parts = [self._said.read_text(errors="replace")]
+        for path in log_files(self.run_dir / "logs"):
+            parts += [f"--- {path.name}", *last_lines(path, 15)]
+        return "\n".join(parts)
+
+    # ---- what is done to it
+
+    def until(self, condition: Callable[[StackState], bool], deadline: float = CHANGE_DEADLINE) -> StackState:
+        """Waits for a state. Raises AssertionError when it does not come, or the stack ends."""
+        end = time.monotonic() + deadline
+        while time.monotonic() < end:
+            if condition(state := self.state):
+                return state
+            time.sleep(LOOK_EVERY)
+        raise AssertionError(f"not within {deadline} s: {self.state}\n{self.last_words()}")
+
+    def kill(self, instance: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signals one process and returns its pid at once; what the supervisor does then is seen by `replaced`."""
+        pid = self.pid(instance)
+        os.kill(pid, number)
+        return pid
+
+    def replaced(self, instance: str, pid: int) -> int:
+        """Waits until another process than `pid` is there for `instance`; it may still be starting."""
+        self.until(lambda state: any(m.instance == instance and m.pid not in (None, pid) for m in state.members))
+        return self.pid(instance)
+
+    def kill_nats(self) -> None:
+        """Kills the bus; the supervisor starts it again on the same port."""
+        pid = self.state.nats_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_redis(self) -> None:
+        """Kills the embedded Redis; the supervisor starts it again, empty, on the same port."""
+        pid = self.state.redis_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def baton(self, *argv: str, timeout: float = CHANGE_DEADLINE) -> subprocess.CompletedProcess[str]:
+        """Any other command on this stack."""
+        return subprocess.run(
+            [sys.executable, "-m", "deploy.cli", *argv, "--run-dir", str(self.run_dir)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.supervisor.send_signal(signal.SIGINT)
+
+    def leftovers(self) -> list[int]:
+        """Processes of this stack that are still there."""
+        return [pid for pid in self._pids if _lives(pid)]
+
+    def stop(self) -> None:
+        """Two Ctrl-C, because open requests no longer matter; then force. Nothing is left afterwards."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._pids.update(child.pid for child in psutil.Process(self.supervisor.pid).children(recursive=True))
+        for _ in range(2):
+            if self.supervisor.poll() is None:
+                self.interrupt()
+                time.sleep(0.05)
+        try:
+            self.supervisor.wait(STOP_DEADLINE)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            self.supervisor.wait()
+        for pid in self.leftovers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        remove_leftovers(self.run_dir)
+
+    def wait_until_it_serves(self) -> None:
+        """Until GET /ready says 200."""
+        deadline = time.monotonic() + CHANGE_DEADLINE
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready", timeout=5) as response:
+                if response.status == 200:
+                    return
+            time.sleep(LOOK_EVERY)
+        raise AssertionError(f"{self.url}/ready did not say 200\n{self.last_words()}")
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@contextlib.contextmanager
+def running_stack(
+    folder: Path,
+    *,
+    model: Path | str | None = None,
+    engines: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    prefill: int = 0,
+    decode: int = 0,
+    tp_prefill: int | None = None,
+    tp_decode: int | None = None,
+    kvstore: str | None = None,
+    redis: bool = False,
+    gateways: int = 1,
+    tokenizers: int = 1,
+    detokenizers: int = 1,
+    coordinators: int = 1,
+    device: Literal["auto", "cpu", "cuda", "sim"] = "cpu",
+    settings: Sequence[str] = (),
+    more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningStack]:
+    """Starts a stack, yields it when it is ready and `/ready` says so, and ends it.
+
+    Without `model` it serves the demo model. Without `engines` there is one, but none beside pools. `kvstore` is the
+    KV store's memory ("64MiB"), "0" for none; `redis` starts one below it. `settings` are `--set`s, `more` any other
+    arguments of `baton up`.
+    """
+    chosen = {
+        "engines": engines,
+        "tp": tp,
+        "pp": pp,
+        "prefill": prefill,
+        "decode": decode,
+        "tp-prefill": tp_prefill,
+        "tp-decode": tp_decode,
+        "kvstore-memory": kvstore,
+        "gateways": gateways,
+        "tokenizers": tokenizers,
+        "detokenizers": detokenizers,
+        "coordinators": coordinators,
+    }
+    argv = [f"--{option}={value}" for option, value in chosen.items() if value is not None]
+    argv += ["--port=0", f"--device={device}", *(["--redis"] if redis else []), *(f"--set={each}" for each in settings)]
+    argv += more
+    if model is not None:
+        argv.append(f"--model={model}")
+    stack = RunningStack(folder / "stack", argv, environment)
+    try:
+        stack.until(lambda state: state.phase == "ready", START_DEADLINE)
+        stack.wait_until_it_serves()
+        yield stack
+    finally:
+        stack.stop()

@@ -1,0 +1,266 @@
+"""A worker for tests of the scheduler: its KV memory remembers what was written, so a wrong block table shows.
+
+The "keys and values" of a position are a digest of all tokens up to it; computing a token checks that every position
+before it lies in the sequence's blocks as it should. The next token is a function of that digest, so that the right
+output of any prompt is known without a scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shared.blocks import BLOCK_SIZE, hash_chain
+from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId, SequenceId
+from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import (
+    GenerateRequest,
+    GrammarCompiled,
+    SampledTokens,
+    StepFinished,
+    StepTiming,
+    TransferProgress,
+)
+from shared.messages.worker import SequenceWork, StepPlan, Transfer
+from shared.packing import pack, unpack
+from tests.support.engines.checking_store import HonestStore
+
+VOCABULARY = 24
+EOS = 3
+TIMING = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
+GATEWAY = GatewayId("gateway-1")
+DETOKENIZER = DetokenizerId("detokenizer-1")
+
+
+def card(max_model_len: int = 256) -> ModelCard:
+    return ModelCard(
+        name=ModelName("m"),
+        max_model_len=max_model_len,
+        vocab_size=VOCABULARY,
+        eos_token_ids=(EOS,),
+        dtype="float32",
+        created=0,
+    )
+
+
+def generate(
+    request: str,
+    prompt: list[int],
+    *,
+    attempt: int = 1,
+    resume: tuple[int, ...] = (),
+    detokenizer: DetokenizerId = DETOKENIZER,
+    arrival: float = 0.0,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    decode_on: EngineId | None = None,
+    grammar: Grammar | None = None,
+    **stopping: object,
+) -> GenerateRequest:
+    """A request as the coordinator sends it; `stopping` are fields of StopParams."""
+    tokens = pack([*prompt, *resume])
+    generation = Generation(
+        request=RequestId(request),
+        attempt=Attempt(attempt),
+        gateway=GATEWAY,
+        model=ModelName("m"),
+        tokens=tokens,
+        prompt_length=len(prompt),
+        block_hashes=b"".join(hash_chain(tokens, cache_salt)),
+        sampling=SamplingOptions(seed=0),
+        stopping=StopConditions(**stopping),  # type: ignore[arg-type]
+        priority=priority,
+        arrival=arrival,
+        cache_salt=cache_salt,
+        grammar=grammar,
+    )
+    return GenerateRequest(generation, detokenizer, decode_on)
+
+
+def digests(tokens: list[int]) -> list[int]:
+    """Of each beginning of `tokens`, from the first token on."""
+    return list(accumulate(tokens, lambda result, token: hash((result, token)), initial=0))[1:]
+
+
+def digest(tokens: list[int]) -> int:
+    return digests(tokens)[-1] if tokens else 0
+
+
+def next_token(tokens: list[int]) -> int:
+    return digest(tokens) % VOCABULARY
+
+
+def continuation(tokens: list[int], count: int) -> list[int]:
+    """The next tokens behind `tokens`."""
+    state, drawn = digest(tokens), list[int]()
+    for _ in range(count):
+        drawn.append(state % VOCABULARY)
+        state = hash((state, drawn[-1]))
+    return drawn
+
+
+def right_output(request: GenerateRequest, context: int) -> tuple[list[int], str]:
+    """All output tokens of a request and how it finishes, computed one by one."""
+    generation, stopping = request.generation, request.generation.stopping
+    tokens = unpack(generation.tokens)[: generation.prompt_length]
+    stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else (EOS,))}
+    room = context - len(tokens) if stopping.max_tokens is None else stopping.max_tokens
+    output: list[int] = []
+    state = digest(tokens)
+    while len(output) < room:
+        output.append(state % VOCABULARY)
+        state = hash((state, output[-1]))
+        if output[-1] in stops and len(output) > stopping.min_tokens:
+            return output, "stop"
+    return output, "length"
+
+
+@dataclass
+class _Held:
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+
+
+class HonestWorker:
+    """Executes plans one by one. `step` gives the result that a real worker would publish. `accepts` says how many of
+    so many drafts are accepted; where it is None, a plan with drafts is none of ours.
+
+    What is to be loaded lies there as rubbish until the last rank has copied it, and what is to be saved is read only
+    then: who uses the blocks too early, or gives them away, is found out.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        store: HonestStore | None = None,
+        ranks: int = 1,
+        accepts: Callable[[int], int] | None = None,
+    ) -> None:
+        self._accepts = accepts
+        self.compiling: list[Grammar] = []
+        """Those that were requested, and are not answered."""
+        self._compiled: set[Grammar] = set()
+        self._store = store
+        self._done = [0] * ranks
+        self._failed: set[int] = set()
+        self.copies: deque[Transfer] = deque()
+        """That some rank has not done yet."""
+        self._memory: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self._held: dict[SequenceId, _Held] = {}
+        self._expected: tuple[int, int] | None = None
+
+    def step(self, plan: StepPlan) -> StepFinished:
+        self._check_order(plan)
+        self._begin_copying(plan)
+        for released in plan.released:
+            del self._held[released]
+        for new in plan.new:
+            assert new.sequence not in self._held, "a sequence is sent twice"
+            assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
+            assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE)
+            assert new.grammar is None or new.grammar in self._compiled, "its grammar was never compiled"
+            self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed)
+        self.compiling += [grammar for grammar in plan.compile if grammar not in self.compiling]
+        accepted = [self._accepts(work.speculate) if self._accepts else 0 for work in plan.work]
+        each = list(zip(plan.work, accepted, strict=True))
+        writes = [self._compute(self._held[work.sequence], work, count) for work, count in each]
+        assert len(set().union(*writes)) == sum(map(len, writes)), "two sequences write to one place"
+        sampled = tuple(self._sample(work, count) for work, count in each if work.sample)
+        drafted = sum(work.speculate for work in plan.work)
+        positions = tuple(sum(count > place for count in accepted) for place in range(max(accepted, default=0)))
+        return StepFinished(
+            epoch=plan.epoch, step=plan.step, sampled=sampled, timing=TIMING, drafted=drafted, accepted=positions
+        )
+
+    def compile(self, error: str | None = None) -> GrammarCompiled:
+        """The oldest requested grammar is ready, or never will be."""
+        assert self._expected is not None
+        grammar = self.compiling.pop(0)
+        if error is None:
+            self._compiled.add(grammar)
+        return GrammarCompiled(epoch=Incarnation(self._expected[0]), grammar=grammar, error=error)
+
+    def _check_order(self, plan: StepPlan) -> None:
+        if self._expected is None or self._expected[0] != plan.epoch:
+            assert plan.step == 0
+            self._held.clear()
+            self.compiling.clear()
+            self._compiled.clear()
+            self._done, self._failed = [0] * len(self._done), set()
+            self.copies.clear()
+        else:
+            assert plan.step == self._expected[1]
+        self._expected = (plan.epoch, plan.step + 1)
+
+    def _begin_copying(self, plan: StepPlan) -> None:
+        for transfer in plan.transfers:
+            assert transfer.number == max([min(self._done) - 1, *(t.number for t in self.copies)]) + 1
+            self.copies.append(transfer)
+            if transfer.kind == "load":
+                for block in unpack(transfer.blocks):
+                    self._memory[block] = [None] * BLOCK_SIZE
+
+    def copy(self, rank: int, *, fails: bool = False) -> TransferProgress | None:
+        """One rank does its next transfer; None where it has done all."""
+        number = self._done[rank]
+        transfer = next((t for t in self.copies if t.number == number), None)
+        if transfer is None:
+            return None
+        self._done[rank] += 1
+        if fails:
+            self._failed.add(number)
+        if min(self._done) > number:
+            self.copies.popleft()
+            if number not in self._failed and not self._copied(transfer):
+                self._failed.add(number)
+        return self.report(rank)
+
+    def report(self, rank: int) -> TransferProgress | None:
+        """How far a rank's copying is; None before its first plan."""
+        if self._expected is None:
+            return None
+        failed = tuple(sorted(n for n in self._failed if n < self._done[rank]))
+        return TransferProgress(rank=rank, epoch=Incarnation(self._expected[0]), done=self._done[rank], failed=failed)
+
+    def _copied(self, transfer: Transfer) -> bool:
+        assert self._store is not None
+        for block, slot in zip(unpack(transfer.blocks), self._store.slots_of(transfer), strict=True):
+            if slot is None:
+                return False
+            if transfer.kind == "save":
+                slot.contents = self._memory[block].copy()
+            else:
+                self._memory[block] = slot.contents.copy()
+        return True
+
+    def _compute(self, held: _Held, work: SequenceWork, accepted: int) -> set[tuple[int, int]]:
+        """Writes what is accepted as it should be, and rubbish where drafts are rejected."""
+        held.blocks += unpack(work.blocks)
+        assert work.count > 0
+        end = held.computed + work.count
+        assert end <= len(held.tokens), "a token is computed before it is known"
+        fit = -(-(end + work.speculate) // BLOCK_SIZE)
+        assert len(held.blocks) >= fit if self._accepts else len(held.blocks) == fit, "blocks do not fit the work"
+        assert not work.speculate or (self._accepts and work.sample and work.count == 1), "drafts beside a prompt"
+        for position, expected in enumerate(digests(held.tokens[: held.computed])):
+            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            assert self._memory[block][offset] == expected, f"position {position} was overwritten"
+        places = set()
+        assert work.sample == (end == len(held.tokens)), "a sample is drawn exactly when all tokens are computed"
+        right = digests(held.tokens + continuation(held.tokens, accepted))
+        for position in range(held.computed, end + work.speculate):
+            block, offset = held.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            self._memory[block][offset] = right[position] if position < end + accepted else None
+            places.add((block, offset))
+        held.computed = end + accepted
+        return places
+
+    def _sample(self, work: SequenceWork, accepted: int) -> SampledTokens:
+        held = self._held[work.sequence]
+        drawn = continuation(held.tokens, accepted + 1)
+        held.tokens += drawn
+        return SampledTokens(work.sequence, tuple(drawn), drafted=work.speculate)

@@ -1,0 +1,151 @@
+"""Tool calls as models write them, in every format: what the parsers must read back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from services.gateway.parsing.events import (
+    ContentText,
+    ParseEvent,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallRetraction,
+    ToolCallStart,
+)
+from services.gateway.parsing.output_parser import OutputParser, ParserOptions
+from shared.messages.dialects import Dialect, ToolFormat
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+
+
+class Read(NamedTuple):
+    """What came of an output."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+    """Names, and arguments as JSON."""
+    broken: int = 0
+
+
+def written(form: ToolFormat, calls: list[Call], style: str = "") -> str:
+    """Several calls in one output. `style` tells a format's variants apart."""
+    match form, style:
+        case ("hermes", _):
+            return "\n".join(f"<tool_call>\n{_object(call, 'arguments')}\n</tool_call>" for call in calls)
+        case ("llama3_json", "tag"):
+            return "<|python_tag|>" + "; ".join(_object(call, "parameters") for call in calls)
+        case ("llama3_json", _):
+            return "; ".join(_object(call, "parameters") for call in calls)
+        case ("mistral", "named"):
+            return "".join(f"[TOOL_CALLS]{call.name}{_json(call.arguments)}" for call in calls)
+        case ("mistral", "args"):
+            return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls)
+        case ("mistral", _):
+            return "[TOOL_CALLS] [" + ", ".join(_object(call, "arguments") for call in calls) + "]"
+        case ("qwen3_xml", _):
+            return "\n".join(f"<tool_call>\n{_xml(call)}\n</tool_call>" for call in calls)
+        case ("pythonic", "json"):
+            return "[" + ", ".join(f"{call.name}({_keywords(call, _json)})" for call in calls) + "]"
+        case ("pythonic", _):
+            return "[" + ", ".join(f"{call.name}({_keywords(call)})" for call in calls) + "]"
+    raise AssertionError(form)
+
+
+STYLES: list[tuple[ToolFormat, str]] = [
+    ("hermes", ""),
+    ("llama3_json", ""),
+    ("llama3_json", "tag"),
+    ("mistral", ""),
+    ("mistral", "named"),
+    ("mistral", "args"),
+    ("qwen3_xml", ""),
+    ("pythonic", ""),
+    ("pythonic", "json"),
+]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _object(call: Call, key: str) -> str:
+    return f'{{"name": {_json(call.name)}, "{key}": {_json(call.arguments)}}}'
+
+
+def _keywords(call: Call, shown: Callable[[Any], str] = repr) -> str:
+    return ", ".join(f"{key}={shown(value)}" for key, value in call.arguments.items())
+
+
+def _xml(call: Call) -> str:
+    parameters = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+        for key, value in call.arguments.items()
+    )
+    return f"<function={call.name}>\n{parameters}</function>"
+
+
+def schema_of(call: Call) -> dict[str, Any]:
+    """A schema that says what type each argument has."""
+    return {"type": "object", "properties": {key: {"type": _type(value)} for key, value in call.arguments.items()}}
+
+
+def _type(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return "null" if value is None else names[type(value)]
+
+
+def read(
+    parts: list[str],
+    tools: ToolFormat | None,
+    schemas: dict[str, Any] | None = None,
+    *,
+    reasoning: Any = None,
+    thinking: Any = None,
+    truncated: bool = False,
+    parallel: bool = True,
+) -> Read:
+    """Parses an output that comes in these parts."""
+    parser = OutputParser(ParserOptions(Dialect(tools, reasoning), schemas or {}, parallel))
+    parser.thinking = thinking
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    return assembled([*pieces, *parser.finish(truncated=truncated)])
+
+
+def assembled(pieces: list[ParseEvent]) -> Read:
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    calling, broken = False, 0
+    for piece in pieces:
+        match piece:
+            case ContentText(text):
+                assert not calling, "text within a call"
+                content += text
+            case ReasoningText(text):
+                reasoning += text
+            case ToolCallStart(name):
+                assert not calling, "a call within a call"
+                calls.append((name, ""))
+                calling = True
+            case ToolCallArguments(text):
+                assert calling, "arguments of no call"
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case ToolCallEnd():
+                calling = False
+            case ToolCallRetraction():
+                calls.pop()
+                calling, broken = False, broken + 1
+    return Read(content, reasoning, calls, broken)
+
+
+def cut_at(text: str, places: list[int]) -> list[str]:
+    """The text in parts that begin at these places."""
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]

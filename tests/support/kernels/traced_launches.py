@@ -1,0 +1,151 @@
+"""What Triton would compile for our launches of a step's kernels, where there is no GPU: nothing is compiled or run.
+
+`python -m tests.support.kernels.traced_launches` prints what a worker's start has compiled, and what serving then
+compiles anew,
+which its users would wait for. It must run in a process that does not interpret kernels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from services.worker.batch.rows import RowRuns, rows_of
+from services.worker.batch.staging import packed
+from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
+from services.worker.ops.interface import BatchMeta
+from services.worker.ops.triton.attention.paged_attention import paged_attention
+from services.worker.ops.triton.moe.mixture import compile_all, mixture
+from services.worker.ops.triton.rotary import rope_and_store
+from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
+from shared.blocks import BLOCK_SIZE
+
+CONTEXT, MOST_ROWS, CAPTURED = 131072, 4096, 64
+HEADS, KV_HEADS, DIM, HIDDEN = 16, 4, 64, 1024
+CPU = torch.device("cpu")
+
+
+class Seen(msgspec.Struct):
+    """Names of kernels, each as often as it was compiled, and the greatest grid of each."""
+
+    at_start: list[str]
+    when_serving: list[str]
+    grids: dict[str, tuple[int, int, int]]
+
+
+class Launches:
+    """Replaces the driver of a GPU and for Triton's compiler."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.grids: dict[str, tuple[int, int, int]] = {}
+
+    def install(self) -> None:
+        target = GPUTarget("cuda", 90, 32)
+        driver.set_active(
+            SimpleNamespace(
+                get_current_device=lambda: 0,
+                get_current_stream=lambda _device: 0,
+                get_current_target=lambda: target,
+            )
+        )
+        launches = self
+
+        def compiled(kernel: Any, key: str, signature: object, device: int, *_: object) -> object:
+            launches.compiled.append(kernel.__name__)
+            made = kernel.device_caches[device][0][key] = launches._made(kernel.__name__)
+            return made
+
+        JITFunction._do_compile = compiled
+
+    def _made(self, name: str) -> SimpleNamespace:
+        def run(*arguments: Any) -> None:
+            before = self.grids.get(name, (0, 0, 0))
+            self.grids[name] = tuple(map(max, before, arguments[:3]))
+
+        made = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=lambda *_: None, run=run)
+        made.result = lambda: made
+        return made
+
+
+def layer(meta: BatchMeta) -> None:
+    """The launches of two layers, one of which has a window."""
+    rows = len(meta.positions)
+    x, norm = torch.empty((rows, HIDDEN), dtype=torch.bfloat16), torch.empty(HIDDEN)
+    caches = [torch.empty((4, KV_HEADS, BLOCK_SIZE, DIM), dtype=torch.bfloat16) for _ in range(2)]
+    qkv = torch.empty((rows, (HEADS + 2 * KV_HEADS) * DIM), dtype=torch.bfloat16)
+    how = {"heads": HEADS, "q_norm": None, "k_norm": None, "eps": 1e-5}
+    rms_norm(x, norm, 1e-5)
+    q = rope_and_store(qkv, meta.slots, meta.positions, torch.empty((4, DIM)), *caches, **how)
+    for window in (None, 1000):
+        paged_attention(q, *caches, meta, scale=DIM**-0.5, window=window, softcap=None)
+    add_rms_norm(x, x.clone(), norm, 1e-5)
+    gated_act(torch.empty((rows, 2 * HIDDEN), dtype=torch.bfloat16), "silu")
+    through_experts(mixture, rows)
+
+
+def through_experts(way: Callable[..., object], rows: int) -> None:
+    """As many experts as Qwen1.5-MoE has: no power of two, so that tiles do not grow where numbers of rows double."""
+    x, logits, gate_up, down = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, 64), (rows, 60), (60, 128, 64), (60, 64, 64))
+    )
+    way(x, logits, gate_up, down, chosen=4, renormalised=True, kind="silu")
+
+
+def step(*sequences: tuple[int, int]) -> None:
+    """Of (rows, context), as a worker packs them."""
+    counts, contexts = np.array(sequences, dtype=np.int32).T
+    numbers = np.arange(len(sequences))
+    tables = np.zeros((len(sequences), CONTEXT // BLOCK_SIZE), dtype=np.int32)
+    rows = rows_of(
+        RowRuns(numbers, numbers, contexts - counts, counts), tables, np.zeros((len(numbers), CONTEXT), np.int32)
+    )
+    together = packed(rows, rows.last_rows)
+    layer(together.tensors(torch.empty(together.length, dtype=torch.int32))[1])
+
+
+def start() -> None:
+    """As `torch_backend` does: eagerly first, then captures, then rehearsals of prefills."""
+    through_experts(compile_all, 1)
+    step((1, 1))
+    inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT)
+    for size in reversed(capture_sizes(CAPTURED)):
+        layer(inputs.views(size)[1])
+    for rows in (1 << power for power in range(1, MOST_ROWS.bit_length())):
+        step((rows, rows))
+        step((rows, CONTEXT))
+
+
+def serve(steps: int = 100) -> None:
+    """Steps of any sequences, as they come."""
+    chance = random.Random(0)
+    contexts = (2, 5, 15, 16, 17, 63, 64, 65, 500, 999, 4000, 9999, CONTEXT)
+    for _ in range(steps):
+        decodes = [(1, chance.choice(contexts)) for _ in range(chance.choice((0, 1, 2, 3, 7, 16, 17)))]
+        lengths = [chance.choice(contexts) for _ in range(chance.choice((0, 1, 2, 5)))]
+        prefills = [(chance.randint(2, min(length, MOST_ROWS // 5)), length) for length in lengths]
+        if decodes or prefills:
+            step(*decodes, *prefills)
+
+
+def main() -> None:
+    launches = Launches()
+    launches.install()
+    start()
+    count = len(launches.compiled)
+    serve()
+    found = Seen(launches.compiled[:count], launches.compiled[count:], launches.grids)
+    print(msgspec.json.encode(found).decode())
+
+
+if __name__ == "__main__":
+    main()

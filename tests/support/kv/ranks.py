@@ -1,0 +1,135 @@
+"""Ranks with KV memory on every kind of operations, and an arena between them as a store would make it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvstore.arena.owned_arena import OwnedArena
+from services.worker.kv.copier import RankKvCache
+from services.worker.kv.cuda_copier import CudaKvCopier
+from services.worker.kv.transfers import Outcome, Transfers
+from services.worker.ops.interface import Ops
+from services.worker.ops.native.build import Level
+from services.worker.ops.torch_ops import TorchOps
+from shared.blocks import BLOCK_SIZE
+from shared.ids import ArenaId
+from shared.messages.kvstore import KvLayout
+from shared.messages.worker import Transfer
+from shared.packing import pack
+from tests.support.kv.delayed_copies import LateBlockStream
+from tests.support.worker.native_batches import CPU, Rows, meta_of, native, random
+
+OpsKind = Literal["torch", "native", "staged"]
+"""staged: PyTorch's operations, on a device that copies by itself, and late."""
+ARENA = ArenaId(99)
+BLOCKS = 12
+
+
+def make_layout(dtype: str, *, layers: int = 3, kv_heads: int = 4, head_dim: int = 16, model: str = "m") -> KvLayout:
+    return KvLayout(model=model, dtype=dtype, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def make_arena(directory: Path, layout: KvLayout, slots: int = BLOCKS) -> OwnedArena:
+    """With every slot reserved."""
+    arena = OwnedArena.create(directory / "some.arena", ARENA, layout, slots)
+    for slot in range(slots):
+        reserve(arena, slot, slot + 1)
+    return arena
+
+
+def reserve(arena: OwnedArena, slot: int, generation: int) -> None:
+    arena.reserve(slot, generation, arena.header(slot).hash, bytes(16), BLOCK_SIZE)
+
+
+def transfer(
+    kind: Literal["save", "load"],
+    blocks: Iterable[int],
+    slots: Iterable[int],
+    *,
+    number: int = 0,
+    arena: ArenaId = ARENA,
+) -> Transfer:
+    """As a scheduler asks for it whose slots have the generations of `make_arena`."""
+    slots = list(slots)
+    return Transfer(
+        number=number,
+        kind=kind,
+        arena=arena,
+        path="some.arena",
+        blocks=pack(blocks),
+        slots=pack(slots),
+        generations=b"".join((slot + 1).to_bytes(8, "little") for slot in slots),
+    )
+
+
+class Rank:
+    """One rank's caches and what copies them. Its blocks are written by the operations themselves."""
+
+    def __init__(
+        self,
+        kind: OpsKind,
+        layout: KvLayout,
+        directory: Path,
+        heads: tuple[int, int] | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+        writes: bool = True,
+        level: Level | None = None,
+    ) -> None:
+        dtype = getattr(torch, layout.dtype)
+        self.layout = layout
+        self.first, last = heads or (0, layout.kv_heads)
+        self.heads = last - self.first
+        self.first_layer, end = layers or (0, layout.layers)
+        self.ops: Ops = native(dtype, level=level) if kind == "native" else TorchOps(CPU, dtype)
+        self.caches = [self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim) for _ in range(self.first_layer, end)]
+        staged = CudaKvCopier(self.caches, LateBlockStream)
+        copier = staged if kind == "staged" else self.ops.kv_copier(self.caches, layout.head_dim)
+        self.share = RankKvCache(
+            layout, self.first, self.heads, writes, BLOCKS, copier, self.first_layer, len(self.caches)
+        )
+        self.transfers = Transfers(self.share, directory)
+
+    def compute(self, seed: int = 0) -> None:
+        """Fills every block, each layer with the keys and values of `seed` for these heads."""
+        meta = meta_of([Rows(BLOCKS * BLOCK_SIZE, BLOCKS * BLOCK_SIZE, tuple(range(BLOCKS)))])
+        for layer, (keys, values) in enumerate(self.caches, start=self.first_layer):
+            self.ops.rope_and_store(
+                computed(self.layout, seed + layer, self.first, self.heads),
+                meta,
+                unrotated(self.layout),
+                keys,
+                values,
+                heads=1,
+                q_norm=None,
+                k_norm=None,
+                eps=1e-6,
+            )
+
+    def save(self, blocks: Iterable[int], slots: Iterable[int]) -> Outcome:
+        return self.transfers.run(transfer("save", blocks, slots), lambda: False)
+
+    def load(self, blocks: Iterable[int], slots: Iterable[int]) -> Outcome:
+        return self.transfers.run(transfer("load", blocks, slots), lambda: False)
+
+    def block(self, number: int) -> Tensor:
+        """All that the rank's caches hold of it, as the operations lay it out."""
+        return torch.stack([cache[number] for halves in self.caches for cache in halves])
+
+
+def computed(layout: KvLayout, seed: int, first: int, heads: int) -> Tensor:
+    """Rows of a query, keys and values: [tokens, (1 + 2 * heads) * head_dim], of a model's heads from `first` on."""
+    rows = random(BLOCKS * BLOCK_SIZE, 2, layout.kv_heads, layout.head_dim, seed=seed)
+    part = rows[:, :, first : first + heads].reshape(len(rows), -1)
+    return torch.cat((torch.zeros(len(rows), layout.head_dim), part), dim=1).to(getattr(torch, layout.dtype))
+
+
+def unrotated(layout: KvLayout) -> Tensor:
+    """Positions that leave everything as it is."""
+    half = torch.ones(BLOCKS * BLOCK_SIZE, layout.head_dim // 2)
+    return torch.cat((half, torch.zeros_like(half)), dim=1)

@@ -1,0 +1,138 @@
+"""Tiny random checkpoints of every model family, and what `transformers` makes of them: the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+VOCABULARY = 160
+POSITIONS = 256
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_theta": 1_000_000.0, "rope_type": "linear", "factor": 8.0},
+    "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+}
+
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-biased-tied": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": _LINEAR}),
+    "llama-llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3, "num_key_value_heads": 1}),
+    "mistral": ("MistralConfig", {"sliding_window": 24}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2-yarn-sliding": (
+        "Qwen2Config",
+        {"rope_parameters": _YARN, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "gemma2": (
+        "Gemma2Config",
+        {"sliding_window": 24, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 24, "sliding_window_pattern": 3, "rope_parameters": _GEMMA3_ROPE},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One checkpoint on disk, and the reference that wrote it."""
+
+    family: str
+    path: Path
+    reference: Any
+    generated: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocabulary] of the reference."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+        return logits
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """`count` tokens as `transformers` generates them; found once for each prompt."""
+        asked = (tuple(prompt), count)
+        if asked not in self.generated:
+            self.generated[asked] = self._generated(prompt, count)
+        return list(self.generated[asked])
+
+    def _generated(self, prompt: list[int], count: int) -> list[int]:
+        config = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+        with torch.inference_mode():
+            output = self.reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                generation_config=config,
+            )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+
+def make_config(family: str, **changes: Any) -> PretrainedConfig:
+    """The tiny configuration of `family`, with `changes`."""
+    kind, own = FAMILIES[family]
+    config: PretrainedConfig = getattr(transformers, kind)(**{**_SHAPE, **own, **changes})
+    return config
+
+
+def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: Any) -> TinyModel:
+    """Writes the checkpoint to `path`. The same weights every time; norms and biases too are random."""
+    torch.manual_seed(sum(map(ord, family)))
+    # Eager attention is the one that every family has, soft caps included.
+    model = AutoModelForCausalLM.from_config(make_config(family, **changes), attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
+    model.eval().save_pretrained(path, max_shard_size=shard_size)
+    # The reference goes on after an end token, as a backend does that is not stopped.
+    model.generation_config.eos_token_id = None
+    return TinyModel(family, path, model)
+
+
+def write_word_tokenizer(folder: Path) -> None:
+    """A word for each token of a tiny model."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))

@@ -1,0 +1,93 @@
+"""Batches for the native operations' tests, and what they should give, computed in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from services.worker.ops.interface import BatchMeta
+from services.worker.ops.native.build import Level, best_level
+from services.worker.ops.native.native_ops import NativeOps
+from shared.blocks import BLOCK_SIZE
+
+CPU = torch.device("cpu")
+
+
+@cache
+def native(dtype: torch.dtype, threads: int = 2, level: Level | None = None) -> NativeOps:
+    return NativeOps(CPU, dtype, threads=threads, level=level or best_level())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A sequence's part in a step: its last `count` of `context` tokens."""
+
+    count: int
+    context: int
+    blocks: tuple[int, ...]
+
+
+def scattered_blocks(contexts: list[int], seed: int = 0) -> list[tuple[int, ...]]:
+    """Blocks for each context, in no order, none shared; block 0 is unused."""
+    needed = [-(-context // BLOCK_SIZE) for context in contexts]
+    order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    return [tuple(order.pop() for _ in range(count)) for count in needed]
+
+
+def meta_of(sequences: list[Rows]) -> BatchMeta:
+    """Decodes (one row) must come first."""
+    starts, positions, slots = [0], [], []
+    for rows in sequences:
+        starts.append(starts[-1] + rows.count)
+        for position in range(rows.context - rows.count, rows.context):
+            positions.append(position)
+            slots.append(rows.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    width = max(len(rows.blocks) for rows in sequences)
+    prefills = tuple((rows.count, rows.context) for rows in sequences if rows.count > 1)
+    return BatchMeta(
+        query_starts=_ints(starts),
+        context_lens=_ints([rows.context for rows in sequences]),
+        block_tables=_ints([[*rows.blocks, *[0] * (width - len(rows.blocks))] for rows in sequences]),
+        slots=_ints(slots),
+        positions=_ints(positions),
+        logits_rows=_ints([start - 1 for start in starts[1:]]),
+        num_decodes=len(sequences) - len(prefills),
+        prefills=prefills,
+        max_query=max(rows.count for rows in sequences),
+        max_context=max(rows.context for rows in sequences),
+    )
+
+
+def _ints(values: list[int] | list[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Of one sequence: q [rows, H, D], the last rows of k and v [context, KV, D] → [rows, H * D] float64."""
+    rows, heads, _ = q.shape
+    context, kv_heads, _ = k.shape
+    k, v = (x.double().repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    scores = torch.einsum("rhd,chd->hrc", q.double(), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(context - rows, context).unsqueeze(1)
+    token = torch.arange(context)
+    seen = (token <= position) & (token > position - (window or context + 1))
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hrc,chd->rhd", weights, v).reshape(rows, -1)
+
+
+def rope_reference(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [n, heads, D] and cos_sin [n, D] → rotated, float64."""
+    cos, sin = cos_sin.double().unsqueeze(1).chunk(2, dim=-1)
+    low, high = x.double().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

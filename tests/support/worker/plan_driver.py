@@ -1,0 +1,198 @@
+"""Plays the scheduler to a backend: gives out blocks, cuts prompts to chunks, shares prefixes, preempts.
+
+Plans nothing well; it exists to bring a backend into every situation that a scheduler can bring it into. Blocks are
+given out in an order of their own, so that a backend which takes tables for consecutive is found out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from services.worker.backend import Backend, run_step
+from shared.blocks import BLOCK_SIZE
+from shared.ids import Incarnation, SequenceId
+from shared.messages.generation import Grammar, SamplingOptions, TokenLogprobs
+from shared.messages.scheduler import SequencePromptLogprobs
+from shared.messages.worker import NewSequence, SequenceWork, StepPlan
+from shared.packing import pack
+
+GREEDY = SamplingOptions(seed=0, temperature=0.0)
+
+
+@dataclass
+class Sequence:
+    """One sequence as the driver sees it."""
+
+    id: SequenceId
+    tokens: list[int]
+    prompt_length: int
+    sampling: SamplingOptions
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    wanted: int
+    computed: int = 0
+    held: bool = False
+    """Whether it was sent to the backend."""
+    blocks: list[int] = field(default_factory=list)
+    own_blocks: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    grammar: Grammar | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def done(self) -> bool:
+        return len(self.output) >= self.wanted
+
+
+class Driver:
+    """Runs sequences on `backend`, at most `budget` tokens a step."""
+
+    def __init__(self, backend: Backend, *, budget: int = 512, epoch: int = 1, speculate: int = 0) -> None:
+        """`speculate`: drafts that every decode may verify."""
+        self.backend = backend
+        self.budget = budget
+        self.speculate = speculate
+        self.drafted = self.accepted = 0
+        self.scored: list[SequencePromptLogprobs] = []
+        self.sequences: dict[SequenceId, Sequence] = {}
+        self._free = list(range(backend.num_blocks))
+        Random(0).shuffle(self._free)
+        self._epoch = Incarnation(epoch)
+        self._step = 0
+        self._released: list[SequenceId] = []
+        self._next_id = 0
+
+    def add(
+        self,
+        tokens: list[int],
+        wanted: int,
+        *,
+        sampling: SamplingOptions = GREEDY,
+        prompt_length: int | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: tuple[int, ...] = (),
+        grammar: Grammar | None = None,
+    ) -> Sequence:
+        """A sequence that wants `wanted` output tokens, those behind `prompt_length` in `tokens` counted."""
+        sequence = Sequence(
+            SequenceId(self._next_id),
+            list(tokens),
+            len(tokens) if prompt_length is None else prompt_length,
+            sampling,
+            min_tokens,
+            stop_token_ids,
+            wanted,
+            grammar=grammar,
+        )
+        self._next_id += 1
+        self.sequences[sequence.id] = sequence
+        return sequence
+
+    def share_prefix(self, sequence: Sequence, other: Sequence) -> int:
+        """Gives `sequence` the computed full blocks of `other` that begin with the same tokens; how many tokens."""
+        most = min(other.computed, len(sequence.tokens) - 1)
+        equal = 0
+        while equal < most and sequence.tokens[equal] == other.tokens[equal]:
+            equal += 1
+        blocks = equal // BLOCK_SIZE
+        sequence.blocks = other.blocks[:blocks]
+        sequence.computed = blocks * BLOCK_SIZE
+        return sequence.computed
+
+    def give_loaded(self, sequence: Sequence, count: int) -> list[int]:
+        """Fresh blocks for the first `count` blocks of `sequence`; the caller fills them before the next step."""
+        sequence.own_blocks = [self._free.pop() for _ in range(count)]
+        sequence.blocks = list(sequence.own_blocks)
+        sequence.computed = count * BLOCK_SIZE
+        return list(sequence.blocks)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes everything from `sequence`; it will be computed again, its output as part of its tokens."""
+        if sequence.held:
+            self._released.append(sequence.id)
+        self._free = sequence.own_blocks + self._free
+        sequence.own_blocks, sequence.blocks = [], []
+        sequence.computed, sequence.held = 0, False
+
+    def drop(self, sequence: Sequence) -> None:
+        """Its client is gone: it leaves and its blocks are the next one's."""
+        del self.sequences[sequence.id]
+        if sequence.held:
+            self._released.append(sequence.id)
+        self._free += sequence.own_blocks
+
+    def step(self) -> None:
+        """One step of every sequence that is not done, as far as the budget goes."""
+        left, new, work = self.budget, [], []
+        for sequence in self.sequences.values():
+            if sequence.done or left == 0:
+                continue
+            count = min(left, len(sequence.tokens) - sequence.computed)
+            left -= count
+            if not sequence.held:
+                new.append(self._new(sequence))
+            work.append(self._work(sequence, count))
+        plan = StepPlan(
+            epoch=self._epoch, step=self._step, released=tuple(self._released), new=tuple(new), work=tuple(work)
+        )
+        self._released = []
+        self._step += 1
+        self._take(plan)
+
+    def run(self) -> None:
+        """Steps until every sequence is done, then releases them."""
+        while not all(sequence.done for sequence in self.sequences.values()):
+            self.step()
+        self.release_done()
+
+    def release_done(self) -> None:
+        """Releases what is done with a step that computes nothing."""
+        for sequence in [s for s in self.sequences.values() if s.done]:
+            del self.sequences[sequence.id]
+            if sequence.held:
+                self._released.append(sequence.id)
+            self._free = sequence.own_blocks + self._free
+        self.step()
+
+    def _new(self, sequence: Sequence) -> NewSequence:
+        sequence.held = True
+        return NewSequence(
+            sequence=sequence.id,
+            tokens=pack(sequence.tokens),
+            prompt_length=sequence.prompt_length,
+            computed=sequence.computed,
+            blocks=pack(sequence.blocks),
+            sampling=sequence.sampling,
+            min_tokens=sequence.min_tokens,
+            stop_token_ids=sequence.stop_token_ids,
+            grammar=sequence.grammar,
+        )
+
+    def _work(self, sequence: Sequence, count: int) -> SequenceWork:
+        sequence.computed += count
+        samples = sequence.computed == len(sequence.tokens)
+        speculate = self.speculate if samples and count == 1 else 0
+        longest = min(sequence.computed + speculate, self.backend.card.max_model_len)
+        missing = max(0, -(-longest // BLOCK_SIZE) - len(sequence.blocks))
+        fresh = [self._free.pop() for _ in range(missing)]
+        sequence.blocks += fresh
+        sequence.own_blocks += fresh
+        return SequenceWork(sequence.id, count, pack(fresh), samples, speculate)
+
+    def _take(self, plan: StepPlan) -> None:
+        output = run_step(self.backend, plan)
+        assert [s.sequence for s in output.sampled] == [w.sequence for w in plan.work if w.sample]
+        for sampled in output.sampled:
+            sequence = self.sequences[sampled.sequence]
+            # What lies behind the last token wanted is dropped, as a scheduler does.
+            kept = sampled.tokens[: sequence.wanted - len(sequence.output)]
+            sequence.tokens += kept
+            sequence.logprobs += (sampled.logprobs or ())[: len(kept)]
+            sequence.computed = len(sequence.tokens) - 1
+        self.scored += output.scored
+        self.drafted += output.drafted
+        self.accepted += sum(output.accepted)

@@ -1,0 +1,214 @@
+"""One rank of engines of several, as a process of its own: `python -m tests.support.worker.rank_process RANK`.
+
+Hears `Serve`, and then plans, from standard input; says `Serving` and, where it draws, `Drew` on standard output. Both
+are MessagePack, each message behind its length. `tests/support/worker/rank_processes.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from msgspec import Struct
+
+from services.worker.backend import MAX_LAUNCHED_STEPS, Step, StepOutput
+from services.worker.distributed.communicator import SingleRank, SingleStage
+from services.worker.distributed.torch_ranks import RankTopology, join
+from services.worker.executor.device_runner import DeviceRunner
+from services.worker.executor.host_runner import HostRunner
+from services.worker.ops.interface import OpsName
+from services.worker.speculation.settings import SpeculationSettings
+from shared.ids import Incarnation
+from shared.messages.lifecycle import ModelCard
+from shared.messages.scheduler import SampledTokens
+from shared.messages.worker import StepPlan
+from tests.support.worker.launched_rank import Runner, launching
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+LENGTH_BYTES = 4
+JOIN_DEADLINE = timedelta(seconds=60)
+
+
+class Serve(Struct, frozen=True, tag=True):
+    """Join the ranks of an engine, and load a model. Ranks that the engine has no place for only say so."""
+
+    model: str
+    ops: OpsName
+    rendezvous: str
+    tp: int
+    stages: int
+    layers: tuple[int, ...] = ()
+    kv_memory: int = 4 << 20
+    drafts: int = 0
+    """Tokens that n-gram look-up may draft."""
+    speculation: SpeculationSettings | None = None
+    """Another method."""
+    launched: bool = False
+    """Step after step is begun before the tokens of the one before are known."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.stages
+
+    @property
+    def draws(self) -> int:
+        """The rank that draws."""
+        return self.tp * (self.stages - 1)
+
+
+class Serving(Struct, frozen=True):
+    num_blocks: int
+    card: ModelCard
+    words: int
+    """Of the vocabulary in this rank's embedding; 0 on stages without one."""
+    layers: int
+    block_bytes: int
+    max_speculate: int
+
+
+class Drew(Struct, frozen=True):
+    step: int
+    sampled: tuple[SampledTokens, ...]
+    drafted: int
+    accepted: tuple[int, ...]
+    logits: list[list[float]]
+    """Of each row that was drawn from."""
+
+
+Heard = Serve | StepPlan
+
+
+def write(stream: IO[bytes], message: Struct | None) -> None:
+    payload = msgspec.msgpack.encode(message)
+    stream.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+    stream.flush()
+
+
+def read(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end."""
+    length = stream.read(LENGTH_BYTES)
+    return stream.read(int.from_bytes(length, "little")) if len(length) == LENGTH_BYTES else None
+
+
+def served(rank: int, asked: Serve) -> HostRunner:
+    communicator, pipeline = SingleRank(), SingleStage()
+    if asked.world_size > 1:
+        communicator, pipeline = join(  # type: ignore[assignment]
+            RankTopology(rank, asked.world_size, asked.stages),
+            init_method=f"file://{asked.rendezvous}",
+            device=torch.device("cpu"),
+            timeout=JOIN_DEADLINE,
+        )
+    return tiny_backend(
+        Path(asked.model),
+        dtype="float32",
+        kv_memory_bytes=asked.kv_memory,
+        max_num_seqs=8,
+        max_batch_tokens=64,
+        rank=communicator.rank,
+        world_size=communicator.world_size,
+        communicator=communicator,
+        ops=asked.ops,
+        pipeline=pipeline,
+        layers=asked.layers or None,
+        speculation=asked.speculation
+        or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
+    )
+
+
+def serving(backend: HostRunner) -> Serving:
+    decoder = backend.rank.decoder
+    embedding = decoder._weights.embedding
+    return Serving(
+        num_blocks=backend.num_blocks,
+        card=backend.card,
+        words=0 if embedding is None else len(embedding),
+        layers=len(decoder._weights.layers),
+        block_bytes=decoder.kv_block_bytes,
+        max_speculate=backend.max_speculate,
+    )
+
+
+class Launched(NamedTuple):
+    plan: StepPlan
+    step: Step
+    logits: list[list[float]]
+
+
+class Rank:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.asked: Serve | None = None
+        self.backend: Runner | None = None
+        self.launched: queue.Queue[Launched] = queue.Queue(MAX_LAUNCHED_STEPS - 1)
+        """Beside the one that is awaited."""
+        threading.Thread(target=self._answer_all, daemon=True).start()
+        self.epoch: Incarnation | None = None
+        self.logits = record_logits(pytest.MonkeyPatch())
+
+    def serve(self, asked: Serve) -> Serving | None:
+        self.launched.join()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        self.asked, self.backend, self.epoch = asked, None, None
+        if self.rank >= asked.world_size:
+            return None
+        backend = served(self.rank, asked)
+        self.backend = launching(backend) if asked.launched else backend
+        return serving(backend)
+
+    def step(self, plan: StepPlan) -> None:
+        assert self.backend is not None
+        if plan.epoch != self.epoch:
+            self.epoch = plan.epoch
+            self.launched.join()
+            self.backend.reset()
+        self.logits.clear()
+        if isinstance(self.backend, DeviceRunner):
+            self.launched.put(Launched(plan, self.backend.begin(plan), self._rows()))
+        else:
+            self._tell(plan, self.backend.step(plan), self._rows())
+
+    def _rows(self) -> list[list[float]]:
+        return [row for logits in self.logits for row in logits.tolist()]
+
+    def _answer_all(self) -> None:
+        while True:
+            plan, step, rows = self.launched.get()
+            try:
+                self._tell(plan, step.result(), rows)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            self.launched.task_done()
+
+    def _tell(self, plan: StepPlan, output: StepOutput, rows: list[list[float]]) -> None:
+        assert self.asked is not None
+        if self.rank == self.asked.draws:
+            drew = Drew(plan.step, output.sampled, output.drafted, output.accepted, rows)
+            write(sys.stdout.buffer, drew)
+
+
+def main(rank: str) -> None:
+    this = Rank(int(rank))
+    decoder = msgspec.msgpack.Decoder(Serve)
+    plans = msgspec.msgpack.Decoder(StepPlan)
+    while (payload := read(sys.stdin.buffer)) is not None:
+        if payload[0] >> 4 == 0x8:  # a map: `Serve`; plans are arrays
+            write(sys.stdout.buffer, this.serve(decoder.decode(payload)))
+        else:
+            this.step(plans.decode(payload))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

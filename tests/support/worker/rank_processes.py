@@ -1,0 +1,223 @@
+"""Engines of several ranks without a bus: real rank processes, and the real scheduler's core on top of them.
+
+with rank_processes(4, folder) as ranks:
+    engine = ranks.serve(model.path, tp=2, stages=2, limits=Limits(run_ahead=1))
+    request = engine.ask(prompt, 8)
+    engine.run()
+    request.tokens
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.events import Output, SendPlan, SendTokens, WorkersReady
+from services.scheduler.core.invariants import check
+from services.scheduler.core.limits import EngineLimits
+from services.worker.ops.interface import OpsName
+from services.worker.speculation.settings import SpeculationSettings
+from shared.blocks import hash_chain
+from shared.ids import Attempt, EngineId, Incarnation, ModelName, RequestId
+from shared.messages.generation import Generation, SamplingOptions, StopConditions
+from shared.messages.scheduler import GenerateRequest, StepFinished
+from shared.packing import pack
+from tests.support.engines.checking_worker import DETOKENIZER, GATEWAY, TIMING
+from tests.support.worker.plan_driver import GREEDY
+from tests.support.worker.rank_process import Drew, Serve, Serving, read, write
+
+_rendezvous = count()
+
+
+@dataclass
+class Request:
+    tokens: list[int] = field(default_factory=list)
+    """Its output so far."""
+    cached: int = 0
+    """Prompt tokens that were found computed."""
+    over: bool = False
+
+
+class RankProcesses:
+    """Owns the processes. The ranks of an engine are the first of them."""
+
+    def __init__(self, size: int, folder: Path, module: str = "tests.support.worker.rank_process") -> None:
+        self._folder = folder
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(size)
+        ]
+
+    def serve(
+        self,
+        model: Path,
+        *,
+        tp: int = 1,
+        stages: int = 1,
+        layers: tuple[int, ...] = (),
+        ops: OpsName = "torch",
+        limits: EngineLimits | None = None,
+        kv_memory: int = 4 << 20,
+        drafts: int = 0,
+        speculation: SpeculationSettings | None = None,
+        launched: bool = False,
+    ) -> EngineOfRanks:
+        """An engine of `tp` × `stages` ranks, which replaces the one before."""
+        rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
+        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation, launched)
+        for process in self._processes:
+            write(_pipe(process.stdin), asked)
+        answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]
+        return EngineOfRanks(
+            self, asked, [answer for answer in answers if answer is not None], limits or EngineLimits()
+        )
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def read(self, rank: int) -> bytes:
+        payload = read(_pipe(self._processes[rank].stdout))
+        assert payload is not None, f"rank {rank} has ended: {self._processes[rank].wait()}"
+        return payload
+
+    def tell(self, ranks: int, message: msgspec.Struct) -> None:
+        for process in self._processes[:ranks]:
+            write(_pipe(process.stdin), message)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+class EngineOfRanks:
+    """A scheduler's core and its ranks. Plans in flight are in the ranks' pipes."""
+
+    def __init__(self, ranks: RankProcesses, asked: Serve, serving: list[Serving], limits: EngineLimits) -> None:
+        assert len(serving) == asked.world_size
+        self.serving = serving
+        self.core = EngineCore(EngineId("e"), Incarnation(1), limits)
+        self.logits: list[list[float]] = []
+        """Of every row drawn from, in order."""
+        self.most_in_flight = 0
+        self.steps = 0
+        self.accepted = 0
+        """Drafts that stood."""
+        self._ranks = ranks
+        self._asked = asked
+        self._requests: dict[str, Request] = {}
+        self._in_flight = 0
+        self._tell(
+            WorkersReady(
+                serving[0].card,
+                min(one.num_blocks for one in serving),
+                max_running=8,
+                max_batch_tokens=64,
+                world_size=asked.world_size,
+                stages=asked.stages,
+                max_speculate=min(one.max_speculate for one in serving),
+            )
+        )
+
+    def ask(self, prompt: list[int], output: int, sampling: SamplingOptions = GREEDY) -> Request:
+        name = f"r{len(self._requests)}"
+        tokens = pack(prompt)
+        generation = Generation(
+            request=RequestId(name),
+            attempt=Attempt(1),
+            gateway=GATEWAY,
+            model=ModelName("tiny"),
+            tokens=tokens,
+            prompt_length=len(prompt),
+            block_hashes=b"".join(hash_chain(tokens, None)),
+            sampling=sampling,
+            stopping=StopConditions(max_tokens=output, ignore_eos=True),
+        )
+        self._requests[name] = Request()
+        self._tell(GenerateRequest(generation, DETOKENIZER))
+        return self._requests[name]
+
+    def step(self) -> None:
+        """Takes the next result in."""
+        drew = msgspec.msgpack.decode(self._ranks.read(self._asked.draws), type=Drew)
+        self._in_flight -= 1
+        self.steps += 1
+        self.logits += drew.logits
+        self.accepted += sum(drew.accepted)
+        self._tell(
+            StepFinished(
+                epoch=self._epoch,
+                step=drew.step,
+                sampled=drew.sampled,
+                timing=TIMING,
+                drafted=drew.drafted,
+                accepted=drew.accepted,
+            )
+        )
+        check(self.core)
+
+    def run(self) -> None:
+        """Until all requests are over and nothing is in flight."""
+        while self._in_flight:
+            self.step()
+        assert all(request.over for request in self._requests.values())
+
+    @property
+    def preemptions(self) -> int:
+        assert self.core.epoch_state is not None
+        return self.core.epoch_state.planner.preemption.count
+
+    @property
+    def _epoch(self) -> Incarnation:
+        assert self.core.epoch_state is not None
+        return self.core.epoch_state.steps.epoch
+
+    def _tell(self, event: WorkersReady | GenerateRequest | StepFinished) -> None:
+        for output in self.core.handle(event, 0.0):
+            self._hear(output)
+
+    def _hear(self, output: Output) -> None:
+        match output:
+            case SendPlan(plan):
+                self._in_flight += 1
+                self.most_in_flight = max(self.most_in_flight, self._in_flight)
+                self._ranks.tell(self._asked.world_size, plan)
+            case SendTokens(_, batch):
+                for opened in batch.opened:
+                    self._requests[opened.request].cached = opened.cached_tokens
+                for entry in batch.entries:
+                    request = self._requests[entry.request]
+                    assert entry.position == len(request.tokens)
+                    request.tokens += entry.tokens
+                    request.over = entry.finish is not None
+            case _:
+                raise AssertionError(output)
+
+
+@contextlib.contextmanager
+def rank_processes(size: int, folder: Path) -> Iterator[RankProcesses]:
+    ranks = RankProcesses(size, folder)
+    try:
+        yield ranks
+    finally:
+        ranks.close()

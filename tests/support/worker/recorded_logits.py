@@ -1,0 +1,24 @@
+"""What a model runner is about to draw from, for comparing it with what it should be."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from services.worker.executor import device_runner, host_runner
+from services.worker.sampling.history import HistoryLookup
+from services.worker.sampling.parameters import SamplingBatch
+from services.worker.sampling.sampler import SamplerOutput, sample
+
+
+def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The logits of every step from here on, before anything is done to them."""
+    record: list[Tensor] = []
+
+    def recording(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
+        record.append(logits.clone())
+        return sample(logits, choices, history)
+
+    for runner in (host_runner, device_runner):
+        monkeypatch.setattr(runner, "sample", recording)
+    return record

@@ -1,0 +1,232 @@
+"""What a coordinator does with requests that no engine can take at once, or ever."""
+
+from __future__ import annotations
+
+from services.coordinator.core.actions import NotifyGateway, PlaceRequest
+from services.coordinator.core.coordinator import Coordinator
+from services.coordinator.core.settings import CoordinatorLimits
+from shared.ids import Attempt, InstanceId, RequestId
+from shared.messages.coordinator import Withdraw
+from shared.messages.gateway import RequestPlaced, RequestQueued, RequestRejected
+from shared.messages.lifecycle import Lifecycle
+from shared.messages.scheduler import GenerateRequest
+from tests.support.engines.coordinator_events import GATEWAY, at, detokenizer, engine, life, route, summary
+
+FULL = engine("a", waiting=8)
+LIMITS = CoordinatorLimits(queue=2, queue_seconds=10, expect_seconds=5)
+
+
+def coordinator(*lives: Lifecycle, limits: CoordinatorLimits = LIMITS) -> Coordinator:
+    core = Coordinator(InstanceId("coordinator-1"), limits)
+    for heard in lives:
+        core.lifecycle(heard, at(0))
+    return core
+
+
+def rejection(core: Coordinator, **parameters: object) -> RequestRejected:
+    (action,) = core.route(route("r", **parameters), at(1))  # type: ignore[arg-type]
+    assert isinstance(action, NotifyGateway)
+    assert isinstance(action.message, RequestRejected)
+    return action.message
+
+
+def test_a_prompt_over_the_context_is_the_clients_fault() -> None:
+    rejected = rejection(coordinator(engine("a"), detokenizer()), prompt=64, max_tokens=None)
+    assert (rejected.kind, rejected.field) == ("invalid_request", "messages")
+    assert rejected.message == (
+        "This model's maximum context length is 64 tokens. However, your request has 64 input tokens, and the output "
+        "needs one at least. Please reduce the length of the input."
+    )
+    assert rejected.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
+    core = coordinator(engine("a"), detokenizer())
+    assert summary(core.route(route("r", prompt=63, max_tokens=None), at(1))) == [("place", "r", "a")]
+
+
+def test_more_tokens_than_the_context_holds_are_refused_as_vllm_does() -> None:
+    rejected = rejection(coordinator(engine("a"), detokenizer()), prompt=60, max_tokens=5)
+    assert (rejected.kind, rejected.field) == ("invalid_request", "max_tokens")
+    assert rejected.message == (
+        "'max_tokens' or 'max_completion_tokens' is too large: 5. This model's maximum context length is 64 tokens "
+        "and your request has 60 input tokens (5 > 64 - 60)."
+    )
+
+
+def test_a_request_queued_before_the_model_was_known_is_judged_when_it_is() -> None:
+    core = coordinator()
+    assert summary(core.route(route("r", prompt=99), at(1))) == [("queued", "r")]
+    core.lifecycle(detokenizer(), at(1.5))
+    assert summary(core.lifecycle(engine("a"), at(2))) == [("rejected", "r", "invalid_request")]
+
+
+def test_the_queue_is_first_come_first_served_within_a_priority() -> None:
+    core = coordinator(FULL, detokenizer(), limits=CoordinatorLimits(queue=9))
+    for request, priority, arrival in (("late", 0, 2.0), ("early", 0, 1.0), ("urgent", -1, 3.0)):
+        assert summary(core.route(route(request, priority=priority, arrival=arrival), at(1))) == [("queued", request)]
+    placed = core.lifecycle(engine("a", waiting=6), at(1.5)) + core.lifecycle(engine("a", waiting=7), at(2))
+    assert [line[1] for line in summary(placed)] == ["urgent", "early", "late"]
+
+
+def test_a_new_request_does_not_overtake_the_queue() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("first", arrival=1.0), at(1))
+    core.fleet.record_lifecycle(engine("a", waiting=7), at(2))  # room for one, and no request was placed for it yet
+    actions = core.route(route("second", arrival=2.0), at(2))
+    assert summary(actions) == [("place", "first", "a"), ("queued", "second")]
+
+
+def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("r0"), at(1))
+    core.route(route("r1"), at(1))
+    (action,) = core.route(route("r2"), at(4.5))
+    assert isinstance(action, NotifyGateway)
+    assert isinstance(action.message, RequestRejected)
+    assert (action.message.kind, action.message.retry_after) == ("overloaded", 4.0)
+    assert len(core.queue) == 2
+
+
+def test_without_any_queue_a_request_still_finds_a_free_engine() -> None:
+    core = coordinator(engine("a"), detokenizer(), limits=CoordinatorLimits(queue=0))
+    assert summary(core.route(route("r"), at(1))) == [("place", "r", "a")]
+
+
+def test_waiting_has_an_end() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("r"), at(1))
+    for second in range(2, 12):
+        core.lifecycle(FULL, at(second))
+        core.lifecycle(detokenizer(), at(second))
+        assert summary(core.time_passed(at(second))) == [("queued", "r")]
+    assert summary(core.time_passed(at(11.5))) == [("rejected", "r", "overloaded")]
+    assert core.time_passed(at(12)) == []
+
+
+def test_the_gateway_is_notified_again_and_again_that_its_request_waits() -> None:
+    core = coordinator(FULL, detokenizer())
+    assert core.route(route("r"), at(1)) == [NotifyGateway(GATEWAY, RequestQueued(RequestId("r"), Attempt(1)))]
+    assert core.time_passed(at(1.5)) == []
+    assert core.time_passed(at(2.0)) == [NotifyGateway(GATEWAY, RequestQueued(RequestId("r"), Attempt(1)))]
+
+
+def test_a_model_that_nobody_ever_served_is_unavailable_once_everybody_had_time_to_be_heard() -> None:
+    core = coordinator()
+    assert summary(core.route(route("r"), at(1))) == [("queued", "r")]
+    assert summary(core.time_passed(at(4))) == [("queued", "r")]
+    assert summary(core.time_passed(at(5.1))) == [("rejected", "r", "unavailable")]
+    assert summary(core.route(route("s"), at(6))) == [("rejected", "s", "unavailable")]
+
+
+def test_a_lost_engine_is_expected_back_for_a_while() -> None:
+    core = coordinator()
+    core.lifecycle(engine("a"), at(20))
+    core.lifecycle(detokenizer(), at(20))
+    core.lifecycle(engine("a", "failed"), at(21))
+    core.lifecycle(detokenizer(), at(22))
+    assert summary(core.route(route("r"), at(22))) == [("queued", "r")]
+    assert summary(core.lifecycle(engine("a", incarnation=2), at(23))) == [("place", "r", "a")]
+    core.lifecycle(engine("a", "stopped", incarnation=2), at(24))
+    core.lifecycle(detokenizer(), at(29))
+    core.route(route("s"), at(29))
+    assert summary(core.time_passed(at(29.5))) == [("rejected", "s", "unavailable")]
+
+
+def test_an_engine_that_has_yet_to_say_what_it_serves_may_be_the_one() -> None:
+    core = coordinator()
+    core.lifecycle(life("scheduler", "a", "starting"), at(20))
+    core.lifecycle(detokenizer(), at(20))
+    assert summary(core.route(route("r"), at(20))) == [("queued", "r")]
+
+
+def test_without_a_detokenizer_requests_wait_and_then_hear_why() -> None:
+    core = coordinator(engine("a"))
+    assert summary(core.route(route("r"), at(1))) == [("queued", "r")]
+    (action,) = core.time_passed(at(5.5))
+    assert isinstance(action, NotifyGateway)
+    assert isinstance(action.message, RequestRejected)
+    assert action.message.message == "no engine for the model 'demo/model' is ready"  # it fell silent meanwhile
+    core.lifecycle(engine("a"), at(6))
+    (action,) = core.route(route("s"), at(6))
+    assert isinstance(action, NotifyGateway)
+    assert isinstance(action.message, RequestRejected)
+    assert action.message.message == "no detokenizer is ready"
+
+
+def test_a_withdrawn_request_is_neither_kept_nor_taken_later() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("r"), at(1))
+    assert core.withdraw(Withdraw(RequestId("r"), Attempt(1)))
+    assert len(core.queue) == 0
+    assert core.route(route("r"), at(1)) == []
+    assert not core.withdraw(Withdraw(RequestId("unseen"), Attempt(1)))
+    assert core.route(route("unseen"), at(1)) == []
+
+
+def test_a_withdrawal_of_an_old_attempt_leaves_the_new_one_alone() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("r", 2), at(1))
+    assert not core.withdraw(Withdraw(RequestId("r"), Attempt(1)))
+    assert RequestId("r") in core.queue
+
+
+def test_stale_attempts_are_dropped_and_new_ones_take_their_place() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("r", 1), at(1))
+    assert summary(core.route(route("r", 2), at(1))) == [("queued", "r")]
+    assert core.route(route("r", 1), at(1)) == []
+    assert core.route(route("r", 2), at(1)) == []
+    assert [w.generation.attempt for w in core.queue] == [2]
+
+
+def test_a_placement_that_found_nobody_goes_elsewhere_at_once() -> None:
+    core = coordinator(engine("a"), engine("b", waiting=1), detokenizer())
+    (first,) = core.route(route("r"), at(1))
+    assert isinstance(first, PlaceRequest)
+    assert first.engine == "a"
+    assert summary(core.engine_unreachable(first.generate, at(1))) == [("place", "r", "b")]
+    assert summary(core.route(route("s"), at(1))) == [("place", "s", "b")]
+    core.lifecycle(engine("a"), at(1.5))
+    assert summary(core.route(route("t"), at(1.5))) == [("place", "t", "a")]
+
+
+def test_a_placement_that_found_nobody_is_dropped_when_the_gateway_has_moved_on() -> None:
+    core = coordinator(engine("a"), engine("b"), detokenizer())
+    (first,) = core.route(route("r"), at(1))
+    assert isinstance(first, PlaceRequest)
+    core.withdraw(Withdraw(RequestId("r"), Attempt(1)))
+    assert core.engine_unreachable(first.generate, at(1)) == []
+    unknown = GenerateRequest(route("u").generation, first.generate.detokenizer)
+    assert core.engine_unreachable(unknown, at(1)) == []
+
+
+def test_when_the_gateway_is_gone_nothing_is_generated_for_it() -> None:
+    core = coordinator(engine("a", max_running=1, max_waiting=0), detokenizer())
+    (placed,) = core.route(route("r"), at(1))
+    assert isinstance(placed, PlaceRequest)
+    (queued,) = core.route(route("s"), at(1))
+    assert isinstance(queued, NotifyGateway)
+    assert summary(
+        core.gateway_unreachable(RequestPlaced(RequestId("r"), Attempt(1), placed.engine, placed.generate.detokenizer))
+    ) == [("cancel", "r", "a")]
+    assert core.gateway_unreachable(queued.message) == []
+    assert len(core.queue) == 0
+
+
+def test_a_drained_coordinator_hands_its_queue_to_another_and_may_get_it_back() -> None:
+    core = coordinator(FULL, detokenizer())
+    core.route(route("r"), at(1))
+    assert core.release_queue() == []
+    core.lifecycle(life("coordinator", "coordinator-2"), at(1))
+    (handed,) = core.release_queue()
+    assert handed == route("r")
+    assert len(core.queue) == 0
+    assert summary(core.route(handed, at(2))) == [("queued", "r")]
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    core = coordinator(limits=CoordinatorLimits(queue=0, remembered=3))
+    for i in range(10):
+        core.route(route(f"r{i}"), at(30))
+    assert len(core._fence._attempts) == 3

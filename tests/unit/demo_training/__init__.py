@@ -1,0 +1,1 @@
+"""Tests of tests/demo_training."""

@@ -1,0 +1,30 @@
+"""The list of commands says of each what the command says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from deploy.cli.app import COMMANDS, command_line, loaded
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_listed_as_it_describes_itself(name: str) -> None:
+    described = (loaded(name).help or "").split("\n\n")[0]
+    assert "".join(described.split()) == "".join(COMMANDS[name].help.split())
+
+
+def test_listing_the_commands_loads_none_of_them() -> None:
+    program = (
+        "import sys, deploy.cli.app as app; app.command_line().main(['--help'], standalone_mode=False);"
+        "print(*(name for name in sys.modules if name in {listed.module for listed in app.COMMANDS.values()}))"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.splitlines()[-1] == ""
+
+
+def test_a_name_that_is_none_is_met_with_what_it_may_have_meant() -> None:
+    with pytest.raises(Exception, match=r"No such command 'pss'.*'ps'"):
+        command_line().main(["pss"], standalone_mode=False)

@@ -1,0 +1,54 @@
+"""What `baton ps` says of an engine and of a store, to people and to scripts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from deploy.cli.ps import detail, sentence
+from shared.ids import NodeId
+from shared.messages.lifecycle import StoreReport
+from tests.support.engines.coordinator_events import engine, life
+
+STORE = StoreReport(
+    node=NodeId("n1"),
+    slots=64,
+    committed=32,
+    reserved=1,
+    pinned=2,
+    bytes_used=2**25,
+    bytes_total=2**26,
+    hits=30,
+    misses=10,
+    lower_hits=5,
+)
+
+
+def test_a_store_tells_how_full_it_is_and_how_often_it_helps() -> None:
+    said = detail(life("kvstore", "kvstore-1", store=STORE))
+    assert said is not None
+    assert (said["blocks"], said["slots"], said["hit_rate"], said["lower_hits"]) == (32, 64, 0.75, 5)
+    assert sentence(said) == "n1: 32/64 MiB, 32 blocks, 2 pinned, 75% hits, 5 from below"
+
+
+def test_a_store_that_nobody_asked_has_no_rate() -> None:
+    fresh = msgspec.structs.replace(STORE, hits=0, misses=0, lower_hits=0, pinned=0)
+    said = detail(life("kvstore", "kvstore-1", store=fresh))
+    assert said is not None
+    assert said["hit_rate"] is None
+    assert sentence(said) == "n1: 32/64 MiB, 32 blocks, nothing asked yet"
+
+
+@pytest.mark.parametrize(("node", "shown"), [(None, "decode: "), (NodeId("n1"), "decode at n1: ")])
+def test_an_engine_tells_its_role_and_its_node(node: NodeId | None, shown: str) -> None:
+    report = engine("decode-1", running=1, waiting=2).engine
+    assert report is not None
+    said = detail(life("scheduler", "decode-1", engine=msgspec.structs.replace(report, role="decode", node=node)))
+    assert said is not None
+    assert (said["role"], said["node"]) == ("decode", node)
+    assert sentence(said) == f"{shown}1 running, 2 waiting, 50/100 blocks free"
+
+
+def test_of_others_there_is_nothing_more_to_say() -> None:
+    assert detail(life("gateway", "gateway-1")) is None
+    assert sentence(None) == ""

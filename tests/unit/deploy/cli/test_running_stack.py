@@ -1,0 +1,24 @@
+"""Which stack a command means, and what is said where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.running_stack import running_stack
+from deploy.errors import CommandError
+from deploy.supervisor.state_file import default_run_dir, held
+
+
+def test_stacks_of_other_names_are_named_where_the_one_meant_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(CommandError, match=r"no stack runs in .*default; start one with: baton up"):
+        running_stack("default", None)
+    with held(default_run_dir("first", tmp_path)), held(default_run_dir("second", tmp_path)):
+        with pytest.raises(CommandError, match=r"default; there are first, second: --name"):
+            running_stack("default", None)
+        with pytest.raises(CommandError, match="baton up"):
+            running_stack("default", tmp_path / "elsewhere")

@@ -1,0 +1,182 @@
+"""From what was typed to what each process is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.ps import duration
+from deploy.cli.up.choices import cpu_share, layer_split, merged, mixed_engines, parsed_settings
+from deploy.errors import CommandError
+from deploy.model_choice import model_directory, model_folder, served_name
+from deploy.supervisor.core.plan import Counts, all_process_specs
+from deploy.supervisor.launch import LaunchContext, flags, secret_settings, service_command
+from deploy.supervisor.spec import StackSpec, StoreSpec
+from shared.ids import NodeId
+
+WHERE = LaunchContext(port=8001, supervisor_fd=5, rendezvous="127.0.0.1:9")
+
+
+def spec(**more: object) -> StackSpec:
+    made: dict[str, object] = {"name": "t", "run_dir": Path("/r"), "model": Path("/m"), "served_model_name": "m"}
+    made |= {"host": "127.0.0.1", "port": 8000, "namespace": "baton", "log_level": "info"}
+    made |= {"drain_timeout": 30.0, "start_timeout": 600.0}
+    return StackSpec(**(made | more))  # type: ignore[arg-type]
+
+
+def commands(spec: StackSpec) -> dict[str, list[str]]:
+    return {process.instance: service_command(spec, process, WHERE) for process in all_process_specs(spec.counts)}
+
+
+def test_settings_name_a_service_or_speak_to_all() -> None:
+    assert parsed_settings(["scheduler.run-ahead=0", "log_level=debug", "gateway.api_keys=a=b"]) == {
+        "scheduler": {"run_ahead": "0"},
+        "*": {"log_level": "debug"},
+        "gateway": {"api_keys": "a=b"},
+    }
+
+
+@pytest.mark.parametrize("text", ["", "x", "=1", "scheduler.=1", "kitchen.sink=1", "a b=1", "supervisor.x.y=1"])
+def test_settings_that_mean_nothing_are_refused_by_name(text: str) -> None:
+    with pytest.raises(CommandError, match="--set"):
+        parsed_settings([text])
+
+
+def test_later_settings_win() -> None:
+    assert merged({"a": {"k": "1", "l": "1"}}, {"a": {"k": "2"}}) == {"a": {"k": "2", "l": "1"}}
+
+
+def test_every_process_is_a_module_of_this_python_with_its_name_and_its_end_of_the_pipe() -> None:
+    for instance, argv in commands(spec(counts=Counts(ranks=2))).items():
+        assert argv[:2] == [sys.executable, "-m"]
+        assert argv[2].startswith("services.")
+        assert f"--instance={instance}" in argv
+        assert "--supervisor-fd=5" in argv
+
+
+def test_the_users_settings_win_over_ours() -> None:
+    told = commands(spec(settings={"*": {"drain_timeout": "7"}, "gateway": {"host": "::1"}}))
+    assert "--drain-timeout=7" in told["engine-1"]
+    assert "--host=::1" in told["gateway-1"]
+    assert not any("--host=127.0.0.1" in argv for argv in told["gateway-1"])
+
+
+def test_switches_are_flags_without_values() -> None:
+    assert flags({"reuse_port": "true", "prefix_caching": "false", "n": "3"}) == [
+        "--reuse-port",
+        "--no-prefix-caching",
+        "--n=3",
+    ]
+
+
+def test_keys_go_by_environment_to_the_gateways_only() -> None:
+    guarded = spec(api_keys=("k1", "k2"))
+    told = {process.service: secret_settings(guarded, process, WHERE) for process in all_process_specs(guarded.counts)}
+    assert told.pop("gateway") == {"BATON_GATEWAY_API_KEYS": "k1,k2"}
+    assert set(map(str, told.values())) == {"{}"}
+    assert not any("k1" in part for argv in commands(guarded).values() for part in argv)
+
+
+def test_ranks_of_a_pool_are_told_their_number_and_schedulers_their_role() -> None:
+    pools = Counts(engines=1, prefill=1, decode=1, decode_ranks=2)
+    told = {instance: set(argv) for instance, argv in commands(spec(counts=pools)).items()}
+    assert told["prefill-1"] >= {"--role=prefill", "--world-size=1"}
+    assert told["decode-1"] >= {"--role=decode", "--world-size=2"}
+    assert told["decode-1-rank1"] >= {"--engine=decode-1", "--rank=1", "--world-size=2", "--rendezvous=127.0.0.1:9"}
+    assert not any("rendezvous" in flag for flag in told["prefill-1-rank0"])
+    assert not any(flag.startswith("--role") for flag in told["engine-1"])
+
+
+def test_store_schedulers_and_ranks_are_told_of_one_node_and_one_directory() -> None:
+    stack = spec(counts=Counts(kvstore=1), store=StoreSpec(node=NodeId("n1"), memory=7))
+    where = WHERE._replace(arenas=Path("/dev/shm/a"), redis_url="redis://:secret@h")
+    told: dict[str, set[str]] = {
+        s.instance: set(service_command(stack, s, where)) for s in all_process_specs(stack.counts)
+    }
+    assert told["kvstore-1"] >= {"kvstore", "--node=n1", "--directory=/dev/shm/a", "--kvstore-memory=7"}
+    assert "--node=n1" in told["engine-1"]
+    assert "--kvstore-dir=/dev/shm/a" in told["engine-1-rank0"]
+    secrets: dict[str, dict[str, str]] = {
+        process.instance: secret_settings(stack, process, where) for process in all_process_specs(stack.counts)
+    }
+    assert secrets.pop("kvstore-1") == {"BATON_KVSTORE_REDIS_URL": "redis://:secret@h"}
+    assert set(map(str, secrets.values())) == {"{}"}
+    assert not any("secret" in flag for flags_ in told.values() for flag in flags_)
+
+
+def test_without_a_store_nobody_is_told_of_one() -> None:
+    flags_ = [flag for argv in commands(spec()).values() for flag in argv]
+    assert not any(flag.startswith(("--node", "--kvstore", "--role")) for flag in flags_)
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"), [((None, 0, 0), 1), ((None, 2, 1), 0), ((2, 2, 1), 2), ((None, 0, 1), 0), ((1, 1, 0), 1)]
+)
+def test_there_is_one_engine_or_what_was_asked(asked: tuple[int | None, int, int], made: int) -> None:
+    assert mixed_engines(*asked) == made
+
+
+@pytest.mark.parametrize("asked", [(None, 2, 0), (0, 0, 0), (0, 1, 0)])
+def test_somebody_must_decode(asked: tuple[int | None, int, int]) -> None:
+    with pytest.raises(CommandError, match="--decode"):
+        mixed_engines(*asked)
+
+
+def test_engines_of_all_pools_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert cpu_share(Counts(ranks=4)) is None
+    assert cpu_share(Counts(engines=0, prefill=1, decode=1, decode_ranks=2)) == max(1, cores // 3)
+
+
+def test_a_model_is_called_as_asked_or_as_its_source(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert served_name(None, None) == "baton-demo"
+    assert served_name("org/name", None) == "org/name"
+    assert served_name(str(tmp_path), None) == tmp_path.name
+    assert served_name(str(tmp_path), "mine") == "mine"
+    assert model_directory(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"config\.json"):
+        model_directory(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, "-"), (0.4, "0s"), (187, "3m07s"), (18_725, "5h12m"), (187_200, "2d04h")]
+)
+def test_durations_are_short(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_ranks_of_a_pipeline_are_told_its_stages_and_their_layers() -> None:
+    pools = Counts(ranks=4, stages=2, prefill=1, prefill_ranks=2)
+    told = {i: set(argv) for i, argv in commands(spec(counts=pools, pp_layers=(4, 2))).items()}
+    assert told["engine-1-rank3"] >= {"--rank=3", "--world-size=4", "--pp=2", "--pp-layers=4,2"}
+    assert "--world-size=4" in told["engine-1"]
+    assert not any(flag.startswith("--pp") for flag in told["prefill-1-rank1"])
+
+
+def test_layers_are_split_over_as_many_stages_as_there_are() -> None:
+    assert layer_split(None, Counts()) == ()
+    assert layer_split("4,2", Counts(ranks=2, stages=2)) == (4, 2)
+    assert layer_split("4,2", Counts(prefill=1, prefill_ranks=2, prefill_stages=2)) == (4, 2)
+    wrong = (("4,2", Counts(stages=3)), ("4,", Counts(stages=2)), ("0,6", Counts(stages=2)), ("4,2", Counts()))
+    for asked, counts in wrong:
+        with pytest.raises(CommandError, match="--pp-layers"):
+            layer_split(asked, counts)
+
+
+def test_without_weights_a_shape_will_do_for_a_model(tmp_path: Path) -> None:
+    folder = model_folder("qwen3-0.6b", "dummy", tmp_path)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 28
+    assert (folder / "tokenizer.json").is_file()
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(str(tmp_path), "dummy", tmp_path) == tmp_path
+    assert model_folder(None, None, tmp_path) == model_directory(None)
+    with pytest.raises(CommandError, match=r"config\.json"):
+        model_folder(str(tmp_path / "shapes"), "dummy", tmp_path)

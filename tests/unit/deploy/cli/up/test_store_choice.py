@@ -1,0 +1,112 @@
+"""From what was typed about the KV store to what the supervisor makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.cli.up.choices import store_choice
+from deploy.errors import CommandError
+from deploy.supervisor.servers.arenas import (
+    DEFAULT_MEMORY,
+    arenas,
+    clear_leftovers,
+    default_memory,
+    directory_of,
+    remove_leftovers,
+)
+from deploy.supervisor.servers.redis import redis_config
+from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StoreSpec
+from deploy.supervisor.state_file import held
+from shared.ids import NodeId
+
+
+def choice(**typed: object) -> StoreSpec | None:
+    plain = {"memory": "1MiB", "node": "n", "redis": False, "redis_memory": "8MiB", "redis_url": None}
+    return store_choice(**(plain | typed))  # type: ignore[arg-type]
+
+
+def test_a_store_has_memory_a_node_and_no_redis_unless_asked() -> None:
+    assert choice() == StoreSpec(node=NodeId("n"), memory=2**20)
+    assert choice(memory="0") is None
+
+
+def test_redis_is_embedded_or_somebody_elses() -> None:
+    assert choice(redis=True) == StoreSpec(node=NodeId("n"), memory=2**20, redis=EmbeddedRedis(memory=2**23))
+    outside = choice(redis_url="rediss://:p@h:1/0")
+    assert outside is not None
+    assert outside.redis == OutsideRedis(url="rediss://:p@h:1/0")
+
+
+def test_the_node_is_called_as_the_machine_where_nobody_says_it() -> None:
+    made = choice(node=None)
+    assert made is not None
+    assert made.node
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ({"memory": "much"}, "--kvstore-memory much"),
+        ({"memory": "9999TiB"}, "MiB left"),
+        ({"node": "a.b"}, "--node a.b"),
+        ({"redis": True, "redis_url": "redis://h"}, "choose"),
+        ({"redis": True, "memory": "0"}, "--kvstore-memory"),
+        ({"redis_url": "redis://h", "memory": "0"}, "--kvstore-memory"),
+        ({"redis_url": "http://:secret@h"}, "redis://"),
+        ({"redis": True, "redis_memory": "x"}, "--redis-memory x"),
+    ],
+)
+def test_what_cannot_be_is_named(typed: dict[str, object], named: str) -> None:
+    with pytest.raises(CommandError) as error:
+        choice(**typed)
+    assert named in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_the_default_leaves_others_half_of_what_is_free() -> None:
+    assert default_memory(100 * DEFAULT_MEMORY) == DEFAULT_MEMORY
+    assert default_memory(2**26) == 2**25
+    assert default_memory(2**20) == 0
+
+
+def test_every_run_directory_has_arenas_of_its_own(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "default", tmp_path / "b" / "default"
+    assert directory_of(one) != directory_of(other)
+    with arenas(one) as here:
+        (here / "file").write_bytes(b"x")
+        assert here == directory_of(one)
+        assert not remove_leftovers(other)
+    assert not here.exists()
+
+
+def test_what_a_living_stack_has_is_no_leftover(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert not clear_leftovers(run_dir)
+    assert not run_dir.exists()
+    with held(run_dir), arenas(run_dir) as here:
+        assert not clear_leftovers(run_dir)
+        assert here.exists()
+    directory_of(run_dir).mkdir()
+    assert clear_leftovers(run_dir)
+    assert not here.exists()
+
+
+def test_somebody_elses_link_in_that_place_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    directory_of(tmp_path).symlink_to(victim)
+    try:
+        with pytest.raises(FileExistsError), arenas(tmp_path):
+            pass
+        assert (victim / "file").exists()
+    finally:
+        directory_of(tmp_path).unlink()
+
+
+def test_the_embedded_redis_writes_nothing_and_listens_on_loopback_only(tmp_path: Path) -> None:
+    told = redis_config(1234, "p", 2**20, tmp_path).splitlines()
+    assert {"bind 127.0.0.1", "port 1234", "requirepass p", 'save ""', "appendonly no"} <= set(told)
+    assert {f"maxmemory {2**20}", "maxmemory-policy allkeys-lru"} <= set(told)

@@ -1,0 +1,113 @@
+"""Whoever lives and does nothing is found: engines by their steps, everybody by silence."""
+
+from __future__ import annotations
+
+from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
+from shared.ids import Incarnation, InstanceId, ModelName
+from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase
+
+CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="float32", created=0)
+
+
+def said(
+    *, steps: int = 0, running: int = 0, waiting: int = 0, phase: Phase = "ready", incarnation: int = 1
+) -> Lifecycle:
+    report = EngineReport(
+        model=CARD,
+        waiting=waiting,
+        running=running,
+        max_waiting=8,
+        max_running=8,
+        blocks_total=8,
+        blocks_free=8,
+        steps=steps,
+        tokens=0,
+    )
+    return Lifecycle(
+        service="scheduler",
+        instance=InstanceId("engine-1"),
+        incarnation=Incarnation(incarnation),
+        phase=phase,
+        pid=1,
+        host="h",
+        started=0,
+        engine=report,
+    )
+
+
+def watched(*messages: tuple[float, Lifecycle]) -> Watchdog:
+    dog = Watchdog(WatchLimits(step=60, silence=15))
+    for at, message in messages:
+        dog.record_lifecycle(message, at)
+    return dog
+
+
+def reasons(dog: Watchdog, now: float) -> list[str]:
+    return [stall.reason for stall in dog.stalled(now)]
+
+
+def every_second(last: int, **what: int) -> list[tuple[float, Lifecycle]]:
+    return [(float(second), said(**what)) for second in range(last + 1)]
+
+
+def test_an_engine_that_has_work_and_makes_no_step_is_found_once() -> None:
+    dog = watched(*every_second(61, steps=5, running=1))
+    assert reasons(dog, 60.0) == []
+    assert reasons(dog, 61.0) == ["work in hand and no step for 60 s"]
+    assert reasons(dog, 62.0) == []
+
+
+def test_waiting_requests_are_work_too() -> None:
+    assert reasons(watched(*every_second(61, steps=5, waiting=1)), 61.0)
+
+
+def test_an_idle_engine_may_stand_still_for_ever() -> None:
+    assert reasons(watched(*every_second(500, steps=5)), 500.0) == []
+
+
+def test_steps_are_progress() -> None:
+    slow = [(float(second), said(steps=second // 50, running=1)) for second in range(500)]
+    assert reasons(watched(*slow), 499.0) == []
+
+
+def test_work_that_arrives_after_an_idle_time_gets_its_whole_time() -> None:
+    dog = watched(*every_second(500, steps=5), (501.0, said(steps=5, running=1)), (559.0, said(steps=5, running=1)))
+    assert reasons(dog, 559.0) == []
+
+
+def test_an_engine_that_waits_for_its_ranks_is_not_blamed() -> None:
+    waiting = [(float(second), said(phase="starting", running=1)) for second in range(120)]
+    assert reasons(watched(*waiting), 119.0) == []
+
+
+def test_a_new_process_starts_afresh() -> None:
+    dog = watched((0, said(running=1)), (59, said(running=1, incarnation=2)), (100, said(running=1, incarnation=2)))
+    assert reasons(dog, 100.0) == []
+
+
+def test_silence_after_readiness_is_found() -> None:
+    dog = watched((0, said()))
+    assert reasons(dog, 15.0) == []
+    assert reasons(dog, 15.1) == ["silent for 15 s"]
+
+
+def test_silence_while_a_model_is_loaded_is_not_blamed() -> None:
+    assert reasons(watched((0, said(phase="starting"))), 300.0) == []
+
+
+def test_who_took_leave_may_be_silent() -> None:
+    assert reasons(watched((0, said()), (1, said(phase="stopped"))), 300.0) == []
+
+
+def test_time_that_the_supervisor_itself_stood_still_blames_nobody() -> None:
+    clock = PauseFreeClock()
+    dog = watched((clock.now(1000.0), said()))
+    assert reasons(dog, clock.now(1300.0)) == []
+    assert reasons(dog, sum(0.2 for _ in range(80)) + clock.now(1300.0)) == ["silent for 15 s"]
+
+
+def test_the_watch_clock_goes_with_the_real_one_while_it_is_looked_at() -> None:
+    clock = PauseFreeClock()
+    readings = [clock.now(1000.0 + tick * 0.25) for tick in range(9)]
+    assert readings == [tick * 0.25 for tick in range(9)]
+    assert clock.now(900.0) == 2.0

@@ -1,0 +1,131 @@
+"""Frames made from byte templates are the JSON that the API defines, whatever the text holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import ResponseOptions, StreamOptions
+from services.gateway.api.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs
+from services.gateway.api.response import ChoiceState, ResponseHeader, response_body, usage
+from services.gateway.http.streaming import SseFrames, error_frame
+from services.gateway.metrics import Histogram
+from shared.messages.gateway import LogprobText, PositionLogprobs
+
+CHAT = ResponseHeader("chat", "chatcmpl-1", 17, 'a "model"/é')
+COMPLETION = ResponseHeader("completion", "cmpl-1", 17, "demo")
+PLAIN, USAGE, CONTINUOUS = StreamOptions(False, False), StreamOptions(True, False), StreamOptions(True, True)
+POSITION = PositionLogprobs(
+    LogprobText("a", b"\xc3", -0.5, 1), (LogprobText("a", b"\xc3", -0.5, 1), LogprobText("b", b"b", float("-inf"), 2))
+)
+
+
+def parsed(frame: bytes) -> Any:
+    assert frame.startswith(b"data: ")
+    assert frame.endswith(b"\n\n")
+    assert frame.count(b"\n") == 2, "an event is one line"
+    return json.loads(frame[6:])
+
+
+HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 17, "model": 'a "model"/é'}
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives(text: str) -> None:
+    choice = ChoiceState(0, 0)
+    assert parsed(SseFrames(CHAT, PLAIN, 1).text(choice, text)) == HEAD | {
+        "system_fingerprint": "baton",
+        "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}],
+    }
+    assert parsed(SseFrames(COMPLETION, PLAIN, 1).text(choice, text))["choices"] == [
+        {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+    ]
+
+
+def test_the_last_delta_says_why_it_ended() -> None:
+    choice = ChoiceState(1, 0, finish="stop", stop_reason="END")
+    [last] = parsed(SseFrames(CHAT, PLAIN, 2).text(choice, "x"))["choices"]
+    assert last == {
+        "index": 1,
+        "delta": {"content": "x"},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": "END",
+    }
+
+
+def test_the_role_comes_first_in_chats_only() -> None:
+    [first] = parsed(SseFrames(CHAT, PLAIN, 1).role(ChoiceState(0, 0)))["choices"]
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert SseFrames(COMPLETION, PLAIN, 1).role(ChoiceState(0, 0)) == b""
+
+
+@pytest.mark.parametrize("heading", [CHAT, COMPLETION])
+def test_usage_is_null_until_the_end_unless_it_is_wanted_continuously(heading: ResponseHeader) -> None:
+    choice = ChoiceState(0, 0, tokens=3, prompt_tokens=4, cached_tokens=1)
+    assert "usage" not in parsed(SseFrames(heading, PLAIN, 1).text(choice, "x"))
+    assert parsed(SseFrames(heading, USAGE, 1).text(choice, "x"))["usage"] is None
+    assert parsed(SseFrames(heading, CONTINUOUS, 1).text(choice, "x"))["usage"]["completion_tokens"] == 3
+    last = parsed(SseFrames(heading, USAGE, 1).usage([choice]))
+    assert last["choices"] == []
+    assert last["usage"] == usage([choice])
+    assert last["usage"]["total_tokens"] == 7
+
+
+def test_log_probabilities_are_sent_once() -> None:
+    choice = ChoiceState(0, 0, logprobs=[POSITION])
+    frames = SseFrames(CHAT, PLAIN, 1)
+    assert parsed(frames.text(choice, "x"))["choices"][0]["logprobs"] == chat_logprobs([POSITION])
+    assert parsed(frames.text(choice, "y"))["choices"][0]["logprobs"] is None
+
+
+def test_chats_show_bytes_and_completions_offsets() -> None:
+    [entry] = chat_logprobs([POSITION])["content"]
+    assert (entry["token"], entry["bytes"]) == ("a", [0xC3])
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, MIN_LOGPROB]
+    columns, offset = completion_logprobs([POSITION, POSITION], 10)
+    shown = columns.body()
+    assert (shown["text_offset"], offset) == ([10, 11], 12)
+    assert shown["top_logprobs"][0] == {"a": -0.5, "b": MIN_LOGPROB}
+
+
+def test_an_error_inside_a_stream_has_the_errors_body() -> None:
+    error = parsed(error_frame(RequestError(503, "gone")))["error"]
+    assert error == {"message": "gone", "type": "service_unavailable", "param": None, "code": None}
+
+
+def test_a_prompt_of_several_choices_counts_once() -> None:
+    choices = [ChoiceState(i, i // 2, tokens=2, prompt_tokens=5 + i // 2, cached_tokens=1) for i in range(4)]
+    assert usage(choices) == {
+        "prompt_tokens": 11,
+        "completion_tokens": 8,
+        "total_tokens": 19,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_as_cached_counts_what_no_choice_of_a_prompt_computed() -> None:
+    """The first computes the prompt, the others find there what it left."""
+    choices = [ChoiceState(i, 0, prompt_tokens=40, cached_tokens=cached) for i, cached in enumerate((32, 16, 32))]
+    assert usage(choices)["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
+    choice = ChoiceState(0, 0, echo="P:", texts=["a", "b"], finish="length", logprobs=[POSITION])
+    [shown] = json.loads(response_body(COMPLETION, [choice], ResponseOptions(logprobs=True)))["choices"]
+    assert (shown["text"], shown["finish_reason"], shown["stop_reason"]) == ("P:ab", "length", None)
+    assert shown["logprobs"]["text_offset"] == [2]
+    [shown] = json.loads(response_body(CHAT, [choice], ResponseOptions()))["choices"]
+    assert shown["message"] == {"role": "assistant", "content": "ab", "refusal": None}
+
+
+def test_a_histogram_counts_into_the_first_bucket_that_holds_the_value() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 2.0):
+        histogram.observe(seconds)
+    assert histogram.buckets() == ([("0.1", 2.0), ("1.0", 3.0), ("+Inf", 4.0)], pytest.approx(2.65))

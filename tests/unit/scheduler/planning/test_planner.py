@@ -1,0 +1,45 @@
+"""What one step may hold."""
+
+from __future__ import annotations
+
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.events import (
+    SendPlan,
+    WorkersReady,
+)
+from services.scheduler.core.limits import EngineLimits
+from shared.ids import EngineId, Incarnation
+from tests.support.engines.checking_worker import card, generate
+
+ENGINE = EngineId("e")
+
+CARD = card()
+
+
+def started(limits: EngineLimits) -> EngineCore:
+    engine = EngineCore(ENGINE, Incarnation(1), limits)
+    engine.handle(WorkersReady(CARD, 64, max_running=3, max_batch_tokens=40), 0.0)
+    return engine
+
+
+def test_workers_that_hold_less_bound_the_engine() -> None:
+    engine = started(EngineLimits(max_running=10, max_batch_tokens=64))
+    report = engine.report()
+    assert report is not None
+    assert report.max_running == 3
+    (plan, *_) = engine.handle(generate("a", [4] * 60), 0.0)
+    assert isinstance(plan, SendPlan)
+    assert plan.plan.work[0].count == 40
+
+
+def test_one_plan_carries_only_so_many_bytes_of_new_prompts() -> None:
+    engine = started(EngineLimits(max_running=10, max_batch_tokens=64, max_new_bytes=100, run_ahead=0))
+    engine.handle(generate("first", [4] * 4, max_tokens=5), 0.0)
+    engine.handle(generate("a", [4] * 30, max_tokens=1), 0.0)
+    engine.handle(generate("b", [5] * 4, max_tokens=1), 0.0)
+    assert engine.epoch_state is not None
+    planner = engine.epoch_state.planner
+    step = planner.plan(0.0)
+    assert step is not None
+    new = planner.issue(step, engine.epoch_state.steps, 0.0).new
+    assert [len(n.tokens) for n in new] == [120], "a single one always may, a second one may not"

@@ -1,0 +1,54 @@
+"""Journals that were recorded before messages were renamed are decided again, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.scheduler.journal import EVENTS, Decision
+from services.scheduler.old_journals import RENAMED, names_of
+from services.scheduler.replay import replay
+from shared.journals.journal import Journal
+
+JOURNALS = Path(__file__).parents[2] / "data" / "journals"
+"""Of a prefill and a decode engine, recorded with the former names: hand-overs, one that nobody took, a client's trace
+context, stop strings spelled like messages, cancelled, refused and lost requests, a store that went."""
+
+
+@pytest.mark.parametrize(("side", "events", "outputs"), [("prefill", 30, 37), ("decode", 70, 97)])
+def test_what_was_recorded_under_former_names_is_decided_again(side: str, events: int, outputs: int) -> None:
+    path = JOURNALS / f"before-adr-15-{side}.journal"
+    with Journal(path) as journal:
+        assert journal.header.version == 1
+    result = replay(path)
+    assert result.difference is None
+    assert (result.events, result.outputs, result.torn) == (events, outputs, False)
+
+
+def test_every_former_name_of_an_event_leads_to_an_event_of_today() -> None:
+    former = set()
+    for path in JOURNALS.iterdir():
+        with Journal(path) as journal:
+            former |= {msgspec.msgpack.decode(record, type=Decision).event for record in journal}
+    assert {RENAMED.get(name, name) for name in former} <= EVENTS.keys()
+    assert {"Generate", "DetokenizerLost", "Transferred", "NotTaken", "StoreAnswered"} <= former
+
+
+def test_no_former_name_stands_for_two_of_today() -> None:
+    assert len(set(RENAMED.values())) == len(RENAMED)
+    assert not RENAMED.keys() & set(RENAMED.values())
+
+
+def test_todays_journals_are_read_as_they_are() -> None:
+    assert names_of(2).event("Generate", b"\x90") == ("Generate", b"\x90")
+    assert names_of(2).output("SendTokens", b"\x90") == ("SendTokens", b"\x90")
+
+
+def test_a_ranks_report_of_its_transfers_is_read_under_its_former_name() -> None:
+    former = {"rank": 0, "epoch": 7, "received": 1, "published": 1, "transfers": ["Transferred", 0, 7, 2, []]}
+    name, content = names_of(1).event("RankProgress", msgspec.msgpack.encode(former))
+    event = msgspec.msgpack.decode(content, type=EVENTS[name])
+    assert event.transfers is not None
+    assert (event.transfers.rank, event.transfers.epoch, event.transfers.done) == (0, 7, 2)

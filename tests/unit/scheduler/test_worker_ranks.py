@@ -1,0 +1,113 @@
+"""When an engine's ranks are complete, what they can do together, and when one is lost."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from services.scheduler.core.events import (
+    WorkersReady,
+)
+from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
+from shared.ids import EngineId, Incarnation, InstanceId
+from shared.messages.lifecycle import Lifecycle, Phase, WorkerReport
+from tests.support.engines.checking_worker import card
+
+ENGINE = EngineId("e")
+
+CARD = card()
+
+
+def life(
+    rank: int,
+    *,
+    incarnation: int = 1,
+    phase: Phase = "ready",
+    blocks: int = 10,
+    world_size: int = 2,
+    created: int = 0,
+    dtype: str = "float32",
+    engine: EngineId = ENGINE,
+    seqs: int | None = None,
+) -> Lifecycle:
+    return Lifecycle(
+        service="worker",
+        instance=InstanceId(f"{engine}-rank{rank}"),
+        incarnation=Incarnation(incarnation),
+        phase=phase,
+        pid=1,
+        host="h",
+        started=0.0,
+        worker=WorkerReport(
+            engine=engine,
+            rank=rank,
+            world_size=world_size,
+            model=replace(CARD, created=created, dtype=dtype),
+            num_blocks=blocks,
+            device="cpu",
+            max_num_seqs=seqs,
+        ),
+    )
+
+
+def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each() -> None:
+    ranks = WorkerRanks(ENGINE, None)
+    assert ranks.assemble() is None
+    ranks.record_lifecycle(life(1, blocks=7, created=5, seqs=64), 0.0)
+    ranks.record_lifecycle(life(0, phase="starting"), 0.0)
+    ranks.record_lifecycle(life(0, engine=EngineId("other")), 0.0)
+    assert ranks.assemble() is None
+    ranks.record_lifecycle(life(0, blocks=9), 0.1)
+    assert ranks.assemble() == WorkersReady(CARD, 7, max_running=64, max_batch_tokens=None, world_size=2)
+
+
+def test_ranks_draft_as_much_as_the_one_that_drafts_least() -> None:
+    ranks = WorkerRanks(ENGINE, None)
+    for rank, (drafts, jump) in enumerate([(5, 8), (3, 16)]):
+        said = life(rank)
+        assert said.worker is not None
+        worker = replace(said.worker, max_speculate=drafts, max_jump_ahead=jump)
+        ranks.record_lifecycle(replace(said, worker=worker), 0.0)
+    ready = ranks.assemble()
+    assert isinstance(ready, WorkersReady)
+    assert (ready.max_speculate, ready.max_jump_ahead) == (3, 8)
+
+
+def test_a_configured_world_size_is_waited_for() -> None:
+    ranks = WorkerRanks(ENGINE, 2)
+    ranks.record_lifecycle(life(0, world_size=1), 0.0)
+    assert ranks.assemble() is None
+
+
+def test_ranks_with_different_models_do_not_work_together() -> None:
+    ranks = WorkerRanks(ENGINE, None)
+    ranks.record_lifecycle(life(0), 0.0)
+    ranks.record_lifecycle(life(1, dtype="bfloat16"), 0.0)
+    assert isinstance(ranks.assemble(), UnequalRanks)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (life(1, incarnation=2, phase="starting"), "worker e-rank1: restarted"),
+        (life(1, phase="failed"), "worker e-rank1: failed"),
+        (life(1, phase="draining"), None),
+        (life(1), None),
+    ],
+)
+def test_a_member_that_is_not_what_it_was_is_lost(event: Lifecycle, reason: str | None) -> None:
+    ranks = WorkerRanks(ENGINE, None)
+    ranks.record_lifecycle(life(0), 0.0)
+    ranks.record_lifecycle(life(1), 0.0)
+    ranks.assemble()
+    assert ranks.record_lifecycle(event, 0.5) == reason
+
+
+def test_a_member_that_falls_silent_is_lost_once() -> None:
+    ranks = WorkerRanks(ENGINE, None)
+    ranks.record_lifecycle(life(0), 0.0)
+    ranks.record_lifecycle(life(1), 0.0)
+    ranks.assemble()
+    ranks.record_lifecycle(life(0), 2.5)
+    assert ranks.expire(2.6) == "worker e-rank1: silent for 2 s"
+    assert ranks.expire(9.0) is None

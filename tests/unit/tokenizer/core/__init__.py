@@ -1,0 +1,1 @@
+"""Unit tests of how prompts become tokens."""

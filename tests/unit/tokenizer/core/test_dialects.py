@@ -1,0 +1,189 @@
+"""What a model's files and a rendered prompt show of tool calls and thoughts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xgrammar
+from xgrammar.testing import _is_grammar_accept_string
+
+from services.detokenizer.core.vocabularies import text_vocabulary
+from services.tokenizer.core.chat_template import ChatTemplates, dialect_of
+from services.tokenizer.core.encoder import PromptEncoder, adapt_grammar, thinking_state
+from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
+from shared.ids import Attempt, GatewayId, ModelName, RequestId
+from shared.messages.coordinator import Route
+from shared.messages.dialects import Dialect, Thinking
+from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
+from shared.messages.tokenizer import ChatPrompt, TextPrompt, Tokenize
+from shared.models.tokenizer_files import load_tokenizer, special_ids
+from tests.support.models import tiny_tokenizers
+from tests.support.paths import CHAT_TEMPLATES, DEMO_MODEL
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [
+        ("chatml", Dialect()),
+        ("gemma3", Dialect()),
+        ("llama3", Dialect("llama3_json")),
+        ("mistral", Dialect("mistral")),
+        ("qwen3", Dialect("hermes", "qwen3")),
+    ],
+)
+def test_a_template_shows_what_its_model_speaks(name: str, dialect: Dialect) -> None:
+    assert dialect_of({"default": (CHAT_TEMPLATES / f"{name}.jinja").read_text()}) == dialect
+
+
+@pytest.mark.parametrize(
+    ("template", "dialect"),
+    [
+        ("{{ tools }}<tool_call>\n<function=", Dialect("qwen3_xml")),
+        ("{{ tools }}<tool_call>{{ name }}<arg_key>", Dialect()),
+        ("{{ tools }}put it in the format of [func_name1(params_name1=params_value1)]", Dialect("pythonic")),
+        ('{{ tools }}{"name": function name, "parameters": dictionary of argument name', Dialect("llama3_json")),
+        ("{{ tools }}[TOOL_CALLS][THINK][/THINK]", Dialect("mistral", "mistral")),
+        ("no t-o-o-l-s <tool_call>", Dialect()),
+    ],
+)
+def test_marks_decide(template: str, dialect: Dialect) -> None:
+    assert dialect_of({"default": template}) == dialect
+
+
+def test_a_template_for_tools_goes_before_the_default_one() -> None:
+    assert dialect_of({"default": "plain", "tool_use": "{{ tools }}<tool_call>"}) == Dialect("hermes")
+    assert dialect_of({}) == Dialect()
+
+
+def encoding_of(folder: Path) -> PromptEncoder:
+    files = load_tokenizer(folder)
+    return PromptEncoder(Vocabulary(files), ChatTemplates(read_templates(files)), files.special_tokens)
+
+
+@pytest.fixture(scope="module")
+def encoding(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    folder = tiny_tokenizers.write_model(tmp_path_factory.mktemp("thinker"), tiny_tokenizers.byte_level())
+    (folder / "chat_template.jinja").write_text((CHAT_TEMPLATES / "qwen3.jinja").read_text())
+    return encoding_of(folder)
+
+
+def generation(encoding: PromptEncoder, messages: list[Any], grammar: Grammar | None = None, **chat: Any) -> Generation:
+    prompt = ChatPrompt(messages=json.dumps(messages).encode(), **chat)
+    message = Tokenize(
+        request=RequestId("r"),
+        attempt=Attempt(1),
+        gateway=GatewayId("gateway-1"),
+        model=ModelName("m"),
+        prompt=prompt,
+        sampling=SamplingOptions(seed=0),
+        stopping=StopConditions(),
+        grammar=grammar,
+        keep_markup=True,
+    )
+    routed = encoding.route(message, prompt)
+    assert isinstance(routed, Route), routed
+    assert routed.generation.keep_markup
+    return routed.generation
+
+
+ASKED = [{"role": "user", "content": "What does <think> mean? </think>"}]
+
+
+def test_a_prompt_shows_where_its_thoughts_stand(encoding: PromptEncoder) -> None:
+    assert encoding.dialect == Dialect("hermes", "qwen3")
+    assert generation(encoding, ASKED).thinking is None
+    assert generation(encoding, ASKED, template_kwargs={"enable_thinking": False}).thinking == "closed"
+    go_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    begun = [*ASKED, {"role": "assistant", "content": "It means"}]
+    assert generation(encoding, begun, **go_on).thinking == "closed"
+
+
+def test_marks_at_the_very_end_count() -> None:
+    assert thinking_state("<|assistant|>\n<think>\n") == "open"
+    assert thinking_state("<think>\n\n</think>\n\n") == "closed"
+    assert thinking_state("[THINK]") == "open"
+    assert thinking_state("what is <think>?<|assistant|>") is None
+
+
+def test_text_has_no_thoughts(encoding: PromptEncoder) -> None:
+    prompt = TextPrompt("<think>")
+    message = Tokenize(
+        request=RequestId("r"),
+        attempt=Attempt(1),
+        gateway=GatewayId("gateway-1"),
+        model=ModelName("m"),
+        prompt=prompt,
+        sampling=SamplingOptions(seed=0),
+        stopping=StopConditions(),
+    )
+    routed = encoding.route(message, prompt)
+    assert isinstance(routed, Route)
+    assert routed.generation.thinking is None
+
+
+GRAMMARS = [
+    (Grammar("json", '{"type": "integer"}', "</think>"), "5"),
+    (Grammar("regex", "[0-9]", "</think>"), "5"),
+    (Grammar("choice", '["5", "6"]', "</think>"), "5"),
+    (Grammar("grammar", 'root ::= "5"', "</think>"), "5"),
+    (
+        Grammar(
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "const_string", "value": "5"}}',
+            "</think>",
+        ),
+        "5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "fits"), GRAMMARS, ids=lambda value: getattr(value, "kind", ""))
+def test_a_grammar_waits_for_thoughts_that_will_end_and_for_no_others(grammar: Grammar, fits: str) -> None:
+    assert adapt_grammar(grammar, "open") == grammar
+    closed = adapt_grammar(grammar, "closed")
+    assert closed is not None
+    assert (closed.text, closed.after) == (grammar.text, "")
+    either = adapt_grammar(grammar, None)
+    assert either is not None
+    assert (either.kind, either.after) == ("structural_tag", "")
+    compiled = xgrammar.Grammar.from_structural_tag(either.text)
+    for text in (fits, f"<think>Hm, 4?</think>\n\n{fits}", f"<think></think>{fits}"):
+        assert _is_grammar_accept_string(compiled, text)
+    for text in ("Hm", "<think>5", "Hm</think>5"):
+        assert not _is_grammar_accept_string(compiled, text)
+
+
+@pytest.mark.parametrize("thinking", [None, "open", "closed"])
+def test_a_grammar_from_the_start_stays(thinking: Thinking | None) -> None:
+    assert adapt_grammar(None, thinking) is None
+    for text in ("5", "no json"):
+        grammar = Grammar("json", text)
+        assert adapt_grammar(grammar, thinking) == grammar
+    assert adapt_grammar(Grammar("json", "{", "</think>"), None) == Grammar("json", "{", "</think>"), (
+        "its compiler will say"
+    )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
+def test_marks_that_are_special_tokens_stay_for_who_reads_them(kind: str) -> None:
+    make = getattr(tiny_tokenizers, kind)
+    tokenizer = type(made := make(strip=True) if kind == "byte_fallback" else make()).from_str(made.to_str())
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>", "<|other|>"])
+    vocabulary = text_vocabulary(tokenizer, special_ids(tokenizer))
+    ids = tokenizer.encode("<tool_call>Hello<|other|></tool_call>", add_special_tokens=False).ids
+
+    def shown(**how: Any) -> str:
+        stream = vocabulary.open([], begins=True, **how)
+        return "".join([*map(stream.push, ids), stream.flush()]).replace(" ", "")
+
+    assert shown(skip_special_tokens=True) == "Hello"
+    assert shown(skip_special_tokens=True, keep_markup=True) == "<tool_call>Hello</tool_call>"
+    assert shown(skip_special_tokens=False) == "<tool_call>Hello<|other|></tool_call>"
+
+
+def test_the_demo_model_says_what_it_speaks() -> None:
+    assert encoding_of(DEMO_MODEL).dialect == Dialect("hermes")

@@ -1,0 +1,246 @@
+"""Prompts become the tokens that transformers makes of them, packed and hashed; what is no prompt is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
+
+from services.tokenizer.core.chat_template import ChatTemplates
+from services.tokenizer.core.encoder import PromptEncoder
+from services.tokenizer.core.template_files import read_templates
+from services.tokenizer.core.vocabulary import Vocabulary
+from shared.blocks import hash_chain
+from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
+from shared.messages.coordinator import Route
+from shared.messages.gateway import RequestRejected
+from shared.messages.generation import Generation, SamplingOptions, StopConditions
+from shared.messages.tokenizer import (
+    ChatPrompt,
+    Decode,
+    DecodeReply,
+    Encode,
+    EncodeReply,
+    Prompt,
+    TextPrompt,
+    Tokenize,
+    TokenizerRefusal,
+    TokenPrompt,
+)
+from shared.models.tokenizer_files import TokenizerUnusable, load_tokenizer, special_ids
+from shared.packing import pack, unpack
+from tests.support.models import tiny_tokenizers
+from tests.support.paths import DEMO_MODEL
+
+CHAT = json.dumps([{"role": "user", "content": "Hello world"}]).encode()
+
+
+def encoding_of(folder: Path) -> PromptEncoder:
+    files = load_tokenizer(folder)
+    return PromptEncoder(Vocabulary(files), ChatTemplates(read_templates(files)), files.special_tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizers.write_model(tmp_path_factory.mktemp("model"), tiny_tokenizers.byte_fallback(strip=True))
+
+
+@pytest.fixture(scope="module")
+def encoding(folder: Path) -> PromptEncoder:
+    return encoding_of(folder)
+
+
+def tokenize(prompt: Prompt, **more: Any) -> Tokenize:
+    return Tokenize(
+        request=RequestId("r"),
+        attempt=Attempt(2),
+        gateway=GatewayId("gateway-1"),
+        model=ModelName("demo"),
+        prompt=prompt,
+        sampling=SamplingOptions(seed=7, temperature=0.5),
+        stopping=StopConditions(max_tokens=9, stop=("x",)),
+        **more,
+    )
+
+
+def routed(encoding: PromptEncoder, prompt: Prompt, **more: Any) -> Generation:
+    message = tokenize(prompt, **more)
+    outcome = encoding.route(message, message.prompt)
+    assert isinstance(outcome, Route)
+    return outcome.generation
+
+
+def refused(encoding: PromptEncoder, prompt: Prompt, **more: Any) -> tuple[str | None, str]:
+    message = tokenize(prompt, **more)
+    outcome = encoding.route(message, message.prompt)
+    assert isinstance(outcome, RequestRejected)
+    assert (outcome.request, outcome.attempt, outcome.kind) == (RequestId("r"), Attempt(2), "invalid_request")
+    return outcome.field, outcome.message
+
+
+@pytest.mark.parametrize("text", ["Hello world", " Hello  ", "", "über 😀\n", "<s>[INST] x </s>", "a" * 3000])
+@pytest.mark.parametrize("special", [True, False])
+def test_text_becomes_the_tokens_that_transformers_makes_of_it(
+    folder: Path, encoding: PromptEncoder, text: str, special: bool
+) -> None:
+    expected = AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=special)
+    if expected:
+        assert unpack(routed(encoding, TextPrompt(text, special)).tokens) == expected
+    else:
+        assert refused(encoding, TextPrompt(text, special))[0] == "prompt"
+
+
+@pytest.mark.parametrize("family", ["byte-level", "sentencepiece", "demo model"])
+def test_a_chat_becomes_the_tokens_that_transformers_makes_of_it(family: str, tmp_path: Path) -> None:
+    if family == "demo model":
+        if not (DEMO_MODEL / "tokenizer.json").is_file():
+            pytest.skip("the demo model is not there")
+        folder = DEMO_MODEL
+    else:
+        tiny = tiny_tokenizers.byte_level() if family == "byte-level" else tiny_tokenizers.byte_fallback(strip=True)
+        folder = tiny_tokenizers.write_model(tmp_path, tiny)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(json.loads(CHAT), add_generation_prompt=True)["input_ids"]
+    assert unpack(routed(encoding_of(folder), ChatPrompt(messages=CHAT)).tokens) == expected
+
+
+def test_a_request_is_passed_on_whole_with_its_tokens_packed_and_hashed(encoding: PromptEncoder) -> None:
+    prompt, resume = list(range(10, 30)), list(range(50, 65))
+    generation = routed(
+        encoding,
+        TokenPrompt(pack(prompt)),
+        resume=pack(resume),
+        sent_chars=11,
+        skip_special_tokens=False,
+        priority=3,
+        arrival=12.5,
+        cache_salt="salt",
+        avoid=(EngineId("engine-2"),),
+    )
+    hashes = b"".join(hash_chain(pack(prompt + resume), "salt"))
+    assert len(hashes) == 2 * 16
+    assert generation == Generation(
+        request=RequestId("r"),
+        attempt=Attempt(2),
+        gateway=GatewayId("gateway-1"),
+        model=ModelName("demo"),
+        tokens=pack(prompt + resume),
+        prompt_length=20,
+        block_hashes=hashes,
+        sampling=SamplingOptions(seed=7, temperature=0.5),
+        stopping=StopConditions(max_tokens=9, stop=("x",)),
+        sent_chars=11,
+        skip_special_tokens=False,
+        priority=3,
+        arrival=12.5,
+        cache_salt="salt",
+        avoid=(EngineId("engine-2"),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (TokenPrompt(b""), "prompt"),
+        (TokenPrompt(b"\1\0\0"), "prompt"),
+        (TokenPrompt(pack([1, 2**32 - 1])), "prompt"),
+        (TextPrompt("", add_special_tokens=False), "prompt"),
+        (TextPrompt("a\ud800b"), "prompt"),
+        (ChatPrompt(messages=b"[]"), "messages"),
+        (ChatPrompt(messages=CHAT, template_kwargs={"bos_token": "\udfff"}), "messages"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_field(encoding: PromptEncoder, prompt: Prompt, field: str) -> None:
+    if isinstance(prompt, ChatPrompt) and prompt.template_kwargs:
+        encoding = PromptEncoder(encoding._vocabulary, ChatTemplates({"default": "{{ bos_token }}"}), {})
+    assert refused(encoding, prompt)[0] == field
+
+
+def test_a_token_out_of_the_vocabulary_is_named_with_the_size_of_it(folder: Path, encoding: PromptEncoder) -> None:
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert unpack(routed(encoding, TokenPrompt(pack([size - 1]))).tokens) == [size - 1]
+    assert refused(encoding, TokenPrompt(pack([1, size]))) == (
+        "prompt",
+        f"prompt: token id {size} is not in the vocabulary of {size}",
+    )
+    assert refused(encoding, TokenPrompt(pack([1])), resume=pack([size]))[0] == "resume"
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_even_where_the_tokenizer_knows_it(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizers.byte_level()
+    folder = tiny_tokenizers.write_model(tmp_path, tokenizer, config={"text_config": {"vocab_size": 300}})
+    assert refused(encoding_of(folder), TextPrompt("<tool>"))[0] == "prompt"
+
+
+def test_questions_are_answered_with_tokens_strings_and_text(encoding: PromptEncoder) -> None:
+    answer = encoding.answer(Encode(TextPrompt("Hello"), return_strings=True))
+    assert isinstance(answer, EncodeReply)
+    assert answer.strings == ("<s>", "▁Hello")
+    assert encoding.answer(Encode(TextPrompt("Hello"))) == EncodeReply(answer.tokens, None)
+    assert encoding.answer(Decode(answer.tokens)) == DecodeReply("<s> Hello")
+    assert encoding.answer(Decode(answer.tokens, skip_special_tokens=True)) == DecodeReply("Hello")
+    assert encoding.answer(Decode(b"")) == DecodeReply("")
+    chat = encoding.answer(Encode(ChatPrompt(messages=CHAT, add_generation_prompt=False)))
+    assert isinstance(chat, EncodeReply)
+
+
+def test_questions_at_fault_are_refused_by_their_field(encoding: PromptEncoder) -> None:
+    wrong = [encoding.answer(q) for q in (Encode(TokenPrompt(b"")), Decode(pack([2**31])), Decode(b"\1"))]
+    assert [answer.field for answer in wrong if isinstance(answer, TokenizerRefusal)] == ["prompt", "tokens", "tokens"]
+
+
+def test_a_tokenizers_own_truncation_and_padding_are_left_aside(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(tiny_tokenizers.byte_level().to_str())
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    folder = tiny_tokenizers.write_model(tmp_path, tokenizer)
+    assert len(unpack(routed(encoding_of(folder), TextPrompt("x y z " * 50)).tokens)) > 50
+    assert len(unpack(routed(encoding_of(folder), TextPrompt("x")).tokens)) == 1
+
+
+def test_special_tokens_are_read_as_strings_and_as_objects_wherever_they_stand(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizers.byte_level()
+    folder = tiny_tokenizers.write_model(tmp_path, tokenizer, {"bos_token": "<s>", "eos_token": None})
+    assert load_tokenizer(folder).special_tokens == {"bos_token": "<s>"}
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>", "lstrip": False}, "additional_special_tokens": ["<x>"]})
+    )
+    files = load_tokenizer(folder)
+    assert files.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert files.tokenizer.token_to_id("<x>") in special_ids(files.tokenizer)
+    settings = {
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"700": {"content": "<y>", "special": True}, "699": {"content": "<z>"}},
+    }
+    size = tokenizer.get_vocab_size()
+    files = load_tokenizer(tiny_tokenizers.write_model(folder, tokenizer, settings))
+    assert files.special_tokens == {"bos_token": "<s>"}
+    assert [files.tokenizer.token_to_id(t) for t in ("<z>", "<y>")] == [size, size + 1]
+    assert special_ids(files.tokenizer) >= {size + 1}
+    assert size not in special_ids(files.tokenizer)
+
+
+def test_a_directory_whose_tokenizer_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TokenizerUnusable, match=r"no tokenizer\.json there"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    folder = tiny_tokenizers.write_model(tmp_path, tiny_tokenizers.byte_level())
+    (folder / "tokenizer_config.json").write_text("[")
+    with pytest.raises(TokenizerUnusable, match=r"tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+def test_a_post_processor_adds_its_token_to_text_and_never_to_a_chat(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(tiny_tokenizers.byte_level().to_str())
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    encoding = encoding_of(tiny_tokenizers.write_model(tmp_path, tokenizer))
+    assert unpack(routed(encoding, TextPrompt("x")).tokens)[0] == bos
+    assert bos not in unpack(routed(encoding, ChatPrompt(messages=CHAT)).tokens)

@@ -1,0 +1,120 @@
+"""How many blocks a rank takes, and what is said where they are too few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, size_kv
+from services.worker.kv.device_memory import free_bytes, peak_bytes
+from services.worker.models.config import ModelError
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def demand(**different: Any) -> KvDemand:
+    """1 MiB blocks; a sequence of 4,096 tokens fills 256 of them, a quarter of a GiB."""
+    plain = {"block_bytes": MIB, "max_num_seqs": 64, "max_model_len": 4096, "explicit_model_len": False, "given": None}
+    return KvDemand(**(plain | different))
+
+
+def cpu(free: int, activations: int = 0) -> DeviceMemory:
+    return DeviceMemory(kind="cpu", total=2 * free, free=free, held=0, activations=activations)
+
+
+def gpu(**different: Any) -> DeviceMemory:
+    """140 GiB, of which the driver has taken one and this worker's weights 16."""
+    held = different.get("held", 16 * GIB)
+    others = different.pop("others", GIB)
+    plain = {"kind": "gpu", "total": 140 * GIB, "free": 140 * GIB - held - others, "held": held, "activations": 2 * GIB}
+    return DeviceMemory(**(plain | different))
+
+
+def test_memory_given_is_taken() -> None:
+    assert size_kv(demand(given=3 * GIB), cpu(8 * GIB, GIB)) == KvSize(3072, 4096)
+    assert size_kv(demand(given=3 * GIB), gpu()) == KvSize(3072, 4096)
+
+
+def test_memory_given_may_go_beyond_the_share_of_a_gpu() -> None:
+    assert size_kv(demand(given=100 * GIB, gpu_share=0.5), gpu()).num_blocks == 100 * 1024
+
+
+def test_a_cpu_gives_what_sequences_are_likely_to_use_and_a_modest_share() -> None:
+    assert size_kv(demand(max_num_seqs=8), cpu(64 * GIB)).num_blocks == 512
+    assert size_kv(demand(max_num_seqs=1), cpu(64 * GIB)).num_blocks == 256
+    assert size_kv(demand(), cpu(9 * GIB, GIB)).num_blocks == 2048
+    assert size_kv(demand(max_num_seqs=256), cpu(999 * GIB)).num_blocks == 4096
+
+
+def test_a_gpu_gives_what_is_left_of_the_share_of_all_its_memory() -> None:
+    large = demand(max_num_seqs=1024)
+    assert size_kv(large, gpu()).num_blocks == (126 - 16 - 2) * 1024
+    assert size_kv(demand(max_num_seqs=1024, gpu_share=0.5), gpu()).num_blocks == (70 - 16 - 2) * 1024
+    assert size_kv(large, gpu(graphs=3 * GIB)).num_blocks == (126 - 16 - 2 - 3) * 1024
+
+
+def test_a_gpu_gives_no_more_than_others_have_left() -> None:
+    assert size_kv(demand(max_num_seqs=1024), gpu(others=60 * GIB)).num_blocks == (140 - 60 - 16 - 2) * 1024
+
+
+def test_a_tiny_model_does_not_take_a_whole_gpu() -> None:
+    assert size_kv(demand(max_num_seqs=2), gpu()).num_blocks == 4 * 2 * 256
+
+
+def test_a_gpu_on_which_nothing_is_left_is_refused_with_what_takes_what() -> None:
+    full = gpu(held=120 * GIB, activations=5 * GIB, graphs=2 * GIB)
+    said = (
+        r"nothing is left .* of the 126\.00 GiB that gpu_memory_utilization = 0\.9 allows: weights take 120\.00 GiB, "
+        r"a step of the largest batch 5\.00 GiB, captured decodes 2\.00 GiB, others 1\.00 GiB of 140\.00 GiB\. "
+        r"Raise gpu_memory_utilization"
+    )
+    with pytest.raises(ModelError, match=said):
+        size_kv(demand(), full)
+    with pytest.raises(ModelError, match=r"others 125\.00 GiB of 140\.00 GiB"):
+        size_kv(demand(), gpu(others=125 * GIB))
+
+
+def test_the_last_block_that_fits_is_given() -> None:
+    just = gpu(held=126 * GIB - 2 * GIB - 4 * MIB)
+    assert size_kv(demand(), just) == KvSize(4, 64)
+    with pytest.raises(ModelError, match="nothing is left"):
+        size_kv(demand(), gpu(held=126 * GIB - 2 * GIB - MIB + 1))
+
+
+@pytest.mark.parametrize("memory", [cpu(GIB), gpu()])
+def test_the_context_shrinks_to_what_fits_unless_it_was_asked_for(memory: DeviceMemory) -> None:
+    assert size_kv(demand(given=100 * MIB), memory) == KvSize(100, 1600)
+    with pytest.raises(ModelError, match=r"4096 tokens needs 0\.25 GiB.*length to 1600"):
+        size_kv(demand(given=100 * MIB, explicit_model_len=True), memory)
+
+
+def test_more_than_is_free_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"3\.00 GiB of KV memory do not fit: 3\.50 GiB are free.*takes 1\.00 GiB"):
+        size_kv(demand(given=3 * GIB), cpu(3 * GIB + GIB // 2, GIB))
+    with pytest.raises(ModelError, match=r"120\.00 GiB of KV memory do not fit: 123\.00 GiB are.*takes 4\.00 GiB"):
+        size_kv(demand(given=120 * GIB), gpu(graphs=2 * GIB))
+
+
+def test_what_takes_what_is_told() -> None:
+    assert cpu(3 * GIB, GIB).summary() == "a step of the largest batch takes 1.00 GiB, 3.00 GiB are free"
+    assert gpu().summary() == (
+        "weights take 16.00 GiB, a step of the largest batch 2.00 GiB, others 1.00 GiB of 140.00 GiB"
+    )
+
+
+def test_a_full_machine_is_refused() -> None:
+    with pytest.raises(ModelError, match="give more KV memory"):
+        size_kv(demand(), cpu(MIB, 2 * MIB))
+
+
+def test_the_peak_of_a_piece_of_work_is_measured_even_after_a_higher_one() -> None:
+    def work(size: int) -> None:
+        torch.ones(size, dtype=torch.uint8)
+
+    work(256 * MIB)
+    assert 50 * MIB < peak_bytes(CPU, lambda: work(64 * MIB)) < 128 * MIB
+    assert free_bytes(CPU) > 0

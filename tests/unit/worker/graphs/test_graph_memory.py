@@ -1,0 +1,60 @@
+"""How much captured decodes are said to take before KV memory is sized: two are tried, on memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.executor import kv_sizing as kv_profile
+from services.worker.graphs.capture import Replay
+from services.worker.graphs.choice import DecodeGraphs
+from services.worker.models.weights import KvCaches
+from services.worker.ops.interface import BatchMeta
+from tests.support.worker.emulated_graphs import RunAgain
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class WatchedDecoder:
+    """As much of a decoder as capturing needs."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        return [(torch.zeros(num_blocks), torch.zeros(num_blocks))]
+
+    def empty_features(self, rows: int) -> Tensor:
+        return torch.zeros(rows, 4)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor:
+        assert bool((meta.slots == -1).all()), "nothing may be stored"
+        assert features is not None
+        assert len(features) == len(ids)
+        self.steps.append(len(ids))
+        return torch.zeros(len(ids), 8)
+
+
+def test_the_two_largest_sizes_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [1000 * MIB, 900 * MIB, 893 * MIB]
+    held = [100 * MIB, 195 * MIB, 200 * MIB]
+    monkeypatch.setattr(kv_profile, "CudaCapture", lambda device: AllowingChecks())
+    monkeypatch.setattr(kv_profile, "free_bytes", lambda device: left.pop(0))
+    monkeypatch.setattr(kv_profile, "own_bytes", lambda device: held.pop(0))
+    decoder = WatchedDecoder()
+    graphs = DecodeGraphs(decoder, CPU, (1, 2, 4, 8, 16), max_model_len=64, features=True)
+    assert kv_profile._of_graphs(graphs) == (100 + 4 * 7) * MIB
+    assert decoder.steps == [16, 16, 8, 8]
+
+
+class AllowingChecks(RunAgain):
+    """The decoder here looks at numbers, which a real one may not."""
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        work()
+        work()
+        return work

@@ -1,0 +1,299 @@
+"""Mixtures of experts: what configs say of them, how checkpoints lay them out, what they weigh and compute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.worker.backend import BackendError
+from services.worker.models.checkpoint import TensorPart, model_digest, open_checkpoint
+from services.worker.models.config import Mixture, ModelConfig, ModelError
+from services.worker.models.dummy_weights import DummyTensors
+from services.worker.models.hf_config import read_model_config
+from services.worker.models.loading import ExpertTensors, load_weights, read_experts
+from services.worker.models.sharding import shard_of
+from services.worker.ops.interface import Ops, OpsUnavailable
+from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.torch_ops import TorchOps, route
+from services.worker.sim.shape import read_shape
+from tests.support.models.tiny_models import TinyModel, make_model
+
+CPU = torch.device("cpu")
+BASE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+QWEN3 = {**BASE, "architectures": ["Qwen3MoeForCausalLM"]}
+QWEN2 = {**BASE, "architectures": ["Qwen2MoeForCausalLM"]}
+MIXTRAL = {**BASE, "architectures": ["MixtralForCausalLM"]}
+
+
+def write(folder: Path, base: dict[str, Any], **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**base, **changes}))
+    return folder
+
+
+def read(folder: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
+    return read_model_config(write(folder, base, **changes))
+
+
+def mixing(config: ModelConfig) -> list[bool]:
+    return [layer.mixes for layer in config.layers]
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> None:
+    qwen3, qwen2, mixtral = (read(tmp_path, base) for base in (QWEN3, QWEN2, MIXTRAL))
+    assert qwen3.mixture == Mixture(experts=128, chosen=8, intermediate_size=768, renormalised=False)
+    assert qwen2.mixture == Mixture(experts=60, chosen=4, intermediate_size=1408, renormalised=False, shared_size=5632)
+    assert mixtral.mixture == Mixture(experts=8, chosen=2, intermediate_size=96, renormalised=True)
+    assert [mixing(config) for config in (qwen3, qwen2, mixtral)] == [[True] * 4] * 3
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen2.qkv_bias, mixtral.qkv_bias) == (True, False, True, False)
+    assert (mixtral.norm_eps, mixtral.layers[0].rope.theta, qwen3.norm_eps) == (1e-5, 1_000_000.0, 1e-6)
+
+
+def test_qwen_3_30b_a3b_is_read_in_both_spellings(tmp_path: Path) -> None:
+    shape = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_window_layers": 48,
+        "sliding_window": None,
+    }
+    old, new = read(tmp_path, QWEN3, **shape, num_experts=128), read(tmp_path, QWEN3, **shape, num_local_experts=128)
+    assert old == new
+    assert old.mixture == Mixture(experts=128, chosen=8, intermediate_size=768, renormalised=True)
+    # The model card: 30.5 billion in total, 29.9 without embeddings, 3.3 activated (embeddings among them).
+    table = 151936 * 2048
+    assert round(old.parameters / 1e9, 1) == 30.5
+    assert round((old.parameters - 2 * table) / 1e9, 1) == 29.9
+    assert 3.3e9 < old.active_parameters + table < 3.4e9
+
+
+def test_layers_that_do_not_mix_are_told_by_number_and_by_step(tmp_path: Path) -> None:
+    assert mixing(read(tmp_path, QWEN3, mlp_only_layers=[0, 2])) == [False, True, False, True]
+    assert mixing(read(tmp_path, QWEN3, decoder_sparse_step=2)) == [False, True, False, True]
+    assert mixing(read(tmp_path, QWEN2, decoder_sparse_step=2, mlp_only_layers=[3])) == [False, True, False, False]
+    without = read(tmp_path, QWEN3, num_experts=0)
+    assert (without.mixture, mixing(without)) == (None, [False] * 4)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "complaint"),
+    [
+        (QWEN3, {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5: there are 4 experts"),
+        (QWEN3, {"num_experts_per_tok": 0}, "num_experts_per_tok 0: there are 128 experts"),
+        (QWEN3, {"num_experts": -1}, "num_experts -1 is not positive"),
+        (QWEN3, {"moe_intermediate_size": 0}, "moe_intermediate_size 0 is not positive"),
+        (QWEN3, {"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
+        (QWEN2, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0 is not positive"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window true is not supported for Qwen3MoeForCausalLM"),
+        (MIXTRAL, {"num_local_experts": 1}, "num_experts_per_tok 2: there are 1 experts"),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_cannot_be_is_refused_by_key_and_value(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ModelError) as error:
+        read(tmp_path, base, **changes)
+    assert str(error.value) == f"{tmp_path / 'config.json'}: {complaint}"
+
+
+def test_experts_that_do_not_divide_over_ranks_are_named(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN2, moe_intermediate_size=20, shared_expert_intermediate_size=42)
+    assert [shard_of(config, rank, 2).experts for rank in range(2)] == [(0, 10), (10, 20)]
+    assert [shard_of(config, rank, 2).shared_expert for rank in range(2)] == [(0, 21), (21, 42)]
+    with pytest.raises(ModelError, match="shared_expert_intermediate_size 42 does not divide over 4"):
+        shard_of(config, 0, 4)
+    with pytest.raises(ModelError, match="moe_intermediate_size 6 does not divide over 4"):
+        shard_of(read(tmp_path, QWEN3, moe_intermediate_size=6), 0, 4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_parameters_are_those_of_the_reference(tiny: Callable[[str], TinyModel], family: str) -> None:
+    model = tiny(family)
+    config = read_model_config(model.path)
+    matrices = {name: weight for name, weight in model.reference.named_parameters() if weight.ndim > 1}
+    assert config.parameters == sum(weight.numel() for weight in matrices.values())
+    assert config.mixture is not None
+    idle = (config.mixture.experts - config.mixture.chosen) / config.mixture.experts
+    unused = sum(weight.numel() for name, weight in matrices.items() if "experts" in name) * idle
+    assert config.active_parameters == config.parameters - unused - matrices["model.embed_tokens.weight"].numel()
+
+
+def test_the_simulation_reads_only_experts_that_are_chosen(tiny: Callable[[str], TinyModel]) -> None:
+    for family in ("mixtral", "qwen2-moe", "qwen3-moe"):
+        config, shape = read_model_config(tiny(family).path), read_shape(tiny(family).path, "float32")
+        mixture = config.mixture
+        assert mixture is not None
+        assert shape.experts is not None
+        routers = sum(mixing(config)) * (mixture.experts + (mixture.shared_size is not None)) * config.hidden_size
+        head = config.vocab_size * config.hidden_size
+        assert shape.weight_bytes == 4 * (config.parameters - routers)
+        assert shape.flops_per_token == 2 * (config.active_parameters - routers - head)
+        every, chosen = shape.experts.count, shape.experts.chosen
+        assert shape.experts.idle_bytes(0) == every * shape.experts.bytes_each
+        assert shape.experts.idle_bytes(1) == (every - chosen) * shape.experts.bytes_each
+        moved = [shape.load(tokens=n, pairs=0, read=0, samples=0).bytes - shape.kv_bytes_per_token * n for n in (1, 99)]
+        assert moved[0] == shape.weight_bytes - shape.experts.idle_bytes(1)
+        assert moved[1] == pytest.approx(shape.weight_bytes)
+
+
+def test_the_simulation_names_what_cannot_be(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {**QWEN3, "num_experts_per_tok": 500})
+    with pytest.raises(BackendError, match=r"config\.json: num_experts_per_tok 500: there are 128 experts"):
+        read_shape(folder, "auto")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_both_layouts_of_checkpoints_give_the_same_weights(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, family: str
+) -> None:
+    """One tensor for each expert, as on the Hub, and one for all, as transformers 5 writes it when asked to."""
+    model = tiny(family)
+    model.reference.save_pretrained(tmp_path, save_original_format=False)
+    config = read_model_config(tmp_path)
+    mixture = config.mixture
+    assert mixture is not None
+    for rank in range(2):
+        experts: list[ExpertTensors] = []
+        for folder in (model.path, tmp_path):
+            with open_checkpoint(folder, torch.float32) as checkpoint:
+                assert ("model.layers.0.mlp.experts.gate_up_proj" in checkpoint) == (folder == tmp_path)
+                columns = shard_of(config, rank, 2).experts
+                experts.append(read_experts(checkpoint, "model.layers.0", mixture, 48, columns, CPU))
+        assert experts[0].gate_up.shape == (mixture.experts, mixture.intermediate_size, 48)
+        assert all(torch.equal(one, other) for one, other in zip(*experts, strict=True))
+    assert model_digest(tmp_path, config) != model_digest(model.path, config), "it samples tensors as they are there"
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+def test_tensors_read_together_lie_one_behind_the_other(tmp_path: Path, other: torch.dtype) -> None:
+    a, b = torch.arange(12.0).view(4, 3), torch.arange(100.0, 110.0).view(2, 5)
+    save_file({"a": a, "b": b.to(other)}, tmp_path / "model.safetensors")
+    parts = [TensorPart("b", (2, 5), columns=(1, 3)), TensorPart("a", (4, 3), rows=(1, 3)), TensorPart("a", (4, 3))]
+    with open_checkpoint(tmp_path, torch.float32) as checkpoint:
+        expected = torch.cat((b[:, 1:3].flatten(), a[1:3].flatten(), a.flatten()))
+        assert torch.equal(checkpoint.read_together(parts), expected)
+        with pytest.raises(ModelError, match=r"tensor b has shape \[2, 5\], the config asks for \[2, 4\]"):
+            checkpoint.read_together([parts[1], TensorPart("b", (2, 4))])
+
+
+def test_made_up_experts_are_the_same_for_ranks_of_any_number(tmp_path: Path) -> None:
+    mixture = Mixture(experts=3, chosen=1, intermediate_size=8, renormalised=True)
+    made = DummyTensors(torch.float32, CPU)
+    whole, *halves = (read_experts(made, "l", mixture, 16, part, CPU) for part in ((0, 8), (0, 4), (4, 8)))
+    assert torch.equal(whole.down, torch.cat([half.down for half in halves], dim=2))
+    gates_and_ups = [half.gate_up.view(3, 2, 4, 16) for half in halves]
+    assert torch.equal(whole.gate_up.view(3, 2, 8, 16), torch.cat(gates_and_ups, dim=2))
+
+
+def test_a_checkpoint_without_an_expert_is_told_so(tiny: Callable[[str], TinyModel]) -> None:
+    config = read_model_config(tiny("qwen3-moe").path)
+    more = Mixture(experts=7, chosen=2, intermediate_size=32, renormalised=True)
+    with open_checkpoint(tiny("qwen3-moe").path, torch.float32) as checkpoint:
+        with pytest.raises(ModelError, match=r"mlp\.gate\.weight has shape \[6, 48\], the config asks for \[7, 48\]"):
+            read_experts(checkpoint, "model.layers.0", more, config.hidden_size, (0, 32), CPU)
+        with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\.mlp\.gate\.weight"):
+            read_experts(checkpoint, "model.layers.1", more, config.hidden_size, (0, 32), CPU)
+
+
+class Mixed:
+    """A mixture with random weights, and what it gives in float64."""
+
+    def __init__(self, experts: int = 7, hidden: int = 48, size: int = 64, rows: int = 33) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.router = torch.randn(experts, hidden, generator=generator) / hidden**0.5
+        self.gate_up = torch.randn(experts, 2 * size, hidden, generator=generator) / hidden**0.5
+        self.down = torch.randn(experts, hidden, size, generator=generator) / size**0.5
+        self.x = torch.randn(rows, hidden, generator=generator)
+
+    def by(self, ops: Ops, x: Tensor, chosen: int, renormalised: bool) -> Tensor:
+        logits = ops.linear(x, ops.pack_linear(self.router, None))
+        packed = ops.pack_experts(self.gate_up, self.down)
+        return ops.mixture(x, logits, packed, chosen=chosen, renormalised=renormalised, kind="silu")
+
+    def exactly(self, chosen: int, renormalised: bool) -> Tensor:
+        x = self.x.double()
+        chances, experts = (x @ self.router.double().T).softmax(dim=-1).topk(chosen, dim=-1)
+        if renormalised:
+            chances = chances / chances.sum(dim=-1, keepdim=True)
+        gate, up = torch.einsum("nh,eih->nei", x, self.gate_up.double()).chunk(2, dim=-1)
+        every = torch.einsum("nei,ehi->neh", F.silu(gate) * up, self.down.double())
+        taken = every.gather(1, experts.unsqueeze(-1).expand(-1, -1, x.shape[1]))
+        return (taken * chances.unsqueeze(-1)).sum(dim=1)
+
+
+def kinds_of_ops() -> list[Ops]:
+    found: list[Ops] = [TorchOps(CPU, torch.float32)]
+    with suppress(OpsUnavailable):
+        found.append(NativeOps(CPU, torch.float32, threads=1))
+    return found
+
+
+@pytest.mark.parametrize(("chosen", "renormalised"), [(1, True), (2, False), (3, True), (7, False)])
+@pytest.mark.parametrize("mixed", [Mixed(), Mixed(size=40), Mixed(rows=1100)], ids=["plain", "ragged", "many rows"])
+def test_a_mixture_is_what_it_is_in_float64(mixed: Mixed, chosen: int, renormalised: bool) -> None:
+    expected = mixed.exactly(chosen, renormalised)
+    for ops in kinds_of_ops():
+        found = mixed.by(ops, mixed.x, chosen, renormalised)
+        assert found.sub(expected).abs().max() < 1e-5, ops.name
+
+
+@pytest.mark.parametrize("size", [40, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_native_operations_does_not_depend_on_the_others(dtype: torch.dtype, size: int) -> None:
+    try:
+        ops = NativeOps(CPU, dtype, threads=2)
+    except OpsUnavailable as reason:
+        pytest.skip(str(reason))
+    mixed = Mixed(size=size, rows=600)
+    x = mixed.x.to(dtype)
+    together = mixed.by(ops, x, 3, True)
+    for row in (0, 7, 32, 599):
+        assert torch.equal(mixed.by(ops, x[row : row + 1], 3, True)[0], together[row])
+
+
+def test_chances_are_those_of_all_experts_unless_they_are_scaled() -> None:
+    logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
+    chances, experts = route(logits, 2, renormalised=False)
+    assert experts.tolist() == [[0, 2]]
+    assert torch.allclose(chances, logits.softmax(-1)[:, [0, 2]])
+    assert torch.allclose(route(logits, 2, renormalised=True)[0], torch.tensor([[2.0, 1.0]]).softmax(-1))
+
+
+def test_a_stage_loads_the_layers_that_it_has(tiny: Callable[[str], TinyModel]) -> None:
+    """Layer 1 of this model is dense, the others mix."""
+    config = read_model_config(tiny("qwen3-moe").path)
+    with open_checkpoint(tiny("qwen3-moe").path, torch.float32) as checkpoint:
+        weights = load_weights(checkpoint, config, shard_of(config, 0, 1), TorchOps(CPU, torch.float32), CPU, 64)
+    assert [type(layer.mlp).__name__ for layer in weights.layers] == ["MixtureMlp", "DenseMlp", "MixtureMlp"]

@@ -1,0 +1,195 @@
+"""The native forward pass in one call against the same decoder by single operations, and bit for bit in every batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from services.worker.distributed.communicator import SingleRank
+from services.worker.models.config import LayerConfig, ModelConfig
+from services.worker.models.decoder import Decoder
+from services.worker.models.rope import PlainRope, cos_sin_table
+from services.worker.models.sharding import shard_of
+from services.worker.models.weights import DecoderWeights, DenseMlp, KvCaches, LayerWeights
+from services.worker.ops.interface import BatchMeta
+from services.worker.ops.native.native_ops import NativeOps
+from tests.support.worker.native_batches import Rows, meta_of, native, random, scattered_blocks
+
+LLAMA = ModelConfig(
+    architecture="llama",
+    dtype="float32",
+    vocab_size=150,
+    hidden_size=96,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    layers=(LayerConfig(window=None, rope=PlainRope(10000.0)),) * 2,
+    max_positions=512,
+    norm_eps=1e-5,
+    activation="silu",
+    attention_scale=32**-0.5,
+    attention_softcap=None,
+    logits_softcap=None,
+    qkv_bias=True,
+    output_bias=False,
+    mlp_bias=True,
+    qk_norm=False,
+    post_norms=False,
+    norm_offset=False,
+    embedding_scale=None,
+    tied_embeddings=False,
+    eos_token_ids=(),
+)
+GEMMA = structs.replace(
+    LLAMA,
+    intermediate_size=80,
+    layers=tuple(LayerConfig(window=window, rope=PlainRope(10000.0)) for window in (20, None, 40)),
+    activation="gelu_tanh",
+    attention_softcap=20.0,
+    logits_softcap=10.0,
+    qk_norm=True,
+    post_norms=True,
+    embedding_scale=9.8,
+    mlp_bias=False,
+)
+"""Three windows, post norms, an MLP that cannot be gated on the way out of its product."""
+
+
+class _Seeded:
+    """Small random tensors, each another."""
+
+    def __init__(self, ops: NativeOps, dtype: torch.dtype) -> None:
+        self.ops, self.dtype, self.seed = ops, dtype, 0
+
+    def tensor(self, *shape: int) -> Tensor:
+        self.seed += 1
+        return random(*shape, seed=self.seed)
+
+    def norm(self, size: int) -> Tensor:
+        return self.tensor(size) * 0.1 + 1
+
+    def linear(self, out: int, inputs: int, biased: bool) -> object:
+        weight = (self.tensor(out, inputs) * inputs**-0.5).to(self.dtype)
+        return self.ops.pack_linear(weight, self.tensor(out).to(self.dtype) if biased else None)
+
+
+def _decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype) -> Decoder:
+    made = _Seeded(ops, dtype)
+    hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+
+    def layer(at: LayerConfig) -> LayerWeights:
+        return LayerWeights(
+            input_norm=made.norm(hidden),
+            qkv=made.linear((heads + 2 * config.num_kv_heads) * dim, hidden, config.qkv_bias),
+            q_norm=made.norm(dim) if config.qk_norm else None,
+            k_norm=made.norm(dim) if config.qk_norm else None,
+            output=made.linear(hidden, heads * dim, False),
+            attention_post_norm=made.norm(hidden) if config.post_norms else None,
+            mlp_norm=made.norm(hidden),
+            mlp=DenseMlp(
+                gate_up=made.linear(2 * config.intermediate_size, hidden, config.mlp_bias),
+                down=made.linear(hidden, config.intermediate_size, config.mlp_bias),
+            ),
+            mlp_post_norm=made.norm(hidden) if config.post_norms else None,
+            cos_sin=cos_sin_table(PlainRope(10000.0), dim, config.max_positions),
+            window=at.window,
+        )
+
+    weights = DecoderWeights(
+        embedding=made.tensor(config.vocab_size, hidden).to(dtype),
+        layers=tuple(map(layer, config.layers)),
+        final_norm=made.norm(hidden),
+        head=made.linear(config.vocab_size, hidden, False),
+    )
+    return Decoder(config, weights, shard_of(config, 0, 1), ops, SingleRank())
+
+
+class Steps:
+    """Runs sequences of random tokens through a decoder, fused or by single operations."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, lengths: list[int], *, fused: bool) -> None:
+        self.decoder = _decoder(config, native(dtype), dtype)
+        assert self.decoder._native is not None
+        if not fused:
+            self.decoder._native = None
+        self.ids = [torch.arange(length, dtype=torch.int32) * 7 % config.vocab_size for length in lengths]
+        self.blocks = scattered_blocks(lengths)
+        self.caches: KvCaches = self.decoder.allocate_kv(sum(map(len, self.blocks)) + 1)
+
+    def run(self, counts: dict[int, tuple[int, int]]) -> Tensor:
+        """Logits of each sequence's last row."""
+        meta = meta_of([Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()])
+        logits = self._forward(counts, meta)
+        assert logits is not None
+        return logits.clone()
+
+    def run_silently(self, counts: dict[int, tuple[int, int]]) -> None:
+        """The same with no logits asked for."""
+        meta = meta_of([Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()])
+        assert self._forward(counts, replace(meta, logits_rows=meta.logits_rows[:0])) is None
+
+    def _forward(self, counts: dict[int, tuple[int, int]], meta: BatchMeta) -> Tensor | None:
+        ids = torch.cat([self.ids[number][first:end] for number, (first, end) in counts.items()])
+        return self.decoder.forward(ids, meta, self.caches)
+
+
+STEPS: tuple[dict[int, tuple[int, int]], ...] = (
+    {0: (0, 30), 1: (0, 5), 2: (0, 64)},
+    {0: (30, 31), 1: (5, 6), 2: (64, 100), 3: (0, 7)},
+    {0: (31, 32), 1: (6, 7), 2: (100, 101), 3: (7, 8)},
+)
+LENGTHS = [32, 7, 101, 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (LLAMA, torch.float32),
+        (LLAMA, torch.bfloat16),
+        (LLAMA, torch.float16),
+        (structs.replace(GEMMA, logits_softcap=None), torch.float32),
+    ],
+)
+def test_one_call_equals_single_operations_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
+    fused, single = (Steps(config, dtype, LENGTHS, fused=fused) for fused in (True, False))
+    for counts in STEPS:
+        assert torch.equal(fused.run(counts), single.run(counts))
+
+
+def test_logits_are_capped() -> None:
+    fused, single = (Steps(GEMMA, torch.float32, LENGTHS, fused=fused) for fused in (True, False))
+    for counts in STEPS:
+        torch.testing.assert_close(fused.run(counts), single.run(counts), rtol=1e-5, atol=1e-5)
+
+
+def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
+    exact = Steps(GEMMA, torch.float32, LENGTHS, fused=True)
+    fused, single = (Steps(GEMMA, torch.bfloat16, LENGTHS, fused=fused) for fused in (True, False))
+    for counts in STEPS:
+        logits = exact.run(counts)
+        torch.testing.assert_close(fused.run(counts), logits, rtol=0.1, atol=0.3)
+        torch.testing.assert_close(single.run(counts), logits, rtol=0.1, atol=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA])
+def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
+    together = Steps(config, dtype, LENGTHS, fused=True)
+    batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]
+    for number, length in enumerate(LENGTHS):
+        alone = Steps(config, dtype, LENGTHS, fused=True)
+        alone.run_silently({number: (0, length - 1)})
+        last = alone.run({number: (length - 1, length)})[0]
+        assert torch.equal(last, batches[-1][number])
+
+
+def test_an_id_outside_of_the_vocabulary_is_refused() -> None:
+    steps = Steps(LLAMA, torch.float32, [4], fused=True)
+    steps.ids[0][2] = LLAMA.vocab_size
+    with pytest.raises(IndexError, match="vocabulary of 150"):
+        steps.run({0: (0, 4)})

@@ -1,0 +1,175 @@
+"""Native rotation, KV writing and paged attention against float64, and the same to the last bit in every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.worker.models.rope import PlainRope, cos_sin_table
+from services.worker.ops.native.build import Level, runnable_levels
+from services.worker.ops.native.native_ops import NativeOps
+from tests.support.worker.native_batches import (
+    Rows,
+    attention_reference,
+    meta_of,
+    native,
+    random,
+    rope_reference,
+    scattered_blocks,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Cached:
+    """Sequences of given lengths, whose queries, keys and values are written step by step."""
+
+    def __init__(self, ops: NativeOps, shape: Shape, contexts: list[int], norms: bool = False) -> None:
+        self.ops, self.shape, self.contexts = ops, shape, contexts
+        width = (shape.heads + 2 * shape.kv_heads) * shape.dim
+        self.qkv = [random(context, width, seed=10 + number) for number, context in enumerate(contexts)]
+        self.cos_sin = cos_sin_table(PlainRope(10000.0), shape.dim, max(contexts))
+        self.norms = (random(shape.dim, seed=1) + 1, random(shape.dim, seed=2) + 1) if norms else (None, None)
+        self.blocks = scattered_blocks(contexts)
+        self.caches = ops.allocate_kv(sum(map(len, self.blocks)) + 1, shape.kv_heads, shape.dim)
+
+    def step(self, counts: dict[int, tuple[int, int]], kind: Kind) -> dict[int, Tensor]:
+        """Sequences' (first, end) positions in one step → the attention's rows of each."""
+        sequences = [Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()]
+        meta = meta_of(sequences)
+        qkv = torch.cat([self.qkv[number][first:end] for number, (first, end) in counts.items()])
+        heads, (q_norm, k_norm) = self.shape.heads, self.norms
+        queries = self.ops.rope_and_store(
+            qkv, meta, self.cos_sin, *self.caches, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=1e-6
+        )
+        out = self.ops.paged_attention(
+            queries, *self.caches, meta, scale=self.shape.dim**-0.5, window=kind.window, softcap=kind.softcap
+        )
+        return dict(zip(counts, out.split([rows.count for rows in sequences]), strict=True))
+
+    def expected(self, number: int, first: int, end: int, kind: Kind) -> Tensor:
+        shape, dtype = self.shape, self.ops.dtype
+        qkv = self.qkv[number][:end].view(end, -1, shape.dim)
+        q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        if self.norms[0] is not None:
+            q, k = (_normed(x, norm) for x, norm in zip((q, k), self.norms, strict=True))
+        q, k = (rope_reference(x, self.cos_sin[:end]).to(dtype) for x in (q, k))
+        scale = shape.dim**-0.5
+        window, softcap = kind.window, kind.softcap
+        return attention_reference(q[first:], k, v.to(dtype), scale=scale, window=window, softcap=softcap)
+
+
+def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    x = x.double()
+    return x / (x.pow(2).mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+def _check(cached: Cached, kind: Kind) -> None:
+    """Prefills all but two tokens of each sequence in one step, then two steps of decodes."""
+    contexts = dict(enumerate(cached.contexts))
+    bounds = (
+        {number: (0, context - 2) for number, context in contexts.items()},
+        {number: (context - 2, context - 1) for number, context in contexts.items()},
+        {number: (context - 1, context) for number, context in contexts.items()},
+    )
+    tolerance = TOLERANCE[cached.ops.dtype]
+    for counts in bounds:
+        for number, rows in cached.step(counts, kind).items():
+            expected = cached.expected(number, *counts[number], kind)
+            torch.testing.assert_close(rows.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128, 256])
+def test_equals_float64_for_any_head_size(dtype: torch.dtype, dim: int) -> None:
+    _check(Cached(native(dtype), Shape(6, 2, dim), [5, 18, 64, 130, 300]), Kind())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 71])
+def test_equals_float64_for_any_group_of_query_heads(dtype: torch.dtype, group: int) -> None:
+    _check(Cached(native(dtype), Shape(2 * group, 2, 32), [4, 33, 290], norms=True), Kind())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "kind", [Kind(window=1), Kind(window=20), Kind(window=256), Kind(softcap=5.0), Kind(window=300, softcap=2.0)]
+)
+def test_windows_and_soft_caps_equal_float64(dtype: torch.dtype, kind: Kind) -> None:
+    _check(Cached(native(dtype), Shape(4, 2, 64), [19, 255, 258, 700]), kind)
+
+
+@pytest.mark.parametrize("level", runnable_levels())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_level_of_instructions_computes_the_same_function(level: Level, dtype: torch.dtype) -> None:
+    _check(Cached(native(dtype, level=level), Shape(6, 2, 48), [21, 300]), Kind(window=200, softcap=10.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [Kind(), Kind(window=100)])
+def test_neither_chunks_of_a_prompt_nor_its_batch_change_a_bit(dtype: torch.dtype, kind: Kind) -> None:
+    contexts = [600, 17, 64, 5, 2, 333]
+    whole = Cached(native(dtype), Shape(6, 2, 64), contexts)
+    alone = {number: whole.step({number: (0, context)}, kind)[number] for number, context in enumerate(contexts)}
+    together = Cached(native(dtype), Shape(6, 2, 64), contexts).step(
+        dict(enumerate((0, end) for end in contexts)), kind
+    )
+    for number in alone:
+        assert torch.equal(together[number], alone[number])
+    for size in (1, 7, 16, 250):
+        chunked = Cached(native(dtype), Shape(6, 2, 64), contexts)
+        parts = [chunked.step({0: (first, min(first + size, 600))}, kind)[0] for first in range(0, 600, size)]
+        assert torch.equal(torch.cat(parts), alone[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_equal_their_rows_of_a_prefill_in_batches_of_any_size(dtype: torch.dtype) -> None:
+    contexts = [3 + 13 * number for number in range(64)]
+    cached = Cached(native(dtype), Shape(4, 2, 32), contexts)
+    prefilled = cached.step(dict(enumerate((0, end) for end in contexts)), Kind())
+    for count in (1, 2, 5, 17, 64):
+        last = cached.step({number: (contexts[number] - 1, contexts[number]) for number in range(count)}, Kind())
+        for number, row in last.items():
+            assert torch.equal(row, prefilled[number][-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_context_cut_for_several_threads_equals_one_thread_bit_for_bit(dtype: torch.dtype) -> None:
+    results = []
+    for threads in (1, 4):
+        cached = Cached(native(dtype, threads), Shape(2, 1, 32), [1500])
+        cached.step({0: (0, 1499)}, Kind())
+        results.append(cached.step({0: (1499, 1500)}, Kind())[0])
+    assert torch.equal(results[0], results[1])
+    expected = cached.expected(0, 1499, 1500, Kind())
+    torch.testing.assert_close(results[0].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_earlier_owner_left_in_a_block_does_not_reach_its_next(dtype: torch.dtype) -> None:
+    """Infinities and NaNs behind a sequence's last token change nothing."""
+    clean, dirty = (Cached(native(dtype), Shape(4, 2, 32), [21, 38]) for _ in range(2))
+    for cache in dirty.caches:
+        cache.fill_(float("nan"))
+    for counts in ({0: (0, 20), 1: (0, 37)}, {0: (20, 21), 1: (37, 38)}):
+        expected = clean.step(counts, Kind())
+        for number, rows in dirty.step(counts, Kind()).items():
+            assert torch.equal(rows, expected[number])

@@ -1,0 +1,92 @@
+"""Building the native kernels, and what happens where they cannot be built."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.ops.interface import OpsUnavailable
+from services.worker.ops.native import build, library
+from services.worker.ops.native.build import BuildError, best_level, library_path, runnable_levels
+from services.worker.ops.native.native_ops import NativeOps
+from tests.support.worker.native_batches import CPU, native, random
+
+
+def test_the_library_says_which_instructions_it_uses() -> None:
+    for level in runnable_levels():
+        assert library.load(library_path(level)).baton_instructions().decode() == level
+
+
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = library_path(best_level())
+    monkeypatch.setattr(build, "_compilers", lambda level: [])
+    assert library_path(best_level()) == path
+
+
+def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compilers", lambda level: [])
+    with pytest.raises(OpsUnavailable, match=r"no C\+\+ compiler"):
+        NativeOps(CPU, torch.float32)
+
+
+def test_what_a_compiler_complains_of_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compilers", lambda level: [["false"], ["/nonexistent/c++"]])
+    with pytest.raises(BuildError, match=r"false exited with 1.*nonexistent"):
+        library_path("portable")
+    assert list((tmp_path / "baton" / "native").iterdir()) == []
+
+
+def test_a_compiler_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(build, "_compilers", lambda level: [["sh", "-c", "sleep 30"]])
+    with pytest.raises(BuildError, match="timed out"):
+        library_path("portable")
+
+
+def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "kernels.so"
+    broken.write_bytes(b"not a library")
+    with pytest.raises(OSError, match=r"kernels\.so"):
+        library.load(broken)
+
+
+def test_other_devices_and_types_are_refused() -> None:
+    with pytest.raises(OpsUnavailable, match="CPUs"):
+        NativeOps(torch.device("cuda"), torch.float32)
+    with pytest.raises(OpsUnavailable, match="int8"):
+        NativeOps(CPU, torch.int8)
+
+
+def test_pools_of_several_threads_work_side_by_side() -> None:
+    """Two pools of three threads on few cores, thousands of small jobs: every job is complete when it returns."""
+    weight = random(130, 40, seed=1)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        ops = NativeOps(CPU, torch.float32, threads=3)
+        packed, x = ops.pack_linear(weight, None), random(9, 40, seed=seed)
+        expected = native(torch.float32, 1).linear(x, native(torch.float32, 1).pack_linear(weight, None))
+        wrong.extend(seed for _ in range(3000) if not torch.equal(ops.linear(x, packed), expected))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+
+
+def test_a_sleeping_pool_wakes_for_its_next_job() -> None:
+    ops = NativeOps(CPU, torch.float32, threads=4)
+    packed, x = ops.pack_linear(random(640, 64, seed=1), None), random(50, 64)
+    expected, pause = ops.linear(x, packed), threading.Event()
+    for _ in range(50):
+        pause.wait(0.002)
+        assert torch.equal(ops.linear(x, packed), expected)

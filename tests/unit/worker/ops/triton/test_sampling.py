@@ -1,0 +1,198 @@
+"""The draw as Triton kernels: the same tokens as PyTorch's draw, and what double precision says of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+from services.worker.ops.triton import sampling
+from services.worker.ops.triton.sampling import CHUNK, DrawParameters, draw
+from services.worker.sampling.parameters import ParameterTable, SamplingBatch
+from services.worker.sampling.sampler import sample_by_kernel, sample_unprocessed
+from shared.ids import SequenceId
+from shared.messages.generation import SamplingOptions
+from shared.messages.worker import NewSequence
+from shared.packing import pack
+from tests.support.kernels.kernel_device import DEVICE
+
+ALL = 1 << 40
+EDGE = 1e-5
+"""Of the whole weight: as near as this to where one token ends and the next begins, either may be drawn."""
+
+AT_ONCE = 4
+"""Chunks to a tile: fewer than the worker's, so that a few hundred tokens are several tiles."""
+
+SETTINGS = [
+    (1.0, ALL, 1.0, 0.0),
+    (0.7, 20, 0.9, 0.0),
+    (1.3, 1, 1.0, 0.0),
+    (1.0, ALL, 0.5, 0.0),
+    (2.0, ALL, 0.99, 0.05),
+    (0.5, 300, 1.0, 0.0),
+    (1.0, 40, 0.8, 0.1),
+    (1.0, ALL, 0.0, 0.0),
+]
+"""Temperature, top_k, top_p, min_p."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "AT_ONCE", AT_ONCE)
+
+
+def _draw(settings: list[tuple[float, int, float, float]], chances: list[float]) -> DrawParameters:
+    temperature, top_k, top_p, min_p = zip(*settings, strict=True)
+
+    def floats(values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=DEVICE)
+
+    chance = torch.tensor(chances, dtype=torch.float64, device=DEVICE)
+    return DrawParameters(floats(temperature), torch.tensor(top_k, device=DEVICE), floats(top_p), floats(min_p), chance)
+
+
+def _logits(rows: int, vocab: int, *, scale: float, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab, generator=generator) * scale).to(dtype).to(DEVICE)
+
+
+def _chances(count: int, seed: int) -> list[float]:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+
+
+def _kept(logits: Tensor, setting: tuple[float, int, float, float]) -> Tensor:
+    """Weights of one row in double precision, 0 for what is cut off; ties with what is kept are kept."""
+    temperature, top_k, top_p, min_p = setting
+    weights = torch.softmax(logits.double() / temperature, dim=0)
+    weights = torch.where(weights >= min_p * weights.max(), weights, 0.0)
+    ordered = weights.sort(descending=True).values[:top_k]
+    before = ordered.cumsum(0) - ordered
+    inside = (before < top_p * ordered.sum()) if top_p < 1.0 else torch.ones_like(before, dtype=torch.bool)
+    inside[0] = True
+    return torch.where(weights >= ordered[inside][-1], weights, 0.0)
+
+
+def _share(weights: Tensor, token: int) -> tuple[float, float]:
+    """The chances that mean `token`, from and to."""
+    cumulated = weights.cumsum(0) / weights.sum()
+    return float(cumulated[token] - weights[token] / weights.sum()), float(cumulated[token])
+
+
+@pytest.mark.parametrize(("vocab", "scale"), [(300, 3.0), (700, 1.0), (700, 8.0)])
+def test_each_token_is_the_one_whose_share_the_chance_falls_into(vocab: int, scale: float) -> None:
+    logits = _logits(len(SETTINGS), vocab, scale=scale, seed=vocab)
+    chances = _chances(len(SETTINGS), seed=vocab)
+    tokens = draw(logits, _draw(SETTINGS, chances)).tolist()
+    for row, setting, chance, token in zip(logits.cpu(), SETTINGS, chances, tokens, strict=True):
+        weights = _kept(row, setting)
+        assert weights[token] > 0
+        first, last = _share(weights, token)
+        assert first - EDGE <= chance <= last + EDGE
+
+
+def _choices(params: list[SamplingOptions], vocab: int) -> SamplingBatch:
+    table = ParameterTable(len(params), vocab)
+    for slot, one in enumerate(params):
+        new = NewSequence(
+            sequence=SequenceId(slot), tokens=pack([0]), prompt_length=1, computed=0, blocks=b"", sampling=one
+        )
+        table.put(slot, new)
+    return table.sampling_batch(np.arange(len(params)), np.arange(len(params), dtype=np.int32))
+
+
+MIXED = [
+    {"temperature": 0.0, "top_k": 5},
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.8, "top_k": 1},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_drawn_is_what_pytorch_draws(dtype: torch.dtype) -> None:
+    logits = _logits(len(MIXED), 700, scale=4.0, seed=3, dtype=dtype)
+    choices = _choices([SamplingOptions(seed=7 * i, **one) for i, one in enumerate(MIXED)], 700)
+    untouched = logits.clone()
+    drawn = sample_by_kernel(logits, choices).tolist()
+    assert drawn == sample_unprocessed(logits.cpu(), choices).tolist()
+    assert torch.equal(logits, untouched)
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
+    logits = torch.full((4, 200), -30.0, device=DEVICE)
+    logits[:, [3, 80, 130, 199]] = 1.0
+    # Of four equal tokens top_k keeps two, and so all; each has a quarter of the chances.
+    settings = [(1.0, 2, 1.0, 0.0), (1.0, ALL, 0.3, 0.0), (1.0, 2, 0.6, 0.0), (1.0, 3, 1.0, 0.5)]
+    assert draw(logits, _draw(settings, [0.1, 0.3, 0.6, 0.999999])).tolist() == [3, 80, 130, 199]
+
+
+def test_top_p_is_a_share_of_what_top_k_leaves_and_ties_beyond_it_do_not_count() -> None:
+    logits = torch.full((1, 100), -torch.inf, device=DEVICE)
+    logits[0, [10, 20, 30, 40]] = torch.tensor([4.0, 2.0, 2.0, 2.0], device=DEVICE).log()
+    # top_k leaves 4 + 2 of weight, though all four tokens: 0.66 of 6 is within the first, of 10 it is not.
+    assert draw(logits, _draw([(1.0, 2, 0.66, 0.0)], [0.9])).tolist() == [10]
+    assert draw(logits, _draw([(1.0, 2, 0.67, 0.0)], [0.9])).tolist() == [40]
+
+
+def test_greedy_rows_take_the_first_of_equal_maxima() -> None:
+    logits = _logits(2, 700, scale=1.0, seed=0, dtype=torch.bfloat16)
+    logits[0, [130, 131, 640]] = 9.0
+    logits[1] = -torch.inf
+    logits[1, 699] = -1e30
+    assert draw(logits, _draw([(0.0, 3, 0.5, 0.0)] * 2, [0.99, 0.0])).tolist() == [130, 699]
+
+
+def test_what_is_forbidden_is_never_drawn() -> None:
+    logits = torch.full((6, 500), -torch.inf, device=DEVICE)
+    logits[:, [64, 300]] = 0.0
+    chances = [0.0, 0.49, 0.51, 1 - 2**-53, 0.0, 1 - 2**-53]
+    settings = [(1.0, 50, 1.0, 0.0)] * 4 + [(1.0, ALL, 1.0, 0.0)] * 2
+    assert draw(logits, _draw(settings, chances)).tolist() == [64, 64, 300, 300, 64, 300]
+
+
+def test_a_row_with_nothing_to_draw_gives_some_token() -> None:
+    logits = torch.full((3, 90), -torch.inf, device=DEVICE)
+    settings = [(1.0, ALL, 1.0, 0.0), (1.0, 5, 0.9, 0.1), (0.0, ALL, 1.0, 0.0)]
+    assert all(0 <= token < 90 for token in draw(logits, _draw(settings, [0.5] * 3)).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")
+@pytest.mark.parametrize("some", [slice(None), slice(30, 80)], ids=["all", "some"])
+def test_a_row_of_what_is_no_number_gives_a_token_that_there_is(some: slice) -> None:
+    """One that there is not would be read beyond the embeddings. The interpreter knows no greatest of nothing but NaNs:
+    greedy rows of those are for a GPU."""
+    logits = torch.zeros(4, 90, device=DEVICE)
+    logits[:, some] = torch.nan
+    greedy = 0.0 if DEVICE.type == "cuda" or some.start else 1.0
+    settings = [(greedy, ALL, 1.0, 0.0), (1.0, ALL, 1.0, 0.0), (1.0, 5, 0.9, 0.1), (1.0, ALL, 0.9, 0.0)]
+    assert all(0 <= token < 90 for token in draw(logits, _draw(settings, [0.5] * 4)).tolist())
+
+
+@pytest.mark.parametrize("setting", [(1.0, ALL, 0.9, 0.0), (1.0, 600, 0.99, 0.0)])
+def test_a_flat_distribution_is_cut_though_its_nucleus_is_nearly_everywhere(
+    setting: tuple[float, int, float, float],
+) -> None:
+    vocab = 3 * AT_ONCE * CHUNK - 7
+    logits = _logits(1, vocab, scale=0.01, seed=1)
+    weights = _kept(logits[0].cpu(), setting)
+    chance = 0.77
+    token = int(draw(logits, _draw([setting], [chance])))
+    first, last = _share(weights, token)
+    assert first - 1e-4 <= chance <= last + 1e-4
+
+
+def test_a_row_does_not_depend_on_others() -> None:
+    logits = _logits(2, 400, scale=2.0, seed=5)
+    settings, chances = [(1.0, 30, 0.9, 0.0)] * 2, _chances(2, 5)
+    together = draw(logits, _draw(settings, chances)).tolist()
+    alone = [int(draw(logits[row : row + 1], _draw([settings[row]], [chances[row]]))) for row in range(2)]
+    assert together == alone
+
+
+def test_a_vocabulary_may_have_one_token() -> None:
+    assert draw(torch.zeros(1, 1, device=DEVICE), _draw([(1.0, 1, 0.5, 0.0)], [0.5])).tolist() == [0]
