@@ -98,7 +98,11 @@ class Bus(Protocol):
         """Calls `handler` for each message, one at a time. Undecodable ones are counted, logged and skipped."""
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> Subscription:
-        """Like `subscribe`, for requests: what `responder` returns is sent back as the reply."""
+        """Like `subscribe`, for requests: what `responder` returns is sent back as the reply.
+
+        Requests begin in the order of their arrival, and several are answered at a time: one that waits does not hold
+        up the next (bounds: `shared.bus.concurrent_requests`).
+        """
 
     async def tap(self, pattern: str, handler: Tap) -> Subscription:
         """For recording: calls `handler` with subject and bytes of every message whose subject matches.

@@ -24,6 +24,7 @@ from shared.bus import (
     UndeliveredHandler,
 )
 from shared.bus.codec import Undecodable, decode, decode_received, encode
+from shared.bus.concurrent_requests import ConcurrentRequests
 from shared.topics import Topic
 
 M = TypeVar("M")
@@ -82,6 +83,7 @@ class _Members:
         """By subject, as far as looked up since the last new subscription; also those that have stopped since."""
         self.turn: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self.endpoints: dict[str, Endpoint] = {}
+        self.requests: list[ConcurrentRequests] = []
 
     def add(self, subscription: MemorySubscription) -> None:
         self.subscriptions.append(subscription)
@@ -173,6 +175,13 @@ class MemoryBus:
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> MemorySubscription:
         """As `Bus.serve`."""
+        requests = ConcurrentRequests()
+        self._members.requests.append(requests)
+
+        async def answer(message: M, reply: _Reply | None) -> None:
+            answered = await responder(message)
+            if reply is not None:
+                reply(encode(answered))
 
         async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             try:
@@ -181,9 +190,7 @@ class MemoryBus:
                 if reply is not None:
                     reply(ReplyError(str(error)))
                 return
-            answer = await responder(message)
-            if reply is not None:
-                reply(encode(answer))
+            await requests.start(answer(message, reply))
 
         return self._add(topic, deliver)
 
@@ -249,5 +256,7 @@ class MemoryBus:
         """Closes every connection."""
         for subscription in self._members.subscriptions:
             await subscription.join()
+        for requests in self._members.requests:
+            await requests.cancel()
         self._members.subscriptions.clear()
         self._members.matching.clear()

@@ -33,6 +33,7 @@ from shared.bus import (
     UndeliveredHandler,
 )
 from shared.bus.codec import Undecodable, decode, decode_received, encode
+from shared.bus.concurrent_requests import ConcurrentRequests
 from shared.bus.liveness import LivenessClock
 from shared.bus.unconfirmed import Unconfirmed
 from shared.telemetry.metrics import BUS_CONNECTED
@@ -114,6 +115,7 @@ class NatsBus:
         self._undelivered: UndeliveredHandler | None = None
         self._confirm_prefix = client.new_inbox()
         self._unconfirmed = Unconfirmed()
+        self._requests: list[ConcurrentRequests] = []
 
     @property
     def connected(self) -> bool:
@@ -185,6 +187,13 @@ class NatsBus:
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> NatsSubscription:
         """As `Bus.serve`. A request that does not decode is answered with the header `Baton-Error`."""
+        requests = ConcurrentRequests()
+        self._requests.append(requests)
+
+        async def answer(message: M, reply: str) -> None:
+            answered = await responder(message)
+            if reply:
+                await self._client.publish(reply, encode(answered))
 
         async def received(msg: Msg) -> None:
             try:
@@ -193,9 +202,7 @@ class NatsBus:
                 if msg.reply:
                     await self._client.publish(msg.reply, b"", headers={ERROR_REPLY: str(error)[:200]})
                 return
-            answer = await responder(message)
-            if msg.reply:
-                await self._client.publish(msg.reply, encode(answer))
+            await requests.start(answer(message, msg.reply))
 
         return await self._subscribe(topic, received)
 
@@ -249,6 +256,8 @@ class NatsBus:
 
     async def close(self) -> None:
         """Ends the connection. Safe to call again, and where the server has ended before."""
+        for requests in self._requests:
+            await requests.cancel()
         if not self._client.is_closed:
             with contextlib.suppress(ConnectionError):  # the server has ended before, and takes no farewell
                 await self._client.close()

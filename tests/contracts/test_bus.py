@@ -9,6 +9,7 @@ import pytest
 from shared import topics
 from shared.bus import Bus, EndpointError, NoResponders, PayloadTooLarge, ReplyTimeout, Undelivered
 from shared.bus.codec import encode
+from shared.bus.concurrent_requests import MAX_REQUESTS
 from shared.bus.nats_bus import NatsBus
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import RequestFailed
@@ -166,6 +167,70 @@ async def test_a_question_that_is_not_answered_times_out(any_bus: Bus) -> None:
     await any_bus.flush()
     with pytest.raises(ReplyTimeout):
         await any_bus.request(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 0.05)
+
+
+async def test_a_request_whose_answer_takes_long_holds_up_no_other(any_bus: Bus) -> None:
+    begun: list[str] = []
+    released = asyncio.Event()
+
+    async def answer(question: Probe) -> ProbeReply:
+        begun.append(question.request)
+        if question.request == "slow":
+            await released.wait()
+        return ProbeReply("running", len(begun))
+
+    topic = topics.engine_probes(ENGINE)
+    await any_bus.serve(topic, answer)
+    await any_bus.flush()
+    slow = asyncio.create_task(any_bus.request(topic, Probe(RequestId("slow"), Attempt(1)), ProbeReply, DEADLINE))
+    while not begun:
+        await asyncio.sleep(0.001)
+    quick = await any_bus.request(topic, Probe(RequestId("quick"), Attempt(1)), ProbeReply, DEADLINE)
+    assert quick == ProbeReply("running", 2)
+    assert not slow.done()
+    released.set()
+    assert await slow == ProbeReply("running", 2)
+
+
+async def test_requests_begin_in_their_order_and_only_so_many_at_a_time(any_bus: Bus) -> None:
+    begun: list[str] = []
+    released = asyncio.Event()
+
+    async def answer(question: Probe) -> ProbeReply:
+        begun.append(question.request)
+        await released.wait()
+        return ProbeReply("running", 0)
+
+    topic = topics.engine_probes(ENGINE)
+    await any_bus.serve(topic, answer)
+    await any_bus.flush()
+    sent = [f"r{i}" for i in range(MAX_REQUESTS + 10)]
+    asked = [
+        asyncio.create_task(any_bus.request(topic, Probe(RequestId(name), Attempt(1)), ProbeReply, DEADLINE))
+        for name in sent
+    ]
+    while len(begun) < MAX_REQUESTS:
+        await asyncio.sleep(0.001)
+    await any_bus.flush()
+    assert begun == sent[:MAX_REQUESTS]
+    released.set()
+    await asyncio.gather(*asked)
+    assert begun == sent
+
+
+async def test_a_request_that_fails_is_no_end_of_the_others(any_bus: Bus) -> None:
+    async def answer(question: Probe) -> ProbeReply:
+        if question.request == "bad":
+            raise ValueError("of this one")
+        return ProbeReply("running", 0)
+
+    topic = topics.engine_probes(ENGINE)
+    await any_bus.serve(topic, answer)
+    await any_bus.flush()
+    with pytest.raises(ReplyTimeout):
+        await any_bus.request(topic, Probe(RequestId("bad"), Attempt(1)), ProbeReply, 0.2)
+    good = Probe(RequestId("good"), Attempt(1))
+    assert await any_bus.request(topic, good, ProbeReply, DEADLINE) == ProbeReply("running", 0)
 
 
 async def test_a_message_over_the_limit_is_a_named_error(any_bus: Bus) -> None:

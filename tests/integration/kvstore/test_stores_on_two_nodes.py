@@ -164,6 +164,31 @@ async def test_a_redis_that_is_killed_in_use_is_a_miss_and_found_again(
         await eventually(lambda: comes_back("after"))
 
 
+async def test_a_redis_that_hangs_delays_only_who_searches_there(
+    shared_nats: NatsServer, own_redis: RedisServer
+) -> None:
+    store = StoreProcess(shared_nats.url, "beside", "--redis-url", own_redis.url, memory=12 * 4096)
+    async with clients(shared_nats.url, store) as (client,):
+
+        async def used() -> bool:
+            names = chain("below", 5)
+            await client.save(names)
+            await pushed_out(client, "others")
+            return await client.found(names) == (5, 5)
+
+        await eventually(used)
+        here = chain("here", 5)
+        await client.save(here)
+        own_redis.signal(signal.SIGSTOP)
+        slow = asyncio.create_task(client.found(chain("nowhere", 3), deadline=8.0))
+        await asyncio.sleep(0.1)
+        assert await client.found(here) == (5, 0)
+        assert await client.save(chain("more", 2)) == 2
+        assert not slow.done()
+        own_redis.signal(signal.SIGCONT)
+        assert await slow == (0, 0)
+
+
 async def test_a_store_stops_when_told_whatever_it_is_connected_to(shared_nats: NatsServer) -> None:
     one = StoreProcess(shared_nats.url, "stops", *TRANSFER, "--redis-url", "redis://127.0.0.1:1/0")
     async with clients(shared_nats.url, one) as (client,):
