@@ -29,10 +29,10 @@ from services.bench.report import Report
 from services.bench.serve import make_prompts
 from services.bench.session import session, warm_up
 from services.bench.statistics import BenchResult, RequestOutcome
-from services.worker.measure.peer.wire import PeerReady, PeerSettings
 from tests.campaigns.idle_watch import IdleWatch, idle_watch
 from tests.campaigns.peers_options import PeersOptions, peers_options
 from tests.campaigns.peers_report import described, shown
+from tests.campaigns.transformers_peer.wire import PeerReady, PeerSettings
 from tests.campaigns.transformers_process import Peer, peer
 
 Send = Callable[[BenchRequest], Awaitable[RequestOutcome]]

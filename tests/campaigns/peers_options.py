@@ -18,7 +18,7 @@ from services.bench.options import (
     whole,
 )
 from services.bench.report import OutputOptions, command_line
-from services.worker.measure.peer.wire import PeerAttention
+from tests.campaigns.transformers_peer.wire import PeerAttention
 
 UNLIMITED = "inf"
 _TOKENS_ONLY = ("random", "shared-prefix")

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from services.bench.statistics import percent_name, summary
-from services.worker.measure.peer.wire import PeerReady
+from tests.campaigns.transformers_peer.wire import PeerReady
 
 if TYPE_CHECKING:
     from tests.campaigns.peers import LoadFigures, Side

@@ -1,4 +1,4 @@
-"""Asks transformers, which runs in a process of its own (`services.worker.measure.peer`), as a load asks a server."""
+"""Asks transformers, in a process of its own (`tests.campaigns.transformers_peer`), as a load asks a server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ import msgspec
 from deploy.errors import CommandError
 from services.bench.client.api import BenchRequest
 from services.bench.statistics import RequestOutcome
-from services.worker.measure.peer.wire import PeerAnswer, PeerMessage, PeerReady, PeerRefused, PeerRequest, PeerSettings
 from shared.config import process_environment
+from tests.campaigns.transformers_peer.wire import (
+    PeerAnswer,
+    PeerMessage,
+    PeerReady,
+    PeerRefused,
+    PeerRequest,
+    PeerSettings,
+)
 
-MODULE = "services.worker.measure.peer"
+MODULE = "tests.campaigns.transformers_peer"
 START_SECONDS = 600.0
 _STOP_SECONDS = 10.0
 _LINE_LIMIT = 64 * 2**20

@@ -14,13 +14,13 @@ import torch
 from deploy.errors import CommandError
 from services.bench.client.api import BenchRequest
 from services.bench.statistics import BenchResult, RequestOutcome
-from services.worker.measure.peer.__main__ import main
-from services.worker.measure.peer.answering import PeerFailed, answer_all, load
-from services.worker.measure.peer.wire import PeerReady, PeerSettings
 from tests.campaigns import transformers_process as peer_process
 from tests.campaigns.peers import LoadFigures, Side
 from tests.campaigns.peers_options import peers_options
 from tests.campaigns.peers_report import described, shown
+from tests.campaigns.transformers_peer.__main__ import main
+from tests.campaigns.transformers_peer.answering import PeerFailed, answer_all, load
+from tests.campaigns.transformers_peer.wire import PeerReady, PeerSettings
 from tests.campaigns.transformers_process import peer
 from tests.support.models.tiny_models import make_config, make_model
 from tests.support.worker.plan_driver import Driver

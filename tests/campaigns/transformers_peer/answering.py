@@ -15,11 +15,18 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 import torch
 
-from services.worker.measure.peer.wire import PeerAnswer, PeerMessage, PeerReady, PeerRefused, PeerRequest, PeerSettings
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loaded_model import dtype_of
+from tests.campaigns.transformers_peer.wire import (
+    PeerAnswer,
+    PeerMessage,
+    PeerReady,
+    PeerRefused,
+    PeerRequest,
+    PeerSettings,
+)
 
 _SHOWN = ("max_batch_tokens", "num_blocks", "max_requests_per_batch", "use_cuda_graph", "use_async_batching")
 _PAGE = 256

@@ -1,4 +1,4 @@
-"""`python -m services.worker.measure.peer JSON`: answers requests by transformers' continuous batching.
+"""`python -m tests.campaigns.transformers_peer JSON`: answers requests by transformers' continuous batching.
 
 The JSON is a `wire.PeerSettings`. Started by `baton bench peers`. Requests come by standard input and answers go to
 standard output, a line each; it ends when its input does.
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from services.worker.measure.peer.wire import PeerMessage, PeerRefused, PeerSettings
+from tests.campaigns.transformers_peer.wire import PeerMessage, PeerRefused, PeerSettings
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     # torch is imported behind the first check, so that a wrong question is answered at once.
-    from services.worker.measure.peer.answering import PeerFailed, answer_all
+    from tests.campaigns.transformers_peer.answering import PeerFailed, answer_all
 
     answers = _own_output()
 
