@@ -57,7 +57,7 @@ set by `baton up --set SERVICE.SETTING=VALUE`, for all services by `--set SETTIN
 
 
 def page() -> str:
-    """docs/configuration.md."""
+    """The text of docs/configuration.md."""
     parts = [_HEADING, "## Every service\n", _table(settings_of(ServiceConfig).values())]
     parts += ["## The stack\n", "Of `baton up` alone: options, no service's settings.\n"]
     parts += [_table(settings_of(StackSettings).values())]
@@ -135,12 +135,12 @@ _OWN_VARIABLES = re.compile(r"(# Settings of the services\.[^\n]*\n).*?(\n# Of d
 
 
 def example(text: str) -> str:
-    """.env.example with its part on the services' settings written anew."""
+    """.env.example with the section on the services' settings replaced."""
     return _OWN_VARIABLES.sub(lambda found: found[1] + variables() + found[2], text)
 
 
 def main() -> None:
-    """Writes all three."""
+    """Writes docs/configuration.md, docker-compose.yml and .env.example."""
     PAGE.write_text(page(), encoding="utf-8")
     CONTAINERS.write_text(containers(CONTAINERS.read_text(encoding="utf-8")), encoding="utf-8")
     VARIABLES.write_text(example(VARIABLES.read_text(encoding="utf-8")), encoding="utf-8")

@@ -38,7 +38,8 @@ def served_name(model: str | None, asked: str | None) -> ModelName:
 
 
 def model_folder(model: str | None, load_format: str | None, run_dir: Path) -> Path:
-    """Raises CommandError."""
+    """The directory that the services load the model from; with dummy weights one made in `run_dir` if needed. Raises
+    CommandError."""
     if load_format != "dummy":
         return model_directory(model)
     shape = None if model is None or Path(model).expanduser().is_dir() else shape_file(model)

@@ -17,45 +17,48 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
 
     node: Annotated[
         str,
-        Meta(pattern="^[A-Za-z0-9_-]{1,64}$", description="Name of this node; its engines are given the same."),
+        Meta(pattern="^[A-Za-z0-9_-]{1,64}$", description="Name of this node; give its engines the same name."),
         UpOption("KV store", placed=True, unset="the host's name"),
     ]
     directory: Annotated[
         str,
-        Meta(min_length=1, description="Where the arenas are, in shared memory; its workers are given the same."),
+        Meta(
+            min_length=1, description="Directory of the arenas, in shared memory; give the node's workers the same one."
+        ),
     ]
     kvstore_memory: Annotated[
         ByteSize,
-        Meta(description="Shared memory for KV blocks, e.g. 4GiB; for `baton up` 0 is no store."),
+        Meta(description="Shared memory for KV blocks, e.g. 4GiB; with `baton up` 0 means no store."),
         UpOption("KV store", placed=True, unset="512MiB, or half of what is free"),
         ContainerVariable(default="512MiB"),
     ] = 2**30
-    lease_seconds: Annotated[
-        float, Meta(gt=0, description="Reservations and pins end after this unless they are ended before.")
-    ] = 10.0
+    lease_seconds: Annotated[float, Meta(gt=0, description="Seconds after which a reservation or pin expires.")] = 10.0
     redis_url: Annotated[
         str | None,
-        Meta(description="Redis for blocks that are evicted: redis://, rediss:// or unix://."),
+        Meta(description="URL of a Redis for evicted blocks: redis://, rediss:// or unix://."),
         UpOption("KV store", placed=True, environment="BATON_REDIS_URL"),
         ContainerVariable(),
     ] = None
     redis_ttl: Annotated[float, Meta(gt=0, description="Seconds that Redis keeps a block after its last use.")] = 3600.0
     redis_inflight: Annotated[
-        ByteSize, Meta(description="Blocks on their way to Redis; those evicted above that are dropped.")
+        ByteSize, Meta(description="Bytes of blocks on their way to Redis; above it evicted blocks are dropped.")
     ] = 64 * 2**20
     transfer_port: Annotated[
         Port | None, Meta(description="Port where the stores of other nodes fetch blocks; 0 picks one.")
     ] = None
-    transfer_host: Annotated[str, Meta(description="Address that the transfer port is opened on.")] = "127.0.0.1"
+    transfer_host: Annotated[str, Meta(description="Address that the transfer port listens on.")] = "127.0.0.1"
     transfer_advertise: Annotated[
-        str | None, Meta(description="Host that other nodes reach this one by; by default transfer-host or the name.")
+        str | None,
+        Meta(
+            description="Host name under which other nodes reach this one; default: transfer-host or the host's name."
+        ),
     ] = None
     transfer_tls_cert: Annotated[
-        str | None, Meta(description="PEM certificate of this node for transfers, both ways.")
+        str | None, Meta(description="PEM certificate of this node for transfers, as server and client.")
     ] = None
-    transfer_tls_key: Annotated[str | None, Meta(description="Its key.")] = None
+    transfer_tls_key: Annotated[str | None, Meta(description="PEM key of the transfer certificate.")] = None
     transfer_tls_ca: Annotated[
-        str | None, Meta(description="PEM of the authority that must have signed the certificates of all stores.")
+        str | None, Meta(description="PEM certificate of the authority that signed the certificates of all stores.")
     ] = None
 
     def __post_init__(self) -> None:

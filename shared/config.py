@@ -44,17 +44,19 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         Meta(min_length=1, description="NATS servers, comma-separated; user:password@ is allowed."),
         UpOption("Bus", placed=True, unset="a server of its own", environment="BATON_NATS_URL"),
     ] = ("nats://127.0.0.1:4222",)
-    nats_user: Annotated[str | None, Meta(description="NATS user.")] = None
-    nats_password: Annotated[str | None, Meta(description="NATS password; better by environment than by flag.")] = None
-    nats_creds: Annotated[str | None, Meta(description="NATS .creds file.")] = None
+    nats_user: Annotated[str | None, Meta(description="User for NATS.")] = None
+    nats_password: Annotated[
+        str | None, Meta(description="Password for NATS; better set by environment than by flag.")
+    ] = None
+    nats_creds: Annotated[str | None, Meta(description="Credentials file for NATS (.creds).")] = None
     nats_ca: Annotated[str | None, Meta(description="CA file; switches TLS on.")] = None
-    nats_connect_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for a first connection.")] = 10.0
+    nats_connect_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the first connection.")] = 10.0
     namespace: Annotated[
         str, Meta(pattern="^[A-Za-z0-9_-]+$", description="First token of every subject."), UpOption("Bus", placed=True)
     ] = "baton"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="Least level logged."),
+        Meta(description="Lowest log level that is written."),
         UpOption("Run"),
         ContainerVariable(),
     ] = "info"
@@ -63,10 +65,12 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")
     ] = 0
     drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds to finish work in hand when told to stop."), UpOption("Run", placed=True)
+        float,
+        Meta(ge=0, description="Seconds that open requests get to finish when the process stops."),
+        UpOption("Run", placed=True),
     ] = 30.0
     supervisor_fd: Annotated[
-        int | None, Meta(description="Pipe whose end of file means that the supervisor is gone.")
+        int | None, Meta(description="File descriptor of a pipe that closes when the supervisor ends.")
     ] = None
 
     def nats_options(self) -> NatsOptions:
@@ -97,7 +101,7 @@ class ModelServiceConfig(ServiceConfig, frozen=True, kw_only=True):
     ]
     served_model_name: Annotated[
         str | None,
-        Meta(description="Name that clients use; the model's unless given."),
+        Meta(description="Model name for clients; default: the model's own name."),
         UpOption("Model", placed=True),
         ContainerVariable("BATON_MODEL_NAME", "baton-demo"),
     ] = None

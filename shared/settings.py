@@ -63,12 +63,12 @@ class Setting(NamedTuple):
 
     @property
     def meaning(self) -> str:
-        """One or two sentences."""
+        """What the setting does, in one or two sentences."""
         return next((meta.description for meta in _metas(self.annotation) if meta.description), "")
 
     @property
     def description(self) -> str:
-        """What it means, with the values that it may have where they are few."""
+        """`meaning`, followed by the allowed values where they are few."""
         choices = ", ".join(map(str, self.choices))
         return f"{self.meaning} One of {choices}." if choices else self.meaning
 

@@ -33,7 +33,7 @@ class Topic(Generic[M]):
 
     subject: str
     type: Any
-    """What msgspec decodes to: a struct or a union of tagged structs, the `M` of this topic."""
+    """The type that msgspec decodes to: a struct or a union of tagged structs, the `M` of this topic."""
     queue: str | None = None
     """Queue group: each message goes to one subscriber of the group; None: to all."""
 
@@ -75,19 +75,19 @@ def placements() -> Topic[coordinator.PlacementMade]:
 
 @_cached
 def engine_requests(engine: EngineId) -> Topic[scheduler.GenerateRequest]:
-    """coordinator → that engine's scheduler."""
+    """coordinator → that engine's scheduler: a request placed on it, with the detokenizer for its output."""
     return Topic(f"engine.{engine}.requests", scheduler.GenerateRequest)
 
 
 @_cached
 def engine_steps(engine: EngineId) -> Topic[worker.StepPlan]:
-    """scheduler → every rank of the engine."""
+    """scheduler → every rank of the engine: what to compute next."""
     return Topic(f"engine.{engine}.steps", worker.StepPlan)
 
 
 @_cached
 def engine_results(engine: EngineId) -> Topic[scheduler.WorkerResult]:
-    """last rank → scheduler."""
+    """worker ranks → scheduler: results of steps, compiled grammars, finished transfers."""
     return Topic(f"engine.{engine}.results", scheduler.WorkerResult)
 
 
@@ -117,7 +117,7 @@ def kv_events(source: InstanceId) -> Topic[kv_events_messages.KvEvents]:
 
 
 def all_kv_events() -> Topic[kv_events_messages.KvEvents]:
-    """Subscribe: everyone's."""
+    """For subscribing: the KV events of every source."""
     return Topic("events.kv.*", kv_events_messages.KvEvents)
 
 
@@ -144,7 +144,7 @@ def gateway_inbox(instance: GatewayId) -> Topic[gateway.GatewayMessage]:
 
 
 def lifecycles(service: lifecycle.Service | None = None) -> Topic[lifecycle.Lifecycle]:
-    """Subscribe: everyone's lifecycle, or only those of one service, for receivers that need no others."""
+    """For subscribing: the lifecycle messages of every process, or of one service for receivers that need no others."""
     return Topic(f"lifecycle.{service or '*'}.*", lifecycle.Lifecycle)
 
 
@@ -159,12 +159,12 @@ def instance_control(instance: InstanceId) -> Topic[lifecycle.InstanceControl]:
 
 
 def rank_assignments() -> Topic[supervisor.RankAssignment]:
-    """the first host's supervisor → those of the others: which ranks there shall be. Once a second, and on changes."""
+    """first host's supervisor → the other hosts' supervisors: which ranks shall run. Once a second, and on changes."""
     return Topic("supervisor.ranks.wanted", supervisor.RankAssignment)
 
 
 def rank_status() -> Topic[supervisor.RankStatus]:
-    """another host's supervisor → the first one's: which of them it runs. Once a second, and when a rank ends."""
+    """another host's supervisor → the first host's: which ranks it runs. Once a second, and when a rank ends."""
     return Topic("supervisor.ranks.held", supervisor.RankStatus)
 
 

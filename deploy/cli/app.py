@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, Listed] = {
     "batch": Listed(
         USE,
         "deploy.cli.batch.command",
-        "Answer a file of requests in OpenAI's batch format; run it again to go on where it stopped.",
+        "Answer a file of requests in OpenAI's batch format; a second run continues where the first stopped.",
     ),
     "bench": Listed(
         USE,
@@ -55,29 +55,29 @@ COMMANDS: Mapping[str, Listed] = {
     "top": Listed(
         OPERATE,
         "deploy.cli.top.command",
-        "Watch the stack work: engines, where their time goes, queues, KV memory, tokens/s, hit rates.",
+        "Show live figures of a stack: engines, time per step phase, queues, KV memory, tokens/s, hit rates.",
     ),
     "logs": Listed(
         OPERATE,
         "deploy.cli.logs",
         "Show the services' log lines, merged in time order. Works on a stack that has ended, too.",
     ),
-    "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish what it has and take no more."),
-    "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance take requests again."),
+    "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish its open requests and accept no new ones."),
+    "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance accept requests again."),
     "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
     "nats-env": Listed(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),
-    "record": Listed(OPERATE, "deploy.cli.journals", "Write what is said on the bus to a journal; Ctrl-C ends it."),
+    "record": Listed(OPERATE, "deploy.cli.journals", "Record the messages on the bus in a journal; Ctrl-C ends it."),
     "replay": Listed(
         OPERATE,
         "deploy.cli.journals",
-        "Decide again what a scheduler's journal says was decided; show the first difference, with status 1.",
+        "Repeat the decisions of a scheduler from its journal; a difference is shown and ends with status 1.",
     ),
     "doctor": Listed(
-        OPERATE, "deploy.cli.doctor", "Check this machine and a running stack, and say what to do about what is wrong."
+        OPERATE, "deploy.cli.doctor", "Check this machine and a running stack; for each problem say what to do."
     ),
-    "version": Listed(OPERATE, "deploy.cli.doctor", "Show versions."),
+    "version": Listed(OPERATE, "deploy.cli.doctor", "Show the versions of Baton, Python and the libraries."),
 }
 
 
@@ -96,7 +96,7 @@ class _Commands(TyperGroup):
     """Lists all commands by their first sentence, and loads the one that was typed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """As TyperGroup has it, which ends the program with a suggestion for a name that is none."""
+        """Loads the command that was typed. For an unknown name TyperGroup ends the program with a suggestion."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, rest
@@ -121,7 +121,7 @@ def command_line() -> TyperGroup:
 
 
 def main() -> None:
-    """Run the command that was typed; an expected failure is one line and a status."""
+    """Runs the command that was typed; an expected failure is one line and a status."""
     raise_interrupt()
     logging.getLogger().addHandler(logging.NullHandler())  # what libraries log is not the user's concern
     try:

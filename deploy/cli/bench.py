@@ -41,7 +41,9 @@ In a checkout of the repository, through this command:
 
 def bench(
     context: typer.Context,
-    up: Annotated[str | None, typer.Option(help="Start a stack with these arguments for this run.")] = None,
+    up: Annotated[
+        str | None, typer.Option(help="Start a stack with these arguments of `baton up` for this run.")
+    ] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:

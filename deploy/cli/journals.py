@@ -1,4 +1,4 @@
-"""`baton record` writes what is said on the bus to a journal; `baton replay` decides again what one holds."""
+"""`baton record` writes messages on the bus to a journal; `baton replay` repeats a scheduler's recorded decisions."""
 
 from __future__ import annotations
 
@@ -38,20 +38,22 @@ _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 def record(
     journal: Annotated[Path, typer.Argument(help="File to write.", dir_okay=False)],
     subjects: Annotated[
-        list[str] | None, typer.Argument(help="Below the namespace, e.g. 'engine.*.steps'; > for everything.")
+        list[str] | None, typer.Argument(help="Subjects below the namespace, e.g. 'engine.*.steps'; > for all.")
     ] = None,
     engine: Annotated[
-        list[str] | None, typer.Option(help="All that this engine's scheduler hears; may be repeated.")
+        list[str] | None, typer.Option(help="All messages to this engine's scheduler; may be repeated.")
     ] = None,
-    duration: Annotated[str | None, typer.Option("--for", help="10s, 5m; until Ctrl-C without it.")] = None,
-    limit: Annotated[str | None, typer.Option(help="Stop at this size: 512MiB.")] = None,
+    duration: Annotated[
+        str | None, typer.Option("--for", help="How long to record, e.g. 10s or 5m. Default: until Ctrl-C.")
+    ] = None,
+    limit: Annotated[str | None, typer.Option(help="Stop at this size, e.g. 512MiB.")] = None,
     ring: Annotated[
-        str | None, typer.Option(help="Keep the newest of this size: in the file, and the same with .older behind.")
+        str | None, typer.Option(help="Keep only the newest messages of this total size, in FILE and FILE.older.")
     ] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Write what is said on the bus to a journal; Ctrl-C ends it."""
+    """Record the messages on the bus in a journal; Ctrl-C ends it."""
     patterns = [*(subjects or ()), *(subject for each in engine or () for subject in scheduler_subjects(each))]
     if not patterns:
         raise CommandError("name subjects, or an engine with --engine", status=2)
@@ -73,11 +75,13 @@ def record(
 
 
 def replay(
-    journal: Annotated[Path, typer.Argument(help="Of a scheduler: baton up --set scheduler.journal=FILE.")],
-    listed: Annotated[bool, typer.Option("--list", help="Show the records instead; of any journal.")] = False,
+    journal: Annotated[
+        Path, typer.Argument(help="A scheduler's journal, from `baton up --set scheduler.journal=FILE`.")
+    ],
+    listed: Annotated[bool, typer.Option("--list", help="Only list the records; works for every journal.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide again what a scheduler's journal says was decided; show the first difference, with status 1."""
+    """Repeat the decisions of a scheduler from its journal; a difference is shown and ends with status 1."""
     (list_journal if listed else replay_journal)(journal, as_json=as_json)
 
 

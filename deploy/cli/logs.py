@@ -109,10 +109,10 @@ HIDDEN = frozenset({"time", "level", "service", "instance", "event"})
 
 
 def logs(
-    service: Annotated[str | None, typer.Argument(help="A service or an instance; all without it.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    service: Annotated[str | None, typer.Argument(help="A service or an instance. Default: all.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep running and show new lines.")] = False,
     request: Annotated[str | None, typer.Option(help="Only lines about this request.")] = None,
-    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many.")] = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last N lines.")] = None,
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,

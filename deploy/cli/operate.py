@@ -28,37 +28,44 @@ def down(
 
 
 def drain(
-    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, e.g. engine-1; or a pool: prefill, decode.")],
-    force: Annotated[bool, typer.Option("--force", help="Even if it is the last of its kind.")] = False,
+    instance: Annotated[
+        str, typer.Argument(help="An instance as in `baton ps`, e.g. engine-1; or a pool: prefill, decode.")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Drain it even if it is the last of its kind.")] = False,
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Let an instance finish what it has and take no more."""
+    """Let an instance finish its open requests and accept no new ones."""
     answer = asyncio.run(ask_admin(running_stack(name, run_dir), "drain", {"instance": instance, "force": force}))
     instances, load = answer.get("instances", [instance]), answer.get("load", 0)
     several = len(instances) > 1
     verb, rest = (
-        ("drain: they finish what they have", "take") if several else ("drains: it finishes what it has", "takes")
+        ("drain: they finish their open requests", "accept")
+        if several
+        else ("drains: it finishes its open requests", "accepts")
     )
-    _say(answer, as_json, f"{', '.join(instances)} {verb} ({load} in hand), {rest} no more.")
+    _say(answer, as_json, f"{', '.join(instances)} {verb} ({load}) and {rest} no new ones.")
 
 
 def undrain(
-    instance: Annotated[str, typer.Argument(help="As `baton ps` shows it, or a pool.")],
+    instance: Annotated[str, typer.Argument(help="An instance as in `baton ps`, or a pool.")],
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Let a drained instance take requests again."""
+    """Let a drained instance accept requests again."""
     answer = asyncio.run(ask_admin(running_stack(name, run_dir), "undrain", {"instance": instance}))
     instances = answer.get("instances", [instance])
-    _say(answer, as_json, f"{', '.join(instances)} {'takes' if len(instances) == 1 else 'take'} requests again.")
+    _say(answer, as_json, f"{', '.join(instances)} {'accepts' if len(instances) == 1 else 'accept'} requests again.")
 
 
 def scale(
     service: Annotated[
-        str, typer.Argument(help="gateway, tokenizer, detokenizer, coordinator, engines, prefill or decode =N.")
+        str,
+        typer.Argument(
+            help="SERVICE=N, where SERVICE is gateway, tokenizer, detokenizer, coordinator, engines, prefill or decode."
+        ),
     ],
     as_json: AsJson = False,
     name: Name = DEFAULT,
@@ -78,7 +85,7 @@ def scale(
 
 
 def _endpoint_name(service: str) -> str:
-    """People also type `engine`, `tokenizers`."""
+    """The endpoint's name of a service; singular and plural are both accepted (`engine`, `tokenizers`)."""
     for known in SCALABLE:
         if service.removesuffix("s") == known.removesuffix("s"):
             return known

@@ -97,7 +97,7 @@ def _phase(member: MemberRecord, life: Lifecycle | None) -> str:
 
 
 def _resident(pid: int | None) -> int | None:
-    """Bytes."""
+    """Resident memory of a process in bytes; None if it does not exist."""
     with contextlib.suppress(psutil.Error):
         return None if pid is None else int(psutil.Process(pid).memory_info().rss)
     return None
@@ -194,7 +194,7 @@ def _store_detail(store: StoreReport) -> dict[str, Any]:
 
 
 def sentence(detail: dict[str, Any] | None) -> str:
-    """The same for people."""
+    """An instance's details in words, for the table."""
     if detail is None:
         return ""
     if "running" in detail:

@@ -10,12 +10,12 @@ import typer
 from deploy.errors import CommandError
 from deploy.supervisor.state_file import StackState, default_run_dir, is_held, read_state
 
-Name = Annotated[str, typer.Option("--name", help="Which stack.", envvar="BATON_NAME")]
+Name = Annotated[str, typer.Option("--name", help="Name of the stack.", envvar="BATON_NAME")]
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Where the stack's logs and state lie; default ~/.local/state/baton/NAME."),
+    typer.Option("--run-dir", help="Directory of the stack's logs and state. Default: ~/.local/state/baton/NAME."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 DEFAULT = "default"
 
 

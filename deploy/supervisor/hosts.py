@@ -31,20 +31,20 @@ Handle = Callable[[Event], object]
 
 
 class Hosts(Protocol):
-    """What a supervisor does for engines whose ranks are on several hosts."""
+    """What a supervisor does for engines whose ranks run on several hosts."""
 
     changed: asyncio.Event
     """Set when something has started or ended here, so that it is reported at once."""
 
     async def run(self, bus: Bus, handle: Handle, stop: Callable[[], None]) -> None:
-        """Until cancelled."""
+        """Exchanges ranks with the other hosts until cancelled."""
 
     async def end(self, bus: Bus) -> None:
-        """The stack has ended."""
+        """Tells the other hosts that this stack has ended."""
 
 
 def hosts_of(spec: StackSpec, supervisor: Supervisor, executor: CommandExecutor) -> Hosts | None:
-    """None where there is only this one."""
+    """The exchange with other hosts; None if this is the only host."""
     if spec.counts.hosts == 1:
         return None
     return FirstHost(executor) if spec.counts.leads else OtherHost(spec.counts.host, supervisor, executor)

@@ -15,18 +15,20 @@ EVERY_SERVICE = "*"
 
 
 class LaunchContext(NamedTuple):
-    """What is known only once the stack runs."""
+    """Values that are known only once the stack runs."""
 
     port: int
-    """Of the gateways."""
+    """HTTP port of the gateways."""
     supervisor_fd: int
+    """Read end of a pipe that closes when the supervisor ends."""
     rendezvous: str | None
-    """Where the ranks of an engine meet, made anew for each start of an engine."""
+    """Address where the ranks of an engine meet, new for each start; None for a process that needs none."""
     arenas: Path | None = None
     """The KV store's directory; None in a stack without a store."""
     redis_url: str | None = None
+    """URL of Redis for the KV store; None without Redis."""
     device: int | None = None
-    """Of a worker: which of this host's."""
+    """Index of this host's device that a worker computes on; None for other processes."""
 
 
 class CommandLineOf(Protocol):
@@ -37,7 +39,7 @@ class CommandLineOf(Protocol):
 
 
 def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
-    """`python -m services.X --key=value …`; the user's own settings come last and win."""
+    """`python -m services.X --key=value …`; the user's own settings come last and override the others."""
     settings = {
         **_common(spec, process, where),
         **_own(spec, process, where),

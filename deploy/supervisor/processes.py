@@ -61,7 +61,7 @@ class ChildProcesses:
         return child.pid
 
     def exited(self) -> list[Exit]:
-        """Those that ended since the last call. What a process leaves of its group is killed with it."""
+        """Children that ended since the last call. Processes that they left in their group are killed."""
         ended = [Exit(name, status) for name, child in self._children.items() if (status := child.poll()) is not None]
         for name, _ in ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -69,7 +69,7 @@ class ChildProcesses:
         return ended
 
     def has_ended(self, name: str) -> bool:
-        """Whether no process of this name runs."""
+        """Whether no process of this name is running."""
         child = self._children.get(name)
         return child is None or child.poll() is not None
 

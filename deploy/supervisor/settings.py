@@ -16,11 +16,17 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     """Settings of `baton up` that are no service's own."""
 
     engines: Annotated[
-        int | None, Meta(ge=0, description="Copies of the model."), UpOption(SIZE, unset="1, or 0 beside pools")
+        int | None,
+        Meta(ge=0, description="Engines that prefill and decode; each is a copy of the model."),
+        UpOption(SIZE, unset="1, or 0 beside pools"),
     ] = None
     tp: Annotated[Count, Meta(description="Worker ranks that share each layer, per engine."), UpOption(SIZE)] = 1
-    prefill: Annotated[int, Meta(ge=0, description="Engines that compute prompts and hand over."), UpOption(SIZE)] = 0
-    decode: Annotated[int, Meta(ge=0, description="Engines that take over from those."), UpOption(SIZE)] = 0
+    prefill: Annotated[
+        int, Meta(ge=0, description="Prefill engines: they compute prompts and hand them over."), UpOption(SIZE)
+    ] = 0
+    decode: Annotated[
+        int, Meta(ge=0, description="Decode engines: they continue the requests of prefill engines."), UpOption(SIZE)
+    ] = 0
     tp_prefill: Annotated[
         int | None, Meta(ge=1, description="Worker ranks per prefill engine."), UpOption(SIZE, unset="--tp")
     ] = None
@@ -28,31 +34,33 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         int | None, Meta(ge=1, description="Worker ranks per decode engine."), UpOption(SIZE, unset="--tp")
     ] = None
     pp_prefill: Annotated[
-        int | None, Meta(ge=1, le=32, description="Stages per prefill engine."), UpOption(SIZE, unset="--pp")
+        int | None, Meta(ge=1, le=32, description="Pipeline stages per prefill engine."), UpOption(SIZE, unset="--pp")
     ] = None
     pp_decode: Annotated[
-        int | None, Meta(ge=1, le=32, description="Stages per decode engine."), UpOption(SIZE, unset="--pp")
+        int | None, Meta(ge=1, le=32, description="Pipeline stages per decode engine."), UpOption(SIZE, unset="--pp")
     ] = None
-    gateways: Annotated[Count, Meta(description="Gateways, which share the HTTP port."), UpOption(SIZE)] = 1
-    tokenizers: Annotated[Count, Meta(description="Tokenizers."), UpOption(SIZE)] = 1
-    detokenizers: Annotated[Count, Meta(description="Detokenizers."), UpOption(SIZE)] = 1
-    coordinators: Annotated[Count, Meta(description="Coordinators."), UpOption(SIZE)] = 1
+    gateways: Annotated[Count, Meta(description="Gateway processes; they share the HTTP port."), UpOption(SIZE)] = 1
+    tokenizers: Annotated[Count, Meta(description="Tokenizer processes."), UpOption(SIZE)] = 1
+    detokenizers: Annotated[Count, Meta(description="Detokenizer processes."), UpOption(SIZE)] = 1
+    coordinators: Annotated[Count, Meta(description="Coordinator processes."), UpOption(SIZE)] = 1
     nodes: Annotated[
         Count, Meta(description="Hosts that the ranks of each engine are spread over."), UpOption(HOSTS)
     ] = 1
     node_rank: Annotated[
-        int, Meta(ge=0, description="Which of them this is; 0 runs everything else, too."), UpOption(HOSTS)
+        int, Meta(ge=0, description="Index of this host; host 0 also runs all other services."), UpOption(HOSTS)
     ] = 0
-    master: Annotated[str | None, Meta(description="HOST:PORT of the first one's NATS server."), UpOption(HOSTS)] = None
+    master: Annotated[str | None, Meta(description="HOST:PORT of the NATS server of host 0."), UpOption(HOSTS)] = None
     cluster_token: Annotated[
         str | None,
-        Meta(description="A secret of all hosts. Better by environment."),
+        Meta(description="Secret that all hosts share; better set by environment."),
         UpOption(HOSTS, environment="BATON_CLUSTER_TOKEN"),
     ] = None
     redis: Annotated[bool, Meta(description="Start a redis-server for evicted blocks."), UpOption(STORE)] = False
-    redis_memory: Annotated[ByteSize, Meta(description="What that server may take."), UpOption(STORE)] = 2**30
+    redis_memory: Annotated[
+        ByteSize, Meta(description="Memory limit of the redis-server of --redis."), UpOption(STORE)
+    ] = 2**30
     start_timeout: Annotated[
-        float, Meta(ge=1, description="Seconds until everything must be ready."), UpOption(RUN)
+        float, Meta(ge=1, description="Seconds within which every process must be ready."), UpOption(RUN)
     ] = 600.0
 
     def stages(self, pp: int) -> tuple[int, int, int]:

@@ -15,45 +15,46 @@ class OutsideBus(Struct, frozen=True, kw_only=True):
     """An external NATS server. Its users and permissions are its operator's."""
 
     urls: tuple[str, ...]
-    """May hold user:password@, so they reach the services by environment, never by flag."""
+    """One or more URLs. They may hold user:password@, so services get them by environment, never by flag."""
 
 
 class HostsSpec(Struct, frozen=True, kw_only=True):
-    """For ranks on several hosts: where the first one is, and what the others need to join it."""
+    """Settings for ranks on several hosts: the address of the first host, and what the others need to join it."""
 
     master: str
-    """The first host, as all can reach it: a name or an address."""
+    """Name or address of the first host, reachable from all others."""
     port: int
-    """Of its nats-server, unless there is one outside."""
+    """Port of the first host's nats-server; unused with an external NATS server."""
     token: str | None = None
-    """A secret of all hosts; None with a NATS server outside."""
+    """A secret that all hosts share; None with an external NATS server."""
 
 
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
-    """An external Redis."""
+    """A Redis server that is not the stack's own."""
 
     url: str
-    """May hold a password, so it reaches the store by environment, never by flag."""
+    """It may hold a password, so the store gets it by environment, never by flag."""
 
 
 class EmbeddedRedis(Struct, frozen=True, kw_only=True, tag=True):
     """A redis-server of the stack's own, for this run only."""
 
     memory: int
-    """Bytes; what was used least goes when they are full."""
+    """Maximum bytes; when they are in use the least recently used entries are evicted."""
 
 
 class StoreSpec(Struct, frozen=True, kw_only=True):
-    """The KV store of this host, for stacks that count one."""
+    """The KV store of this host."""
 
     node: NodeId = NodeId("here")
     memory: int = 512 * 2**20
     """Bytes of shared memory."""
     redis: OutsideRedis | EmbeddedRedis | None = None
+    """The lower tier; None without Redis."""
 
 
 class StackSpec(Struct, frozen=True, kw_only=True):
-    """A whole stack, with every choice made: what the supervisor runs."""
+    """A whole stack with every choice made; the supervisor runs it."""
 
     name: str
     run_dir: Path
@@ -66,25 +67,27 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     """0 picks a free one."""
     counts: Counts = Counts()
     pp_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage; empty: as even as can be."""
+    """Layers of each pipeline stage; empty: spread evenly."""
     store: StoreSpec = StoreSpec()
     settings: Mapping[str, Mapping[str, str]] = {}
-    """Service → key → value, as flags of that service. The key `*` is for every service."""
+    """Service → key → value, passed as flags to that service. The key `*` stands for every service."""
     api_keys: tuple[str, ...] = ()
-    """Keys of which clients must send one; none: every client is served."""
+    """Keys of which every client must send one; empty: clients need no key."""
     outside_bus: OutsideBus | None = None
+    """An external NATS server; None: the supervisor starts its own."""
     hosts: HostsSpec | None = None
-    """None: this one only."""
+    """How several hosts connect; None if there is only this one."""
     namespace: str
     config: Path | None = None
-    """A TOML file that every service reads."""
+    """A TOML file that every service reads; None without one."""
     log_level: str
-    """Of the supervisor's own log."""
+    """Log level of the supervisor itself."""
     drain_timeout: float
-    """Seconds that requests get to finish at the end."""
+    """Seconds that open requests get to finish when the stack stops."""
     start_timeout: float
     """Seconds within which every process must become ready."""
     step_limit: float = 90.0
-    """Seconds after which an engine that has work and finishes no step is restarted; above the scheduler's own."""
+    """Seconds without a finished step after which an engine that has work is restarted; longer than the scheduler's own
+    limit."""
     silence_limit: float = 15.0
-    """Seconds without a word after which a process that was ready is replaced."""
+    """Seconds without a lifecycle message after which a process that was ready is replaced."""

@@ -35,7 +35,7 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
 
 
 def recorded(member: SupervisedProcess) -> MemberRecord:
-    """A process as the state file has it."""
+    """The entry of a process in the state file."""
     process = member.process
     return MemberRecord(
         service=process.service, instance=process.instance, pid=member.pid, state=member.state, restarts=member.restarts
@@ -43,39 +43,41 @@ def recorded(member: SupervisedProcess) -> MemberRecord:
 
 
 class StackState(Struct, frozen=True, kw_only=True):
-    """Holds the operator's password and an API key: the file is readable by its owner only."""
+    """The contents of the state file. It holds the operator's password and an API key, so only its owner may read
+    it."""
 
     name: str
     pid: int
-    """The supervisor's."""
+    """Process id of the supervisor."""
     phase: StackPhase
     url: str
     model: str
-    """As clients name it."""
+    """The model's name for clients."""
     model_dir: str
     api_key: str | None
-    """One of those that clients must show, for `baton chat`."""
+    """One of the keys that clients must send, for `baton chat`; None if none is needed."""
     namespace: str
     nats_url: tuple[str, ...]
     nats_user: str | None
+    """The operator's user; None with an external NATS server."""
     nats_password: str | None
     nats_pid: int | None
     redis_pid: int | None = None
-    """Of the embedded one."""
+    """Process id of the embedded redis-server; None without one."""
     arenas: str | None = None
-    """The KV store's directory."""
+    """The KV store's directory; None without a store."""
     started: float
-    """Unix seconds."""
+    """When the stack was started, in Unix seconds."""
     members: tuple[MemberRecord, ...] = ()
 
 
 class StackRunning(Exception):
-    """A supervisor holds this run directory already."""
+    """Another supervisor already holds this run directory."""
 
 
 def default_run_dir(name: str, home: Path) -> Path:
-    """Where a stack of this name has its logs and state by default. Raises ValueError for a name that is
-    none."""
+    """The default directory for the logs and state of a stack of this name. Raises ValueError if the name is
+    invalid."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"name {name!r}: 1 to 64 of A-Z a-z 0-9 _ . - are allowed")
     return home / ".local" / "state" / "baton" / name
@@ -83,7 +85,7 @@ def default_run_dir(name: str, home: Path) -> Path:
 
 @contextlib.contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory for this process, however it ends. Raises StackRunning."""
+    """Holds the run directory for this process until it ends, however it ends. Raises StackRunning."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (run_dir / LOCK).open("w") as lock:
         if not _locked(lock):

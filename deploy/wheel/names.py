@@ -31,7 +31,7 @@ def __dir__() -> list[str]:
     """The names of the engine, and the module's own."""
     return sorted([*globals(), *__all__])
 '''
-"""Of `baton`."""
+"""Template of `baton/__init__.py` in the wheel."""
 _BEGINNING = re.compile(r"(services|deploy)\.[\w.]*")
 
 

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m deploy.without_network.install", description=__doc__)
     parser.add_argument("--wheels", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--venv", type=Path, required=True, metavar="DIR", help="Made anew.")
+    parser.add_argument(
+        "--venv", type=Path, required=True, metavar="DIR", help="Virtual environment; it is created anew."
+    )
     return parser.parse_args(argv)
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parents[2]
 EXTRAS = ("worker", "kvstore", "cli", "plot")
 TESTS = ("hypothesis", "jsonschema", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "transformers")
-"""Of the development packages those that tests on a GPU and benchmarks need."""
+"""The development packages that GPU tests and benchmarks need."""
 _LEFT_OUT = ("torch", "triton")
 _LEFT_OUT_BEGINNINGS = ("nvidia-", "cuda-")
-"""They come with the machine: gigabytes that must fit its driver."""
+"""Packages that come with the machine: gigabytes that must fit its driver."""
 
 
 class Project(NamedTuple):
@@ -26,7 +26,7 @@ class Project(NamedTuple):
 
 
 def project(repository: Path = REPOSITORY) -> Project:
-    """Baton itself, with the worker, the store, the command, plots and the tests of a GPU."""
+    """Baton's metadata, with the requirements of the worker, the store, the command line, plots and the GPU tests."""
     described = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     optional = described["optional-dependencies"]
     wanted = [*described["dependencies"], *(each for extra in EXTRAS for each in optional[extra])]
@@ -35,7 +35,7 @@ def project(repository: Path = REPOSITORY) -> Project:
 
 
 def canonical(requirement: str) -> str:
-    """`Jinja2>=3.1` is jinja2."""
+    """The normalized name of the package that a requirement names: `Jinja2>=3.1` is jinja2. Raises ValueError."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
     if found is None:
         raise ValueError(f"{requirement!r} names no package")

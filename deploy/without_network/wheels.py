@@ -25,7 +25,7 @@ _PLATFORMS = (
 )
 _FETCH_SECONDS = 900
 _ROUNDS = 8
-"""Of needs of needs of needs …"""
+"""Depth to which requirements of requirements are followed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m deploy.without_network.wheels", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="That machine's; default: %(default)s.")
-    parser.add_argument("--there", type=Path, metavar="FILE", help="Names of packages that it has, as pip list prints.")
-    parser.add_argument("there_too", nargs="*", metavar="NAME", help="More of them.")
+    parser.add_argument(
+        "--python", default="3.12", metavar="X.Y", help="Python version of that machine; default: %(default)s."
+    )
+    parser.add_argument(
+        "--there", type=Path, metavar="FILE", help="Packages that it already has, in the format of pip list."
+    )
+    parser.add_argument("there_too", nargs="*", metavar="NAME", help="More packages that it already has.")
     return parser.parse_args(argv)
 
 

@@ -38,7 +38,7 @@ class OwnedArena(MappedArena):
 
     @classmethod
     def open(cls, path: Path, arena: ArenaId | None = None) -> OwnedArena:
-        """As `MappedArena.open`, for the one process that writes headers."""
+        """Opens an arena for the one process that writes headers; see `MappedArena.open`."""
         opened = cls._opened(path, arena)
         assert isinstance(opened, OwnedArena)
         return opened

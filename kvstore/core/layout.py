@@ -57,7 +57,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "fl
 
 
 class UnknownDtype(ValueError):
-    """A dtype that arenas do not hold; the text names those that they do."""
+    """A dtype that arenas cannot hold; the text names the supported ones."""
 
 
 def fingerprint(layout: KvLayout) -> str:
@@ -74,19 +74,24 @@ def file_name(layout: KvLayout) -> str:
 
 
 class Geometry(Struct, frozen=True, kw_only=True):
-    """Sizes and places, in bytes from the file's start."""
+    """Sizes and offsets within an arena file; offsets are bytes from the file's start."""
 
     cells: int
-    """Of a block: heads × layers."""
+    """Number of cells of a block: KV heads × layers."""
     cell_bytes: int
+    """Bytes of one KV head of one layer in one block."""
     slots: int
+    """Number of blocks that the file holds."""
     header_stride: int
+    """Bytes from one slot's header to the next."""
     payload_stride: int
+    """Bytes from one slot's payload to the next: whole pages."""
     payloads_at: int
+    """Offset of the first payload."""
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one block, without what fills the last page."""
+        """Bytes of one block, without the padding to a whole page."""
         return self.cells * self.cell_bytes
 
     @property
@@ -95,15 +100,15 @@ class Geometry(Struct, frozen=True, kw_only=True):
         return self.payloads_at + self.slots * self.payload_stride
 
     def header_at(self, slot: int) -> int:
-        """Where a slot's header begins."""
+        """Offset of a slot's header."""
         return PAGE + slot * self.header_stride
 
     def checksum_at(self, slot: int, cell: int) -> int:
-        """Where the checksum of one cell of a slot lies, 8 bytes long."""
+        """Offset of the 8-byte checksum of one cell of a slot."""
         return self.header_at(slot) + LINE + cell * CHECKSUM.size
 
     def payload_at(self, slot: int, cell: int = 0) -> int:
-        """Where a cell of a slot's payload begins."""
+        """Offset of one cell of a slot's payload."""
         return self.payloads_at + slot * self.payload_stride + cell * self.cell_bytes
 
 
@@ -115,7 +120,7 @@ def cell_bytes(layout: KvLayout) -> int:
 
 
 def geometry(layout: KvLayout, slots: int) -> Geometry:
-    """Sizes and places in an arena of `slots` blocks of `layout`. Raises UnknownDtype."""
+    """Sizes and offsets of an arena of `slots` blocks of `layout`. Raises UnknownDtype."""
     cells = layout.kv_heads * layout.layers
     per_cell = cell_bytes(layout)
     header_stride = LINE + _rounded(cells * CHECKSUM.size, LINE)

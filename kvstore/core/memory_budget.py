@@ -14,46 +14,46 @@ MAX_EVICTIONS = 256
 """The most evictions for one request: each may be copied to a lower tier while others wait for their replies."""
 
 MEMORY_RETRY_SECONDS = 10.0
-"""Seconds until the system is asked for memory again after it had none."""
+"""Seconds until the system is asked for memory again after a failed attempt."""
 PREPARED_BYTES = 128 * 2**20
 PREPARED_SHARE = 0.25
-"""Free memory that a layout which is being written has at hand, and the largest share of the budget for it: the system
-clears pages at a few GB/s, and no request shall wait for that."""
+"""Free memory that is kept ready for a layout that is being written, and the largest share of the budget that this may
+take. The system clears pages at a few GB/s, and no request shall wait for that."""
 
 
 class MemoryBudget:
-    """Owns the slot tables of all layouts, and how much memory they may take together."""
+    """Owns the slot tables of all layouts and the memory that they may take together."""
 
     def __init__(self, total: int) -> None:
-        """`total`: bytes."""
+        """`total` is the budget in bytes."""
         self.total = total
         self.limit = total
-        """Bytes that may be taken at present; less than `total` while the system has not as much."""
+        """Bytes that may be in use at present; less than `total` while the system itself is short of memory."""
         self._retry_at = 0.0
         self.tables: dict[str, SlotTable] = {}
-        """By the layout's fingerprint."""
+        """Slot tables by the fingerprint of their layout."""
         self.evictions = 0
-        """Since the start."""
+        """Number of evicted blocks since the start."""
 
     @property
     def memory(self) -> int:
-        """Bytes that are taken from the system."""
+        """Bytes that all tables have in use."""
         return sum(table.memory for table in self.tables.values())
 
     def record_shortage(self, now: float) -> None:
-        """The system has no more memory, whatever the budget says: what is taken already must do for a while."""
+        """Records that the system has no more memory: for a while the limit is what is already in use."""
         self.limit = min(self.limit, self.memory)
         self._retry_at = now + MEMORY_RETRY_SECONDS
 
     def update(self, now: float) -> None:
-        """Ends a shortage that was met long enough ago."""
+        """Lifts the limit of a shortage that is MEMORY_RETRY_SECONDS old."""
         if self.limit < self.total and now >= self._retry_at:
             self.limit = self.total
 
     def reserve(self, table: SlotTable, now: float, evictions: int, out: list[Action]) -> tuple[int, bool] | None:
-        """Reserves a slot of `table`; also says whether it has no memory yet. None where there is no room before this
-        many `evictions` since the start. Free slots first, then new memory, then that of other layouts, then eviction;
-        what is done on the way is added to `out`."""
+        """Reserves a slot of `table` and returns it with whether it still lacks memory. Returns None if there is no
+        room without exceeding `evictions` (counted since the start). It prefers a free slot, then new memory, then
+        memory of other layouts, then eviction. The actions that this takes are appended to `out`."""
         while True:
             if table.free:
                 return table.reserve_free(), False

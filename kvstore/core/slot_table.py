@@ -18,20 +18,20 @@ HEAP_SLACK = 1024
 
 
 class SlotState(IntEnum):
-    """Where a slot is in its life. A file header knows only free, reserved and committed (`layout.py`)."""
+    """The life cycle of a slot. A file header knows only free, reserved and committed (`layout.py`)."""
 
     ABSENT = 0
-    """Without memory."""
+    """It has no memory."""
     PREPARING = 1
-    """Its memory is being taken from the system, on another thread."""
+    """Another thread is taking its memory from the system."""
     FREE = 2
-    """With memory and without a block."""
+    """It has memory and no block."""
     RESERVED = 3
     """A block is being written to it under a lease."""
     COMMITTED = 4
     """It holds a block that can be found."""
     RESTING = 5
-    """Its writers were lost and may still be writing: it is not reused before they must have stopped."""
+    """Its writers were lost and may still be writing; it is reused only after they must have stopped."""
 
 
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {

@@ -110,7 +110,7 @@ class StoreCore:
     # ---- finding
 
     def unchecked(self, layout: str, hashes: Sequence[BlockHash]) -> list[StoredBlock]:
-        """Those of the leading run whose checksums must be compared before they are given to a reader."""
+        """Blocks of the leading run of `hashes` whose checksums must be compared before a reader gets them."""
         return [block for block in self.budget.tables[layout].leading_run(hashes) if not block.checked]
 
     def checked(self, layout: str, block: StoredBlock, sound: bool) -> list[Action]:

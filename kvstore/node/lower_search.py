@@ -123,7 +123,7 @@ class LowerTierSearch:
         return self._outcome(request, here) if waited_for else KvStoreRefusal("the lease ended during the search")
 
     def _outcome(self, request: Find, here: int) -> FindOutcome:
-        """Pins what has landed under the lease that pins what was here already, so that one release ends both."""
+        """Pins the fetched blocks under the lease that already pins the others, so that one release ends both."""
         found = self._store.find(request)
         if isinstance(found, FindReply):
             found = replace(found, from_lower=max(0, blocks_in(found) - here))
@@ -131,7 +131,8 @@ class LowerTierSearch:
         return found
 
     async def _bring(self, request: Find, here: int, deadline: Deadline) -> None:
-        """Of searches for the same blocks, one fetches; the others wait for it, and fetch what it did not."""
+        """Fetches the missing blocks. When several searches want the same blocks, one fetches them; the others wait for
+        it and then fetch only what it did not find."""
         layout = request.layout
         missing: Sequence[BlockHash] = list(split_hashes(request.hashes))[here:]
         while missing and (other := self._fetching.get((layout, missing[0]))) is not None:

@@ -133,7 +133,8 @@ class NodeStore:
         self._directory.remove(self._writer.arenas.pop(layout))
 
     def _slots_for(self, layout: KvLayout) -> int:
-        """As many slots as all the memory holds: the budget is shared by all layouts, the files are sparse."""
+        """The number of slots that fit into the whole budget. All layouts share the budget, and the files are
+        sparse."""
         one = geometry(layout, 1)
         slots = max(0, self.core.budget.total - PAGE) // (one.payload_stride + one.header_stride)
         while slots and geometry(layout, slots).file_bytes > self.core.budget.total:
@@ -276,7 +277,7 @@ class NodeStore:
     def lend(
         self, layout: str, hashes: Sequence[BlockHash]
     ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
-        """See `kvstore.transfer.server.BlockLender`."""
+        """Lends blocks to another node's store; see `kvstore.transfer.server.BlockLender`."""
         return self._lent(layout, hashes) if layout in self._writer.arenas else None
 
     @contextlib.contextmanager

@@ -16,39 +16,39 @@ from shared.messages.lifecycle import Lifecycle
 
 
 class LowerTier(Protocol):
-    """Where blocks go that the arena has no more room for."""
+    """A slower store for blocks that have left the arena."""
 
     async def run(self) -> None:
-        """The tier's own work, from the store's start until cancelled; closes its connections then."""
+        """Does the tier's background work from the store's start until cancelled, then closes its connections."""
 
     def offer(self, layout: str, block: InFlightBlock) -> bool:
-        """Takes a copy of the block, to be stored in the background; False where the tier is away or has enough to do.
-        Never waits. The slot that `block.payload` is a view of is written to as soon as this returns."""
+        """Copies the block, to store it in the background. Returns False if the tier is away or busy. Never waits: the
+        slot that `block.payload` views may be overwritten as soon as this returns."""
 
     def has(self, layout: str, name: BlockHash) -> bool:
         """Whether the tier took the block not long ago and, as far as it knows, still has it."""
 
     def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
-        """The leading run of `hashes` that is there, in order, each compared with its checksums. The store sets the
-        deadline, and cancels."""
+        """Yields the leading run of `hashes` that the tier holds, in order, each block verified by its checksums. The
+        store sets the deadline and cancels."""
 
 
 class PeerStores(Protocol):
     """The stores of other nodes."""
 
     address: str
-    """Host and port where they fetch this store's blocks; empty where they cannot."""
+    """Host and port where other nodes fetch this store's blocks; empty if they cannot."""
 
     def record_lifecycle(self, lifecycle: Lifecycle) -> None:
-        """Counts a lifecycle in; it may be that of a peer."""
+        """Records a lifecycle message, which may be that of another node's store."""
 
     def gone(self, last: Lifecycle) -> None:
-        """The instance of this lifecycle has ended or fallen silent."""
+        """Forgets an instance that has ended or fallen silent; `last` is its last lifecycle."""
 
     async def run(self) -> None:
-        """As `LowerTier.run`."""
+        """Runs in the background until cancelled; see `LowerTier.run`."""
 
     def fetch(
         self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
     ) -> AsyncGenerator[InFlightBlock, None]:
-        """As `LowerTier.fetch`, from the store of node `source`."""
+        """Yields blocks from the store of node `source`; see `LowerTier.fetch`."""

@@ -58,5 +58,5 @@ class PeerNodes:
     def fetch(
         self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
     ) -> AsyncGenerator[InFlightBlock, None]:
-        """As `PeerStores.fetch`."""
+        """Yields blocks from another node's store; see `PeerStores.fetch`."""
         return self._client.fetch(source, layout, hashes, shape)

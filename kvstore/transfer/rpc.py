@@ -61,7 +61,7 @@ def fetch_call(channel: grpc.aio.Channel, request: FetchRequest) -> Any:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As gRPC spells an address; IPv6 in brackets."""
+    """An address in gRPC's notation, with IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -26,7 +26,7 @@ def exit_code(benchmark: Callable[[], int]) -> int:
 
 
 def exit_code_of_task(benchmark: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """As `exit_code`, for a benchmark that runs in an event loop; uvloop's where it is installed."""
+    """See `exit_code`, for a benchmark that runs in an event loop; uvloop's where it is installed."""
     try:
         import uvloop
 

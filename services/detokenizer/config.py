@@ -14,5 +14,8 @@ class DetokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     """Every setting of a detokenizer, with its unit and bounds."""
 
     max_streams: Annotated[
-        int, Meta(ge=1, description="Requests held at a time; those above are failed, to be tried elsewhere.")
+        int,
+        Meta(
+            ge=1, description="Requests that it may hold; further ones fail and are dispatched to another detokenizer."
+        ),
     ] = MAX_STREAMS

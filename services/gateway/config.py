@@ -20,45 +20,59 @@ Positive = Annotated[int, Meta(ge=1)]
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """The settings of one gateway process; each is a flag, an environment variable and a TOML key."""
 
-    host: Annotated[str, Meta(description="Address of the HTTP port."), UpOption(placed=True)] = "127.0.0.1"
+    host: Annotated[str, Meta(description="Address that the HTTP port listens on."), UpOption(placed=True)] = (
+        "127.0.0.1"
+    )
     port: Annotated[Port, Meta(description="HTTP port; 0 picks a free one."), UpOption(placed=True)] = 8000
     reuse_port: Annotated[bool, Meta(description="Share the port with other gateway processes.")] = False
     api_keys: Annotated[
         tuple[str, ...],
-        Meta(description="Keys of which clients must send one; none: no key is required."),
+        Meta(description="API keys. Every client must send one of them; none: no key is required."),
         UpOption(name="api_key", placed=True, environment="BATON_API_KEY"),
         ContainerVariable(),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...], Meta(description="Web origins that browsers may call from; * for all.")
     ] = ()
-    max_open_requests: Annotated[Positive, Meta(description="Sequences under way; above it: 429.")] = 4096
-    max_connections: Annotated[Positive, Meta(description="Client connections; above it: 503.")] = 8192
-    max_body: Annotated[ByteSize, Meta(description="Size of a request's body; above it: 413.")] = 16 * 2**20
-    max_choices: Annotated[Positive, Meta(description="Prompts times n in one request.")] = 128
+    max_open_requests: Annotated[
+        Positive, Meta(description="Open sequences; above it requests are refused with 429.")
+    ] = 4096
+    max_connections: Annotated[
+        Positive, Meta(description="Client connections; above it new ones are refused with 503.")
+    ] = 8192
+    max_body: Annotated[ByteSize, Meta(description="Size of a request's body; a larger one is refused with 413.")] = (
+        16 * 2**20
+    )
+    max_choices: Annotated[Positive, Meta(description="Sequences of one request: prompts times n.")] = 128
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
-    max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Most likely tokens reported beside each.")] = 20
-    allow_request_template: Annotated[bool, Meta(description="Take chat templates from clients.")] = False
+    max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Upper bound of `logprobs` and `top_logprobs`.")] = 20
+    allow_request_template: Annotated[
+        bool, Meta(description="Accept chat templates from clients (`chat_template`).")
+    ] = False
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"],
-        Meta(description="How the model writes tool calls; auto: as its chat template shows."),
+        Meta(description="Format of the model's tool calls; auto: found in its chat template."),
         UpOption("Model"),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "deepseek_r1", "qwen3", "mistral"],
-        Meta(description="How the model writes its reasoning; auto: as its chat template shows."),
+        Meta(description="Format of the model's reasoning; auto: found in its chat template."),
         UpOption("Model"),
     ] = "auto"
-    attempts: Annotated[Positive, Meta(description="Attempts in a row that may fail without a new token.")] = 6
-    silence_s: Annotated[Seconds, Meta(description="Silence after which an engine is probed about a request.")] = 2.0
-    placement_s: Annotated[Seconds, Meta(description="Time for a request to be placed, before another try.")] = 5.0
-    queue_s: Annotated[Seconds, Meta(description="How long a request waits for an engine; then 503.")] = 120.0
-    request_s: Annotated[Seconds, Meta(description="How long a request may take in all.")] = 3600.0
-    keep_alive_s: Annotated[Seconds, Meta(description="Silence in a stream before a comment is sent.")] = 15.0
+    attempts: Annotated[
+        Positive, Meta(description="Consecutive attempts of a request that may fail without a new token.")
+    ] = 6
+    silence_s: Annotated[Seconds, Meta(description="Seconds without output after which the engine is probed.")] = 2.0
+    placement_s: Annotated[Seconds, Meta(description="Seconds to place a request, before the next attempt.")] = 5.0
+    queue_s: Annotated[Seconds, Meta(description="Seconds that a request may wait for an engine; then 503.")] = 120.0
+    request_s: Annotated[Seconds, Meta(description="Seconds that a request may take in all.")] = 3600.0
+    keep_alive_s: Annotated[Seconds, Meta(description="Seconds of silence after which a stream gets a comment.")] = 15.0
     unread_limit: Annotated[
-        ByteSize, Meta(description="What a streaming client may leave unread before its connection is closed.")
+        ByteSize, Meta(description="Bytes that a streaming client may leave unread before it is disconnected.")
     ] = 2**20
-    read_timeout_s: Annotated[Seconds, Meta(description="How long a client may take to read an answer's end.")] = 60.0
+    read_timeout_s: Annotated[
+        Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
+    ] = 60.0
 
     def policy(self) -> RetryPolicy:
         """Returns the deadlines and the limits of retries."""

@@ -22,53 +22,57 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         str | None, Meta(description="Id of the engine; it is the scheduler's instance name, and defaults to it.")
     ] = None
     world_size: Annotated[
-        int | None, Meta(ge=1, description="Ranks that must be there; by default what the workers say themselves.")
+        int | None, Meta(ge=1, description="Ranks of the engine; default: the number that the workers report.")
     ] = None
-    max_batch_tokens: Annotated[
-        int, Meta(ge=1, description="Tokens that one step computes at the most."), UpOption("Capacity")
-    ] = 2048
+    max_batch_tokens: Annotated[int, Meta(ge=1, description="Maximum tokens in one step."), UpOption("Capacity")] = 2048
     max_running: Annotated[
-        int, Meta(ge=1, description="Sequences that one step holds at the most."), UpOption("Capacity", "max_num_seqs")
+        int, Meta(ge=1, description="Maximum sequences in one step."), UpOption("Capacity", "max_num_seqs")
     ] = 256
-    max_waiting: Annotated[int, Meta(ge=1, description="Requests that wait here; the next one is refused.")] = 1024
+    max_waiting: Annotated[int, Meta(ge=1, description="Requests that may wait; the next one is refused.")] = 1024
     policy: Annotated[
-        Literal["fcfs", "priority"], Meta(description="Who goes first: by arrival, or by priority (lower first).")
+        Literal["fcfs", "priority"],
+        Meta(description="Order of waiting requests: by arrival, or by priority (lower first)."),
     ] = "fcfs"
     run_ahead: Annotated[
-        int, Meta(ge=0, le=2, description="Plans sent beyond the one that is being computed, at the most.")
+        int, Meta(ge=0, le=2, description="Maximum plans that are sent ahead of the one being computed.")
     ] = 2
     plan_late: Annotated[
-        bool, Meta(description="Make plans ahead no sooner than the workers need them, so that newcomers are in them.")
+        bool, Meta(description="Delay plans until the workers need them, so that they include the newest requests.")
     ] = True
     speculation: Annotated[
         SpeculationPolicy,
-        Meta(description="Drafts: as many as pay, as many as the workers can, or none."),
+        Meta(description="Number of drafts. dynamic: as many as pay; fixed: as many as possible; off: none."),
     ] = "dynamic"
     compile_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds that a grammar may take to compile; then its request is refused.")
+        float, Meta(gt=0, description="Seconds that a grammar may take to compile, before its request is refused.")
     ] = 30.0
     step_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds that a step may take before this process ends as wedged.")
+        float, Meta(gt=0, description="Seconds that a step may take, before this process ends and is restarted.")
     ] = 60.0
 
     role: Annotated[
-        Role, Meta(description="What the engine is for: everything, prompts (the rest is handed over), or that rest.")
+        Role,
+        Meta(description="mixed: prefill and decode; prefill: prompts, then hand over; decode: what is handed over."),
     ] = "mixed"
     node: Annotated[
-        str | None, Meta(description="Node whose KV store is used; as the store and the workers on it name it.")
+        str | None,
+        Meta(
+            description="Node whose KV store is used; the name that the store and the workers have in their settings."
+        ),
     ] = None
-    store_deadline: Annotated[
-        float, Meta(gt=0, description="Seconds that the KV store may take to say what it has of a request.")
-    ] = 0.015
+    store_deadline: Annotated[float, Meta(gt=0, description="Seconds that a lookup in the KV store may take.")] = 0.015
     remote_deadline: Annotated[
-        float, Meta(gt=0, description="The same, where another node's store has it and must be copied from.")
+        float,
+        Meta(gt=0, description="Seconds that a lookup may take if blocks must be copied from another node's store."),
     ] = 0.5
 
     journal: Annotated[
-        Path | None, Meta(description="File for all that is decided and why, for `baton replay`; or a folder for such.")
+        Path | None, Meta(description="File, or folder of files, that records every decision for `baton replay`.")
     ] = None
-    journal_contents: Annotated[bool, Meta(description="Keep answers whole in it, not only their digests.")] = False
-    journal_limit: Annotated[ByteSize, Meta(description="Size at which it ends.")] = 2**30
+    journal_contents: Annotated[bool, Meta(description="Record whole outputs in the journal instead of digests.")] = (
+        False
+    )
+    journal_limit: Annotated[ByteSize, Meta(description="Size at which the journal ends.")] = 2**30
 
     def __post_init__(self) -> None:
         if self.engine not in (None, "", self.instance):

@@ -14,12 +14,14 @@ from shared.config import ModelServiceConfig
 class TokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     """Every setting of a tokenizer, with its unit and bounds."""
 
-    chat_template: Annotated[str | None, Meta(description="File with a chat template to use instead.")] = None
+    chat_template: Annotated[
+        str | None, Meta(description="File with a chat template, in place of the model's own.")
+    ] = None
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],
-        Meta(description="Whether the template wants a message's text as a string or as a list of parts."),
+        Meta(description="How the template expects a message's text: string, or openai (a list of parts)."),
     ] = "auto"
-    threads: Annotated[int, Meta(ge=1, le=64, description="Threads for long prompts.")] = 2
+    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that encode long prompts.")] = 2
 
     def template_file(self) -> Path | None:
         """The template to use instead of the model's own; None: its own."""

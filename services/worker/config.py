@@ -39,89 +39,89 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     """Every setting of a worker rank, with its unit and bounds."""
 
     engine: Annotated[str, Meta(min_length=1, description="Id of the engine: its scheduler's instance name.")]
-    rank: Annotated[int, Meta(ge=0, description="Which of the engine's ranks this is.")] = 0
-    world_size: Annotated[int, Meta(ge=1, description="Ranks of the engine: tensor parallel × pipeline.")] = 1
-    local_rank: Annotated[
-        int | None, Meta(ge=0, description="Which of this host's GPUs it takes; by default the one of its rank.")
-    ] = None
+    rank: Annotated[int, Meta(ge=0, description="Index of this rank in its engine.")] = 0
+    world_size: Annotated[
+        int, Meta(ge=1, description="Ranks of the engine: tensor-parallel size × pipeline stages.")
+    ] = 1
+    local_rank: Annotated[int | None, Meta(ge=0, description="Index of this host's GPU; default: the rank.")] = None
     pp: Annotated[
         int,
-        Meta(ge=1, le=32, description="Pipeline stages of an engine, of --tp ranks each."),
+        Meta(ge=1, le=32, description="Pipeline stages of an engine; each has --tp ranks."),
         UpOption("How many", placed=True),
     ] = 1
     pp_layers: Annotated[
         tuple[int, ...],
-        Meta(description="Layers of each stage, e.g. 17,15; by default as even as can be."),
+        Meta(description="Layers of each stage, e.g. 17,15; default: spread evenly."),
         UpOption("How many", placed=True),
     ] = ()
-    rendezvous: Annotated[str | None, Meta(description="tcp://HOST:PORT where the ranks meet.")] = None
+    rendezvous: Annotated[str | None, Meta(description="tcp://HOST:PORT where the ranks connect to each other.")] = None
     rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "sim"],
-        Meta(description="What computes; sim is a timing model."),
+        Meta(description="Device of the worker; sim is a timing model without a device."),
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="auto: the model's own; on a CPU float32 for small models."),
+        Meta(description="Data type of weights. auto: the model's own; on a CPU float32 for small models."),
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
         Meta(
-            description="Where weights come from; dummy: random ones, for a folder that has none, or for a shape: "
+            description="Source of the weights; dummy: random weights, for a folder without weights or a shape: "
             "llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b."
         ),
         UpOption("Model"),
     ] = "auto"
     max_model_len: Annotated[
         int | None,
-        Meta(ge=2, description="Tokens of a sequence; by default the model's."),
+        Meta(ge=2, description="Maximum tokens of a sequence; default: the model's context length."),
         UpOption("Capacity"),
         ContainerVariable(),
     ] = None
     kv_memory: Annotated[
         ByteSize | None,
-        Meta(description="Memory for keys and values, e.g. 2GiB; by default what is free."),
+        Meta(description="Memory for the KV cache, e.g. 2GiB; default: what is free."),
         UpOption("Capacity"),
         ContainerVariable(),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Meta(gt=0, le=1, description="Share of a GPU's memory for weights, steps, graphs, keys and values."),
+        Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations, graphs and KV cache."),
         UpOption("Capacity"),
     ] = 0.9
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
-        Meta(description="How keys and values are kept; auto: as the model computes them."),
+        Meta(description="Data type of the KV cache; auto: the model's."),
         UpOption("Capacity"),
     ] = "auto"
     enforce_eager: Annotated[
         bool,
-        Meta(description="Launch a GPU's kernels one by one instead of capturing decodes in graphs."),
+        Meta(description="Launch a GPU's kernels one by one instead of capturing decode steps in CUDA graphs."),
         UpOption("Capacity"),
     ] = False
-    max_num_seqs: Annotated[int, Meta(ge=1, description="Sequences that a step may hold."), UpOption("Capacity")] = 256
-    max_batch_tokens: Annotated[
-        int, Meta(ge=1, description="Tokens that a step may compute."), UpOption("Capacity")
-    ] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, description="Maximum sequences in one step."), UpOption("Capacity")] = 256
+    max_batch_tokens: Annotated[int, Meta(ge=1, description="Maximum tokens in one step."), UpOption("Capacity")] = 2048
     kvstore_dir: Annotated[
-        Path | None, Meta(description="Directory of the node's KV store; without it nothing is shared.")
+        Path | None, Meta(description="Directory of the node's KV store; none: no blocks are shared.")
     ] = None
-    ops: Annotated[Literal["auto", "torch", "native", "triton"], Meta(description="Operations the model runs on.")] = (
-        "auto"
-    )
-    attention: Annotated[
-        Literal["auto", "triton", "flash-attn"], Meta(description="Whose kernels attend on a GPU; auto: ours.")
+    ops: Annotated[
+        Literal["auto", "torch", "native", "triton"], Meta(description="Implementation of the model's operations.")
     ] = "auto"
-    threads: Annotated[int | None, Meta(ge=1, description="CPU threads; by default this rank's share.")] = None
+    attention: Annotated[
+        Literal["auto", "triton", "flash-attn"], Meta(description="Attention kernels on a GPU; auto: triton.")
+    ] = "auto"
+    threads: Annotated[int | None, Meta(ge=1, description="CPU threads; default: this rank's share of the cores.")] = (
+        None
+    )
     bind: Annotated[
         str,
         Meta(
             pattern="^(auto|none|[0-9,-]+)$",
-            description="Processors to run on, e.g. 0-7; auto: those beside the GPU; none: the system chooses.",
+            description="Processors to run on, e.g. 0-7; auto: those near the GPU; none: no binding.",
         ),
         UpOption("Capacity"),
     ] = "auto"
@@ -130,20 +130,21 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.'),
         UpOption("Model"),
     ] = None
-    sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim imitates.")] = "h200"
+    sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim models.")] = "h200"
     sim_step_ms: Annotated[
-        float | None, Meta(ge=0, description="Every simulated step takes this long; 0 is allowed."), UpOption("Model")
+        float | None, Meta(ge=0, description="Fixed duration of every simulated step; 0 is allowed."), UpOption("Model")
     ] = None
-    sim_time_scale: Annotated[float, Meta(ge=0, description="Multiplies every simulated step's time.")] = 1.0
-    sim_fixed_ms: Annotated[float | None, Meta(ge=0, description="Simulated time of an empty step.")] = None
+    sim_time_scale: Annotated[float, Meta(ge=0, description="Factor on the duration of every simulated step.")] = 1.0
+    sim_fixed_ms: Annotated[float | None, Meta(ge=0, description="Duration of an empty simulated step.")] = None
     sim_bandwidth: Annotated[
         ByteSize | None, Meta(description="Simulated memory bandwidth per second, e.g. 4800GB.")
     ] = None
     sim_speculate: Annotated[
-        int, Meta(ge=0, le=64, description="Tokens that the simulated device may draft for a sequence and step.")
+        int, Meta(ge=0, le=64, description="Maximum draft tokens per sequence and step of the simulated device.")
     ] = 0
     sim_acceptance: Annotated[
-        float, Meta(ge=0, le=1, description="Share of those that are accepted while all before them were.")
+        float,
+        Meta(ge=0, le=1, description="Probability that a simulated draft is accepted, given that all before it were."),
     ] = 0.7
     sim_tflops: Annotated[float | None, Meta(gt=0, description="Simulated compute rate.")] = None
 

@@ -30,7 +30,7 @@ class Tick:
     """Time as a message: handed to `handle` every `Actor.tick_every` seconds."""
 
     now: float
-    """Monotonic seconds."""
+    """Seconds on the monotonic clock."""
     alive_now: float
     """The time on the bus's liveness clock, which is paused while the bus is unreachable."""
 
@@ -44,19 +44,19 @@ class PendingRequest(Generic[M]):
 
 
 class Actor:
-    """What every service's actor derives from. One message at a time, so no locks. A bug raises and ends the
-    process."""
+    """The base class of every service's actor. It handles one message at a time, so it needs no locks. A bug raises and
+    ends the process."""
 
     service: Service
     tick_every: float | None = None
     inbox_limit: int = 65_536
-    """Messages waiting; above it the bus's own bounded queue fills."""
+    """Most messages that wait in the inbox; above it the bus's own bounded queue fills."""
 
     def __init__(self, bus: Bus, instance: InstanceId) -> None:
         self.bus = bus
         self.instance = instance
         self.incarnation = new_incarnation()
-        """As its lifecycle says; what it leases from others ends with it."""
+        """Identifies this start of the process, as in its lifecycle; what it leases from others ends with it."""
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Every subscription, made before `set_up`."""

@@ -50,7 +50,7 @@ class Undelivered:
 Handler = Callable[[M], Awaitable[None]]
 Responder = Callable[[M], Awaitable[Any]]
 Tap = Callable[[str, bytes], Awaitable[None]]
-"""Gets the subject below the namespace, and the payload."""
+"""Handler of a tap: receives the subject (below the namespace) and the payload of each message."""
 UndeliveredHandler = Callable[[Undelivered], Awaitable[None]]
 Endpoint = Callable[[bytes], Awaitable[bytes]]
 """One endpoint of a micro service: request body in, response body out. Raises EndpointError to refuse."""
@@ -65,14 +65,14 @@ class EndpointError(Exception):
 
 
 class Subscription(Protocol):
-    """What `subscribe`, `serve` and `tap` return."""
+    """A running subscription, as returned by `subscribe`, `serve` and `tap`."""
 
     async def stop(self) -> None:
         """Takes no more messages; those already received are still handed over."""
 
 
 class Bus(Protocol):
-    """One connection to the bus. Methods that name an exception raise no other of the bus."""
+    """One connection to the bus. A method that names exceptions raises no other bus error."""
 
     @property
     def connected(self) -> bool:
@@ -80,7 +80,7 @@ class Bus(Protocol):
 
     @property
     def max_payload(self) -> int:
-        """Bytes; the server's limit, read at connect."""
+        """The largest message in bytes, the server's limit, read at connect."""
 
     def liveness_now(self) -> float:
         """Seconds on a clock that is paused while the bus is unreachable, and for a moment after it is back.
@@ -112,16 +112,19 @@ class Bus(Protocol):
         """
 
     async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
-        """The reply, decoded as `reply_type`. Raises NoResponders, ReplyTimeout, ReplyError, PayloadTooLarge."""
+        """Sends a request and returns the reply, decoded as `reply_type`. Raises NoResponders, ReplyTimeout,
+        ReplyError, PayloadTooLarge."""
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
-        """Where undelivered confirmed messages go. One handler; without one they are logged."""
+        """Sets the handler of confirmed messages that had no subscriber. There is one handler; without it they are
+        logged."""
 
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
         """Offers `endpoints` (subject below the namespace → function) as a NATS micro service."""
 
     async def request_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
-        """The response of a micro service's endpoint. Raises NoResponders, ReplyTimeout, EndpointError."""
+        """Calls an endpoint of a micro service and returns its response. Raises NoResponders, ReplyTimeout,
+        EndpointError."""
 
     async def flush(self) -> None:
         """Returns once everything published has reached the server. Raises ReplyTimeout after 2 s."""

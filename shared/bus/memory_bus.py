@@ -111,12 +111,12 @@ class MemoryBus:
 
     @property
     def connected(self) -> bool:
-        """Always true."""
+        """Always true: this bus is never away."""
         return True
 
     @property
     def max_payload(self) -> int:
-        """Bytes, as given."""
+        """The limit in bytes that the bus was made with."""
         return self._max_payload
 
     def liveness_now(self) -> float:
@@ -124,7 +124,7 @@ class MemoryBus:
         return self._liveness()
 
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
-        """As `Bus.publish`; the message is encoded, so a receiver never shares an object with the sender."""
+        """See `Bus.publish`; the message is encoded, so a receiver never shares an object with the sender."""
         if not self._send(topic, message, None) and confirm:
             await self._report(Undelivered(topic, message))
 
@@ -162,7 +162,7 @@ class MemoryBus:
         return everyone
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
-        """As `Bus.subscribe`; each subscription has a task of its own."""
+        """See `Bus.subscribe`; each subscription has a task of its own."""
 
         async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             try:
@@ -174,7 +174,7 @@ class MemoryBus:
         return self._add(topic, deliver)
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> MemorySubscription:
-        """As `Bus.serve`."""
+        """See `Bus.serve`."""
         requests = ConcurrentRequests()
         self._members.requests.append(requests)
 
@@ -195,7 +195,7 @@ class MemoryBus:
         return self._add(topic, deliver)
 
     async def tap(self, pattern: str, handler: Tap) -> MemorySubscription:
-        """As `Bus.tap`; counts as a subscriber, too."""
+        """See `Bus.tap`; counts as a subscriber, too."""
 
         async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
             await handler(subject, payload)
@@ -208,7 +208,7 @@ class MemoryBus:
         return subscription
 
     async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
-        """As `Bus.request`; the first reply counts."""
+        """See `Bus.request`; the first reply counts."""
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def resolve(value: Any) -> None:
@@ -226,15 +226,15 @@ class MemoryBus:
         return decode(answer, reply_type)
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
-        """As `Bus.on_undelivered`, for this connection."""
+        """See `Bus.on_undelivered`, for this connection."""
         self._undelivered = handler
 
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
-        """As `Bus.serve_micro`; of two endpoints on one subject the later one serves."""
+        """See `Bus.serve_micro`; of two endpoints on one subject the later one serves."""
         self._members.endpoints.update(endpoints)
 
     async def request_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
-        """As `Bus.request_raw`."""
+        """See `Bus.request_raw`."""
         endpoint = self._members.endpoints.get(subject)
         if endpoint is None:
             raise NoResponders(subject)
@@ -253,7 +253,7 @@ class MemoryBus:
         await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Closes every connection of this bus."""
         for subscription in self._members.subscriptions:
             await subscription.join()
         for requests in self._members.requests:

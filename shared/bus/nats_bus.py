@@ -128,11 +128,11 @@ class NatsBus:
         return self._client.max_payload
 
     def liveness_now(self) -> float:
-        """As `Bus.liveness_now`; the clock is also paused for `GRACE_AFTER_RECONNECT` seconds after a reconnect."""
+        """See `Bus.liveness_now`; the clock is also paused for `GRACE_AFTER_RECONNECT` seconds after a reconnect."""
         return self._liveness.now()
 
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
-        """As `Bus.publish`; up to `PENDING_BYTES` are buffered while the server is away."""
+        """See `Bus.publish`; up to `PENDING_BYTES` are buffered while the server is away."""
         payload = self._payload(topic, message)
         reply = f"{self._confirm_prefix}.{self._unconfirmed.add(topic, payload)}" if confirm else ""
         try:
@@ -162,11 +162,11 @@ class NatsBus:
         await self._client.subscribe(f"{self._confirm_prefix}.*", cb=returned)
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
-        """As `Bus.on_undelivered`."""
+        """See `Bus.on_undelivered`."""
         self._undelivered = handler
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> NatsSubscription:
-        """As `Bus.subscribe`, in the topic's queue group if it has one."""
+        """See `Bus.subscribe`, in the topic's queue group if it has one."""
 
         async def received(msg: Msg) -> None:
             try:
@@ -178,7 +178,7 @@ class NatsBus:
         return await self._subscribe(topic, received)
 
     async def tap(self, pattern: str, handler: Tap) -> NatsSubscription:
-        """As `Bus.tap`, in no queue group."""
+        """See `Bus.tap`, in no queue group."""
 
         async def received(msg: Msg) -> None:
             await handler(msg.subject.removeprefix(self._prefix), msg.data)
@@ -186,7 +186,7 @@ class NatsBus:
         return NatsSubscription(await self._client.subscribe(self._prefix + pattern, cb=received))
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> NatsSubscription:
-        """As `Bus.serve`. A request that does not decode is answered with the header `Baton-Error`."""
+        """See `Bus.serve`. A request that does not decode is answered with the header `Baton-Error`."""
         requests = ConcurrentRequests()
         self._requests.append(requests)
 
@@ -211,7 +211,7 @@ class NatsBus:
         return NatsSubscription(await self._client.subscribe(subject, queue=topic.queue or "", cb=received))
 
     async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
-        """As `Bus.request`."""
+        """See `Bus.request`."""
         msg = await self._request(self._prefix + topic.subject, self._payload(topic, message), timeout)
         if msg.headers and ERROR_REPLY in msg.headers:
             raise ReplyError(f"{topic.subject}: {msg.headers[ERROR_REPLY]}")
@@ -221,7 +221,7 @@ class NatsBus:
             raise ReplyError(f"{topic.subject}: {error}") from None
 
     async def request_raw(self, subject: str, body: bytes, timeout: float) -> bytes:
-        """As `Bus.request_raw`."""
+        """See `Bus.request_raw`."""
         msg = await self._request(self._prefix + subject, body, timeout)
         if msg.headers and ERROR_CODE_HEADER in msg.headers:
             raise EndpointError(int(msg.headers[ERROR_CODE_HEADER]), msg.headers.get(ERROR_HEADER, ""))
@@ -238,7 +238,7 @@ class NatsBus:
             raise BusError(f"{subject}: the connection is closed") from None
 
     async def serve_micro(self, name: str, version: str, description: str, endpoints: Mapping[str, Endpoint]) -> None:
-        """As `Bus.serve_micro`, listed and monitored by NATS as a service."""
+        """See `Bus.serve_micro`, listed and monitored by NATS as a service."""
         service = await nats.micro.add_service(self._client, name=name, version=version, description=description)
         for subject, endpoint in endpoints.items():
             await service.add_endpoint(
@@ -248,7 +248,7 @@ class NatsBus:
             )
 
     async def flush(self) -> None:
-        """As `Bus.flush`."""
+        """See `Bus.flush`."""
         try:
             await self._client.flush(timeout=2)
         except nats.errors.Error as error:

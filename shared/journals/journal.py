@@ -44,7 +44,7 @@ class Header(Struct, frozen=True, kw_only=True):
     written_by: str
     """The release that wrote it."""
     started: float
-    """Unix seconds."""
+    """When the recording began, in Unix seconds."""
     about: msgspec.Raw
     """What the records are of; its type depends on the kind of journal."""
 
@@ -61,7 +61,7 @@ class JournalWriter:
     """
 
     def __init__(self, path: Path, kind: str, about: Any, *, written_by: str, limit: int | None = None) -> None:
-        """Raises OSError."""
+        """Creates the file and writes its header. Raises OSError."""
         raw = msgspec.Raw(msgspec.msgpack.encode(about))
         header = Header(kind=kind, written_by=written_by, started=time.time(), about=raw)
         self._file: BinaryIO = path.open("wb", buffering=0)
@@ -105,7 +105,7 @@ class Journal:
     """Owns an open journal file for reading."""
 
     def __init__(self, path: Path) -> None:
-        """Raises JournalError, OSError."""
+        """Opens the file and reads its header. Raises JournalError, OSError."""
         self._file = path.open("rb")
         self.torn = False
         """Whether the file ends within a record; known once all records were read."""

@@ -25,9 +25,9 @@ class RecordedMessage(Struct, frozen=True, array_like=True):
     """One message as it was on the bus."""
 
     time: float
-    """Unix seconds."""
+    """When the message was received, in Unix seconds."""
     subject: str
-    """Below the namespace."""
+    """The message's subject below the namespace."""
     payload: bytes
 
 

@@ -22,22 +22,23 @@ class Withdraw(Struct, frozen=True, array_like=True, tag=True):
 
 
 class PlacementMade(Struct, frozen=True, array_like=True, tag=True):
-    """coordinator → every coordinator: where a request went, so that others do not take that engine for idle, and equal
-    prompts go the same way. The engine's next report says it better: who misses this misses little."""
+    """coordinator → every coordinator: the engine that a request was placed on. The receivers add it to the engine's
+    load and route equal prompts there. The engine's next report replaces it, so a lost message does little harm."""
 
     coordinator: InstanceId
     engine: EngineId
     detokenizer: DetokenizerId
     model: ModelName
     prompt: bytes
-    """Hash of the last block of the prompt that can be reused, which names all before it; empty where there is none."""
+    """Hash of the last block of the prompt that can be reused; it stands for all blocks before it, too. Empty if there
+    is none."""
     prompt_blocks: int
-    """Those up to it."""
+    """Number of blocks of the prompt up to and including the one that `prompt` names."""
     blocks: int
-    """Of the whole request."""
+    """Number of blocks of all tokens of the request: its prompt, and the output of earlier attempts."""
     reused: int
-    """Blocks that `engine` need not compute."""
+    """Number of blocks that `engine` need not compute, because it or a KV store holds them."""
     on_device: int
-    """Of those, blocks that lie in its memory."""
+    """How many of the reused blocks already lie in the engine's own memory."""
     decode_on: EngineId | None = None
-    """Who the request is handed over to."""
+    """The decode engine that `engine` will hand the request over to; None without a hand-over."""

@@ -10,7 +10,7 @@ from shared.messages.generation import FinishReason, TokenLogprobs
 
 
 class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
-    """A request whose tokens will follow: all that turning them into text needs."""
+    """A request whose tokens will follow, with everything needed to turn them into text."""
 
     request: RequestId
     attempt: Attempt
@@ -19,8 +19,9 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     context: bytes
     """Packed: the last few prompt tokens, then every output token of earlier attempts."""
     resumed: int
-    """How many of `context`'s last tokens are output of earlier attempts."""
+    """How many of the last tokens of `context` are output of earlier attempts."""
     sent_chars: int
+    """Characters of output text that the client already has."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that were not computed, because their keys and values were cached."""
@@ -29,9 +30,9 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     min_tokens: int = 0
     skip_special_tokens: bool = True
     keep_markup: bool = False
-    """Marks of tool calls and thoughts are text even where `skip_special_tokens`."""
+    """The marks of tool calls and reasoning are part of the text even if `skip_special_tokens` is set."""
     thinking: Thinking | None = None
-    """Passed on to the gateway."""
+    """Passed on to the gateway in `StreamOpened.thinking`."""
 
 
 class NewTokens(Struct, frozen=True, array_like=True, gc=False):
@@ -57,12 +58,12 @@ class NewTokens(Struct, frozen=True, array_like=True, gc=False):
 
 
 class PromptLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens. What was computed twice (after a preemption) is sent twice."""
+    """Log-probabilities of prompt tokens. They are sent again if they were computed again (after a preemption)."""
 
     request: RequestId
     attempt: Attempt
     position: int
-    """Index in the prompt of the first of them."""
+    """Index in the prompt of the token that the first entry of `logprobs` belongs to."""
     logprobs: tuple[TokenLogprobs, ...]
 
 

@@ -1,4 +1,4 @@
-"""The markup in which models write tool calls and thoughts: what the services must agree on about it."""
+"""The markup in which models write tool calls and reasoning: the formats and marks that all services agree on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ToolFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"
 qwen3_xml: `<function=…><parameter=…>` (Qwen3-Coder). pythonic: `[f(a=1), g(b="x")]` (Llama 3.2, Llama 4)."""
 
 ReasoningFormat = Literal["deepseek_r1", "qwen3", "mistral"]
-"""deepseek_r1: the answer begins with thoughts, marked as such or not. qwen3: only where it is marked. mistral: the
-same with other marks."""
+"""deepseek_r1: the output begins with reasoning, with or without the opening mark. qwen3: reasoning only between its
+marks. mistral: like qwen3, with other marks."""
 
 
 class ThinkingMarks(NamedTuple):
-    """The texts between which a model writes its thoughts."""
+    """The texts that open and close a model's reasoning."""
 
     start: str
     end: str
@@ -37,12 +37,12 @@ MARKUP_TOKENS = (
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *sorted({mark for marks in THINKING_MARKS.values() for mark in marks}),
 )
-"""Many models have special tokens for these texts. The parsers must see them, though other special tokens are
-skipped."""
+"""Texts for which many models have special tokens. The parsers must see them, so they stay in the text even when other
+special tokens are skipped."""
 
 
 class Dialect(Struct, frozen=True, array_like=True):
-    """What markup a model was trained on."""
+    """The markup that a model was trained on; None where it has none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

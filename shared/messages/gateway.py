@@ -31,7 +31,8 @@ class RequestPlaced(Struct, frozen=True, array_like=True, tag=True):
     engine: EngineId
     detokenizer: DetokenizerId
     handed_by: EngineId | None = None
-    """Holds whenever it arrives, even before the coordinator's word that the request went to `handed_by`."""
+    """The prefill engine that passed the request on; None for a coordinator's placement. It is valid even if it arrives
+    before the coordinator's own message that the request went to `handed_by`."""
 
 
 class RequestRejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -43,6 +44,7 @@ class RequestRejected(Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     message: str
     """For the client: the field, the value, what is allowed."""
     field: str | None = None
+    """The request's field at fault; None if the fault is not one field's."""
     retry_after: float | None = None
     """Seconds, for `overloaded` and `unavailable`."""
     code: Literal["context_length_exceeded"] | None = None
@@ -72,7 +74,7 @@ class PositionLogprobs(Struct, frozen=True, array_like=True, gc=False):
     chosen: LogprobText
     top: tuple[LogprobText, ...]
     rank: int | None = None
-    """As in `TokenLogprobs`."""
+    """How many tokens are at least as likely, itself included; set for prompt tokens only."""
 
 
 class PromptLogprobsDelta(Struct, frozen=True, array_like=True):
@@ -81,7 +83,8 @@ class PromptLogprobsDelta(Struct, frozen=True, array_like=True):
     request: RequestId
     attempt: Attempt
     position: int
-    """Index in the prompt of the first of them. What came already may come again."""
+    """Index in the prompt of the token that the first entry of `logprobs` belongs to. The same positions may arrive
+    twice."""
     logprobs: tuple[PositionLogprobs, ...]
 
 
@@ -93,7 +96,7 @@ class Delta(Struct, frozen=True, array_like=True, gc=False):
     position: int
     """Output index of the first of `tokens`."""
     tokens: tuple[int, ...]
-    """Kept by the gateway: what a later attempt resumes from."""
+    """The new tokens. The gateway keeps them, so that a later attempt can resume behind them."""
     text: str
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -102,14 +105,14 @@ class Delta(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StreamOpened(Struct, frozen=True, array_like=True):
-    """Sent once, before the first delta: what usage reports, and where the text begins."""
+    """Sent once, before the first delta: the token counts for `usage`, and where the text begins."""
 
     request: RequestId
     attempt: Attempt
     prompt_tokens: int
     cached_tokens: int
     thinking: Thinking | None = None
-    """How a chat's prompt ends where it ends with a mark of thoughts."""
+    """Whether a chat's prompt ends inside or behind the model's reasoning; None if it ends with neither mark."""
 
 
 class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -124,7 +127,7 @@ class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     opened: tuple[StreamOpened, ...] = ()
     deltas: tuple[Delta, ...] = ()
     scored: tuple[PromptLogprobsDelta, ...] = ()
-    """Takes effect between `opened` and `deltas`."""
+    """Prompt log-probabilities; they take effect after `opened` and before `deltas`."""
 
 
 GatewayMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed

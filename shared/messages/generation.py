@@ -18,11 +18,13 @@ class Grammar(Struct, frozen=True, array_like=True):
 
     kind: Literal["json", "regex", "choice", "grammar", "structural_tag"]
     text: str
-    """A JSON schema, a regular expression, a JSON array of strings, EBNF as xgrammar has it, or its structural tag."""
+    """A JSON schema, a regular expression, a JSON array of strings, EBNF in xgrammar's syntax, or xgrammar's structural
+    tag."""
     after: str = ""
     """The grammar applies after the first occurrence of this text in the output (`</think>`); empty: from the start."""
     compact: bool = False
-    """Of JSON: no white space but one space behind commas and colons. More of it is forced then."""
+    """For JSON: the only white space allowed is one space behind each comma and colon. More of the output is then
+    forced."""
 
 
 class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
@@ -34,7 +36,7 @@ class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     seed: int
     """63 bits; the gateway draws one when the client gave none and keeps it over every attempt."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 means greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps every token."""
@@ -46,25 +48,28 @@ class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     logprobs: int | None = None
     """None: no log-probabilities. N: the sampled token's and those of the N most likely."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences of which the last token is never drawn behind the others."""
+    """Token sequences; the last token of each is never drawn behind its other tokens."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these are drawn."""
+    """The only tokens that may be drawn; None allows all."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Log-probabilities of these beside the sampled token's, instead of the most likely ones'."""
+    """Log-probabilities of these tokens are reported beside the sampled token's, in place of the most likely ones;
+    None: the most likely ones."""
     prompt_logprobs: int | None = None
-    """N: log-probabilities of each prompt token but the first, and of the N most likely there."""
+    """None: no log-probabilities of the prompt. N: those of each prompt token but the first, and of the N most likely
+    tokens there."""
     thinking_budget: int | None = None
-    """Tokens of thinking after which `thinking_end` is forced, unless it has occurred."""
+    """Number of reasoning tokens after which `thinking_end` is forced, unless it has occurred; None: no limit."""
     thinking_end: tuple[int, ...] = ()
+    """The tokens that close the reasoning; empty without a `thinking_budget`."""
     thinking_start: tuple[int, ...] = ()
-    """Thinking begins behind the first occurrence of this in the output; empty: with the output."""
+    """Reasoning begins behind the first occurrence of these tokens in the output; empty: at the start of the output."""
 
 
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     """When a generation ends."""
 
     max_tokens: int | None = None
-    """Output tokens at the most, resumed ones counted; None: as many as the context holds."""
+    """Maximum number of output tokens, counting those of earlier attempts; None: as many as fit the context."""
     min_tokens: int = 0
     """No stop token is drawn, and no stop string looked for, before this many output tokens."""
     stop: tuple[str, ...] = ()
@@ -97,13 +102,14 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     arrival: float = 0.0
     """Unix seconds when the gateway took the request; kept over attempts, so a retry does not lose its place."""
     cache_salt: str | None = None
+    """Only requests with an equal salt share cached prefixes; requests with None share among themselves."""
     avoid: tuple[EngineId, ...] = ()
     """Engines that failed earlier attempts; used only where there is no other."""
     grammar: Grammar | None = None
     keep_markup: bool = False
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
     thinking: Thinking | None = None
-    """How a chat's prompt ends where it ends with a mark of thoughts."""
+    """Whether a chat's prompt ends inside or behind the model's reasoning; None if it ends with neither mark."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

@@ -8,9 +8,10 @@ from shared.ids import Incarnation, InstanceId, ModelName, NodeId
 
 
 class KvSource(Struct, frozen=True, array_like=True, kw_only=True):
-    """Who holds the blocks: an engine on its device, or a node's KV store for the engines there.
+    """The holder of the blocks: an engine on its device, or a node's KV store for the engines there.
 
-    Equal prompts have equal hashes under every model, so a source is of one model: a store numbers each apart.
+    Equal prompts have equal hashes under every model, so a source belongs to one model; a store numbers each model's
+    events separately.
     """
 
     instance: InstanceId
@@ -20,23 +21,25 @@ class KvSource(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class KvEvents(Struct, frozen=True, array_like=True, kw_only=True):
-    """What changed since the event before, in this order: `cleared`, `removed`, `stored`."""
+    """What changed since the event before. Order of effect: `cleared`, `removed`, `stored`."""
 
     source: KvSource
     epoch: Incarnation
     number: int
-    """Consecutive within the epoch, from 0. Who finds a gap, or an epoch begun, asks for a dump."""
+    """Consecutive within the epoch, from 0. A receiver that finds a gap or a new epoch requests a dump."""
     stored: bytes = b""
-    """16-byte hashes."""
+    """Hashes of blocks that can now be found, 16 bytes each."""
     removed: bytes = b""
+    """Hashes of blocks that can no longer be found, 16 bytes each."""
     cleared: bool = False
+    """The source dropped every block it held."""
 
 
 class KvDumpRequest(Struct, frozen=True, array_like=True):
     """coordinator → engine, KV store: send a dump of everything that you hold."""
 
     coordinator: InstanceId
-    """Where the dump is sent to."""
+    """The instance that the dump is sent to."""
 
 
 class KvDump(Struct, frozen=True, array_like=True, kw_only=True):
@@ -48,3 +51,4 @@ class KvDump(Struct, frozen=True, array_like=True, kw_only=True):
     part: int
     parts: int
     hashes: bytes
+    """Hashes of this part's blocks, 16 bytes each."""

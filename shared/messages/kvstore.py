@@ -19,7 +19,7 @@ class KvLayout(Struct, frozen=True, array_like=True, kw_only=True):
     """The data type of keys and values, as torch spells it ("bfloat16")."""
     layers: int
     kv_heads: int
-    """All of them, whatever share a rank holds."""
+    """The model's KV heads, regardless of how many a rank holds."""
     head_dim: int
 
 
@@ -35,11 +35,12 @@ class Attach(Struct, frozen=True, array_like=True, tag=True):
 
     layout: KvLayout
     model: ModelName
-    """The model, by which coordinators know blocks."""
+    """The name by which coordinators know the model."""
 
 
 class Find(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The longest run of `hashes` from the first on; what is found is pinned under `lease`. Answered by `FindReply`."""
+    """Requests the longest run of `hashes` from the first on. What is found is pinned under `lease`. Answered by
+    `FindReply`."""
 
     layout: str
     owner: LeaseOwner
@@ -49,20 +50,20 @@ class Find(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     deadline: float
     """Seconds that the reply may take; lower tiers and other nodes are searched only within it."""
     source: NodeId | None = None
-    """A node that is likely to hold them."""
+    """A node whose store probably holds the blocks; None if none is known."""
 
 
 class Reserve(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """Slots to write blocks to, under `lease`. Answered by `ReserveReply`."""
+    """Requests slots to write blocks to, under `lease`. Answered by `ReserveReply`."""
 
     layout: str
     owner: LeaseOwner
     lease: LeaseId
     hashes: bytes
     parents: bytes
-    """16 bytes each: the hash before it in the chain; zeros where there is none."""
+    """16 bytes each: the hash of the block before it in the chain; zeros for a first block."""
     tokens: bytes
-    """One byte each: 16 for a full block, fewer for one handed over by request."""
+    """One byte each: the tokens in the block. 16 for a full block, fewer for a partial block of a hand-over."""
 
 
 class Commit(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -75,14 +76,14 @@ class Commit(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
 
 class Release(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """One way. Ends a lease: pins are taken off, what was reserved and not committed is free again. With `drop` the
-    pinned blocks are not needed any more (a partial block that was handed over)."""
+    """Ends a lease: its blocks are unpinned, its uncommitted slots are free again. It has no reply."""
 
     layout: str
     owner: LeaseOwner
     lease: LeaseId
     drop: bytes = b""
-    """Hashes."""
+    """Hashes (16 bytes each) of pinned blocks that nobody needs any more, such as a partial block that was handed
+    over."""
 
 
 KvStoreRequest = Attach | Find | Reserve | Commit
@@ -93,12 +94,13 @@ class AttachReply(Struct, frozen=True, array_like=True, tag=True):
     """Reply to `Attach`: where the blocks of a layout lie."""
 
     layout: str
-    """The fingerprint, which every other request names."""
+    """The fingerprint of the layout, which every other request names."""
     arena: ArenaId
-    """Random for each file: a rank that mapped another file maps the arena again."""
+    """Random for each file: a rank that has another file mapped maps the arena again."""
     path: str
     """The file's name inside the store's directory."""
     slots: int
+    """Number of slots in the arena."""
     lease_seconds: float
     """A lease that is neither committed nor released runs out after this."""
 
@@ -140,4 +142,4 @@ class CommitReply(Struct, frozen=True, array_like=True, tag=True):
 KvStoreReply = AttachReply | KvStoreRefusal | FindReply | ReserveReply | CommitReply
 
 NO_SLOT = 0xFFFFFFFF
-"""In `ReserveReply.slots`."""
+"""The entry of `ReserveReply.slots` for a block without a slot."""

@@ -1,4 +1,5 @@
-"""What every process publishes every half second: its identity, phase, load and progress; and the control of it."""
+"""What every process publishes every half second: its identity, phase, load and progress; and the messages that control
+it."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     created: int
-    """Unix seconds."""
+    """When the worker loaded the model, in Unix seconds."""
 
 
 Role = Literal["mixed", "prefill", "decode"]
-"""mixed: an engine that does everything. prefill: computes prompts and hands over. decode: takes over; where prefill
-engines are busy or gone it computes prompts, too."""
+"""mixed: an engine that computes prompts and decodes. prefill: it computes prompts and hands them over. decode: it
+takes requests over; when prefill engines are busy or gone it computes prompts, too."""
 
 
 class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
-    """A scheduler's load. Requests are placed by it."""
+    """A scheduler's load, by which coordinators place requests."""
 
     model: ModelCard
     waiting: int
@@ -44,30 +45,30 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     blocks_free: int
     """Blocks that no sequence uses, cached ones included."""
     steps: int
-    """Steps finished in this epoch: what progress is judged by."""
+    """Steps finished in this epoch. The watchdog judges progress by it."""
     tokens: int
     """Output tokens since the start."""
     role: Role = "mixed"
     node: NodeId | None = None
-    """Where its KV store is; None without one."""
+    """The node whose KV store the engine uses; None without a store."""
     prefill_tokens: int = 0
     """Prompt tokens accepted and yet to be computed."""
     prompt_tokens: int = 0
-    """Tokens of all prompts that were begun since the start."""
+    """Prompt tokens of all requests that entered a step since the start."""
     cached_tokens: int = 0
-    """Those of them that did not have to be computed."""
+    """How many of `prompt_tokens` were not computed, because a cache held them."""
     drafted_tokens: int = 0
-    """Tried by speculative decoding since the start."""
+    """Draft tokens that speculative decoding verified since the start."""
     accepted_tokens: int = 0
-    """Those of them that were kept."""
+    """How many of `drafted_tokens` were accepted."""
 
 
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
-    """A node's KV store."""
+    """The occupancy and hit counts of a node's KV store."""
 
     node: NodeId
     slots: int
-    """Over all layouts."""
+    """Slots of all layouts together."""
     committed: int
     reserved: int
     pinned: int
@@ -77,9 +78,9 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Blocks found since the start, in any tier."""
     misses: int
     lower_hits: int = 0
-    """Those of `hits` that came from Redis or from another node."""
+    """How many of `hits` came from Redis or from another node."""
     transfer: str = ""
-    """Host and port where the stores of other nodes fetch blocks ("10.0.0.7:7700"); empty where they cannot."""
+    """Host and port where the stores of other nodes fetch blocks ("10.0.0.7:7700"); empty if they cannot."""
 
 
 class StepSums(Struct, frozen=True, array_like=True, kw_only=True):
@@ -87,21 +88,21 @@ class StepSums(Struct, frozen=True, array_like=True, kw_only=True):
 
     steps: int = 0
     wait: float = 0.0
-    """Between steps; pauses of traffic left out."""
+    """Idle between steps; time without any traffic is in `paused`."""
     prepare: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
     answer: float = 0.0
     paused: float = 0.0
-    """Without any plan, because there was no traffic."""
+    """Time without any plan, because there was no traffic."""
     computed: int = 0
-    """Tokens, prompts' included."""
+    """Tokens that went through the model, prompt tokens included."""
     sampled: int = 0
-    """Tokens."""
+    """Output tokens that were drawn."""
 
 
 class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
-    """One rank of an engine."""
+    """The progress and the limits of one rank of an engine."""
 
     engine: EngineId
     rank: int
@@ -112,36 +113,38 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     epoch: Incarnation | None = None
     """Epoch of the newest plan; None before the first."""
     received: int = 0
-    """Plans of `epoch` that have arrived. With `published` it lets the scheduler find a message that was
-    lost although no later one shows the gap."""
+    """Number of plans of `epoch` that have arrived. Together with `published` it lets the scheduler notice a lost
+    message when no later message shows the gap."""
     published: int = 0
     """Steps of `epoch` whose results this rank has published; 0 on ranks that publish none."""
     max_num_seqs: int | None = None
-    """Sequences and tokens that a step may hold at the most; the scheduler keeps to them."""
+    """Most sequences that a step may hold; None: this rank sets no limit. The scheduler respects it."""
     max_batch_tokens: int | None = None
+    """Most tokens that a step may hold; None: this rank sets no limit. The scheduler respects it."""
     layout: KvLayout | None = None
-    """None: this worker's KV memory cannot be shared (the simulated one)."""
+    """The layout of this rank's KV blocks; None if they cannot be shared (the simulated device)."""
     transfers: TransferProgress | None = None
+    """The newest transfer progress; None before the first transfer."""
     max_speculate: int = 0
     """The upper bound of `SequenceWork.speculate`; 0 if nothing drafts."""
     max_jump_ahead: int = 0
-    """The same for sequences with a grammar, where no more is drafted: how many forced tokens one step may yield."""
+    """How many tokens forced by a grammar one step may yield. For sequences with a grammar `SequenceWork.speculate` is
+    bounded by this or by `max_speculate`, whichever is larger."""
     stages: int = 1
-    """Pipeline stages that the engine's ranks form: so many plans are computed at a time."""
+    """Pipeline stages of the engine; as many plans are computed at the same time."""
     sums: StepSums = StepSums()
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
-    """What a tokenizer sees in its model's files."""
+    """What a tokenizer finds in its model's files."""
 
     model: ModelName
     dialect: Dialect
-    """As found in the chat template."""
+    """The markup formats recognised in the chat template."""
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
-    """Who one process is, its phase, its load and its progress; published every half second and at each change of
-    phase."""
+    """Identity, phase, load and progress of one process; published every half second and at each change of phase."""
 
     service: Service
     instance: InstanceId
@@ -150,12 +153,13 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     pid: int
     host: str
     started: float
-    """Unix seconds."""
+    """When the process started, in Unix seconds."""
     load: int = 0
-    """Requests in hand."""
+    """Requests that the process currently holds."""
     progress: int = 0
     """Messages handled since the start."""
     metrics_port: int | None = None
+    """TCP port of the Prometheus metrics; None if they are not served."""
     engine: EngineReport | None = None
     worker: WorkerReport | None = None
     store: StoreReport | None = None
@@ -163,11 +167,11 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=True):
-    """Finish what you have, take no more. You stay, drained, until `Undrain` or the end of the process."""
+    """Finish the open requests and accept no new ones. The process stays, drained, until `Undrain` or its end."""
 
 
 class Undrain(Struct, frozen=True, array_like=True, tag=True):
-    """Take requests again."""
+    """Accept requests again after a `Drain`."""
 
 
 InstanceControl = Drain | Undrain

@@ -15,11 +15,11 @@ class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
 
     prefilled_by: EngineId
     node: NodeId | None
-    """Whose KV store holds the blocks."""
+    """The node whose KV store holds the blocks; None if the prefill engine has no store."""
     partial: bytes = b""
-    """The hash under which the prompt's last, partial block lies in that store; empty where there is none."""
+    """The hash under which the prompt's last, partial block lies in that store; empty if there is no partial block."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefill engine found in a cache; the client has been sent this number."""
+    """Prompt tokens that the prefill engine found in a cache. The client has already been sent this number."""
 
 
 class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
@@ -31,12 +31,13 @@ class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
     generation: Generation
     detokenizer: DetokenizerId
     decode_on: EngineId | None = None
-    """Draw one token only, and hand the request over to this engine."""
+    """Draw one token only, then hand the request over to this engine; None: generate to the end."""
     handed: HandOver | None = None
     kv_source: NodeId | None = None
-    """A node whose KV store holds more of the prompt than the engine's own, as the coordinator sees it."""
+    """A node whose KV store holds more of the prompt than the engine's own store, according to the coordinator; None if
+    there is none."""
     predicted_cached: int = 0
-    """Tokens that the coordinator expects the engine not to have to compute: what its index is judged by."""
+    """Prompt tokens that the coordinator expects to be cached. Metrics compare it with what was cached."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):
@@ -50,14 +51,15 @@ class Cancel(Struct, frozen=True, array_like=True, tag=True):
 
 
 class StopMatched(Struct, frozen=True, array_like=True, tag=True):
-    """detokenizer → scheduler: a stop string was hit and the client has its end; free what the request holds."""
+    """detokenizer → scheduler: a stop string was found and the client's stream has ended; free what the request
+    holds."""
 
     request: RequestId
     attempt: Attempt
 
 
 class TokenBatchLost(Struct, frozen=True, array_like=True, tag=True):
-    """detokenizer → scheduler: messages of yours were missed; every request you sent me must be failed."""
+    """detokenizer → scheduler: a numbered message of yours is missing; fail every request whose tokens you send me."""
 
     detokenizer: DetokenizerId
 
@@ -73,7 +75,8 @@ class Probe(Struct, frozen=True, array_like=True, tag=True):
 
 
 class ProbeReply(Struct, frozen=True, array_like=True, tag=True):
-    """`produced` counts output tokens sent to the detokenizer so far, resumed ones included."""
+    """Whether the scheduler holds the probed request. `produced` counts the output tokens sent to the detokenizer so
+    far, those of earlier attempts included."""
 
     state: Literal["waiting", "running", "unknown"]
     produced: int
@@ -83,32 +86,34 @@ class StepTiming(Struct, frozen=True, array_like=True, kw_only=True):
     """Where a step's time went on the worker, in seconds."""
 
     wait: float
-    """Idle: from the end of the step before to the arrival of this plan; 0 where the plan lay ready."""
+    """Idle time from the end of the step before to the arrival of this plan; 0 if the plan had already arrived."""
     prepare: float
-    """Before the device could begin; what was prepared while it computed the step before does not count."""
+    """Time before the device could begin; preparation while the device computed the step before does not count."""
     forward: float
     sample: float
     answer: float = 0.0
-    """From the end of the step until its result is on its way to the bus; the next step runs meanwhile."""
+    """From the end of the step until its result is handed to the bus; the next step runs meanwhile."""
 
 
 class SampledTokens(Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of one sequence: one a step, more with speculation."""
+    """New tokens of one sequence from one step: one, or more with speculation."""
 
     sequence: SequenceId
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One entry for each token; None if the request wants none."""
     drafted: int = 0
-    """Of `SequenceWork.speculate`, how many were tried: drafted, or forced by the grammar; `len(tokens) - 1` of them
-    were accepted."""
+    """How many of `SequenceWork.speculate` tokens were verified, drafted or forced by the grammar; `len(tokens) - 1` of
+    them were accepted."""
 
 
 class SequencePromptLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens, of which a step has computed the ones before."""
+    """Log-probabilities of prompt tokens whose preceding tokens this step has computed."""
 
     sequence: SequenceId
     position: int
-    """Index in the prompt of the first of them; never 0, of which there is no probability."""
+    """Index in the prompt of the token that the first entry belongs to; at least 1, as the first prompt token has no
+    probability."""
     logprobs: tuple[TokenLogprobs, ...]
 
 
@@ -122,13 +127,14 @@ class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     drafted: int = 0
     """Draft tokens that were verified."""
     accepted: tuple[int, ...] = ()
-    """How many sequences accepted their first draft token, their second, and so on."""
+    """By draft position: how many sequences accepted their first draft token, their second, and so on."""
     scored: tuple[SequencePromptLogprobs, ...] = ()
-    """Of sequences whose `SamplingOptions.prompt_logprobs` is set."""
+    """Prompt log-probabilities, for sequences with `SamplingOptions.prompt_logprobs`."""
 
 
 class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """worker → scheduler: a plan never arrived (`expected` did not follow); the engine must start a new epoch."""
+    """worker → scheduler: a plan is missing (a later one arrived in place of `expected`); the engine must start a new
+    epoch."""
 
     worker: InstanceId
     epoch: Incarnation
@@ -136,14 +142,15 @@ class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
 
 class TransferProgress(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """any rank → scheduler: how far its transfers are. Cumulative, and part of its lifecycle too: a lost one heals."""
+    """any rank → scheduler: how far its transfers are. It is cumulative and also part of the rank's lifecycle, so a
+    lost message does no harm."""
 
     rank: int
     epoch: Incarnation
     done: int
-    """Transfers of `epoch` that are over: all numbers below this."""
+    """All transfers of `epoch` with a number below this are over."""
     failed: tuple[int, ...] = ()
-    """Those of them that failed, the newest 256."""
+    """Numbers of the transfers among them that failed; at most the newest 256."""
 
 
 class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -152,7 +159,7 @@ class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     epoch: Incarnation
     grammar: Grammar
     error: str | None = None
-    """Why it cannot be compiled, and where: the client reads it."""
+    """Why it cannot be compiled, and where, in words for the client; None if it is ready."""
 
 
 WorkerResult = StepFinished | StepMissed | TransferProgress | GrammarCompiled

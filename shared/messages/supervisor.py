@@ -1,4 +1,4 @@
-"""Messages to supervisors: how many of a service there shall be, and which ranks run on which host."""
+"""Messages to supervisors: how many processes a pool shall have, and which ranks run on which host."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ ScaleReply = ScaleResult | ScaleRefusal
 
 
 class EngineRanks(Struct, frozen=True, array_like=True):
-    """One start of an engine's ranks."""
+    """One start of the ranks of an engine that spans several hosts."""
 
     engine: EngineId
     rendezvous: str
-    """Host and port where they meet: another for each start."""
+    """Host and port where the ranks connect to each other; every start has a new one."""
 
 
 class RankAssignment(Struct, frozen=True, array_like=True):
-    """What the first host runs; the others run their ranks of the same starts, and none of earlier ones."""
+    """The starts that the first host runs. The other hosts run their ranks of the same starts and stop ranks of earlier
+    ones."""
 
     engines: tuple[EngineRanks, ...]
     ending: bool = False
-    """The first host stops, and the others must stop, too."""
+    """The first host is stopping, and the others must stop, too."""
 
 
 class RankStatus(Struct, frozen=True, array_like=True):
-    """What one of the other hosts has started."""
+    """The ranks that one of the other hosts runs."""
 
     host: int
+    """The number of the host; the first host is 0."""
     running: tuple[EngineRanks, ...]
     lost: tuple[EngineRanks, ...]
-    """A rank has ended: none of this start can go on."""
+    """Starts of which a rank has ended on this host. They cannot continue."""

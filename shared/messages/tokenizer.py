@@ -20,8 +20,9 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template: str | None = None
-    """A chat template of the client's own (`chat_template`), where the gateway allows it."""
+    """A chat template from the client (`chat_template`), if the gateway allows it; None: the model's own."""
     template_kwargs: dict[str, Any] = {}
+    """Variables for the template, from `chat_template_kwargs` and fields such as `documents`."""
 
 
 class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
@@ -32,7 +33,7 @@ class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
 
 
 class TokenPrompt(Struct, frozen=True, array_like=True, tag="tokens"):
-    """Token ids that the client chose itself; checked against the vocabulary."""
+    """Token ids that the client chose itself, packed as uint32; checked against the vocabulary."""
 
     tokens: bytes
 
@@ -43,8 +44,8 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """gateway → one tokenizer: tokenize this and send it on to a coordinator.
 
-    Answered to the gateway by `RequestRejected` where the prompt is at fault; otherwise the next sign is the
-    coordinator's `RequestQueued` or `RequestPlaced`.
+    If the prompt is invalid the gateway receives `RequestRejected`; otherwise it next hears from the coordinator
+    (`RequestQueued` or `RequestPlaced`).
     """
 
     request: RequestId
@@ -57,6 +58,7 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     resume: bytes = b""
     """Packed output tokens that earlier attempts already gave the client; appended to the prompt."""
     sent_chars: int = 0
+    """Characters of output text that the client already has."""
     skip_special_tokens: bool = True
     priority: int = 0
     arrival: float = 0.0
@@ -64,25 +66,25 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     avoid: tuple[EngineId, ...] = ()
     grammar: Grammar | None = None
     bad_words: tuple[str, ...] = ()
-    """Become `SamplingOptions.bad_words`, each with and without a space before it."""
+    """Words that must not be drawn. Each becomes token sequences in `SamplingOptions.bad_words`, with and without a
+    leading space."""
     thinking_end: str = ""
-    """Becomes `SamplingOptions.thinking_end`."""
+    """Text that closes the reasoning. It becomes `SamplingOptions.thinking_end`."""
     truncate_prompt_tokens: int | None = None
-    """Keep no more than this many of the prompt's tokens, the last ones."""
+    """Keep at most this many of the prompt's last tokens; None: keep all."""
     keep_markup: bool = False
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):
-    """Which tokens does this prompt become (`POST /tokenize`)? Answered by `EncodeReply` or `TokenizerRefusal`."""
+    """Requests the tokens of a prompt (`POST /tokenize`). Answered by `EncodeReply` or `TokenizerRefusal`."""
 
     prompt: Prompt
     return_strings: bool = False
 
 
 class Decode(Struct, frozen=True, array_like=True, tag=True):
-    """Which text do these tokens become (`POST /detokenize`, `echo`)? Answered by `DecodeReply` or
-    `TokenizerRefusal`."""
+    """Requests the text of tokens (`POST /detokenize`, `echo`). Answered by `DecodeReply` or `TokenizerRefusal`."""
 
     tokens: bytes
     skip_special_tokens: bool = False
@@ -102,7 +104,7 @@ class DecodeReply(Struct, frozen=True, array_like=True, tag=True):
 
 
 class TokenizerRefusal(Struct, frozen=True, array_like=True, tag=True):
-    """The request was at fault: `field` names what, `message` says why and what is allowed."""
+    """The request was invalid: `field` names the field at fault, `message` says why and what is allowed."""
 
     message: str
     field: str | None = None

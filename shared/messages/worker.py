@@ -10,11 +10,11 @@ from shared.ids import ArenaId, Incarnation, SequenceId
 from shared.messages.generation import Grammar, SamplingOptions
 
 MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN = 512
-"""Prompt tokens that a plan may have computed of sequences with `SamplingOptions.prompt_logprobs`. Each takes a row of
-logits on the device, as wide as the vocabulary; other tokens of prompts take none."""
+"""Most prompt tokens in a plan that belong to sequences with `SamplingOptions.prompt_logprobs`. Each takes a row of
+logits on the device, as wide as the vocabulary; other prompt tokens take none."""
 MAX_PROMPT_LOGPROBS_PER_PLAN = 16_384
-"""Log-probabilities that a plan may ask for of prompt tokens: each token's own and its most likely ones', a few bytes
-each in the result."""
+"""Most log-probabilities of prompt tokens in the result of one plan: each token's own and its most likely ones', a few
+bytes each."""
 
 
 class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
@@ -22,11 +22,11 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
 
     sequence: SequenceId
     tokens: bytes
-    """Packed uint32: everything known, prompt and output so far."""
+    """Packed uint32: all known tokens, prompt and output so far."""
     prompt_length: int
     """Where output begins: sampling positions and the output penalties count from here."""
     computed: int
-    """Leading tokens whose keys and values already lie in `blocks` (a prefix-cache hit)."""
+    """Number of leading tokens whose keys and values already lie in `blocks` (a prefix-cache hit)."""
     blocks: bytes
     """Packed uint32 block ids, in order; holds at least `computed` tokens. More come with the work."""
     sampling: SamplingOptions
@@ -34,7 +34,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that may not be drawn before `min_tokens` (end-of-sequence ids included unless ignored)."""
     grammar: Grammar | None = None
-    """Compiled before: an earlier plan had it in `compile`, and it was answered without an error."""
+    """Grammar of the output; None without one. An earlier plan had it in `compile`, and it was compiled without an
+    error."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):
@@ -47,15 +48,17 @@ class SequenceWork(Struct, frozen=True, array_like=True, gc=False):
     sample: bool
     """Draw a token from the last position; the worker appends it to the sequence itself."""
     speculate: int = 0
-    """Tokens beyond those drawn for certain that the step may yield: drafted by the worker and verified in the same
-    step, or forced by the grammar. `blocks` have room for all. What is rejected is written again by a later step."""
+    """Tokens that the step may yield beyond the drawn one: drafted by the worker and verified in the same step, or
+    forced by the grammar. `blocks` has room for all of them. Rejected ones are overwritten by a later step."""
 
 
 class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
-    """KV blocks to copy between a rank's memory and the node's KV store, beside computing; each rank its heads.
+    """KV blocks to copy between a rank's memory and the node's KV store while steps compute; each rank copies its own
+    heads.
 
-    A load begins when all plans before this one are computed, a save when this one is. Transfers are done in order.
-    The blocks are not used and the slots not written otherwise until every rank has reported it (`TransferProgress`).
+    A load begins when all plans before this one are computed, a save when this one is. Transfers run in order. Until
+    every rank has reported the transfer as done (`TransferProgress`), the blocks are not used and the slots not written
+    by anyone else.
     """
 
     number: int
@@ -63,13 +66,14 @@ class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
     kind: Literal["load", "save"]
     arena: ArenaId
     path: str
-    """The arena's file below the directory that worker and store were given."""
+    """The arena's file, relative to the directory that worker and store are configured with."""
     blocks: bytes
     """Packed uint32 block ids of the rank."""
     slots: bytes
-    """Packed uint32, one for each block."""
+    """Packed uint32 arena slots, one for each block."""
     generations: bytes
-    """Packed uint64: a slot that has another generation is not what it was, and the transfer has failed."""
+    """Packed uint64, one for each slot. If a slot has another generation its content has changed, and the transfer
+    fails."""
 
 
 class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):

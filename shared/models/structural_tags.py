@@ -14,7 +14,7 @@ Format = dict[str, Any]
 
 
 def literal(text: str) -> Format:
-    """Exactly this text."""
+    """Matches exactly this text."""
     return {"type": "const_string", "value": text}
 
 

@@ -16,40 +16,52 @@ if TYPE_CHECKING:
 
 ENGINE = "An engine of this command's own"
 ENGINE_OPTIONS = ("device", "dtype", "max_model_len", "kv_memory", "max_num_seqs", "max_batch_tokens")
-"""Those of `baton up` that an own engine has, too; every other setting by --set."""
+"""Options of `baton up` that also apply to the engine which this command starts; every other setting is given by
+--set."""
 AT_A_SERVER = 128
-"""Requests under way."""
+"""Requests that are sent to a server at the same time, by default."""
 
 
 def batch(
-    requests: Annotated[Path, typer.Argument(help="JSON lines: custom_id, method, url, body.", dir_okay=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines; what is in it already stays.")],
-    base_url: Annotated[str | None, typer.Option(help="Any OpenAI-compatible server.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="To be shown to the server.", envvar="BATON_API_KEY")] = None,
+    requests: Annotated[
+        Path, typer.Argument(help="Input: JSON lines with custom_id, method, url and body.", dir_okay=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Output: JSON lines. Lines that it already has are kept.")
+    ],
+    base_url: Annotated[str | None, typer.Option(help="URL of any OpenAI-compatible server.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key for the server.", envvar="BATON_API_KEY")] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, max=4096, help="Requests under way at a time; 128, at an own engine what fills it."),
+        typer.Option(
+            min=1, max=4096, help="Concurrent requests. Default: 128; for an engine of its own as many as it holds."
+        ),
     ] = None,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds that a server may be away or busy before this ends.")
+        float, typer.Option(min=0, help="Seconds that the server may be away or busy before the command gives up.")
     ] = 300.0,
     model: Annotated[
-        str | None, typer.Option(help="Directory or Hugging Face id, even where a stack runs.", rich_help_panel=ENGINE)
+        str | None,
+        typer.Option(
+            help="Start an engine with this directory or Hugging Face id, even if a stack runs.", rich_help_panel=ENGINE
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What requests call it.", rich_help_panel=ENGINE)
+        str | None, typer.Option(help="Model name in the requests.", rich_help_panel=ENGINE)
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Worker ranks that share each layer.", rich_help_panel=ENGINE)] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages, of --tp ranks each.", rich_help_panel=ENGINE)] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages; each has --tp ranks.", rich_help_panel=ENGINE)] = 1,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="SERVICE.KEY=VALUE.", metavar="SETTING", rich_help_panel=ENGINE),
+        typer.Option(
+            "--set", help="SERVICE.KEY=VALUE, any setting of a service.", metavar="SETTING", rich_help_panel=ENGINE
+        ),
     ] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
     **typed: Any,
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format; run it again to go on where it stopped.
+    """Answer a file of requests in OpenAI's batch format; a second run continues where the first stopped.
 
     Asks --base-url, else the running stack, else an engine of its own (always with --model).
     """

@@ -32,11 +32,11 @@ class BatchRequest(NamedTuple):
     """A line of the input that is a valid request."""
 
     id: str
-    """Of the answer; the same for the same line with the same number."""
+    """Id of the output line; the same line with the same number always has the same id."""
     custom_id: str
     url: str
     body: bytes
-    """JSON, as in the line."""
+    """The request's body as in the line, JSON."""
 
 
 class BadLine(NamedTuple):
@@ -57,7 +57,7 @@ class BatchAnswer(NamedTuple):
 
 
 class WrittenLine(Struct, frozen=True):
-    """An answered line, as far as resuming needs it."""
+    """The part of an output line that resuming a batch needs."""
 
     id: str
 
@@ -68,12 +68,12 @@ _written = msgspec.json.Decoder(WrittenLine)
 
 
 def line_id(number: int, line: bytes) -> str:
-    """Names the line with this number in the file, counted from 1."""
+    """The id of the line with this number in the file, counted from 1."""
     return f"batch_req_{blake2b(b'%d %b' % (number, line.strip()), digest_size=12).hexdigest()}"
 
 
 def read_line(number: int, line: bytes) -> BatchRequest | BadLine:
-    """`line` is not blank."""
+    """Parses one line, which must not be blank. An invalid one is returned as BadLine, never raised."""
     id_ = line_id(number, line)
     try:
         request = _line.decode(line)
@@ -86,7 +86,7 @@ def read_line(number: int, line: bytes) -> BatchRequest | BadLine:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """Of a line that is otherwise wrong, so that its owner finds it."""
+    """The `custom_id` of an otherwise invalid line, so that its owner can find it; None if it has none."""
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -110,7 +110,8 @@ def _problem(request: _Line) -> str | None:
 
 
 def answered_line(request: BatchRequest, answer: BatchAnswer) -> bytes:
-    """With its line end. What is no JSON, from a proxy say, becomes an error entry."""
+    """The output line for an answered request, with its line end. A body that is not JSON, such as a proxy's error
+    page, becomes an error entry."""
     try:
         msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -125,7 +126,7 @@ def answered_line(request: BatchRequest, answer: BatchAnswer) -> bytes:
 
 
 def refused_line(bad: BadLine) -> bytes:
-    """The output line, with its line end, for an input line that is no request: an error, and no response."""
+    """The output line for an invalid input line, with its line end: an error and no response."""
     return _entry(bad.id, bad.custom_id, None, {"code": bad.code, "message": bad.message})
 
 
@@ -138,7 +139,7 @@ def _entry(id_: str, custom_id: str | None, response: object, error: object) -> 
 
 
 def written_id(line: bytes) -> str | None:
-    """Of a line of the output; None where it is none of ours."""
+    """The id of an existing output line; None if this command did not write the line."""
     try:
         return _written.decode(line).id
     except (msgspec.DecodeError, UnicodeDecodeError):

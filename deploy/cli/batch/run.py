@@ -54,7 +54,7 @@ class BatchCounters:
 
 
 def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
-    """Those that are not blank, counted from 1."""
+    """Yields each line that is not blank with its number, counted from 1."""
     try:
         with source.open("rb") as file:
             for number, line in enumerate(file, 1):

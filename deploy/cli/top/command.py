@@ -25,18 +25,18 @@ from shared.messages.lifecycle import Lifecycle
 HEARTBEAT = 0.6
 """Seconds within which every instance sends a lifecycle message."""
 FORGOTTEN_AFTER = 5.0
-"""Seconds of silence."""
+"""Seconds of silence after which an instance is no longer shown."""
 ENDED_PHASES = ("stopped", "failed")
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two pictures.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One picture, of one interval.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two refreshes.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval and exit.")] = False,
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Watch the stack work: engines, where their time goes, queues, KV memory, tokens/s, hit rates."""
+    """Show live figures of a stack: engines, time per step phase, queues, KV memory, tokens/s, hit rates."""
     state = running_stack(name, run_dir)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_once(state, interval, as_json) if once else _live(state, interval, as_json))
@@ -49,9 +49,9 @@ class LifecycleListener:
         self._clock = clock
         self._latest: dict[str, TimedLifecycle] = {}
         self._shown: dict[str, TimedLifecycle] = {}
-        """As of the newest look that found something new."""
+        """The newest messages at the latest look that found new ones; figures are computed from these."""
         self._before: dict[str, TimedLifecycle] = {}
-        """As of the look before that."""
+        """The messages at the look before that."""
 
     async def record(self, life: Lifecycle) -> None:
         """Keeps the newest message of each instance; forgets an instance that says that it has ended."""

@@ -12,32 +12,31 @@ from shared.messages.lifecycle import EngineReport, Lifecycle, StepSums, StoreRe
 
 
 class TimedLifecycle(NamedTuple):
-    """The lifecycle message of an instance, and when it came, in seconds."""
+    """The lifecycle message of an instance and the time of its arrival, in seconds."""
 
     at: float
     life: Lifecycle
 
 
 Lifecycles = Mapping[str, TimedLifecycle]
-"""By instance."""
+"""Newest lifecycle message of each instance."""
 
 
 class RankFigures(Struct, frozen=True, kw_only=True):
-    """A worker rank in one interval: how many steps it computed, and which part of a step took how many
-    milliseconds."""
+    """A worker rank in one interval: its steps per second, and the milliseconds of each phase of a step."""
 
     instance: str
     rank: int
     device: str
     phase: str
     steps_per_second: float | None
-    """None, here as elsewhere: not known yet, or nothing to divide by."""
+    """None, here and below: not known yet, or the divisor is zero."""
     tokens_per_second: float | None
-    """Computed, prompts' included."""
+    """Tokens that went through the model, prompt tokens included."""
     step_ms: float | None
-    """Of a step, all but `wait` and `answer`."""
+    """Duration of a step without its phases `wait` and `answer`."""
     idle_share: float | None
-    """Of the time between and in steps; pauses of traffic left out."""
+    """Share of the time in which the rank waited for a plan; time without traffic does not count."""
     wait_ms: float | None
     prepare_ms: float | None
     forward_ms: float | None
@@ -46,7 +45,7 @@ class RankFigures(Struct, frozen=True, kw_only=True):
 
 
 class EngineFigures(Struct, frozen=True, kw_only=True):
-    """An engine at the end of an interval, with its rates over the interval and its ranks."""
+    """An engine at the end of an interval, its rates over the interval, and its ranks."""
 
     instance: str
     phase: str
@@ -56,17 +55,17 @@ class EngineFigures(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     prefill_tokens: int
-    """Of prompts, still to be computed."""
+    """Prompt tokens that are still to be computed."""
     kv_blocks: int
-    """In use."""
+    """Number of KV blocks in use."""
     kv_blocks_total: int
     kv_share: float | None
     tokens_per_second: float | None
-    """Output."""
+    """Output tokens per second."""
     hit_rate: float | None
-    """Of prompt tokens, those that lay in a cache; over the interval, or since the start where nothing came in it."""
+    """Share of prompt tokens that a cache held, over the interval; since the start if the interval had no prompts."""
     acceptance: float | None
-    """Of drafted tokens, those that were kept; likewise."""
+    """Share of draft tokens that were accepted, over the interval; since the start if it had no drafts."""
     ranks: tuple[RankFigures, ...]
 
 
@@ -81,17 +80,17 @@ class StoreFigures(Struct, frozen=True, kw_only=True):
     bytes_total: int
     pinned: int
     hit_rate: float | None
-    """As an engine's, in blocks."""
+    """Share of requested blocks that the store held, over the interval or since the start, as for an engine."""
 
 
 class OtherFigures(Struct, frozen=True, kw_only=True):
-    """Gateways, tokenizers, coordinators, detokenizers."""
+    """An instance of a gateway, tokenizer, coordinator or detokenizer."""
 
     service: str
     instance: str
     phase: str
     load: int
-    """Requests in hand; of a gateway: open streams."""
+    """Requests that it holds; for a gateway its open streams."""
     messages_per_second: float | None
 
 
@@ -254,7 +253,7 @@ def _other(life: Lifecycle, pair: _Interval | None) -> OtherFigures:
 
 
 def as_json(found: Figures, **more: Any) -> dict[str, Any]:
-    """For scripts."""
+    """The figures as plain objects for JSON, rounded."""
     return _rounded({**more, **msgspec.to_builtins(found)})  # type: ignore[no-any-return]
 
 

@@ -123,7 +123,7 @@ def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def check_journal(settings: Settings, engines: int) -> None:
-    """Engines that write into one file would each move away what the others write. Raises CommandError."""
+    """Raises CommandError if several engines would write to one journal file, each moving away what another writes."""
     journal = settings.get("scheduler", {}).get("journal")
     if journal and engines > 1 and not Path(journal).is_dir():
         raise CommandError(
@@ -132,7 +132,7 @@ def check_journal(settings: Settings, engines: int) -> None:
 
 
 def merged(*layers: Settings) -> dict[str, dict[str, str]]:
-    """Later layers win."""
+    """The settings of all layers together; a later layer overrides earlier ones."""
     settings: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for layer in layers:
         for service, values in layer.items():
@@ -141,7 +141,8 @@ def merged(*layers: Settings) -> dict[str, dict[str, str]]:
 
 
 def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
-    """Engines that do everything: one, but none beside pools, unless a number is given. Raises CommandError."""
+    """Number of engines that both prefill and decode: the given one; by default one, or none beside pools. Raises
+    CommandError."""
     mixed = engines if engines is not None else int(not prefill and not decode)
     if mixed + decode == 0:
         raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)

@@ -18,13 +18,20 @@ def up(
     *,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="SERVICE.KEY=VALUE, any flag of a service; KEY=VALUE for all.", metavar="SETTING"),
+        typer.Option(
+            "--set",
+            help="SERVICE.KEY=VALUE sets any flag of a service; KEY=VALUE sets it for all services.",
+            metavar="SETTING",
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file that every service reads.", exists=True, dir_okay=False)
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return when ready; the stack goes on.", rich_help_panel="Run")
+        bool,
+        typer.Option(
+            "--detach", "-d", help="Return when the stack is ready, and leave it running.", rich_help_panel="Run"
+        ),
     ] = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     name: Name = DEFAULT,

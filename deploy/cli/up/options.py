@@ -35,12 +35,12 @@ class Offer(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """As it is typed: `--max-num-seqs`."""
+        """The option as it is typed, such as `--max-num-seqs`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def repeated(self) -> bool:
-        """Whether it is given once for each value."""
+        """Whether the option is given once per value."""
         return bool(self.setting.plain_type == tuple[str, ...])
 
 
@@ -68,7 +68,7 @@ def _offered() -> Iterable[tuple[str, Setting]]:
 
 
 def parameter(offer: Offer, panel: str | None) -> inspect.Parameter:
-    """The option as typer takes it: a keyword parameter, None unless it is given (a switch: False)."""
+    """The option as a parameter for typer: keyword only, None unless given (a switch: False)."""
     setting, plain = offer.setting, offer.setting.plain_type
     names = (offer.flag,) if plain is bool else ()
     number = plain in (int, float) and not setting.is_bytes
@@ -89,7 +89,8 @@ def parameter(offer: Offer, panel: str | None) -> inspect.Parameter:
 
 
 def with_options(command: Callable[..., None], offered: Iterable[Offer], panel: str | None = None) -> None:
-    """Gives a command, in place of its `**typed`, these options. `panel` is a heading for all instead of their own."""
+    """Replaces the `**typed` of a command by these options. `panel` is one heading for all of them, in place of their
+    own."""
     own = inspect.signature(command, eval_str=True)
     made = [parameter(offer, panel or offer.option.panel) for offer in offered]
     kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -99,7 +100,8 @@ def with_options(command: Callable[..., None], offered: Iterable[Offer], panel: 
 
 
 def given(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """What was typed, without options that were not. Raises CommandError for a value that is not allowed."""
+    """The values that were typed, without options that were not given. Raises CommandError for a value that is not
+    allowed."""
     values = {name: value for name, value in typed.items() if value is not None and value is not False and value != []}
     for name, value in values.items():
         offer = offers()[name]

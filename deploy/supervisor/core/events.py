@@ -22,17 +22,17 @@ class ProcessExited(Struct, frozen=True):
 
     instance: InstanceId
     status: int
-    """As subprocess gives it: negative for a signal."""
+    """The exit status as subprocess reports it: negative for a signal."""
 
 
 class LifecycleReceived(Struct, frozen=True):
-    """A process said what its phase and load are."""
+    """A process has published its phase and load."""
 
     lifecycle: Lifecycle
 
 
 class ClockTick(Struct, frozen=True):
-    """Time went on."""
+    """Time has passed; deadlines are checked."""
 
 
 class ScaleRequested(Struct, frozen=True):
@@ -43,17 +43,18 @@ class ScaleRequested(Struct, frozen=True):
 
 
 class ProcessesStalled(Struct, frozen=True):
-    """These processes make no progress; they get no chance to say goodbye."""
+    """These processes make no progress; they are killed without a chance to drain."""
 
     instances: tuple[InstanceId, ...]
 
 
 class StopRequested(Struct, frozen=True):
-    """The first asks for an orderly stop, the second for a fast one, the third kills."""
+    """The operator wants the stack to end: the first request drains, the second ends quickly, the third kills."""
 
 
 class RanksRequested(Struct, frozen=True):
-    """The first host starts the ranks of an engine: ours start anew, and meet the others there."""
+    """The first host starts the ranks of an engine: this host's ranks of it start anew and join them at
+    `rendezvous`."""
 
     engine: EngineId
     rendezvous: str
@@ -79,17 +80,18 @@ Event = (
 
 
 class StartProcess(Struct, frozen=True):
-    """Start this process."""
+    """Start a process of the stack."""
 
     process: ProcessSpec
     new_rendezvous: bool
-    """The first rank of an engine to start: the ranks meet at a new address."""
+    """Whether this is the first rank of an engine to start, so that its ranks need a new address to meet at."""
     device: int | None
-    """See `Member.device`."""
+    """Index of this host's device that a worker computes on; None for other processes. See
+    `SupervisedProcess.device`."""
 
 
 class TerminateProcess(Struct, frozen=True):
-    """Ask the process to finish what it has, and end."""
+    """Ask the process to finish its open requests and end."""
 
     instance: InstanceId
 
@@ -107,7 +109,7 @@ class AnnounceDeath(Struct, frozen=True):
 
 
 class ReplyToScale(Struct, frozen=True):
-    """To the sender of the scale request."""
+    """Reply to the sender of the scale request."""
 
     answer: ScaleReply
 

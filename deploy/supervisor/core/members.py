@@ -20,41 +20,42 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     "running": frozenset({"waiting", "ending"}),
     "ending": frozenset({"waiting"}),
 }
-"""A member that is wanted no more is dropped when its process is gone, or at once while it waits."""
+"""A member that is no longer wanted is removed when its process has ended, or at once while it waits."""
 
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """Owned by the supervisor. `pid` and `lifecycle` are those of the present program, `failures` outlives it."""
+    """A process of the stack, owned by the supervisor. `pid` and `lifecycle` belong to the running program; `failures`
+    outlives it."""
 
     process: ProcessSpec
     device: int | None = None
-    """Of a worker: which of this host's devices it computes on, counted from 0."""
+    """Index of the device on this host that a worker computes on, from 0; None for other services."""
     state: State = "waiting"
     wanted: bool = True
     pid: int | None = None
     due: float = 0.0
-    """When a waiting member may start."""
+    """When a waiting member may start, in seconds of the supervisor's clock."""
     deadline: float | None = None
-    """When an ending member is killed."""
+    """When an ending member is killed; None while it is not ending."""
     spawned: float = 0.0
     failures: int = 0
-    """Deaths in a row."""
+    """Consecutive deaths."""
     restarts: int = 0
     lifecycle: Lifecycle | None = None
 
     @property
     def phase(self) -> Phase | None:
-        """As the process itself last said; None before its first word."""
+        """The phase that the process last published; None before its first lifecycle."""
         return self.lifecycle.phase if self.lifecycle else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it runs and says that it takes requests."""
+        """Whether it runs and has published that it takes requests."""
         return self.state == "running" and self.phase == "ready"
 
     def move(self, state: State) -> None:
-        """Goes on to another state. Raises ValueError for a step that TRANSITIONS does not have."""
+        """Changes the state. Raises ValueError for a transition that is not in TRANSITIONS."""
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"{self.process.instance}: {self.state} may not become {state}")
         self.state = state

@@ -21,22 +21,22 @@ MAX_COUNT = 256
 ROLES: dict[Pool, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
 ENGINE_NAMES: dict[Pool, str] = {"engines": "engine", "prefill": "prefill", "decode": "decode"}
 DECODING: tuple[Pool, ...] = ("engines", "decode")
-"""Pools that can see a request to its end; a stack has at least one engine of these."""
+"""Pools that can finish a request; a stack has at least one engine in them."""
 
 
 class Counts(Struct, frozen=True, kw_only=True):
-    """How many of each there shall be."""
+    """How many processes of each kind a stack shall have."""
 
     gateway: int = 1
     tokenizer: int = 1
     detokenizer: int = 1
     coordinator: int = 1
     engines: int = 1
-    """Those that do everything."""
+    """Engines that both prefill and decode."""
     ranks: int = 1
-    """Worker processes of each of `engines`."""
+    """Worker processes of each engine of the pool `engines`."""
     stages: int = 1
-    """Pipeline stages that they form."""
+    """Pipeline stages of each engine of the pool `engines`."""
     prefill: int = 0
     prefill_ranks: int = 1
     prefill_stages: int = 1
@@ -44,14 +44,14 @@ class Counts(Struct, frozen=True, kw_only=True):
     decode_ranks: int = 1
     decode_stages: int = 1
     kvstore: int = 0
-    """One for the host, or none."""
+    """KV stores on this host: 1 or 0."""
     hosts: int = 1
-    """Those that the ranks of each engine are spread over."""
+    """Number of hosts that the ranks of each engine are spread over."""
     host: int = 0
-    """Which of them this one is. The first runs everything; the others run ranks, when the first one says so."""
+    """The index of this host. Host 0 runs all services; the others run ranks, when host 0 requests them."""
 
     def of(self, what: Scalable) -> int:
-        """How many of what a user counts: instances of a light service, engines of a pool."""
+        """The number of instances of a light service, or of engines of a pool."""
         return int(getattr(self, what))
 
     def ranks_of(self, pool: Pool) -> int:
@@ -75,7 +75,7 @@ class Counts(Struct, frozen=True, kw_only=True):
                 return self.decode_stages
 
     def ranks_here(self, pool: Pool) -> range:
-        """Those of each engine that run on this host: as even as can be, neighbours together."""
+        """The ranks of each engine of a pool that run on this host: consecutive, and as evenly spread as possible."""
         ranks = self.ranks_of(pool)
         return range(self.host * ranks // self.hosts, (self.host + 1) * ranks // self.hosts)
 
@@ -91,28 +91,29 @@ class Counts(Struct, frozen=True, kw_only=True):
 
     @property
     def all_ranks(self) -> int:
-        """On this host."""
+        """Worker processes on this host."""
         return sum(self.of(pool) * len(self.ranks_here(pool)) for pool in POOLS)
 
 
 class ProcessSpec(NamedTuple):
-    """What one process of the stack is, whatever becomes of the program that runs as it: a restart changes nothing
-    here."""
+    """The identity of one process of the stack; it stays the same over restarts."""
 
     service: Service
     instance: InstanceId
     number: int
-    """Counts the processes of a kind from 1; the newest has the highest."""
+    """Index among the processes of its kind, from 1; the newest has the highest."""
     kind: Scalable | None
-    """What a user counts it by; None for what he does not count."""
+    """The kind that `baton scale` counts it by; None if it cannot be scaled."""
     engine: EngineId | None = None
     pool: Pool | None = None
-    """Of its engine."""
+    """The pool of its engine; None for a service that belongs to no engine."""
     rank: int | None = None
+    """The rank of a worker; None for other services."""
 
 
 def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSpec]:
-    """The processes of the `number`-th of a kind: one for a light service, 1 + its ranks for an engine."""
+    """The processes of the `number`-th instance of a kind: one for a light service, a scheduler and its ranks for an
+    engine."""
     match what:
         case "engines" | "prefill" | "decode":
             process_specs = _engine_processes(what, number, counts.ranks_here(what))
@@ -131,7 +132,7 @@ def _engine_processes(pool: Pool, number: int, ranks: range) -> list[ProcessSpec
 
 
 def all_process_specs(counts: Counts) -> list[ProcessSpec]:
-    """Slowest starters first."""
+    """Every process of this host, those that take longest to start first."""
     if not counts.leads:
         return _counted(POOLS, counts)
     light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")
@@ -154,9 +155,10 @@ STOP_ORDER: tuple[frozenset[Service], ...] = (
     frozenset({"worker"}),
     frozenset({"kvstore"}),
 )
-"""Gateways first: they finish their requests, for which they need all the others."""
+"""Groups of services in the order in which they stop. Gateways stop first: to finish their requests they need all the
+others."""
 
 
 def stop_stage(service: Service) -> int:
-    """When in STOP_ORDER the service ends."""
+    """The index of the service's group in STOP_ORDER."""
     return next(i for i, services in enumerate(STOP_ORDER) if service in services)

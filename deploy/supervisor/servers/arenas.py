@@ -20,18 +20,18 @@ SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_MEMORY = 512 * 2**20
 MIN_MEMORY = 16 * 2**20
 MAX_SHARE = 0.5
-"""Of the free shared memory, for a store whose size was not chosen: torch needs some, too."""
+"""Share of the free shared memory that a store may take if no size was chosen; torch needs some, too."""
 HEADER_BYTES = 1 * 2**20
-"""Bytes for the files' own headers."""
+"""Bytes reserved for the files' own headers."""
 
 
 def shared_memory() -> Path:
-    """Where files lie in memory; a directory for temporary ones on systems that have no such place."""
+    """The directory for files in shared memory; the one for temporary files on systems without it."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def directory_of(run_dir: Path) -> Path:
-    """One for each run directory, by its name and a digest of its path."""
+    """The store's directory, unique for each run directory: its name and a digest of its path."""
     where = run_dir.expanduser().absolute()
     digest = blake2b(os.fsencode(where), digest_size=6).hexdigest()
     return shared_memory() / f"baton-{where.name[:64]}-{os.getuid()}-{digest}"

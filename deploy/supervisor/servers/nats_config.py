@@ -1,4 +1,4 @@
-"""Who may say what on the bus: one NATS user per service, made for one run."""
+"""Permissions on the bus: one NATS user per service, with credentials made for one run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ USERS: tuple[User, ...] = (*get_args(Service), *get_args(Operator))
 
 
 class Permissions(Struct, frozen=True, kw_only=True):
-    """Subjects below the namespace. Answering a question needs no permission of its own."""
+    """Subjects (below the namespace) that a user may use. Replying to a request needs no permission of its own."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     micro: bool = False
-    """Offers a NATS micro service, which others find below $SRV."""
+    """May offer a NATS micro service, which clients find below $SRV."""
     finds_micro: bool = False
+    """May look for micro services."""
 
 
 _ANY = "*"
@@ -56,11 +57,11 @@ _KV_DUMP_REQUESTS = topics.kv_dump_requests(InstanceId(_ANY)).subject
 _KV_DUMPS = topics.kv_dumps(InstanceId(_ANY)).subject
 _ADMIN = f"{topics.ADMIN}.>"
 _EVERYTHING = ">"
-"""For `baton record` and `baton top`: the operator of a stack may see its traffic."""
+"""For `baton record` and `baton top`: the operator of a stack may see all its traffic."""
 
 
 def permissions_of(user: User) -> Permissions:
-    """Which subjects a service, or the operator, may publish and subscribe to."""
+    """The subjects that a service, or the operator, may publish and subscribe to."""
     match user:
         case "gateway":
             return _service(
@@ -114,7 +115,7 @@ def _service(
 
 
 def subjects(namespace: str, permissions: Permissions) -> tuple[list[str], list[str]]:
-    """Full subjects for (publish, subscribe); every user may receive answers to its own requests."""
+    """Full subjects as (publish, subscribe); every user may receive replies to its own requests."""
     publish = [f"{namespace}.{subject}" for subject in permissions.publish]
     subscribe = [*(f"{namespace}.{subject}" for subject in permissions.subscribe), "_INBOX.>"]
     if permissions.micro:
@@ -125,12 +126,12 @@ def subjects(namespace: str, permissions: Permissions) -> tuple[list[str], list[
 
 
 def passwords_of(token: str) -> Mapping[User, str]:
-    """The same on every host that knows the token."""
+    """Passwords derived from the token: the same on every host that has it."""
     return {user: hmac.digest(token.encode(), user.encode(), "sha256").hex() for user in USERS}
 
 
 def make_passwords() -> Mapping[User, str]:
-    """192 random bits each."""
+    """Random passwords of 192 bits each."""
     return {user: secrets.token_urlsafe(24) for user in USERS}
 
 
@@ -143,24 +144,25 @@ MAX_PAYLOAD = 8 * 2**20
 ANSWERS_PER_QUESTION = 4
 ANSWER_TIME = "2m"
 CONTAINER_PASSWORD = "$NATS_PASSWORD"
-"""Where nats-server reads the password from: its own environment."""
+"""A variable in nats-server's own environment, from which it reads the password."""
 
 CONTAINER_HEADING = """\
 # nats-server for Baton in containers. Written by `python -m deploy.supervisor.servers.nats_config`; a test compares.
 #
-# One user per service, with what the service may say and hear. NATS_PASSWORD is everybody's password here; give each
-# user one of its own where the services do not trust each other. It must not look like a number.
+# There is one user per service, with the subjects that the service may publish and subscribe to. All users have the
+# password NATS_PASSWORD; give each its own if the services do not trust each other. It must not look like a number.
 
 """
 
 
 def nats_config(host: str, port: int, namespace: str, passwords: Mapping[User, str]) -> str:
-    """A server on one address, one user per service, nothing on disk and no other port open."""
+    """Configuration for one address, with one user per service, nothing on disk and no other port open."""
     return _configuration(host, port, namespace, {user: json.dumps(password) for user, password in passwords.items()})
 
 
 def container_config() -> str:
-    """No supervisor there: containers are started, scaled and restarted by who runs them."""
+    """Configuration for containers. It has no user for a supervisor, as the container runtime starts, scales and
+    restarts the services."""
     users = [user for user in USERS if user != "supervisor"]
     return CONTAINER_HEADING + _configuration("0.0.0.0", 4222, "baton", dict.fromkeys(users, CONTAINER_PASSWORD))
 

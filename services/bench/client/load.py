@@ -35,7 +35,7 @@ class LoadGenerator:
         return await self.run_sessions([_single(prompt) for prompt in prompts], starts)
 
     async def run_sessions(self, sessions: Sequence[Session], starts: Sequence[float]) -> BenchResult:
-        """As `run`, for clients that make several requests each; every request waits for a slot of its own."""
+        """See `run`, for clients that make several requests each; every request waits for a slot of its own."""
         allow_open_files(len(sessions) + SPARE_FILES)
         cpu, begin = time.process_time(), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:

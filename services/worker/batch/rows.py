@@ -79,7 +79,7 @@ def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
 
 
 def _single_rows(slots: Slots, positions: Int32s, block_tables: Int32s, tokens: Int32s) -> Rows:
-    """As `rows_of`, for units of a row each: what nearly all steps are made of."""
+    """See `rows_of`, for units of a row each: what nearly all steps are made of."""
     ends = positions + 1
     max_context = int(ends.max())
     counting = np.arange(len(slots) + 1, dtype=np.int32)

@@ -214,7 +214,7 @@ class SequenceTable:
         return places
 
     def assume(self, slots: Slots, drafted: Int32s) -> Int32s:
-        """As `advance`, and that the drafts [Q] stand: the places [Q] that `fill_all` is going to begin at."""
+        """See `advance`, and that the drafts [Q] stand: the places [Q] that `fill_all` is going to begin at."""
         places = self.advance(slots)
         self.lengths[slots] += drafted
         self._computed[slots] += drafted

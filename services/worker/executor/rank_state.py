@@ -154,7 +154,7 @@ class RankState:
         return slots
 
     def drafts(self, scheduled: ScheduledWork) -> DraftTokens | None:
-        """As `proposed`, on the host, which waits for them."""
+        """See `proposed`, on the host, which waits for them."""
         drafts = self.proposed(scheduled)
         return None if drafts is None else drafts.on_host()
 

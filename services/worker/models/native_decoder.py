@@ -76,7 +76,7 @@ class NativeDecoder:
         given: Tensor | None = None,
         wants_logits: bool = True,
     ) -> Tensor | None:
-        """As `Decoder.forward`; the logits are overwritten by the next call. `given` [n, hidden]: the features that an
+        """See `Decoder.forward`; the logits are overwritten by the next call. `given` [n, hidden]: the features that an
         EAGLE layer begins with. Raises IndexError where a token is outside of the vocabulary."""
         rows = len(meta.logits_rows) if wants_logits else 0
         request = self._request(ids, meta, caches, features, given, rows)

@@ -249,7 +249,7 @@ def _by_torch(attempt: DraftAttempt) -> Tensor:
 
 
 def _by_numpy(attempt: DraftAttempt) -> Tensor:
-    """As `_by_torch`, in a fifth of the time: a dozen operations on a few numbers."""
+    """See `_by_torch`, in a fifth of the time: a dozen operations on a few numbers."""
     drawn, ids, first, counts = (part.numpy() for part in (attempt.drawn, attempt.ids, attempt.first, attempt.counts))
     outcome = np.empty(len(counts) + len(drawn), dtype=np.int32)
     outcome[len(counts) :] = drawn

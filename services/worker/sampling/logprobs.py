@@ -91,7 +91,7 @@ def top_logprobs(raw: Tensor, tokens: Tensor, counts: NDArray[np.int32]) -> Logp
 
 
 def token_logprobs(raw: Tensor, tokens: Tensor, others: Tensor, counts: NDArray[np.int32]) -> LogprobTensors:
-    """As `top_logprobs`, with the first `counts` of `others` [R, most] instead."""
+    """See `top_logprobs`, with the first `counts` of `others` [R, most] instead."""
     total = raw.logsumexp(dim=1, keepdim=True)
     return LogprobTensors(tokens, _of(raw, tokens, total), others, raw.gather(1, others) - total, counts)
 

@@ -51,7 +51,7 @@ def apply_mask(logits: Tensor, bits: Tensor) -> Tensor:
 
 
 def apply_mask_by_kernel(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> None:
-    """As `apply_mask`, by a Triton kernel: of `logits` [R, vocab], contiguous on a GPU, the `rows` [P], each once."""
+    """See `apply_mask`, by a Triton kernel: of `logits` [R, vocab], contiguous on a GPU, the `rows` [P], each once."""
     from services.worker.ops.triton.sampling import apply_bitmask
 
     apply_bitmask(logits, to_device(bits, logits.device), to_device(rows.astype(np.int64), logits.device))

@@ -90,7 +90,7 @@ class NativeOps:
         return PackedLinear(self.pack_matrix(weight, bias))
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
-        """As `pack_linear`."""
+        """See `pack_linear`."""
         out, inputs = weight.shape
         weight = weight.to(self.dtype).contiguous()
         floats = None if bias is None else bias.float().contiguous()
