@@ -23,6 +23,7 @@ from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued,
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import GenerateRequest
+from shared.telemetry.metrics import PublishedTotals
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class CoordinatorActor(Actor):
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
         self.core = Coordinator(instance, limits, settings, turn=turn, since=bus.liveness_now())
-        self._index_gauges = metrics.IndexGauges()
+        self._totals = PublishedTotals()
         self._admin = admin.Admin(bus, self.core.fleet.registry, scale_timeout)
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -87,7 +88,7 @@ class CoordinatorActor(Actor):
             case Tick():
                 await self._send(self.core.time_passed(at))
                 await self._request_dumps(at)
-                self._index_gauges.show(self.core.sources)
+                metrics.show_index(self.core.sources, self._totals)
             case Undelivered():
                 await self._send(self._undelivered(message.message, at))
             case _:

@@ -7,6 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.coordinator.core.actions import PlaceRequest
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.settings import Policy
+from shared.telemetry.metrics import PublishedTotals
 
 PLACEMENTS = Counter("baton_coordinator_placements_total", "Requests placed, by engine.", ["engine"])
 REJECTIONS = Counter("baton_coordinator_rejections_total", "Requests rejected, by kind.", ["kind"])
@@ -58,21 +59,9 @@ def record_placement(action: PlaceRequest, policy: Policy) -> None:
     BLOCKS.labels(policy, "nowhere").inc(action.blocks - reuse.blocks)
 
 
-class IndexGauges:
-    """Owns the totals of the sources that were published last, so that their differences go to counters."""
-
-    def __init__(self) -> None:
-        self._published: dict[Counter, int] = {}
-
-    def show(self, sources: KvSources) -> None:
-        """Publishes the size of the prefix map, and what has been counted since the last call."""
-        INDEX_BLOCKS.set(len(sources.map))
-        INDEX_SOURCES.set(len(sources))
-        for counter, total in (
-            (FORGOTTEN, sources.map.forgotten),
-            (GAPS, sources.gaps),
-            (DUMP_REQUESTS, sources.requests.asked),
-            (DUMPS, sources.dumps),
-        ):
-            counter.inc(total - self._published.get(counter, 0))
-            self._published[counter] = total
+def show_index(sources: KvSources, totals: PublishedTotals) -> None:
+    """Publishes the size of the prefix map, and what has been counted since the last call."""
+    INDEX_BLOCKS.set(len(sources.map))
+    INDEX_SOURCES.set(len(sources))
+    counts = sources.map.forgotten, sources.gaps, sources.requests.asked, sources.dumps
+    totals.publish(zip((FORGOTTEN, GAPS, DUMP_REQUESTS, DUMPS), counts, strict=True))

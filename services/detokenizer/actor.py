@@ -22,6 +22,7 @@ from shared.messages.gateway import Deltas, GatewayMessage, RequestFailed
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, SchedulerControl, StopMatched, TokenBatchLost
 from shared.registry import InstanceGone, Registry
+from shared.telemetry.metrics import PublishedTotals
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class DetokenizerActor(Actor):
         self.core = Detokenizer(self._id, new_incarnation(), model, vocabulary, max_streams)
         self._registry = Registry(SILENCE)
         self._probes = StreamProbes()
-        self._published = metrics.PublishedCounters()
+        self._totals = PublishedTotals()
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Token batches, and the heartbeats of engines and gateways.
@@ -83,7 +84,7 @@ class DetokenizerActor(Actor):
             case Tick():
                 for gone in self._registry.expire(message.alive_now):
                     await self._drop(gone)
-                self._published.update(self.core.counters)
+                metrics.publish(self.core.counters, self._totals)
             case Undelivered():
                 await self._undelivered(message)
             case _:
@@ -113,7 +114,7 @@ class DetokenizerActor(Actor):
 
     async def tear_down(self) -> None:
         """Publishes what was counted since the last tick."""
-        self._published.update(self.core.counters)
+        metrics.publish(self.core.counters, self._totals)
 
     def is_idle(self) -> bool:
         """Whether no stream is open here."""

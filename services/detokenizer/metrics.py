@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.detokenizer.core.actions import DetokenizerCounters
+from shared.telemetry.metrics import PublishedTotals
 
 STREAMS = Gauge("baton_detokenizer_streams", "Requests whose text is being made.")
 TOKENS = Counter("baton_detokenizer_tokens_total", "Tokens turned into text.")
@@ -20,21 +21,15 @@ SECONDS = Histogram(
 )
 
 
-class PublishedCounters:
-    """Owns what of the core's counters has been published."""
-
-    def __init__(self) -> None:
-        self._published: dict[Counter, int] = {}
-
-    def update(self, counters: DetokenizerCounters) -> None:
-        """Publishes what was counted since the last call."""
-        for counter, total in (
+def publish(counters: DetokenizerCounters, totals: PublishedTotals) -> None:
+    """Publishes what was counted since the last call."""
+    totals.publish(
+        (
             (TOKENS, counters.tokens),
             (STOPPED, counters.stopped),
             (UNKNOWN, counters.unknown),
             (STALE, counters.stale),
             (GAPS, counters.gaps),
             (FAILED, counters.failed),
-        ):
-            counter.inc(total - self._published.get(counter, 0))
-            self._published[counter] = total
+        )
+    )

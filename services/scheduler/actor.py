@@ -49,6 +49,7 @@ from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role, Serv
 from shared.messages.scheduler import GenerateRequest, Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
 from shared.registry import InstanceGone, Registry
+from shared.telemetry.metrics import PublishedTotals
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class SchedulerActor(Actor):
         self._ranks = WorkerRanks(self.engine_id, world_size)
         self._others = Registry(PEER_TIMEOUT)
         """Gateways, detokenizers, other engines and the store."""
-        self._gauges = metrics.EngineGauges()
+        self._totals = PublishedTotals()
         self._kv = KvPublisher(bus, instance)
         self._unequal_ranks: UnequalRanks | None = None
         self._outbox: deque[Output] = deque()
@@ -343,7 +344,7 @@ class SchedulerActor(Actor):
         for gone in self._others.expire(alive_now):
             await self._record_gone(gone)
         await self._decide(TimePassed())
-        self._gauges.show(self.core.snapshot())
+        metrics.show(self.core.snapshot(), self._totals)
         if self.is_idle() and self._check_due and alive_now - self._checked_at > CHECK_INTERVAL:
             self._checked_at, self._check_due = alive_now, False
             check(self.core)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.core.counters import EngineCounters, EngineSnapshot
-from shared.ids import Incarnation
+from shared.telemetry.metrics import PublishedTotals
 
 WAITING = Gauge("baton_scheduler_waiting_requests", "Requests that wait for a place, preempted ones included.")
 RUNNING = Gauge("baton_scheduler_running_requests", "Requests that are being computed.")
@@ -64,53 +62,38 @@ DECISION = Histogram(
 )
 
 
-class EngineGauges:
-    """Owns what was shown of an engine last, so that its running totals become counters."""
-
-    def __init__(self) -> None:
-        self._epoch: Incarnation | None = None
-        self._preemptions = 0
-        self._counters = EngineCounters()
-
-    def show(self, snapshot: EngineSnapshot) -> None:
-        """Sets the gauges, and adds to the counters the growth since the last call."""
-        epoch = snapshot.epoch
-        WAITING.set(epoch.waiting if epoch else 0)
-        RUNNING.set(epoch.running if epoch else 0)
-        self._count(snapshot.counters)
-        if epoch is None:
-            return
+def show(snapshot: EngineSnapshot, totals: PublishedTotals) -> None:
+    """Sets the gauges, and adds to the counters the growth since the last call."""
+    epoch = snapshot.epoch
+    WAITING.set(epoch.waiting if epoch else 0)
+    RUNNING.set(epoch.running if epoch else 0)
+    totals.publish(_totals(snapshot.counters))
+    if epoch is not None:
         TRANSFERS.set(epoch.transfers)
         COMPILING.set(epoch.compiling)
         BLOCKS.labels("used").set(epoch.blocks_total - epoch.blocks_free)
         BLOCKS.labels("cached").set(epoch.blocks_cached)
         BLOCKS.labels("blank").set(epoch.blocks_free - epoch.blocks_cached)
-        if epoch.epoch != self._epoch:
-            self._epoch, self._preemptions = epoch.epoch, 0
-        PREEMPTIONS.inc(epoch.preemptions - self._preemptions)
-        self._preemptions = epoch.preemptions
+        totals.publish([(PREEMPTIONS, epoch.preemptions)], epoch.epoch)
 
-    def _count(self, now: EngineCounters) -> None:
-        before, self._counters = self._counters, now
-        for counter, more in (
-            (SAVED, now.blocks_saved - before.blocks_saved),
-            (UNSAVED, now.blocks_unsaved - before.blocks_unsaved),
-            (LOADED, now.blocks_loaded - before.blocks_loaded),
-            (LOOKUPS.labels("no"), now.misses - before.misses),
-            (LOOKUPS.labels("yes"), now.hits - before.hits),
-            (LOADS_FAILED, now.loads_failed - before.loads_failed),
-            (HAND_OVERS.labels("handed"), now.handed_over - before.handed_over),
-            (HAND_OVERS.labels("kept"), now.kept - before.kept),
-            (SHARED, now.prompts_shared - before.prompts_shared),
-            (DRAFTED, now.drafted - before.drafted),
-            (SPECULATED, now.speculated - before.speculated),
-            (SPECULATED_TOKENS, now.speculated_tokens - before.speculated_tokens),
-            (GRAMMAR_WAITS.labels("compiled"), now.grammar_waits - before.grammar_waits),
-            (GRAMMAR_WAITS.labels("refused"), now.grammars_refused - before.grammars_refused),
-            (GRAMMAR_SECONDS, now.grammar_seconds - before.grammar_seconds),
-        ):
-            if more:
-                counter.inc(more)
-        for position, (new, old) in enumerate(zip_longest(now.accepted, before.accepted, fillvalue=0), start=1):
-            if new > old:
-                ACCEPTED.labels(str(position)).inc(new - old)
+
+def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
+    accepted = [(ACCEPTED.labels(str(place)), count) for place, count in enumerate(counters.accepted, 1) if count]
+    return [
+        (SAVED, counters.blocks_saved),
+        (UNSAVED, counters.blocks_unsaved),
+        (LOADED, counters.blocks_loaded),
+        (LOOKUPS.labels("no"), counters.misses),
+        (LOOKUPS.labels("yes"), counters.hits),
+        (LOADS_FAILED, counters.loads_failed),
+        (HAND_OVERS.labels("handed"), counters.handed_over),
+        (HAND_OVERS.labels("kept"), counters.kept),
+        (SHARED, counters.prompts_shared),
+        (DRAFTED, counters.drafted),
+        (SPECULATED, counters.speculated),
+        (SPECULATED_TOKENS, counters.speculated_tokens),
+        (GRAMMAR_WAITS.labels("compiled"), counters.grammar_waits),
+        (GRAMMAR_WAITS.labels("refused"), counters.grammars_refused),
+        (GRAMMAR_SECONDS, counters.grammar_seconds),
+        *accepted,
+    ]
