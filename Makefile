@@ -55,8 +55,9 @@ down: setup ## end a stack that `baton up --detach` started
 test: $(DEV) $(KERNELS) ## all tests but the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-slow: $(DEV) $(KERNELS) ## the tests that take minutes
+test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=search tests/properties
 
 # Most of their time is compiling kernels, on one core: several processes share it.
 test-gpu: $(DEV) ## on a GPU: the tests that need one, and those of kernels, which run in an interpreter elsewhere

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer, nats_server
+from tests.support.cluster.stall_proof_clock import StallProofClock
 from tests.support.left_out import LeftOutReport
 from tests.support.worker.broken_devices import end_if_broken, show_errors
 
@@ -23,9 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes of ours are started: none shall compile what another has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# How fast a machine is just now is no property of the code.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# How fast a machine is just now is no property of the code, and what one change is judged by are the examples that any
+# other is: `make test-slow` and --hypothesis-profile=search look for new ones.
+_UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("same", **_UNTIMED, derandomize=True)
+hypothesis.settings.register_profile("search", **_UNTIMED)
+hypothesis.settings.load_profile("same")
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
     # Triton's kernels run in its interpreter; it must be told before they are imported.
@@ -55,6 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the files (`make test`), none shall be left alone with a long one at the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws depends on no other test, nor on the process that runs it."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)
@@ -91,7 +106,9 @@ def own_nats(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def memory_bus() -> AsyncIterator[MemoryBus]:
+    """Nobody on it falls silent because the machine is busy with something else."""
     bus = MemoryBus()
+    bus.liveness_now = StallProofClock()  # type: ignore[method-assign]
     yield bus
     await bus.close()
 

@@ -26,7 +26,8 @@ from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import GatewayId
 from shared.messages.gateway import Delta, Deltas, RequestPlaced, StreamOpened
 from shared.messages.tokenizer import Tokenize
-from tests.support.cluster.nats_server import free_port, nats_server
+from tests.support.cluster.nats_server import nats_server
+from tests.support.cluster.ports import free_port
 from tests.support.gateway.fake_services import DETOKENIZER, ENGINE, MODEL, FakeRing, word
 
 GATEWAY = GatewayId("gateway-1")

@@ -11,10 +11,13 @@ from openai import AsyncOpenAI
 
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.kv.prompts import until_all_ready
 
 STREAMS = 16
 TOKENS = 200
 """`ignore_eos` keeps every stream open long enough to be cut in the middle."""
+TRIES = 5
+"""To do something while the streams are open: a client that had no time for a second finds them over."""
 VICTIMS = ("tokenizer-1", "coordinator-1", "detokenizer-1", "engine-1", "engine-1-rank0")
 
 
@@ -61,14 +64,17 @@ async def many(client: AsyncOpenAI, model: str, started: asyncio.Event | None = 
 
 async def interrupted(client: AsyncOpenAI, model: str, interrupt: Callable[[], object]) -> list[Streamed]:
     """Streams that are all open, and not all at their end, when `interrupt` is called."""
-    started = asyncio.Event()
-    streams = asyncio.create_task(many(client, model, started))
-    async with asyncio.timeout(DEADLINE):
-        await started.wait()
-    await asyncio.sleep(0.1)
-    assert not streams.done(), "the streams ended before anything happened to them"
-    interrupt()
-    return await streams
+    for _ in range(TRIES):
+        started = asyncio.Event()
+        streams = asyncio.create_task(many(client, model, started))
+        async with asyncio.timeout(DEADLINE):
+            await started.wait()
+        await asyncio.sleep(0.1)
+        if not streams.done():
+            interrupt()
+            return await streams
+        await streams
+    raise AssertionError(f"{TRIES} times the streams ended before anything happened to them")
 
 
 def assert_complete(seen: list[Streamed], undisturbed: list[Streamed]) -> None:
@@ -143,12 +149,3 @@ async def test_streams_survive_the_death_of_a_lone_engine(
         assert_complete(seen, undisturbed)
     await until_all_ready(lone)
     assert await blocks_in_use(lone) == 0
-
-
-async def until_all_ready(stack: RunningStack) -> None:
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            heard = await stack.ps()
-            if {m.instance for m in stack.state.members} == {i for i, h in heard.items() if h.phase == "ready"}:
-                return
-            await asyncio.sleep(0.1)

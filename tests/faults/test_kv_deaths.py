@@ -45,7 +45,7 @@ SETTINGS = (
     # What is left by whoever died with a lease is to be seen gone soon.
     "kvstore.lease_seconds=3",
     # Deaths are tested here, not how fast this machine is just now.
-    "scheduler.store_deadline=0.5",
+    "scheduler.store_deadline=2",
 )
 STORE = "40MiB"
 """Room for the blocks of one test, so that those of the test before go to Redis."""

@@ -96,7 +96,7 @@ class World:
                 await asyncio.sleep(0.002)
 
     async def ask(self, question: Any) -> Any:
-        return await self.bus.request(topics.kvstore_requests(NODE), question, KvStoreReply, 5.0)
+        return await self.bus.request(topics.kvstore_requests(NODE), question, KvStoreReply, 60)
 
     async def attach(self, layout: KvLayout = SMALL, model: ModelName = MODEL) -> str:
         self.attached = await self.ask(Attach(layout, model))

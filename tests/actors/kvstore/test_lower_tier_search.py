@@ -31,7 +31,7 @@ from tests.support.kv.arenas import (
     store_in,
 )
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 ELSEWHERE = NodeId("elsewhere")
 NAMES = chain("searched", 8)
 ROOMY = 64 * 8192

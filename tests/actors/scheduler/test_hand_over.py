@@ -168,7 +168,7 @@ class Node:
 
     async def until(self, condition: Any, what: str) -> None:
         try:
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60):
                 while not condition():
                     await asyncio.sleep(0.002)
         except TimeoutError:

@@ -146,7 +146,7 @@ async def test_a_probe_is_answered(memory_bus: MemoryBus, model: Path) -> None:
 
         async def ask(request: str) -> ProbeReply:
             question = Probe(RequestId(request), Attempt(1))
-            reply = await memory_bus.request(topics.engine_probes(ENGINE), question, ProbeReply, 1.0)
+            reply = await memory_bus.request(topics.engine_probes(ENGINE), question, ProbeReply, 60)
             assert isinstance(reply, ProbeReply)
             return reply
 
@@ -247,7 +247,7 @@ async def test_a_rank_of_several_that_missed_a_plan_ends(memory_bus: MemoryBus, 
     await engine.until(lambda: runtime.actor.worker_report() is not None, "the backend is loaded")
     await memory_bus.publish(topics.engine_steps(ENGINE), StepPlan(epoch=Incarnation(1), step=1))
     with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
     assert raised.group_contains(RankOutOfStep, match="expected step 0, came 1")
 
 
@@ -306,7 +306,7 @@ async def test_a_compute_error_ends_the_worker(memory_bus: MemoryBus, model: Pat
         await engine.generate(generate("a", PROMPT))
         _, task = engine.runtimes.pop(worker)
         with pytest.raises(ExceptionGroup) as raised:
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         assert raised.group_contains(ArithmeticError, match="the device burns")
         await engine.until(lambda: bool(engine.notes.final), "the request fails")
         assert engine.notes.lives[worker].phase == "failed"
@@ -330,7 +330,7 @@ async def test_a_step_that_does_not_end_ends_the_scheduler(memory_bus: MemoryBus
         await engine.generate(generate("a", PROMPT))
         _, task = engine.runtimes.pop(ENGINE)
         with pytest.raises(ExceptionGroup, match="unhandled errors"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
         assert [f.request for f in engine.notes.final] == ["a"]
         assert engine.notes.lives[ENGINE].phase == "failed"
 

@@ -90,7 +90,7 @@ async def test_messages_are_handled_and_questions_answered(stack: Stack) -> None
     await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
     async with asyncio.timeout(60):
         assert await stack.actor.heard.get() == CANCEL
-    reply = await stack.bus.request(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 5)
+    reply = await stack.bus.request(topics.engine_probes(ENGINE), Probe(RequestId("r"), Attempt(1)), ProbeReply, 60)
     assert reply == ProbeReply("running", 3)
     await stack.stop()
     assert stack.phases == ["starting", "ready", "draining", "stopped"]

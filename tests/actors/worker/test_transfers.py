@@ -65,7 +65,7 @@ class Heard:
         return [result for result in self.results if isinstance(result, TransferProgress)]
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.005)
 

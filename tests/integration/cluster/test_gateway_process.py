@@ -15,7 +15,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from shared.bus.nats_bus import NatsOptions, connect
-from tests.support.cluster.nats_server import NatsServer, free_port
+from tests.support.cluster.nats_server import NatsServer
+from tests.support.cluster.ports import free_port
 from tests.support.gateway.fake_services import MODEL, FakeRing, said
 from tests.support.paths import REPOSITORY
 
@@ -44,7 +45,7 @@ async def gateway_process(
 
 
 async def until_ready(http: httpx2.AsyncClient) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             try:
                 if (await http.get("/ready")).status_code == 200:
@@ -81,7 +82,7 @@ async def test_a_terminated_gateway_finishes_its_streams_and_ends_in_order(share
             await asyncio.sleep(0.01)
         os.kill(process.pid, signal.SIGTERM)
         assert await reading == said(40)
-        assert await asyncio.to_thread(process.wait, 10) == 0
+        assert await asyncio.to_thread(process.wait, 60) == 0
 
 
 async def test_a_taken_port_is_said_in_the_log(shared_nats: NatsServer) -> None:

@@ -12,7 +12,8 @@ from shared.bus import BusError
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.scheduler import Cancel
-from tests.support.cluster.nats_server import NatsServer, free_port, nats_server
+from tests.support.cluster.nats_server import NatsServer, nats_server
+from tests.support.cluster.ports import free_port
 
 TOPIC = topics.engine_control(EngineId("engine-1"))
 

@@ -157,7 +157,8 @@ async def test_a_client_that_disconnects_frees_its_blocks(stack: RunningStack, c
     ]
     for stream in streams:
         await anext(aiter(stream))
-    reports = [life.engine for life in (await stack.ps()).values() if life.engine]
+    said = await stack.until_heard(lambda said: any(life.engine for life in said.values()))
+    reports = [life.engine for life in said.values() if life.engine]
     assert sum(report.running + report.waiting for report in reports) > 0
     for stream in streams:
         await stream.close()
@@ -290,8 +291,8 @@ async def test_metrics_and_logs_tell_of_a_request(stack: RunningStack, http: htt
 
 
 async def test_every_service_answers_prometheus(stack: RunningStack) -> None:
-    async with httpx2.AsyncClient(timeout=10) as http:
-        for life in (await stack.ps()).values():
+    async with httpx2.AsyncClient(timeout=60) as http:
+        for life in (await stack.until_heard(lambda said: True)).values():
             if life.service == "supervisor":
                 continue
             assert life.metrics_port, life

@@ -39,7 +39,7 @@ def entries(path: Path) -> list[dict[str, Any]]:
 
 
 def batch(folder: Path) -> subprocess.Popen[bytes]:
-    argv = ["batch", "in.jsonl", "-o", "out.jsonl", "--model=model", "--device=sim", "--set=worker.sim_step_ms=5"]
+    argv = ["batch", "in.jsonl", "-o", "out.jsonl", "--model=model", "--device=sim", "--set=worker.sim_step_ms=30"]
     argv += ["--concurrency=2", f"--run-dir={folder}"]
     return subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", *argv],
@@ -65,14 +65,14 @@ def test_killed_and_interrupted_it_goes_on_where_it_stopped(tmp_path: Path) -> N
     killed = batch(tmp_path)
     wait_for_lines(output, 6, killed)
     killed.kill()
-    killed.communicate(timeout=30)
+    killed.communicate(timeout=120)
     first = output.read_bytes()
     output.write_bytes(first + b'{"id":"batch_req_')  # as if it had been killed within a line
 
     interrupted = batch(tmp_path)
     wait_for_lines(output, first.count(b"\n") + 6, interrupted)
     interrupted.send_signal(signal.SIGINT)
-    _, said = interrupted.communicate(timeout=30)
+    _, said = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130, said
     assert b"run the same command to go on" in said
     assert output.read_bytes().startswith(first)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shared.bus.nats_bus import NatsOptions, connect
-from tests.support.cluster.nats_server import free_port
+from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_stack.running import DEADLINE, TinyStack
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.nats_server import free_port
+from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 
 BUILD_DEADLINE = 1800.0

@@ -27,7 +27,7 @@ from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleReply, ScaleResult
-from tests.support.cluster.nats_server import free_port
+from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_stack.running import DEADLINE, TinyStack
 
@@ -121,21 +121,19 @@ def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(lastin
 
 @pytest.mark.parametrize("import_seconds", ["0", "60"], ids=["ready", "importing"])
 def test_nobody_outlives_a_killed_supervisor(start: Start, import_seconds: str) -> None:
-    stack = start(settings={"worker": {"import_seconds": import_seconds}}, counts={"ranks": 2})
+    port = free_port()
+    stack = start(settings={"worker": {"import_seconds": import_seconds}}, counts={"ranks": 2}, port=port)
     slow = import_seconds != "0"
-    state = (
+    if slow:
         stack.until(lambda state: len(state.members) == 7 and all(m.pid for m in state.members))
-        if slow
-        else stack.ready()
-    )
+    else:
+        stack.ready()
     stack.process.kill()
     assert stack.nobody_left()
     assert not is_held(stack.run_dir)
-    for url in (state.url, state.nats_url[0]):
-        port = int(url.rpartition(":")[2])
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
 
 
 def test_without_the_kernels_help_a_process_notices_the_end_by_its_pipe(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 
 from deploy.supervisor.servers.arenas import SHARED_MEMORY, directory_of
 from deploy.supervisor.state_file import StackState, is_held, read_state
-from tests.support.cluster.stack import START_DEADLINE, RunningStack, running_stack
+from tests.support.cluster.ports import free_port
+from tests.support.cluster.stack import CHANGE_DEADLINE, LOOK_EVERY, START_DEADLINE, RunningStack, running_stack
 from tests.support.paths import REPOSITORY
 
 QUESTION = "What is the capital of France?"
@@ -107,7 +109,8 @@ def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: s
 
 
 def test_nothing_outlives_a_killed_supervisor_of_real_ranks(tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2) as stack:
+    port = free_port()
+    with running_stack(tmp_path, tp=2, more=[f"--port={port}"]) as stack:
         assert "Paris" in stack.baton("chat", QUESTION, "--temperature=0").stdout
         state = stack.state
         arenas = directory_of(stack.run_dir)
@@ -119,13 +122,15 @@ def test_nothing_outlives_a_killed_supervisor_of_real_ranks(tmp_path: Path) -> N
         assert not [file for file in mapped if file.exists() and not file.is_relative_to(arenas)]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", int(state.url.rpartition(":")[2])))
+            probe.bind(("127.0.0.1", port))
 
 
 def gone(stack: RunningStack) -> bool:
-    """The kernel has been asked to kill them; what remains is its own work."""
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in stack.leftovers()], timeout=10)
-    return not alive
+    """Soon. The kernel has been asked to kill them; what remains is its own work."""
+    deadline = time.monotonic() + CHANGE_DEADLINE
+    while stack.leftovers() and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY)
+    return not stack.leftovers()
 
 
 def mapped_shared_memory(state: StackState) -> set[Path]:

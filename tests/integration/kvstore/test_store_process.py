@@ -30,7 +30,7 @@ def test_a_directory_that_another_store_works_in_ends_the_start() -> None:
 
 
 async def test_what_was_committed_is_there_after_a_kill_and_what_was_not_comes_back(shared_nats: NatsServer) -> None:
-    store = StoreProcess(shared_nats.url, "killed", "--lease-seconds", "0.5", memory=16 * 4096)
+    store = StoreProcess(shared_nats.url, "killed", "--lease-seconds", "3", memory=16 * 4096)
     names = chain("killed", 6)
     async with clients(shared_nats.url, store) as (engine,):
         assert await engine.save(names) == 6

@@ -20,14 +20,14 @@ from kvstore.transfer.rpc import CHUNK_BYTES, TlsUnusable, TransferTls
 from kvstore.transfer.server import CannotListen, TransferServer
 from shared.blocks import BlockHash
 from shared.ids import NodeId
-from tests.support.cluster.nats_server import free_port
+from tests.support.cluster.ports import free_port
 from tests.support.cluster.tls_authority import Authority
 from tests.support.kv.random_blocks import SHAPE, chain, hashes
 
 LAYOUT = "5eed" * 6
 HERE = "127.0.0.1"
 THERE = NodeId("there")
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Shelf:

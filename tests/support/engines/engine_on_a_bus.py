@@ -161,7 +161,7 @@ class EngineOnABus:
     async def generate(self, request: GenerateRequest) -> None:
         await self.bus.publish(topics.engine_requests(ENGINE), request)
 
-    async def until(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
         try:
             async with asyncio.timeout(seconds):
                 while not condition():

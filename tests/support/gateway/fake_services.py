@@ -319,7 +319,7 @@ def _position(position: int, most_likely: int) -> PositionLogprobs:
     return PositionLogprobs(text(position, -0.5), top)
 
 
-async def eventually(true: Callable[[], bool], timeout: float = 10.0) -> None:
+async def eventually(true: Callable[[], bool], timeout: float = 60.0) -> None:
     """Waits until `true()`; how long it may take is no part of what a test asserts."""
     deadline = time.monotonic() + timeout
     while not true():

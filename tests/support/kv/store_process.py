@@ -37,7 +37,9 @@ from shared.messages.lifecycle import Lifecycle, StoreReport
 from tests.support.kv.arenas import MODEL, SMALL, holds, new_directory, parents_of, remove, slots_of, write
 from tests.support.paths import REPOSITORY
 
-PATIENCE = 20.0
+PATIENCE = 60.0
+ATTACH_AGAIN = 5.0
+"""Seconds; a question to a store that was just killed may be lost."""
 
 
 class StoreProcess:
@@ -114,7 +116,7 @@ class StoreClient:
         async with asyncio.timeout(PATIENCE):
             while True:
                 with contextlib.suppress(NoResponders, ReplyTimeout):
-                    attached = await self._ask(Attach(self._layout, MODEL))
+                    attached = await self._ask(Attach(self._layout, MODEL), ATTACH_AGAIN)
                     break
                 await asyncio.sleep(0.02)
         assert isinstance(attached, AttachReply), attached
@@ -180,10 +182,9 @@ class StoreClient:
             topics.kvstore_releases(self._store.node), Release(layout=self.layout, owner=self.owner, lease=lease)
         )
 
-    async def _ask(self, question: Any) -> Any:
-        return await self._bus.request(
-            topics.kvstore_requests(self._store.node), question, KvStoreReply, getattr(question, "deadline", 0) + 5
-        )
+    async def _ask(self, question: Any, patience: float = PATIENCE) -> Any:
+        patience += getattr(question, "deadline", 0.0)
+        return await self._bus.request(topics.kvstore_requests(self._store.node), question, KvStoreReply, patience)
 
 
 @contextlib.asynccontextmanager

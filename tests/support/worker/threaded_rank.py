@@ -8,7 +8,7 @@ import threading
 from services.worker.executor.host_runner import HostRunner, HostStep
 from shared.messages.worker import StepPlan
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class OnTwoThreads(HostRunner):

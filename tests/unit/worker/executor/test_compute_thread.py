@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 from tests.support.engines.checking_worker import card
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Step:
@@ -192,23 +191,27 @@ async def test_what_the_device_raises_is_raised_where_results_are_awaited() -> N
 
 
 async def test_a_step_that_was_prepared_beside_another_has_held_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Any = iter(range(100))
+    now = [0.0]
     device = Device()
     thread = await started(device)
-    monkeypatch.setattr("services.worker.executor.plan_queue.time.perf_counter", lambda: float(next(clock)))
-    thread.submit(plan(0), first=True)  # arrives at 0, launched at 1
+    monkeypatch.setattr("services.worker.executor.plan_queue.time.perf_counter", lambda: now[0])
+    thread.submit(plan(0), first=True)
     await device.says("await 1.0")
-    thread.submit(plan(1), first=False)  # arrives at 2, launched at 3
+    now[0] = 2.0
+    thread.submit(plan(1), first=False)
     await device.says("begin 1.1")
     device.ends["1.2"] = 60.0
-    device.gate("1.0").set()  # ends at 4
+    now[0] = 4.0
+    device.gate("1.0").set()
     first = await thread.result()
-    device.gate("1.1").set()  # ends at 5
+    now[0] = 5.0
+    device.gate("1.1").set()
     second = await thread.result()
     assert first.output is not None
     assert second.output is not None
     assert (second.output.timing.wait, second.output.timing.prepare) == (0.0, 0.0)
-    assert second.ended > first.ended
+    assert (first.ended, second.ended) == (4.0, 5.0)
+    now[0] = 6.0
     thread.submit(plan(2), first=False)
     device.gate("1.2").set()
     third = await thread.result()

@@ -9,7 +9,10 @@ import pytest
 from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.options import given, offers, placed, service_settings, stack_settings
 from deploy.errors import CommandError
+from deploy.supervisor.launch import flags
 from deploy.supervisor.settings import StackSettings
+from services.worker.config import WorkerConfig
+from shared.config import load_config
 
 
 def test_what_is_not_given_leaves_every_service_its_own_default() -> None:
@@ -31,6 +34,14 @@ def test_one_option_sets_all_settings_of_its_name() -> None:
         "worker": {"max_num_seqs": "7", "max_batch_tokens": "64", "enforce_eager": "true"},
         "scheduler": {"max_running": "7", "max_batch_tokens": "64"},
     }
+
+
+def test_what_is_said_of_a_gpu_reaches_the_worker() -> None:
+    typed = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_dtype": None}
+    argv = flags(service_settings(given(typed))["worker"])
+    assert argv == ["--enforce-eager", "--gpu-memory-utilization=0.5"]
+    config = load_config("worker", WorkerConfig, ["--model=m", "--engine=e", *argv], environment={})
+    assert (config.enforce_eager, config.gpu_memory_utilization, config.kv_cache_dtype) == (True, 0.5, "auto")
 
 
 def test_what_speaks_to_every_service_does_and_what_the_supervisor_places_is_not_passed_on() -> None:

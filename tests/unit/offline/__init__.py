@@ -1,0 +1,1 @@
+"""Unit tests of `services.worker`, in the folders of its packages."""

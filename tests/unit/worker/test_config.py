@@ -1,0 +1,31 @@
+"""The worker's settings: what is so unless told otherwise, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.config import WorkerConfig
+from shared.config import ConfigError, load_config
+
+
+def told(*argv: str) -> WorkerConfig:
+    return load_config("worker", WorkerConfig, ["--model=m", "--engine=e", *argv], environment={})
+
+
+def test_decodes_are_captured_and_nine_tenths_of_a_gpu_taken_unless_told_otherwise() -> None:
+    config = told()
+    assert (config.enforce_eager, config.gpu_memory_utilization, config.kv_cache_dtype) == (False, 0.9, "auto")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--gpu-memory-utilization=0", "gpu_memory_utilization = '0'"),
+        ("--gpu-memory-utilization=1.1", "gpu_memory_utilization = '1.1'"),
+        ("--kv-cache-dtype=int4", "kv_cache_dtype = 'int4'"),
+        ("--ops=cuda", "ops = 'cuda'"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_by_name(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        told(argv)
