@@ -6,10 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.applications import Starlette
+
 from services.gateway.config import GatewayConfig
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.http.app import build_app
 from services.gateway.http.server import HttpServer
+from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
@@ -36,18 +39,25 @@ class Gateway(Actor):
         self._listens = listens
         self._gateway = GatewayId(self.instance)
         self.requests = RequestTable(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
-        self.app = build_app(
+        self._config = config
+        self.app = self.make_app(config.parsers())
+        self.server = HttpServer(
+            self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
+        )
+        self._ticks = 0
+
+    def make_app(self, parsers: ParserChoice | None) -> Starlette:
+        """Returns the application that answers HTTP requests. Without `parsers` chats are answered with what the model
+        wrote."""
+        config = self._config
+        return build_app(
             self.requests,
             config.stream_settings(),
             max_body=config.max_body,
             keys=config.api_keys,
             cors_origins=config.cors_origins,
-            parsers=config.parsers(),
+            parsers=parsers,
         )
-        self.server = HttpServer(
-            self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
-        )
-        self._ticks = 0
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Its inbox, and the lifecycles of the services that it needs."""

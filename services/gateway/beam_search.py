@@ -163,6 +163,8 @@ class BeamSearchRunner:
         choice.prompt_tokens, choice.tokens = len(search.prompt), len(tokens)
         choice.finish, choice.token_ids = found.finish, tokens
         choice.prompt_ids = search.prompt if generation.response_options.token_ids else None
+        if generation.response_options.prompt_text:
+            choice.prompt_text = await self._table.tokenizer.text(generation.model, search.prompt)
         if generation.sampling.logprobs is not None:
             choice.logprobs = list(_logprobs(search, found, generation.sampling.logprobs))
         visible = tokens if found.finish == "length" or generation.stopping.include_stop else tokens[:-1]

@@ -105,7 +105,8 @@ class RequestTable:
             if parser is not None:
                 state.message = AssistantMessage(parser)
             if details:
-                state.echo, state.prompt_ids = details[prompt].echo, details[prompt].token_ids
+                text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
+                state.echo, state.prompt_text = text if generation.echo else "", text
                 state.echo_first_token = (
                     details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
                 )

@@ -31,8 +31,8 @@ ANSWER_TIMEOUT = 10.0
 class PromptDetails(NamedTuple):
     """What a response contains of a prompt."""
 
-    echo: str
-    """Its text, to be echoed."""
+    text: str
+    """As its token ids are decoded, where the text is to be shown or echoed."""
     first_token: str
     """Text of its first token, where log-probabilities are echoed."""
     token_ids: list[int] | None
@@ -63,20 +63,20 @@ class TokenizerClient:
     async def prompt_details(self, generation: GenerationRequest) -> list[PromptDetails]:
         """Returns what the response contains of each prompt, or nothing where the client does not want any of it."""
         model, options = generation.model, generation.response_options
-        if not (generation.echo or options.token_ids):
+        if not (generation.echo or options.token_ids or options.prompt_text):
             return []
         scored = options.echo_logprobs is not None
         details = []
         for prompt in generation.prompts:
-            text = prompt.text if isinstance(prompt, TextPrompt) and generation.truncate_prompt_tokens is None else None
-            ids, echo, first = None, "", ""
-            if scored or options.token_ids or text is None:
+            whole = isinstance(prompt, TextPrompt) and generation.truncate_prompt_tokens is None
+            ids, text, first = None, prompt.text if isinstance(prompt, TextPrompt) else "", ""
+            if scored or options.token_ids or not whole:
                 ids = await self.prompt_ids(generation, prompt)
-            if generation.echo:
-                echo = await self.text(model, ids or []) if text is None else text
+            if (generation.echo or options.prompt_text) and not whole:
+                text = await self.text(model, ids or [])
             if scored and ids:
                 first = await self.text(model, ids[:1])
-            details.append(PromptDetails(echo, first, ids))
+            details.append(PromptDetails(text, first, ids))
         return details
 
     async def prompt_ids(self, generation: GenerationRequest, prompt: Prompt) -> list[int]:

@@ -128,9 +128,8 @@ class LLM:
         }
         fields = {name: value for name, value in template.items() if value is not None}
         each = conversations(messages)
-        prompts = self._engine.wait(self._render(each, fields))
-        requests = [PromptRequest(ids, own) for ids, own in zip(prompts, params_for(len(each), params), strict=True)]
-        return self._run(requests, progress)
+        own = zip(each, params_for(len(each), params), strict=True)
+        return self._run([PromptRequest({"messages": chat, **fields}, chosen) for chat, chosen in own], progress)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids that a prompt becomes. Raises EngineFailed."""
@@ -180,32 +179,27 @@ class LLM:
         return [task.result() for task in running]
 
     async def _complete(self, request: PromptRequest) -> RequestOutput:
-        max_tokens = await self._room(request) if request.params.max_tokens is None else None
-        answer = await self._post("/v1/completions", request.body(self.model, max_tokens))
-        if isinstance(request.prompt, str):
-            text = request.prompt
+        if request.is_chat:
+            answer = await self._post("/v1/chat/completions", request.body(self.model, None))
         else:
-            text = await self._decode(answer["choices"][0]["prompt_token_ids"])
+            max_tokens = await self._room(request) if request.params.max_tokens is None else None
+            answer = await self._post("/v1/completions", request.body(self.model, max_tokens))
         for token in tokens_with_logprobs(answer) - self._texts.keys():
-            self._texts[token] = await self._decode([token])
+            decoded = await self._post("/detokenize", {"model": self.model, "tokens": [token]})
+            self._texts[token] = decoded["prompt"]
+        given = request.fields.get("prompt")
+        text = given if isinstance(given, str) else None
         return request_output(answer, text, self._texts, request.params.logprobs or 0)
-
-    async def _decode(self, tokens: list[int]) -> str:
-        text: str = (await self._post("/detokenize", {"model": self.model, "tokens": tokens}))["prompt"]
-        return text
 
     async def _room(self, request: PromptRequest) -> int:
         """How many tokens the context holds beside the prompt."""
-        if isinstance(request.prompt, str):
-            count = int((await self._post("/tokenize", {"model": self.model, "prompt": request.prompt}))["count"])
+        prompt = request.fields["prompt"]
+        if isinstance(prompt, str):
+            count = int((await self._post("/tokenize", {"model": self.model, "prompt": prompt}))["count"])
         else:
-            count = len(request.prompt)
+            count = len(prompt)
         kept = request.params.truncate_prompt_tokens
         return max(1, self._engine.cluster.context - (count if kept is None or kept < 0 else min(count, kept)))
-
-    async def _render(self, each: list[list[Message]], fields: Mapping[str, Any]) -> list[list[int]]:
-        bodies = ({"model": self.model, "messages": messages, **fields} for messages in each)
-        return [(await self._post("/tokenize", body))["tokens"] for body in bodies]
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The gateway's answer. Raises InvalidRequest for an error of the request, EngineFailed for any other."""
@@ -213,7 +207,7 @@ class LLM:
             encoded = msgspec.json.encode(body)
         except TypeError as error:
             raise InvalidRequest(str(error)) from None
-        answer = await self._engine.cluster.call("POST", path, encoded)
+        answer = await self._engine.cluster.call("POST", path, encoded, parsed=False)
         found: dict[str, Any] = msgspec.json.decode(answer.body)
         if answer.status == 200:
             return found

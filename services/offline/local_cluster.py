@@ -139,6 +139,7 @@ class LocalCluster:
         else:
             self._ranks = RankProcesses(configs.ranks, self.bus.connection())
         self._gateway = Gateway(self.bus.connection(), configs.gateway, listens=False)
+        self._parsing_app, self._plain_app = self._gateway.app, self._gateway.make_app(None)
         self._scheduler = build_scheduler(configs.scheduler, self.bus.connection())
         return [
             self._gateway,
@@ -160,12 +161,15 @@ class LocalCluster:
         finally:
             await self.bus.close()
 
-    async def call(self, method: str, path: str, body: bytes, request_id: str | None = None) -> LocalAnswer:
-        """Sends one request, not streamed, to the gateway's HTTP application, and returns its answer. Cancelling it
-        gives the request up. Raises EngineFailed where the cluster ends meanwhile."""
+    async def call(
+        self, method: str, path: str, body: bytes, request_id: str | None = None, *, parsed: bool = True
+    ) -> LocalAnswer:
+        """Sends one request, not streamed, to the gateway's HTTP application, and returns its answer. `parsed`: whether
+        tool calls and reasoning of chats are looked for. Cancelling it gives the request up. Raises EngineFailed where
+        the cluster ends meanwhile."""
         assert self._running is not None, "not started"
-        assert self._gateway is not None, "not started"
-        answering = asyncio.create_task(_call(self._gateway.app, method, path, body, request_id))
+        app = self._parsing_app if parsed else self._plain_app
+        answering = asyncio.create_task(_call(app, method, path, body, request_id))
         try:
             await asyncio.wait([answering, self._running], return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():

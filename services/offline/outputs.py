@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,29 +53,31 @@ class RequestOutput:
 
 def tokens_with_logprobs(answer: dict[str, Any]) -> set[int]:
     """Returns the token ids whose text `request_output` needs."""
-    logprobs = [choice["logprobs"] for choice in answer["choices"] if choice["logprobs"] is not None]
-    chosen = {_id(token) for columns in logprobs for token in columns["tokens"]}
-    return chosen | {_id(token) for columns in logprobs for top in columns["top_logprobs"] for token in top or ()}
+    positions = [position for choice in answer["choices"] for position in _positions(choice["logprobs"])]
+    return {_id(token) for chosen, _, likely in positions for token in (chosen, *likely)}
 
 
 def request_output(answer: dict[str, Any], prompt: str | None, texts: Mapping[int, str], top: int) -> RequestOutput:
-    """Returns the output for one prompt, from a body that contains token ids. `texts`: of tokens, by id; `top`: how
-    many most likely tokens were requested at each position."""
+    """Returns the output for one prompt, from a chat's or a completion's body with token ids and texts of prompts.
+    `prompt`: its text, where that was given; `texts`: of tokens, by id; `top`: how many most likely tokens were
+    requested at each position."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-    scored = choices[0].get("prompt_logprobs")
+    about = {**answer, **choices[0]}  # a completion describes the prompt in each choice, a chat beside them
+    scored = about.get("prompt_logprobs")
     return RequestOutput(
         request_id=answer["id"],
-        prompt=prompt,
-        prompt_token_ids=choices[0]["prompt_token_ids"],
+        prompt=about["prompt_text"] if prompt is None else prompt,
+        prompt_token_ids=about["prompt_token_ids"],
         prompt_logprobs=None if scored is None else _prompt_logprobs(scored),
         outputs=[
             CompletionOutput(
                 index=choice["index"],
-                text=choice["text"],
+                text=choice["message"]["content"] if "message" in choice else choice["text"],
                 token_ids=choice["token_ids"],
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
-                logprobs=None if choice["logprobs"] is None else _logprobs(choice["logprobs"], texts, top),
+                logprobs=choice["logprobs"]
+                and [_position(*position, texts, top) for position in _positions(choice["logprobs"])],
             )
             for choice in choices
         ],
@@ -83,16 +85,25 @@ def request_output(answer: dict[str, Any], prompt: str | None, texts: Mapping[in
     )
 
 
-def _logprobs(body: dict[str, Any], texts: Mapping[int, str], top: int) -> Logprobs:
-    """From the columns of a completion whose tokens are named `token_id:N`."""
-    columns = zip(body["tokens"], body["token_logprobs"], body["top_logprobs"], strict=True)
-    return [_position(_id(token), logprob, likely or {}, texts, top) for token, logprob, likely in columns]
+def _positions(body: dict[str, Any] | None) -> Iterator[tuple[str, float, dict[str, float]]]:
+    """For each position the chosen token, named `token_id:N`, its log-probability, and those of the most likely ones.
+    In a completion these include the chosen token."""
+    if body is None:
+        return
+    if "content" not in body:
+        for token, logprob, likely in zip(body["tokens"], body["token_logprobs"], body["top_logprobs"], strict=True):
+            yield token, logprob, likely or {}
+        return
+    for chosen in body["content"]:
+        likely = {each["token"]: each["logprob"] for each in (chosen, *chosen["top_logprobs"])}
+        yield chosen["token"], chosen["logprob"], likely
 
 
 def _position(
-    chosen: int, logprob: float, likely: dict[str, float], texts: Mapping[int, str], top: int
+    token: str, logprob: float, likely: dict[str, float], texts: Mapping[int, str], top: int
 ) -> dict[int, Logprob]:
     """The chosen token comes first. The gateway adds it to `likely` where it is not one of the `top`, as the last."""
+    chosen = _id(token)
     ranked = sorted(((_id(token), each) for token, each in likely.items()), key=lambda pair: -pair[1])
     entries = {
         token: Logprob(each, rank if rank <= top else None, texts.get(token))

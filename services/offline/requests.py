@@ -50,7 +50,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     structured_outputs: Mapping[str, Any] | None = None
     """{"json": …}, {"regex": …}, {"choice": […]}, {"grammar": …}: what the output must match."""
     extra: Mapping[str, Any] = {}
-    """Any other field of `/v1/completions`."""
+    """Any other field of the gateway's endpoint: `/v1/completions`, or `/v1/chat/completions` for a chat."""
 
     def fields(self) -> dict[str, Any]:
         """Returns them as fields of `/v1/completions`, without those that are None."""
@@ -61,20 +61,26 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 
 class PromptRequest(NamedTuple):
-    """One prompt, and how to continue it."""
+    """One prompt or conversation, and how to continue it."""
 
-    prompt: str | list[int]
+    fields: Mapping[str, Any]
+    """`prompt` or `messages`, and what belongs to them."""
     params: SamplingParams
-    fields: Mapping[str, Any] = {}
-    """Further fields of `/v1/completions`."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Returns whether the prompt is a conversation."""
+        return "messages" in self.fields
 
     def body(self, model: str, max_tokens: int | None) -> dict[str, Any]:
-        """Returns the JSON for `/v1/completions`. `max_tokens`: in place of the parameters', unless it is None."""
-        fields = self.params.fields()
+        """Returns the JSON of the request. `max_tokens`: in place of the parameters', unless it is None."""
+        sampling = self.params.fields()
         if max_tokens is not None:
-            fields["max_tokens"] = max_tokens
-        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {"model": model, "prompt": self.prompt, **fields, **self.fields, **ids}
+            sampling["max_tokens"] = max_tokens
+        if self.is_chat and self.params.logprobs is not None:
+            sampling |= {"logprobs": True, "top_logprobs": self.params.logprobs}
+        names = ("return_token_ids", "return_prompt_text", "return_tokens_as_token_ids")
+        return {"model": model, **sampling, **self.fields, **dict.fromkeys(names, True)}
 
 
 def prompt_requests(
@@ -100,28 +106,24 @@ def _is_ids(prompt: object) -> bool:
 
 
 def _request(prompt: object, params: SamplingParams, index: int) -> PromptRequest:
-    if isinstance(prompt, str):
-        return PromptRequest(prompt, params)
+    own: dict[str, Any] = {}
     if isinstance(prompt, Mapping):
-        return _from_mapping(prompt, params, index)
-    if _is_ids(prompt):
-        return PromptRequest(list(prompt), params)  # type: ignore[call-overload]
+        field = f"prompts[{index}]"
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+            allowed = "prompt, prompt_token_ids, cache_salt"
+            raise InvalidRequest(f"{field}: {_shown(sorted(unknown)[0])} is not allowed; {allowed} are", field)
+        if "prompt_token_ids" not in prompt and "prompt" not in prompt:
+            raise InvalidRequest(f"{field}: prompt or prompt_token_ids is required", field)
+        if "cache_salt" in prompt:
+            own["cache_salt"] = prompt["cache_salt"]
+        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    if isinstance(prompt, str):
+        return PromptRequest({"prompt": prompt, **own}, params)
+    if isinstance(prompt, Sequence) and _is_ids(prompt):
+        return PromptRequest({"prompt": list(prompt), **own}, params)
     raise InvalidRequest(
         f"prompts[{index}]: {_shown(prompt)} is not allowed; a string, token ids, or a dict", "prompts"
     )
-
-
-def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, index: int) -> PromptRequest:
-    field = f"prompts[{index}]"
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown:
-        allowed = "prompt, prompt_token_ids, cache_salt"
-        raise InvalidRequest(f"{field}: {_shown(sorted(unknown)[0])} is not allowed; {allowed} are", field)
-    if "prompt_token_ids" not in prompt and "prompt" not in prompt:
-        raise InvalidRequest(f"{field}: prompt or prompt_token_ids is required", field)
-    inner = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    request = _request(inner if not isinstance(inner, Mapping) else None, params, index)
-    return request._replace(fields={"cache_salt": prompt["cache_salt"]} if "cache_salt" in prompt else {})
 
 
 def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:

@@ -13,20 +13,11 @@ from services.gateway.api.generation import (
     CommonFields,
     GenerationRequest,
     RequestLimits,
-    ResponseOptions,
     check_common_fields,
     choose_model,
-    stream_options,
 )
 from services.gateway.api.prompts import chat_prompt
-from services.gateway.api.sampling import (
-    bad_words,
-    beam_search_params,
-    chat_logprobs_request,
-    kept_prompt_tokens,
-    sampling_params,
-    stop_params,
-)
+from services.gateway.api.sampling import beam_search_params, chat_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
 from services.gateway.api.tool_grammars import combined_grammar, parser_options
 from services.gateway.api.tools import read_tool_options, template_tools
@@ -76,59 +67,14 @@ def read_chat(
     body: bytes,
     cards: list[ModelCard],
     limits: RequestLimits,
-    dialect_of: Callable[[ModelName], Dialect] = lambda _: Dialect(),
+    dialect_of: Callable[[ModelName], Dialect] | None = lambda _: Dialect(),
 ) -> GenerationRequest:
     """Reads and checks a body. `cards` are the models that are served; `dialect_of` gives the formats in which a model
-    writes tool calls and reasoning. Raises RequestError."""
+    writes tool calls and reasoning. None: the answer is what the model writes, and tools are only shown to the chat
+    template. Raises RequestError."""
     fields = decode_body(body, _decoder)
     card = choose_model(fields.model, cards)
     check_common_fields(fields, 1, limits)
-    _check_chat_fields(fields)
-    beam_search = beam_search_params(fields, limits)
-    max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-    keep = fields.truncate_prompt_tokens
-    dialect, tools = dialect_of(card.name), read_tool_options(fields)
-    fields.tools = template_tools(fields)
-    _set_template_variables(fields)
-    logprobs = chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits)
-    include_reasoning = fields.include_reasoning is not False
-    return GenerationRequest(
-        kind="chat",
-        model=card,
-        prompts=(chat_prompt(fields.messages, fields, limits),),
-        n=fields.n or 1,
-        seed=fields.seed,
-        sampling=sampling_params(fields, logprobs, card, limits),
-        stopping=stop_params(fields, max_tokens, card, limits),
-        stream=stream_options(fields) if fields.stream or fields.stream_options else None,
-        response_options=ResponseOptions(
-            logprobs=logprobs.most_likely is not None,
-            prompt_logprobs=logprobs.of_prompt,
-            token_ids=bool(fields.return_token_ids),
-            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
-        ),
-        bad_words=bad_words(fields.bad_words, limits) if fields.bad_words else (),
-        truncate_prompt_tokens=None if keep is None else kept_prompt_tokens(keep, max_tokens, card),
-        beam_search=beam_search,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        priority=fields.priority or 0,
-        cache_salt=fields.cache_salt,
-        output_grammar=combined_grammar(dialect, tools, read_output_grammar(fields)),
-        # The text of a hypothesis is shown as it was ranked.
-        parser_options=None if beam_search else parser_options(dialect, tools, include_reasoning=include_reasoning),
-    )
-
-
-def _set_template_variables(fields: ChatFields) -> None:
-    """`documents` and `reasoning_effort` are variables of the chat template, as in vLLM; those that
-    `chat_template_kwargs` gives take precedence."""
-    given = {"documents": fields.documents, "reasoning_effort": fields.reasoning_effort}
-    named = {name: value for name, value in given.items() if value is not None}
-    if named:
-        fields.chat_template_kwargs = {**named, **(fields.chat_template_kwargs or {})}
-
-
-def _check_chat_fields(fields: ChatFields) -> None:
     for name in ("functions", "function_call"):
         if getattr(fields, name) is not None:
             raise invalid(name, "deprecated and not supported; use tools")
@@ -136,6 +82,32 @@ def _check_chat_fields(fields: ChatFields) -> None:
         raise unsupported("echo", "echo for chats")
     if fields.modalities is not None and fields.modalities != ["text"]:
         raise unsupported("modalities", f"anything but ['text'], such as {abbreviated(fields.modalities)},")
+    # As in vLLM these are variables of the chat template; those that `chat_template_kwargs` gives take precedence.
+    variables = {"documents": fields.documents, "reasoning_effort": fields.reasoning_effort}
+    given = {name: value for name, value in variables.items() if value is not None}
+    fields.chat_template_kwargs = {**given, **(fields.chat_template_kwargs or {})}
+    beam_search = beam_search_params(fields, limits)
+    output, parser = read_output_grammar(fields), None
+    if dialect_of is not None:
+        if beam_search and fields.tools:
+            raise invalid("tools", "not allowed together with use_beam_search")
+        dialect, tools = dialect_of(card.name), read_tool_options(fields)
+        fields.tools = template_tools(fields)
+        output = combined_grammar(dialect, tools, output)
+        if beam_search is None:  # the text of a hypothesis is shown as it was ranked
+            parser = parser_options(dialect, tools, include_reasoning=fields.include_reasoning is not False)
+    return generation_request(
+        fields,
+        card,
+        limits,
+        kind="chat",
+        prompts=(chat_prompt(fields.messages, fields, limits),),
+        max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
+        logprobs=chat_logprobs_request(fields, fields.logprobs, fields.top_logprobs, card, limits),
+        beam_search=beam_search,
+        output_grammar=output,
+        parser_options=parser,
+    )
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")

@@ -11,20 +11,11 @@ from services.gateway.api.generation import (
     CommonFields,
     GenerationRequest,
     RequestLimits,
-    ResponseOptions,
     check_common_fields,
     choose_model,
-    stream_options,
 )
 from services.gateway.api.prompts import completion_prompts
-from services.gateway.api.sampling import (
-    bad_words,
-    beam_search_params,
-    completion_logprobs_request,
-    kept_prompt_tokens,
-    sampling_params,
-    stop_params,
-)
+from services.gateway.api.sampling import beam_search_params, completion_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
 from shared.messages.lifecycle import ModelCard
 
@@ -52,32 +43,19 @@ def read_completion(body: bytes, cards: list[ModelCard], limits: RequestLimits) 
     check_common_fields(fields, len(prompts), limits, unchecked="max_tokens" if only_echo else "")
     if fields.suffix:
         raise unsupported("suffix", "a suffix")
-    max_tokens = 1 if only_echo else DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    logprobs = completion_logprobs_request(fields, fields.logprobs, bool(fields.echo), card, limits)
-    keep = fields.truncate_prompt_tokens
-    return GenerationRequest(
+    echo, with_logprobs = bool(fields.echo), fields.logprobs is not None
+    logprobs = completion_logprobs_request(fields, fields.logprobs, echo, card, limits)
+    return generation_request(
+        fields,
+        card,
+        limits,
         kind="completion",
-        model=card,
         prompts=prompts,
-        n=fields.n or 1,
-        seed=fields.seed,
-        sampling=sampling_params(fields, logprobs, card, limits),
-        stopping=stop_params(fields, max_tokens, card, limits),
-        stream=stream_options(fields) if fields.stream or fields.stream_options else None,
-        echo=bool(fields.echo),
+        max_tokens=1 if only_echo else DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
+        logprobs=logprobs,
+        echo_logprobs=logprobs.most_likely if echo and with_logprobs else None,
+        echo=echo,
         only_echo=only_echo,
-        response_options=ResponseOptions(
-            logprobs=logprobs.most_likely is not None,
-            prompt_logprobs=None if fields.prompt_logprobs is None else logprobs.of_prompt,
-            echo_logprobs=logprobs.most_likely if fields.echo and fields.logprobs is not None else None,
-            token_ids=bool(fields.return_token_ids),
-            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
-        ),
-        bad_words=bad_words(fields.bad_words, limits) if fields.bad_words else (),
-        truncate_prompt_tokens=None if keep is None else kept_prompt_tokens(keep, max_tokens, card),
         beam_search=beam_search_params(fields, limits),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        priority=fields.priority or 0,
-        cache_salt=fields.cache_salt,
         output_grammar=read_output_grammar(fields),
     )

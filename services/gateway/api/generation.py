@@ -66,6 +66,8 @@ class ResponseOptions(NamedTuple):
     """How many most likely tokens to report at each position of the prompt; None: nothing about the prompt."""
     echo_logprobs: int | None = None
     """The same, but placed before the output's log-probabilities, as the echoed prompt is before the text."""
+    prompt_text: bool = False
+    """The text of each prompt, as the chat template rendered it."""
     token_ids: bool = False
     tokens_as_ids: bool = False
     """Name tokens in log-probabilities as `token_id:…`."""
@@ -225,6 +227,7 @@ class CommonFields(Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
     return_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None

@@ -83,6 +83,8 @@ class ChoiceState:
     """Those that have arrived, from the prompt's second token on."""
     echo_first_token: str | None = None
     """Text of the prompt's first token, as long as the prompt's log-probabilities are still to be echoed."""
+    prompt_text: str | None = None
+    """Where the client wants it beside the output."""
     prompt_ids: list[int] | None = None
     """Where the client wants them. In a stream: until they were sent."""
     token_ids: list[int] = field(default_factory=list)
@@ -319,4 +321,6 @@ def _prompt_fields(choice: ChoiceState, options: ResponseOptions) -> dict[str, A
         fields["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, options.prompt_logprobs)
     if options.token_ids:
         fields["prompt_token_ids"] = choice.prompt_ids
+    if options.prompt_text:
+        fields["prompt_text"] = choice.prompt_text
     return fields

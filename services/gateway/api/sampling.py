@@ -1,14 +1,23 @@
-"""Reads a request's fields as parameters of sampling, stopping, log-probabilities and beam search."""
+"""Reads the fields that chats and completions share: sampling, stopping, log-probabilities and beam search."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from services.gateway.api.errors import abbreviated, invalid, not_allowed
-from services.gateway.api.generation import BeamSearchParams, CommonFields, RequestLimits, check_token_ids
+from services.gateway.api.generation import (
+    BeamSearchParams,
+    CommonFields,
+    GenerationRequest,
+    RequestLimits,
+    ResponseOptions,
+    check_token_ids,
+    stream_options,
+)
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
+from shared.messages.tokenizer import Prompt
 
 MIN_TEMPERATURE = 0.01
 """Between 0 and this, division overflows; vLLM raises such values to this one too."""
@@ -26,7 +35,7 @@ _NEUTRAL_IN_BEAM_SEARCH = {
 """Values without effect. Any other would have to be ignored, as hypotheses are ranked by the model's probabilities."""
 _EXCLUDED_BY_BEAM_SEARCH = (
     *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_logprobs", "thinking_token_budget"),
-    *("stop", "stop_token_ids", "stream", "echo", "response_format", "structured_outputs", "tools"),
+    *("stop", "stop_token_ids", "stream", "echo", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 
@@ -40,6 +49,45 @@ class LogprobsRequest(NamedTuple):
     """Report these tokens instead of the most likely ones."""
     of_prompt: int | None = None
     """The same as `most_likely` for each token of the prompt."""
+
+
+def generation_request(
+    fields: CommonFields,
+    card: ModelCard,
+    limits: RequestLimits,
+    *,
+    prompts: tuple[Prompt, ...],
+    max_tokens: int | None,
+    logprobs: LogprobsRequest,
+    echo_logprobs: int | None = None,
+    **own: Any,
+) -> GenerationRequest:
+    """Returns the request that `fields` make with what the endpoint has read itself: `prompts`, log-probabilities, and
+    in `own` further fields of a GenerationRequest. Raises RequestError 400."""
+    keep = fields.truncate_prompt_tokens
+    return GenerationRequest(
+        model=card,
+        prompts=prompts,
+        n=fields.n or 1,
+        seed=fields.seed,
+        sampling=sampling_params(fields, logprobs, card, limits),
+        stopping=stop_params(fields, max_tokens, card, limits),
+        stream=stream_options(fields) if fields.stream or fields.stream_options else None,
+        response_options=ResponseOptions(
+            logprobs=logprobs.most_likely is not None,
+            prompt_logprobs=None if fields.prompt_logprobs is None else logprobs.of_prompt,
+            echo_logprobs=echo_logprobs,
+            prompt_text=bool(fields.return_prompt_text) and not fields.stream,
+            token_ids=bool(fields.return_token_ids),
+            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+        ),
+        bad_words=bad_words(fields.bad_words, limits) if fields.bad_words else (),
+        truncate_prompt_tokens=None if keep is None else kept_prompt_tokens(keep, max_tokens, card),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        priority=fields.priority or 0,
+        cache_salt=fields.cache_salt,
+        **own,
+    )
 
 
 def sampling_params(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,11 +17,11 @@ from starlette.routing import Route
 from services.gateway.api.chat import read_chat
 from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.request_table import RequestTable
-from shared.messages.lifecycle import ModelCard
+from shared.ids import ModelName
+from shared.messages.dialects import Dialect
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +33,17 @@ def build_app(
     max_body: int,
     keys: Sequence[str],
     cors_origins: Sequence[str],
-    parsers: ParserChoice,
+    parsers: ParserChoice | None,
 ) -> Starlette:
-    """Returns the ASGI application. `keys`: the API keys, none for no check; `parsers`: how outputs are parsed."""
+    """Returns the ASGI application. `keys`: the API keys, none for no check; `parsers`: how chats' outputs are
+    parsed; None: not at all."""
     info = InfoEndpoints(table, max_body)
     secrets = [key.encode() for key in keys]
 
-    def chat(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
-        return read_chat(body, cards, limits, lambda name: parsers.dialect(table.cluster.dialect(name)))
+    dialect_of: Callable[[ModelName], Dialect] | None = (
+        None if parsers is None else lambda name: parsers.dialect(table.cluster.dialect(name))
+    )
+    chat = partial(read_chat, dialect_of=dialect_of)
 
     def route(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
         return Route(path, Endpoint(handler, () if public else secrets), methods=[method])

@@ -134,6 +134,15 @@ async def test_token_ids_come_with_the_text(stack: GatewayStack) -> None:
     assert "token_ids" not in (await complete(stack))["choices"][0]
 
 
+async def test_the_prompt_s_text_comes_where_it_is_wanted(stack: GatewayStack) -> None:
+    (choice,) = (await complete(stack, return_prompt_text=True))["choices"]
+    answer = await chat(stack, return_prompt_text=True)
+    assert choice["prompt_text"] == PROMPT
+    assert answer["prompt_text"] == "Paris is the"  # as the fake ring spells the three tokens
+    assert choice["text"] == (await complete(stack))["choices"][0]["text"]
+    assert "prompt_text" not in (await complete(stack))["choices"][0]
+
+
 async def test_token_ids_are_streamed_the_prompts_once(stack: GatewayStack) -> None:
     chunks = await streamed(stack, "completions", prompt=PROMPT, max_tokens=3, return_token_ids=True)
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

@@ -112,6 +112,28 @@ def test_chats_are_rendered_by_the_template(llm: LLM) -> None:
     assert [each.outputs[0].token_ids for each in several] == [one.outputs[0].token_ids] * 2
 
 
+def test_a_chat_is_a_completion_of_its_rendered_prompt(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of Spain?"}]
+    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1, skip_special_tokens=False)
+    (chat,) = llm.chat(question, params)
+    (completion,) = llm.generate([chat.prompt_token_ids], params)
+    assert (chat.prompt, chat.prompt_logprobs) == (completion.prompt, completion.prompt_logprobs)
+    assert chat.outputs == completion.outputs
+
+
+def test_what_a_chat_shows_the_model_is_neither_checked_nor_parsed(llm: LLM) -> None:
+    template = "{{ tools | tojson }}{{ messages[0].content }}"
+    content = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    (output,) = llm.chat(
+        [{"role": "user", "content": "x"}],
+        SamplingParams(temperature=0, max_tokens=64, structured_outputs={"choice": [content]}),
+        tools=[{"name": "no function"}],
+        chat_template=template,
+    )
+    assert output.prompt == '[{"name": "no function"}]x'
+    assert output.outputs[0].text == content
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "told"),
     [

@@ -61,6 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking_token_budget": []}, "thinking_token_budget"),
     ({"min_tokens": 2049, "max_tokens": 2**40}, "min_tokens"),
     ({"return_token_ids": "yes"}, "return_token_ids"),
+    ({"return_prompt_text": "yes"}, "return_prompt_text"),
     ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
     ({"skip_special_tokens": False, "spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ({"length_penalty": 2.0}, "length_penalty"),
