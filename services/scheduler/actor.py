@@ -161,7 +161,8 @@ class SchedulerActor(Actor):
         return self.core.report()
 
     async def _decide(self, event: Event) -> None:
-        """Passes the event to the core, and sends the core's outputs."""
+        """Passes the event to the core, sends its outputs in the order of decisions, and sets a timer for its next
+        plan."""
         started = time.perf_counter()
         outputs = self._handle_event(event, self.bus.liveness_now())
         if isinstance(event, StepFinished):
@@ -170,29 +171,21 @@ class SchedulerActor(Actor):
             metrics.DECISION.observe(time.perf_counter() - started)
         elif isinstance(event, GenerateRequest):
             metrics.PREDICTED_CACHED.inc(event.predicted_cached)
-        self._outbox += outputs
         self._kv.update(self.core)
-        self._set_alarm()
-        if not self._sending:
-            await self._send_outbox()
-
-    async def _send_outbox(self) -> None:
-        """Sends in the order of decisions. Inbox and alarm are two tasks, and a detokenizer counts our messages."""
+        due = self.core.plan_due
+        if due is not None and self._alarm_at != due:  # it may fire a little late, as the bus's clock may be paused
+            self._alarm_at = due
+            delay = max(ALARM_RESOLUTION, due - self.bus.liveness_now())
+            asyncio.get_running_loop().call_later(delay, self._alarm.set)
+        self._outbox += outputs
+        if self._sending:  # inbox and alarm are two tasks, and a detokenizer counts our messages
+            return
         self._sending = True
         try:
             while self._outbox:
                 await self._send(self._outbox.popleft())
         finally:
             self._sending = False
-
-    def _set_alarm(self) -> None:
-        """Sets a timer for the core's next plan. It may fire a little late, as the bus's clock may be paused."""
-        due = self.core.plan_due
-        if due is None or self._alarm_at == due:
-            return
-        self._alarm_at = due
-        delay = max(ALARM_RESOLUTION, due - self.bus.liveness_now())
-        asyncio.get_running_loop().call_later(delay, self._alarm.set)
 
     async def background(self) -> None:
         """Publishes block events, plans when that is due, and carries requests to the store, until it is cancelled."""

@@ -7,7 +7,7 @@ import logging
 
 from services.scheduler import metrics
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.memory.block_pool import PrefixIndex
+from services.scheduler.core.epoch import EpochState
 from shared import topics
 from shared.bus import Bus
 from shared.ids import InstanceId
@@ -30,16 +30,16 @@ class KvPublisher:
     def __init__(self, bus: Bus, instance: InstanceId) -> None:
         self._bus = bus
         self._instance = instance
-        self._index: PrefixIndex | None = None
+        self._state: EpochState | None = None
         self._stream: KvEventStream | None = None
         self._askers: dict[InstanceId, None] = {}
         self._wanted = asyncio.Event()
 
     def update(self, engine: EngineCore) -> None:
         """Called after each event of the core, so it costs next to nothing."""
-        if engine.prefix_index is not self._index:
+        if engine.epoch_state is not self._state:
             self._start_epoch(engine)
-        if self._stream is not None and self._stream.pending:
+        if self._stream is not None and self._stream.changes.changed:
             self._wanted.set()
 
     def request_dump(self, request: KvDumpRequest) -> None:
@@ -58,20 +58,20 @@ class KvPublisher:
 
     def _start_epoch(self, engine: EngineCore) -> None:
         """A new epoch: nothing that was held before is there."""
-        self._index, self._stream = engine.prefix_index, None
-        report = engine.report()
-        if self._index is None or engine.epoch is None or report is None:
-            return
-        source = KvSource(instance=self._instance, model=report.model.name, node=report.node)
-        self._stream = KvEventStream(source, engine.epoch, self._index.changes)
+        state = self._state = engine.epoch_state
+        self._stream = None
+        if state is not None:
+            source = KvSource(instance=self._instance, model=state.workers.card.name, node=engine.role.node)
+            self._stream = KvEventStream(source, state.steps.epoch, state.memory.index.changes)
+            self._wanted.set()
 
     async def _publish(self) -> None:
-        stream, index = self._stream, self._index
-        if stream is None or index is None:
+        stream, state = self._stream, self._state
+        if stream is None or state is None:
             return
         askers, self._askers = list(self._askers), {}
         events = stream.flush()
-        dump = stream.dump(index.block_of.keys()) if askers else []
+        dump = stream.dump(state.memory.index.block_of.keys()) if askers else []
         for event in events:
             metrics.KV_EVENTS.inc()
             await self._bus.publish(topics.kv_events(self._instance), event)

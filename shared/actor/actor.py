@@ -95,8 +95,8 @@ class Actor:
         return True
 
     def target_phase(self) -> Phase:
-        """`ready`, or `starting` while something that it depends on is missing. Compared with the present phase after
-        each message."""
+        """`ready`, or `starting` while something that it depends on is missing. Entered after
+        a tick, a lifecycle or an undelivered message: by these an actor learns what it depends on."""
         return "ready"
 
     def load(self) -> int:

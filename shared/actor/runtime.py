@@ -129,6 +129,10 @@ class ActorRuntime:
                     _reply(await self.actor.respond(request), reply)
                 case Undelivered():
                     await self.actor.handle_undelivered(message)
+                    await self._follow_actor()
+                case Tick() | Lifecycle():
+                    await self.actor.handle(message)
+                    await self._follow_actor()
                 case Drain() | Undrain():
                     await self._control(message)
                 case _:
@@ -136,8 +140,6 @@ class ActorRuntime:
             self._busy = False
             self._progress += 1
             self._handled.inc()
-            if self.actor.target_phase() != self._table.phase:
-                await self._follow_actor()
 
     async def _control(self, message: InstanceControl) -> None:
         match message:

@@ -37,41 +37,59 @@ MAX_SUBJECTS = 4096
 """Subjects whose subscribers are remembered; above it all are looked up again."""
 
 _Reply = Callable[[Any], None]
-_Deliver = Callable[[str, bytes, _Reply | None], Awaitable[None]]
 
 
 class MemorySubscription:
-    """Owns one subscriber's queue and the task that empties it."""
+    """Owns one subscriber's queue and the task that empties it. `tap`: the handler takes subject and bytes. `serves`:
+    what the handler returns is the reply, and requests are answered beside each other."""
 
-    def __init__(self, topic: Topic[Any], deliver: _Deliver) -> None:
+    def __init__(
+        self, topic: Topic[Any], handler: Callable[..., Awaitable[Any]], *, serves: bool = False, tap: bool = False
+    ) -> None:
         self.topic = topic
-        self._deliver = deliver
-        self._queue: asyncio.Queue[tuple[str, bytes, _Reply | None] | None] = asyncio.Queue(PENDING_LIMIT)
-        self._task = asyncio.create_task(self._run())
+        self.queue: asyncio.Queue[tuple[str, bytes, _Reply | None] | None] = asyncio.Queue(PENDING_LIMIT)
+        """Messages to be handed over; None: no more will come."""
         self.open = True
-
-    def offer(self, subject: str, payload: bytes, reply: _Reply | None) -> None:
-        """Queues one message; drops it, and says so in the log, where the subscriber is too slow."""
-        if not self._queue.full():
-            self._queue.put_nowait((subject, payload, reply))
-        else:
-            log.error("slow consumer, message dropped", extra={"subject": self.topic.subject})
+        self._handler = handler
+        self._requests = ConcurrentRequests() if serves else None
+        self._tap = tap
+        self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while (item := await self._queue.get()) is not None:
-            await self._deliver(*item)
+        while (item := await self.queue.get()) is not None:
+            subject, payload, reply = item
+            if self._tap:
+                await self._handler(subject, payload)
+                continue
+            try:
+                message = decode_received(payload, self.topic)
+            except Undecodable as error:
+                if self._requests is not None and reply is not None:
+                    reply(ReplyError(str(error)))
+                continue
+            if self._requests is None:
+                await self._handler(message)
+            else:
+                await self._requests.start(self._answer(message, reply))
+
+    async def _answer(self, message: Any, reply: _Reply | None) -> None:
+        answer = await self._handler(message)
+        if reply is not None:
+            reply(encode(answer))
 
     async def stop(self) -> None:
         """Takes no more messages; those in the queue are still handed over."""
         if self.open:
             self.open = False
-            await self._queue.put(None)
+            await self.queue.put(None)
 
     async def join(self) -> None:
         """Ends the task that hands messages over, whatever is left."""
         await self.stop()
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        if self._requests is not None:
+            await self._requests.cancel()
 
 
 class _Members:
@@ -83,11 +101,11 @@ class _Members:
         """By subject, as far as looked up since the last new subscription; also those that have stopped since."""
         self.turn: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self.endpoints: dict[str, Endpoint] = {}
-        self.requests: list[ConcurrentRequests] = []
 
-    def add(self, subscription: MemorySubscription) -> None:
+    def add(self, subscription: MemorySubscription) -> MemorySubscription:
         self.subscriptions.append(subscription)
         self.matching.clear()
+        return subscription
 
 
 class MemoryBus:
@@ -103,11 +121,12 @@ class MemoryBus:
         self._members = _Members() if members is None else members
         self._undelivered: UndeliveredHandler | None = None
         self._max_payload = max_payload
-        self._liveness = liveness
+        self.liveness_now = liveness
+        """The clock that was given; the bus is never away."""
 
     def connection(self) -> MemoryBus:
         """Another connection to the same bus."""
-        return MemoryBus(self._max_payload, self._liveness, self._members)
+        return MemoryBus(self._max_payload, self.liveness_now, self._members)
 
     @property
     def connected(self) -> bool:
@@ -119,31 +138,20 @@ class MemoryBus:
         """The limit in bytes that the bus was made with."""
         return self._max_payload
 
-    def liveness_now(self) -> float:
-        """The clock that was given; the bus is never away."""
-        return self._liveness()
-
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
         """See `Bus.publish`; the message is encoded, so a receiver never shares an object with the sender."""
-        if not self._send(topic, message, None) and confirm:
-            await self._report(Undelivered(topic, message))
-
-    async def _report(self, undelivered: Undelivered) -> None:
+        if self._send(topic.subject, encode(message), None) or not confirm:
+            return
         if self._undelivered is not None:
-            await self._undelivered(undelivered)
+            await self._undelivered(Undelivered(topic, message))
         else:
-            log.warning("no subscriber", extra={"subject": undelivered.topic.subject})
+            log.warning("no subscriber", extra={"subject": topic.subject})
 
-    def _send(self, topic: Topic[Any], message: Any, reply: _Reply | None) -> bool:
-        payload = encode(message)
+    def _send(self, subject: str, payload: bytes, reply: _Reply | None) -> bool:
+        """Queues a message for all that subscribe, and for one of each queue group; whether there is anyone. It is
+        dropped, and the log says so, where a subscriber is too slow. Raises PayloadTooLarge."""
         if len(payload) > self._max_payload:
-            raise PayloadTooLarge(topic.subject, len(payload), self._max_payload)
-        receivers = self._receivers(topic.subject)
-        for receiver in receivers:
-            receiver.offer(topic.subject, payload, reply)
-        return bool(receivers)
-
-    def _receivers(self, subject: str) -> list[MemorySubscription]:
+            raise PayloadTooLarge(subject, len(payload), self._max_payload)
         members = self._members
         matching = members.matching.get(subject)
         if matching is None:
@@ -151,61 +159,32 @@ class MemoryBus:
                 members.matching.clear()
             matching = [each for each in members.subscriptions if fnmatch.fnmatchcase(subject, each.topic.subject)]
             members.matching[subject] = matching
-        everyone: list[MemorySubscription] = []
+        receivers: list[MemorySubscription] = []
         groups: defaultdict[str, list[MemorySubscription]] = defaultdict(list)
         for subscription in matching:
             if subscription.open:
                 queue = subscription.topic.queue
-                (everyone if queue is None else groups[queue]).append(subscription)
+                (receivers if queue is None else groups[queue]).append(subscription)
         for group in groups.values():
-            everyone.append(group[next(members.turn[subject]) % len(group)])
-        return everyone
+            receivers.append(group[next(members.turn[subject]) % len(group)])
+        for receiver in receivers:
+            if receiver.queue.full():
+                log.error("slow consumer, message dropped", extra={"subject": receiver.topic.subject})
+            else:
+                receiver.queue.put_nowait((subject, payload, reply))
+        return bool(receivers)
 
     async def subscribe(self, topic: Topic[M], handler: Handler[M]) -> MemorySubscription:
         """See `Bus.subscribe`; each subscription has a task of its own."""
-
-        async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
-            try:
-                message = decode_received(payload, topic)
-            except Undecodable:
-                return
-            await handler(message)
-
-        return self._add(topic, deliver)
+        return self._members.add(MemorySubscription(topic, handler))
 
     async def serve(self, topic: Topic[M], responder: Responder[M]) -> MemorySubscription:
         """See `Bus.serve`."""
-        requests = ConcurrentRequests()
-        self._members.requests.append(requests)
-
-        async def answer(message: M, reply: _Reply | None) -> None:
-            answered = await responder(message)
-            if reply is not None:
-                reply(encode(answered))
-
-        async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
-            try:
-                message = decode_received(payload, topic)
-            except Undecodable as error:
-                if reply is not None:
-                    reply(ReplyError(str(error)))
-                return
-            await requests.start(answer(message, reply))
-
-        return self._add(topic, deliver)
+        return self._members.add(MemorySubscription(topic, responder, serves=True))
 
     async def tap(self, pattern: str, handler: Tap) -> MemorySubscription:
         """See `Bus.tap`; counts as a subscriber, too."""
-
-        async def deliver(subject: str, payload: bytes, reply: _Reply | None) -> None:
-            await handler(subject, payload)
-
-        return self._add(Topic(pattern.replace(">", "*"), bytes), deliver)
-
-    def _add(self, topic: Topic[Any], deliver: _Deliver) -> MemorySubscription:
-        subscription = MemorySubscription(topic, deliver)
-        self._members.add(subscription)
-        return subscription
+        return self._members.add(MemorySubscription(Topic(pattern.replace(">", "*"), bytes), handler, tap=True))
 
     async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
         """See `Bus.request`; the first reply counts."""
@@ -215,7 +194,7 @@ class MemoryBus:
             if not reply.done():
                 reply.set_result(value)
 
-        if not self._send(topic, message, resolve):
+        if not self._send(topic.subject, encode(message), resolve):
             raise NoResponders(topic.subject)
         try:
             answer = await asyncio.wait_for(reply, timeout)
@@ -245,8 +224,7 @@ class MemoryBus:
 
     async def publish_raw(self, subject: str, payload: bytes) -> None:
         """Bytes as they came from elsewhere: from another bus, or, in tests, of no message of ours."""
-        for receiver in self._receivers(subject):
-            receiver.offer(subject, payload, None)
+        self._send(subject, payload, None)
 
     async def flush(self) -> None:
         """Lets other tasks run once; there is no server to wait for."""
@@ -256,7 +234,5 @@ class MemoryBus:
         """Closes every connection of this bus."""
         for subscription in self._members.subscriptions:
             await subscription.join()
-        for requests in self._members.requests:
-            await requests.cancel()
         self._members.subscriptions.clear()
         self._members.matching.clear()

@@ -26,7 +26,6 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits, EngineRole
-from services.scheduler.core.memory.block_pool import PrefixIndex
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHandOver
@@ -60,6 +59,8 @@ class EngineCore:
         self.store = StoreClient(self.role, self.counters)
         self.epoch_state: EpochState | None = None
         """None while there are no workers."""
+        self.plan_due: float | None = None
+        """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
         self._epoch = epoch
         self._tickets = count(1)
         self._outbox = EngineOutbox(engine, epoch)
@@ -93,7 +94,7 @@ class EngineCore:
             case _:
                 assert_never(event)
         if self.epoch_state is not None:
-            self.epoch_state.plan(now)
+            self.plan_due = self.epoch_state.plan(now)
         if self.role.node is not None:
             self._exchange_with_store(now)
         return self._outbox.take()
@@ -109,16 +110,6 @@ class EngineCore:
     def epoch(self) -> Incarnation | None:
         """The epoch whose plans are sent; None while there are no workers."""
         return None if self.epoch_state is None else self.epoch_state.steps.epoch
-
-    @property
-    def plan_due(self) -> float | None:
-        """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
-        return None if self.epoch_state is None else self.epoch_state.plan_due
-
-    @property
-    def prefix_index(self) -> PrefixIndex | None:
-        """The names of the epoch's blocks, to be published; None while there are no workers."""
-        return None if self.epoch_state is None else self.epoch_state.memory.index
 
     def takes_over(self, engine: EngineId) -> bool:
         """Whether another engine takes requests over, as far as is known."""
@@ -293,7 +284,7 @@ class EngineCore:
                 break
             for each in settled:
                 self._hand_over(state, each)
-            state.plan(now)
+            self.plan_due = state.plan(now)
         for output in self.store.take_outputs():
             self._outbox.add(output)
 
@@ -321,6 +312,6 @@ class EngineCore:
         if self.epoch_state is not None:
             self.epoch_state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True)
             self.epoch_state.close()
-        self.epoch_state = None
+        self.epoch_state = self.plan_due = None
         self._epoch = Incarnation(self._epoch + 1)
         self._outbox.start_epoch(self._epoch)

@@ -12,8 +12,8 @@ from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.planning.planner import StepPlanner
 from services.scheduler.core.planning.speculation import SpeculationBudget
-from services.scheduler.core.planning.step_builder import StepBuilder
-from services.scheduler.core.planning.step_timing import StepsInFlight, StepTimeEstimator
+from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
+from services.scheduler.core.planning.step_timing import ExpectedResult, StepsInFlight
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.results.requests import EngineRequests, RequestValidator
@@ -26,6 +26,7 @@ from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation
 from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
 from shared.messages.scheduler import StepFinished, TransferProgress
+from shared.messages.worker import StepPlan
 
 
 class EngineStuck(AssertionError):
@@ -33,7 +34,7 @@ class EngineStuck(AssertionError):
 
 
 class EpochState:
-    """Owns everything that ends with the epoch, and when the next plan is due. One is made for each epoch."""
+    """Owns everything that ends with the epoch. One is made for each epoch."""
 
     def __init__(
         self,
@@ -47,8 +48,6 @@ class EpochState:
     ) -> None:
         self.workers = workers
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages)
-        self.plan_due: float | None = None
-        """When `plan` is wanted at the latest, so that the device finds its next plan ready."""
         self.memory = BlockAllocator(workers.num_blocks, for_store=store.node is not None)
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
         self.loads = Loads(self.limits, store, self.memory, self.transfers)
@@ -77,7 +76,7 @@ class EpochState:
             sender,
             outbox,
         )
-        self.steps = StepsInFlight(epoch, StepTimeEstimator())
+        self.steps = StepsInFlight(epoch)
         self._plans_ahead = self.limits.plans_ahead
         self._counters = store.counters
         self._outbox = outbox
@@ -95,25 +94,26 @@ class EpochState:
 
     # ---- steps
 
-    def plan(self, now: float) -> None:
-        """Plans until enough are in flight, or nothing is left to do. Raises EngineStuck."""
-        self.plan_due = None
+    def plan(self, now: float) -> float | None:
+        """Plans until enough are in flight, or nothing is left to do. Returns when the next plan is due, where the
+        workers have enough to do until then. Raises EngineStuck."""
         steps, limits = self.steps, self.limits
         while steps.issued - steps.finished <= self._plans_ahead:
             if limits.plan_late and limits.run_ahead:
                 due = steps.next_due(limits.stages)
-                if now < due:  # the workers have enough to do until then
-                    self.plan_due = due
-                    return
+                if now < due:
+                    return due
             step = self.planner.plan(now)
             if step is None:
                 held = len(self.requests.held)
                 if held and steps.in_flight == 0 and not self.planner.waits_elsewhere:
                     raise EngineStuck(f"{held} requests are held, and none can be computed")
-                return
+                return None
             self._issue(step, now)
+        return None
 
     def _issue(self, step: StepBuilder, now: float) -> None:
+        """Sends the step to the ranks, under the number that it has in flight from now on."""
         for sequence, cached in step.started:
             self._outbox.streams.open(sequence, cached)
             prompt = sequence.tokens.prompt_length
@@ -121,7 +121,19 @@ class EpochState:
             self._counters.cached_tokens += min(prompt, cached)
         for sequence in step.handing:
             self.hand_overs.start(sequence)
-        self._outbox.add(SendPlan(self.planner.issue(step, self.steps, now)))
+        tokens = self.limits.max_batch_tokens - step.budget
+        prefills = len(step.work) > step.decodes
+        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
+        plan = StepPlan(
+            epoch=self.steps.epoch,
+            step=number,
+            released=self.queues.take_released() if self.queues.released else (),
+            new=tuple([new_sequence(*start) for start in step.started]),
+            work=tuple(step.work),
+            transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
+            compile=step.compile,
+        )
+        self._outbox.add(SendPlan(plan))
 
     def finish_step(self, result: StepFinished, now: float) -> str | None:
         """Takes in a step's result, unless it is old. Returns why everything has to start again, where one before it

@@ -81,7 +81,7 @@ class PeerChanged:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed: a step may have taken too long, or a plan may be due (`Engine.plan_due`)."""
+    """Time has passed: a step may have taken too long, or a plan may be due (`EngineCore.plan_due`)."""
 
 
 @dataclass(frozen=True, slots=True)

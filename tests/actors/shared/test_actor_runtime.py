@@ -12,7 +12,7 @@ from shared import topics
 from shared.actor import Actor, ActorRuntime, LifecycleTable, Tick, TopicSubscription
 from shared.bus import Undelivered
 from shared.bus.memory_bus import MemoryBus
-from shared.ids import Attempt, EngineId, InstanceId, RequestId
+from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.lifecycle import Drain, Lifecycle, Phase, Undrain
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched
 from shared.reliability.transitions import IllegalTransition
@@ -35,6 +35,7 @@ class Recorder(Actor):
             TopicSubscription(topics.engine_requests(ENGINE), intake=True),
             TopicSubscription(topics.engine_control(ENGINE)),
             TopicSubscription(topics.engine_probes(ENGINE), request=True),
+            TopicSubscription(topics.lifecycles("worker")),
         ]
 
     async def handle(self, message: Any) -> None:
@@ -121,11 +122,20 @@ async def test_a_stop_waits_for_work_in_hand_but_not_for_ever(stack: Stack) -> N
 
 
 async def test_an_actor_whose_dependency_is_missing_is_not_ready(stack: Stack) -> None:
+    worker = Lifecycle(
+        service="worker",
+        instance=InstanceId("worker-1"),
+        incarnation=Incarnation(1),
+        phase="ready",
+        pid=1,
+        host="here",
+        started=0.0,
+    )
     stack.actor.phase = "starting"
-    await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
+    await stack.bus.publish(topics.lifecycle_of("worker", worker.instance), worker)
     await stack.until("starting")
     stack.actor.phase = "ready"
-    await stack.bus.publish(topics.engine_control(ENGINE), CANCEL)
+    await stack.bus.publish(topics.lifecycle_of("worker", worker.instance), worker)
     await stack.until("ready")
     await stack.stop()
 

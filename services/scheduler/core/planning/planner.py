@@ -13,15 +13,13 @@ from services.scheduler.core.planning.admission import Admission
 from services.scheduler.core.planning.decode import DecodePlanner, MicroBatches, Preemption
 from services.scheduler.core.planning.prefill import PrefillPlanner
 from services.scheduler.core.planning.speculation import SpeculationBudget
-from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
-from services.scheduler.core.planning.step_timing import ExpectedResult, StepsInFlight
+from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.loads import Loads
 from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE_DECODES, Saves
-from shared.messages.worker import StepPlan
 
 
 class StepPlanner:
@@ -85,18 +83,3 @@ class StepPlanner:
         if self._micro_batches is not None:
             self._micro_batches.record_plan(step.work, queues.by_id)
         return step
-
-    def issue(self, step: StepBuilder, steps: StepsInFlight, now: float) -> StepPlan:
-        """The step as the ranks are sent it, under the number that it has in flight from now on."""
-        tokens = self._limits.max_batch_tokens - step.budget
-        prefills = len(step.work) > step.decodes
-        number = steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
-        return StepPlan(
-            epoch=steps.epoch,
-            step=number,
-            released=self.queues.take_released() if self.queues.released else (),
-            new=tuple([new_sequence(*start) for start in step.started]),
-            work=tuple(step.work),
-            transfers=self._transfers.take_planned(number) if self._transfers.planned else (),
-            compile=step.compile,
-        )

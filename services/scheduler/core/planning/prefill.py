@@ -21,7 +21,7 @@ class PrefillPlanner:
     def plan(self, step: StepBuilder) -> None:
         """Adds the rest of chunked prompts. One that finds no block free waits for decodes to end: what prefills under
         way still need fits by itself, since none was admitted without counting it (`Admission`)."""
-        for sequence in self._queues.prefilling.members():
+        for sequence in self._queues.prefilling.copy():  # who is whole decodes from now on
             self.prefill(sequence, step)
 
     def prefill(self, sequence: Sequence, step: StepBuilder) -> None:

@@ -16,6 +16,7 @@ fills the device raises to 1. α is each sequence's own, of its latest steps; wh
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Literal
 
 from services.scheduler.core.limits import SpeculationPolicy
@@ -30,6 +31,8 @@ FULL_DRAFTING_SHARE = 0.75
 """Share of the requested drafts from which on a step counts as having all of them."""
 MAX_EQUAL_STEPS = 32
 """Steps with as many drafts each, after which one has few."""
+MAX_PLAIN_STEPS = 512
+"""Steps that wait to be reckoned; those before them would not count any more (`draft_costs.FADE`)."""
 CATCH_UP_STEPS = 16
 """Steps that drafters may need to catch up after steps in which no drafts were requested."""
 MIN_TRIAL_INTERVAL = 64
@@ -159,6 +162,8 @@ class SpeculationBudget:
         """The same, whatever they promise; None: as many as pay."""
         self._catching_up = CATCH_UP_STEPS
         """Steps that may pass until drafters are up to date."""
+        self._plain_steps: deque[tuple[int, float]] = deque(maxlen=MAX_PLAIN_STEPS)
+        """Steps without drafts that are not reckoned yet: their sequences and seconds."""
 
     def start_step(self, decodes: int, budget: int, *, guided: bool) -> int:
         """A step of `decodes` sequences is planned, with `budget` tokens left: how many drafts it may hold. 0: no
@@ -173,6 +178,7 @@ class SpeculationBudget:
     def _choose(self, decodes: int, guided: bool) -> bool:
         """Whether any sequence drafts in the next step; then it is known which, and how much. What a grammar forces is
         drafted though guessing does not pay."""
+        self._reckon_plain_steps()
         costs, controller = self._costs, self._controller
         if not costs.plain.covers(decodes):
             return False
@@ -224,15 +230,22 @@ class SpeculationBudget:
         if not self._jump_ahead or not sequences:
             return
         if not asked:
-            self._costs.record_plain(sequences, seconds)
-            self._controller.record_plain()
-            self._catching_up = CATCH_UP_STEPS
+            self._plain_steps.append((sequences, seconds))
             return
+        self._reckon_plain_steps()
         self._controller.record_drafting()
         if not self._controller.drafting and not self._controller.left:  # nothing but what grammars force
             self._catching_up = CATCH_UP_STEPS
         elif self._caught_up(full=drafted >= FULL_DRAFTING_SHARE * asked):
             self._costs.record_drafting(sequences, drafted, yielded - sequences, seconds)
+
+    def _reckon_plain_steps(self) -> None:
+        """Takes in the steps without drafts since the last call. Where no sequence can draft, nothing needs them: they
+        are reckoned when one comes."""
+        while self._plain_steps:
+            self._costs.record_plain(*self._plain_steps.popleft())
+            self._controller.record_plain()
+            self._catching_up = CATCH_UP_STEPS
 
     def _caught_up(self, *, full: bool) -> bool:
         """Whether a step with drafts is one as all that follow will be. The first one never is."""

@@ -22,35 +22,6 @@ MIN_DELAY = 0.001
 """Seconds that are not worth waiting for: timers are no finer."""
 
 
-class StepTimeEstimator:
-    """Owns how long the last steps took, by their size in tokens rounded to a power of two.
-
-    A plan that is sent early shuts out the requests that arrive while the steps before it run. Sent in time, but not
-    before, it still finds the device busy, and holds the requests that arrived in half a step more. So plans run as far
-    ahead as short steps need, and long steps do not pay for that.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
-
-    def record(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-        self._seconds.setdefault(tokens.bit_length(), deque(maxlen=RECENT_STEPS)).append(seconds)
-
-    def seconds_to_wait(self, *sizes: int) -> float:
-        """Seconds after the start of the first of some steps, of so many tokens each, until which the plan behind the
-        last may wait.
-
-        Until the last is half over, each taken for the shortest of its size lately; and never so long that less than
-        MIN_LEAD is left. 0 where a size was not seen yet.
-        """
-        shortest = [min(self._seconds.get(tokens.bit_length(), (0.0,))) for tokens in sizes]
-        if not all(shortest):
-            return 0.0
-        seconds = sum(shortest) - max(shortest[-1] / 2, MIN_LEAD)
-        return seconds if seconds > MIN_DELAY else 0.0
-
-
 class ExpectedResult(NamedTuple):
     """What is known of a step in flight: tokens drawn for certain and computed at the most, and beyond those what each
     sequence may yield."""
@@ -70,14 +41,20 @@ class _RankReport(NamedTuple):
 
 
 class StepsInFlight:
-    """Owns the numbering of one epoch's plans. (epoch, step) are consecutive from step 0."""
+    """Owns the numbering of one epoch's plans, consecutive from step 0, and how long the last steps took.
 
-    def __init__(self, epoch: Incarnation, estimator: StepTimeEstimator) -> None:
+    A plan that is sent early shuts out the requests that arrive while the steps before it run. Sent in time, but not
+    before, it still finds the device busy, and holds the requests that arrived in half a step more. So plans run as far
+    ahead as short steps need, and long steps do not pay for that.
+    """
+
+    def __init__(self, epoch: Incarnation) -> None:
         self.epoch = epoch
         self.issued = 0
         self.finished = 0
         self._expected: deque[ExpectedResult] = deque()
-        self._estimator = estimator
+        self._seconds: dict[int, deque[float]] = {}
+        """Of the last steps, by their size in tokens rounded to a power of two."""
         self._awaited_since = 0.0
         self._reports: dict[int, _RankReport] = {}
 
@@ -100,19 +77,26 @@ class StepsInFlight:
         expected = self._expected.popleft()
         if samples != expected.samples:
             raise ValueError(f"step {self.finished}: {samples} sampled, {expected.samples} were planned")
-        self._estimator.record(expected.tokens, now - self._awaited_since)
+        recent = self._seconds.setdefault(expected.tokens.bit_length(), deque(maxlen=RECENT_STEPS))
+        recent.append(now - self._awaited_since)
         self.finished += 1
         self._awaited_since = now
         return expected
 
     def next_due(self, stages: int) -> float:
         """When the plan behind those in flight should be made, on workers that compute `stages` plans at a time. In
-        the past, where fewer are in flight."""
+        the past, where fewer are in flight.
+
+        That is when the last of them is half over, each taken for the shortest of its size lately; and never so late
+        that less than MIN_LEAD is left. At once where a size was not seen yet.
+        """
         ahead = len(self._expected) - (stages - 1)
-        if ahead <= 0:
+        sizes = [expected.tokens.bit_length() for expected in islice(self._expected, max(0, ahead))]
+        shortest = [min(self._seconds.get(size, (0.0,))) for size in sizes]
+        if not shortest or not all(shortest):
             return self._awaited_since
-        sizes = [expected.tokens for expected in islice(self._expected, ahead)]
-        return self._awaited_since + self._estimator.seconds_to_wait(*sizes)
+        seconds = sum(shortest) - max(shortest[-1] / 2, MIN_LEAD)
+        return self._awaited_since + (seconds if seconds > MIN_DELAY else 0.0)
 
     def overdue(self, now: float, timeout: float) -> bool:
         """Whether the oldest step in flight takes longer than `timeout` seconds."""

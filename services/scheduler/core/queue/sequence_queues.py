@@ -6,7 +6,6 @@ waiting → (compiling, seeking, loading) → prefilling → decoding, or handin
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.queue.grammars import Grammars
@@ -20,42 +19,30 @@ def _queue_key(sequence: Sequence) -> QueueKey:
     return sequence.queue_key
 
 
-class RequestQueue:
-    """Owns one queue of sequences, in the order of their keys. Keys are unique, so a member is found by bisection."""
-
-    def __init__(self) -> None:
-        self._members: list[Sequence] = []
+class RequestQueue(list[Sequence]):
+    """One queue of sequences, in the order of their keys, which only `add` and `remove` change. Keys are unique, so a
+    member is found by bisection."""
 
     def add(self, sequence: Sequence) -> None:
         """Puts the sequence where its key belongs."""
-        insort(self._members, sequence, key=_queue_key)
+        insort(self, sequence, key=_queue_key)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes the sequence out. Raises ValueError where it is not in the queue."""
-        position = bisect_left(self._members, sequence.queue_key, key=_queue_key)
-        if position == len(self._members) or self._members[position] is not sequence:
+        position = bisect_left(self, sequence.queue_key, key=_queue_key)
+        if position == len(self) or self[position] is not sequence:
             raise ValueError(f"{sequence.generation.request} is not in this queue")
-        del self._members[position]
+        del self[position]
 
     @property
     def first(self) -> Sequence | None:
         """The one that is served next; None where the queue is empty."""
-        return self._members[0] if self._members else None
+        return self[0] if self else None
 
     @property
     def last(self) -> Sequence | None:
         """The one that is preempted first; None where the queue is empty."""
-        return self._members[-1] if self._members else None
-
-    def members(self) -> list[Sequence]:
-        """A copy, the first one first: the queue may change while it is walked."""
-        return self._members.copy()
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._members)
+        return self[-1] if self else None
 
 
 class SequenceQueues:

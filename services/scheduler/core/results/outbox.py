@@ -7,6 +7,8 @@ because the process that cancelled it knows already.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from services.scheduler.core.events import Output, SendHandOver, SendToGateway, SendTokens
 from services.scheduler.core.sequence import Sequence
 from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
@@ -23,15 +25,15 @@ MAX_FENCED = 8192
 """Requests whose ended attempts are remembered. A message is late by seconds, not by thousands of requests."""
 
 
-class _PendingBatch:
-    __slots__ = ("abandoned", "entries", "moved", "opened", "scored")
+@dataclass(slots=True)
+class PendingBatch:
+    """What the next message to one detokenizer will hold; see `TokenBatch`."""
 
-    def __init__(self) -> None:
-        self.opened: list[OpenStream] = []
-        self.entries: list[NewTokens] = []
-        self.abandoned: list[AbandonStream] = []
-        self.moved: list[StreamMoved] = []
-        self.scored: list[PromptLogprobs] = []
+    opened: list[OpenStream] = field(default_factory=list)
+    entries: list[NewTokens] = field(default_factory=list)
+    abandoned: list[AbandonStream] = field(default_factory=list)
+    moved: list[StreamMoved] = field(default_factory=list)
+    scored: list[PromptLogprobs] = field(default_factory=list)
 
 
 class TokenStreams:
@@ -41,25 +43,20 @@ class TokenStreams:
         self._engine = engine
         self._epoch = epoch
         self._numbers: dict[DetokenizerId, int] = {}
-        self._pending: dict[DetokenizerId, _PendingBatch] = {}
+        self._pending: dict[DetokenizerId, PendingBatch] = {}
 
     def open(self, sequence: Sequence, cached_tokens: int) -> None:
         """Announces a request, once."""
         if not sequence.stream.opened:
             sequence.stream.opened = True
             sequence.stream.cached_tokens = min(cached_tokens, sequence.tokens.prompt_length)
-            self._batch_for(sequence.detokenizer).opened.append(_open_stream(sequence))
+            self.batch_for(sequence.detokenizer).opened.append(_open_stream(sequence))
 
     def add_prompt_logprobs(self, sequence: Sequence, scored: SequencePromptLogprobs) -> None:
         """Log-probabilities of a part of the prompt."""
         generation = sequence.generation
         logprobs = PromptLogprobs(generation.request, generation.attempt, scored.position, scored.logprobs)
-        self._batch_for(sequence.detokenizer).scored.append(logprobs)
-
-    def entries_for(self, detokenizer: DetokenizerId) -> list[NewTokens]:
-        """New tokens of open streams that the next message holds, to be appended to."""
-        pending = self._pending.get(detokenizer)
-        return self._batch_for(detokenizer).entries if pending is None else pending.entries
+        self.batch_for(sequence.detokenizer).scored.append(logprobs)
 
     def abandon(self, sequence: Sequence) -> None:
         """Ends a stream that was opened without a final answer."""
@@ -68,21 +65,22 @@ class TokenStreams:
 
     def disown(self, detokenizer: DetokenizerId, request: RequestId, attempt: Attempt) -> None:
         """Informs the detokenizer that no engine continues a stream that is open there."""
-        self._batch_for(detokenizer).abandoned.append(AbandonStream(request, attempt))
+        self.batch_for(detokenizer).abandoned.append(AbandonStream(request, attempt))
 
     def move(self, sequence: Sequence, engine: EngineId) -> None:
         """Informs the detokenizer that the stream continues from `engine`."""
         generation = sequence.generation
-        self._batch_for(sequence.detokenizer).moved.append(StreamMoved(generation.request, generation.attempt, engine))
+        self.batch_for(sequence.detokenizer).moved.append(StreamMoved(generation.request, generation.attempt, engine))
 
     def forget(self, detokenizer: DetokenizerId) -> None:
         """The detokenizer is gone: messages not sent yet would mean nothing to the one that replaces it."""
         self._pending.pop(detokenizer, None)
 
-    def _batch_for(self, detokenizer: DetokenizerId) -> _PendingBatch:
+    def batch_for(self, detokenizer: DetokenizerId) -> PendingBatch:
+        """What the next message to the detokenizer holds, to be appended to."""
         pending = self._pending.get(detokenizer)
         if pending is None:
-            pending = self._pending[detokenizer] = _PendingBatch()
+            pending = self._pending[detokenizer] = PendingBatch()
         return pending
 
     def flush(self) -> list[Output]:
@@ -91,27 +89,25 @@ class TokenStreams:
         A request's opening alone makes no batch: it is sent with the first tokens, as a message of its own while the
         prompt is computed would cost more than it is worth.
         """
-        due = [
-            detokenizer
-            for detokenizer, pending in self._pending.items()
-            if pending.entries or pending.abandoned or pending.moved or pending.scored
-        ]
-        return [SendTokens(detokenizer, self._next_batch(detokenizer)) for detokenizer in due]
-
-    def _next_batch(self, detokenizer: DetokenizerId) -> TokenBatch:
-        pending = self._pending.pop(detokenizer)
-        number = self._numbers.get(detokenizer, 0)
-        self._numbers[detokenizer] = number + 1
-        return TokenBatch(
-            engine=self._engine,
-            epoch=self._epoch,
-            number=number,
-            opened=tuple(pending.opened),
-            entries=tuple(pending.entries),
-            abandoned=tuple(pending.abandoned),
-            moved=tuple(pending.moved),
-            scored=tuple(pending.scored),
-        )
+        batches: list[Output] = []
+        for detokenizer, pending in list(self._pending.items()):
+            if not (pending.entries or pending.abandoned or pending.moved or pending.scored):
+                continue
+            del self._pending[detokenizer]
+            number = self._numbers.get(detokenizer, 0)
+            self._numbers[detokenizer] = number + 1
+            batch = TokenBatch(
+                engine=self._engine,
+                epoch=self._epoch,
+                number=number,
+                opened=tuple(pending.opened),
+                entries=tuple(pending.entries),
+                abandoned=tuple(pending.abandoned),
+                moved=tuple(pending.moved),
+                scored=tuple(pending.scored),
+            )
+            batches.append(SendTokens(detokenizer, batch))
+        return batches
 
 
 class EngineOutbox:

@@ -103,7 +103,7 @@ class StepResults:
             output_tokens += len(tokens)
             if sequence.detokenizer != detokenizer:
                 detokenizer = sequence.detokenizer
-                entries = streams.entries_for(detokenizer)
+                entries = streams.batch_for(detokenizer).entries
             entries.append(token_entry(sequence, tokens, finish, logprobs))
             if len(sequence.tokens.hashes) > sequence.blocks.indexed:
                 self._memory.index_full_blocks(sequence)

@@ -8,6 +8,7 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits
+from services.scheduler.core.planning.step_builder import new_sequence
 from shared.ids import EngineId, Incarnation
 from tests.support.engines.checking_worker import card, generate
 
@@ -41,5 +42,5 @@ def test_one_plan_carries_only_so_many_bytes_of_new_prompts() -> None:
     planner = engine.epoch_state.planner
     step = planner.plan(0.0)
     assert step is not None
-    new = planner.issue(step, engine.epoch_state.steps, 0.0).new
+    new = [new_sequence(*started) for started in step.started]
     assert [len(n.tokens) for n in new] == [120], "a single one always may, a second one may not"

@@ -18,7 +18,7 @@ def test_a_queue_is_served_in_the_order_of_its_keys() -> None:
     late, urgent, early = sequence("late", 1, 0, 9.0), sequence("urgent", 2, -1, 9.0), sequence("early", 3)
     for member in (late, urgent, early):
         queue.add(member)
-    assert queue.members() == [urgent, early, late]
+    assert queue == [urgent, early, late]
     assert (queue.first, queue.last) == (urgent, late)
     queue.remove(early)
     with pytest.raises(ValueError, match="early is not in this queue"):
