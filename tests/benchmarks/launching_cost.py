@@ -78,7 +78,7 @@ def measure(runner: TimedRunner, sequences: int) -> None:
         driver.add([chance.randrange(3, runner.card.vocab_size) for _ in range(PROMPT)], wanted=OUTPUT)
     for _ in range(BEFORE + STEPS):
         driver.step()
-    driver.settle()
+    driver.finish()
     shown = [
         f"{name} {statistics.median(times[BEFORE:]) * 1e3:.2f} ms (p90 {_p90(times[BEFORE:]) * 1e3:.2f})"
         for name, times in (("begin", runner.begun), ("tell", runner.told))

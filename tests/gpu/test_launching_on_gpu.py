@@ -92,7 +92,7 @@ def test_a_step_is_begun_without_waiting_for_the_device(runner: DeviceRunner, as
         driver.add(prompt(9, number), OUTPUT + 8, sampling=sampling)
     for _ in range(3):
         driver.step()
-    driver.settle()
+    driver.finish()
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(OUTPUT):
         driver.step()
@@ -138,7 +138,7 @@ def test_a_step_with_drafts_is_begun_without_asking_the_device(drafting: DeviceR
         driver.add(prompt(9, number), 200, sampling=SamplingOptions(seed=number, temperature=temperature))
     for _ in range(3):
         driver.step()
-    driver.settle()
+    driver.finish()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(OUTPUT):

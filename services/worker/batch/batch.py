@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.batch.prompt_rows import LogitsRows, PromptRows
-from services.worker.batch.rows import Int32s, Rows, Slots
+from services.worker.batch.rows import Indices, Int32s, Rows
 from services.worker.sampling.parameters import SamplingBatch
 from shared.ids import SequenceId
 from shared.messages.worker import SequenceWork
@@ -24,7 +24,7 @@ class ScheduledWork(NamedTuple):
     """A plan's work, with whose it is."""
 
     work: tuple[SequenceWork, ...]
-    slots: Slots
+    seq_indices: Indices
     """[W]"""
     counts: Int32s
     """[W]"""
@@ -34,7 +34,7 @@ class ScheduledWork(NamedTuple):
     """[W] tokens that may be drafted, as far as context and blocks have room for them."""
 
     @property
-    def speculating(self) -> Slots:
+    def speculating(self) -> Indices:
         """The numbers of those that may draft."""
         return np.flatnonzero(self.speculates)
 
@@ -89,7 +89,7 @@ class Batch:
     """[R] in the plan's order."""
     sampled: tuple[SequenceId, ...]
     """[Q] in the plan's order."""
-    sampled_slots: Slots
+    sampled_indices: Indices
     """[Q]"""
     drafted: Int32s
     """[Q] drafts of each, beside its last token: it has one more row of logits than that."""

@@ -44,10 +44,10 @@ class DecodeReuse:
         single = rows.max_query == 1 and len(batch.sampled) == len(work) == len(rows.positions)
         if not single or any(item.speculate for item in work) or batch.prompts.parts:
             self._before = None  # who may draft is asked again at every step
-        elif choices is None or not choices.table.settled(choices):
+        elif choices is None or not choices.table.position_independent(choices):
             self._before = None
         else:
-            room = self._sequences.room(batch.sampled_slots)
+            room = self._sequences.room(batch.sampled_indices)
             self._before = _Before(work, batch, choices, room, _whole(rows.positions))
 
     def next(self, work: tuple[SequenceWork, ...]) -> Batch | None:
@@ -67,23 +67,25 @@ class DecodeReuse:
         return self._moved_on(before, work, ends, room, tables_changed=bool(grown))
 
     def _with_blocks(self, before: _Before, work: tuple[SequenceWork, ...], grown: list[int]) -> Int32s:
-        slots = before.batch.sampled_slots
+        seq_indices = before.batch.sampled_indices
         for place in grown:
-            self._sequences.append_blocks(int(slots[place]), work[place])
-        return self._sequences.room(slots)
+            self._sequences.append_blocks(int(seq_indices[place]), work[place])
+        return self._sequences.room(seq_indices)
 
     def _moved_on(
         self, before: _Before, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool
     ) -> Batch:
         batch, old = before.batch, before.batch.rows
-        slots, positions, kv_slots, whole = old.row_slots, old.positions + 1, old.kv_slots + 1, before.whole - 1
+        seq_indices, positions, kv_slots, whole = old.seq_indices, old.positions + 1, old.kv_slots + 1, before.whole - 1
         if whole < 0:
             first = np.flatnonzero(positions % BLOCK_SIZE == 0)
-            kv_slots[first] = self._sequences.block_tables[slots[first], positions[first] // BLOCK_SIZE] * BLOCK_SIZE
+            kv_slots[first] = (
+                self._sequences.block_tables[seq_indices[first], positions[first] // BLOCK_SIZE] * BLOCK_SIZE
+            )
             whole = _whole(positions)
         width = blocks_for(old.max_context + 1)
         if tables_changed or width != old.block_tables.shape[1]:
-            tables = self._sequences.block_tables[slots, :width]
+            tables = self._sequences.block_tables[seq_indices, :width]
         else:
             tables = old.block_tables
         rows = old._replace(
@@ -99,13 +101,13 @@ class DecodeReuse:
             rows=rows,
             logits_rows=batch.logits_rows,
             sampled=batch.sampled,
-            sampled_slots=batch.sampled_slots,
+            sampled_indices=batch.sampled_indices,
             drafted=batch.drafted,
             choices=choices,
             drawn_rows=batch.drawn_rows,
             prompts=batch.prompts,
         )
-        self._sequences.count_computed(slots)
+        self._sequences.count_computed(seq_indices)
         self._before = _Before(work, moved, choices, room, whole)
         return moved
 

@@ -81,32 +81,32 @@ class _ScoredPrompt(NamedTuple):
 
 
 class ScoredPrompts:
-    """Owned by the sequence table: the slots whose prompts are scored."""
+    """Owned by the sequence table: which sequences' prompts are scored."""
 
     def __init__(self) -> None:
-        self._by_slot: dict[int, _ScoredPrompt] = {}
+        self._by_index: dict[int, _ScoredPrompt] = {}
 
-    def put(self, slot: int, new: NewSequence) -> None:
+    def put(self, seq_index: int, new: NewSequence) -> None:
         """A new sequence, which may not want its prompt scored."""
         if new.sampling.prompt_logprobs is not None:
-            self._by_slot[slot] = _ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
+            self._by_index[seq_index] = _ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
 
-    def forget(self, slot: int) -> None:
-        """The sequence in `slot` has left, whether or not its prompt was scored."""
-        self._by_slot.pop(slot, None)
+    def forget(self, seq_index: int) -> None:
+        """The sequence at `seq_index` has left, whether or not its prompt was scored."""
+        self._by_index.pop(seq_index, None)
 
     def clear(self) -> None:
         """All sequences have left."""
-        self._by_slot.clear()
+        self._by_index.clear()
 
     def rows_of(self, units: RowRuns, last_rows: Int32s, tokens: Int32s) -> PromptRows:
-        """Those of a step; last_rows [U], tokens [slots, width]."""
+        """Those of a step; last_rows [U], tokens [sequences, width]."""
         rows = PromptRows()
-        for place, slot in enumerate(units.slots.tolist() if self._by_slot else ()):
-            if (scored := self._by_slot.get(slot)) is not None:
+        for place, seq_index in enumerate(units.seq_indices.tolist() if self._by_index else ()):
+            if (scored := self._by_index.get(seq_index)) is not None:
                 rows.add(
                     scored.sequence,
-                    prompt=tokens[slot, : scored.prompt_length],
+                    prompt=tokens[seq_index, : scored.prompt_length],
                     computed=int(units.starts[place]),
                     count=int(units.counts[place]),
                     first_row=int(last_rows[place] - units.counts[place] + 1),

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from shared.blocks import BLOCK_SIZE, blocks_for
 
 Int32s = NDArray[np.int32]
-Slots = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 
 class RowRuns(NamedTuple):
     """Runs of consecutive positions, each of one sequence; a sequence may have several."""
 
-    share: Slots
+    share: Indices
     """[U] whatever the caller numbers."""
-    slots: Slots
+    seq_indices: Indices
     """[U]"""
     starts: Int32s
     """[U] the first position of each."""
@@ -39,28 +39,28 @@ class Rows(NamedTuple):
     prefills: tuple[tuple[int, int], ...]
     max_query: int
     max_context: int
-    row_slots: Slots
+    seq_indices: Indices
     """[n] whose row each is."""
     last_rows: Int32s
     """[U] the last row of each unit, in the order that the units were given in."""
 
 
 def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
-    """`block_tables` and `tokens` are by slot. At least one unit."""
+    """`block_tables` and `tokens` are by sequence index. At least one unit."""
     if (units.counts == 1).all():
-        return _single_rows(units.slots, units.starts, block_tables, tokens)
+        return _single_rows(units.seq_indices, units.starts, block_tables, tokens)
     order = np.argsort(units.counts > 1, kind="stable")
-    slots, starts, counts = units.slots[order], units.starts[order], units.counts[order]
+    seq_indices, starts, counts = units.seq_indices[order], units.starts[order], units.counts[order]
     ends = starts + counts
-    query_starts = np.zeros(len(slots) + 1, dtype=np.int32)
+    query_starts = np.zeros(len(seq_indices) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_starts[1:])
-    owner = np.repeat(np.arange(len(slots)), counts)
+    owner = np.repeat(np.arange(len(seq_indices)), counts)
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[owner]
-    rows = slots[owner]
+    rows = seq_indices[owner]
     block, offset = np.divmod(positions, BLOCK_SIZE)
     max_context = int(ends.max())
     num_decodes = int(np.count_nonzero(counts == 1))
-    last_rows = np.empty(len(slots), dtype=np.int32)
+    last_rows = np.empty(len(seq_indices), dtype=np.int32)
     last_rows[order] = query_starts[1:] - 1
     return Rows(
         ids=tokens[rows, positions],
@@ -68,38 +68,38 @@ def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
         kv_slots=block_tables[rows, block] * BLOCK_SIZE + offset,
         query_starts=query_starts,
         context_lens=ends,
-        block_tables=block_tables[slots, : blocks_for(max_context)],
+        block_tables=block_tables[seq_indices, : blocks_for(max_context)],
         num_decodes=num_decodes,
         prefills=tuple(zip(counts[num_decodes:].tolist(), ends[num_decodes:].tolist(), strict=True)),
         max_query=int(counts.max()),
         max_context=max_context,
-        row_slots=rows,
+        seq_indices=rows,
         last_rows=last_rows,
     )
 
 
-def _single_rows(slots: Slots, positions: Int32s, block_tables: Int32s, tokens: Int32s) -> Rows:
+def _single_rows(seq_indices: Indices, positions: Int32s, block_tables: Int32s, tokens: Int32s) -> Rows:
     """See `rows_of`, for units of a row each: what nearly all steps are made of."""
     ends = positions + 1
     max_context = int(ends.max())
-    counting = np.arange(len(slots) + 1, dtype=np.int32)
+    counting = np.arange(len(seq_indices) + 1, dtype=np.int32)
     return Rows(
-        ids=tokens[slots, positions],
+        ids=tokens[seq_indices, positions],
         positions=positions,
-        kv_slots=block_tables[slots, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        kv_slots=block_tables[seq_indices, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         query_starts=counting,
         context_lens=ends,
-        block_tables=block_tables[slots, : blocks_for(max_context)],
-        num_decodes=len(slots),
+        block_tables=block_tables[seq_indices, : blocks_for(max_context)],
+        num_decodes=len(seq_indices),
         prefills=(),
         max_query=1,
         max_context=max_context,
-        row_slots=slots,
+        seq_indices=seq_indices,
         last_rows=counting[:-1],
     )
 
 
-def drafts_apart(drafted: Int32s) -> tuple[Slots, Int32s]:
+def expand_drafts(drafted: Int32s) -> tuple[Indices, Int32s]:
     """Sequences with `drafted` [Q] drafts each have a row for their last token and one for each draft, all of a
     sequence's together: (whose each row is [R], how many drafts stand before it [R])."""
     if not drafted.any():

@@ -40,7 +40,7 @@ class Lane(Protocol):
     def host(self) -> Int32s:
         """What is written before `send`."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until all that was sent has left `host`."""
 
     def send(self, length: int) -> Tensor:
@@ -81,11 +81,11 @@ class RotatingStaging:
         return together.tensors(lane.send(together.length))
 
     def _next(self, length: int) -> Lane:
-        """The next lane, settled, with room for `length` numbers."""
+        """The next lane, free, with room for `length` numbers."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._lanes)
         lane = self._lanes[turn]
-        lane.settle()
+        lane.wait()
         if len(lane.host) < length:
             lane = self._lanes[turn] = self._make_lane(1 << (length - 1).bit_length())
         return lane
@@ -101,7 +101,7 @@ class CudaLane:
         self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.host: Int32s = np.asarray(self._pinned.numpy())
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the last copy."""
         self._left.synchronize()  # one that was never recorded is over
 

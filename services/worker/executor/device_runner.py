@@ -66,13 +66,13 @@ class DeviceRunner(StepRunner):
     def prepare(self, plan: StepPlan) -> DeviceStep:
         """Waits for steps under way only where the host cannot go on without knowing what they draw."""
         goes_ahead = self.rank.goes_ahead(plan)
-        self._pending.settle_drafts(but_latest=goes_ahead and self._can_be_moved_back())
+        self._pending.finish_drafts(but_latest=goes_ahead and self._can_be_moved_back())
         self._put(self.rank.update_sequences(plan))
         scheduled = self.rank.sequences.scheduled(plan.work) if plan.work else None
         if scheduled is None or not scheduled.work:
             return DeviceStep(self, plan, None)
         if len(scheduled.speculating) and not goes_ahead:
-            self._pending.settle_all()
+            self._pending.finish_all()
         return DeviceStep(self, plan, self.rank.sequences.batch(scheduled, self._proposed(scheduled)))
 
     def _can_be_moved_back(self) -> bool:
@@ -85,23 +85,23 @@ class DeviceRunner(StepRunner):
         if latest is None or latest.batch.choices is None or latest.marks.over.passed():
             return False
         choices = latest.batch.choices
-        if choices.features & _OF_HISTORIES or not choices.table.settled(choices):
+        if choices.features & _OF_HISTORIES or not choices.table.position_independent(choices):
             return False
-        return bool((sequences.lengths[choices.slots] < sequences.tokens.shape[1]).all())
+        return bool((sequences.lengths[choices.seq_indices] < sequences.tokens.shape[1]).all())
 
-    def _put(self, slots: list[int]) -> None:
+    def _put(self, seq_indices: list[int]) -> None:
         """What new sequences hold, to the device."""
-        if not slots:
+        if not seq_indices:
             return
         sequences = self.rank.sequences
-        lengths = sequences.lengths[slots]
-        owner = np.repeat(np.array(slots, dtype=np.intp), lengths)
+        lengths = sequences.lengths[seq_indices]
+        owner = np.repeat(np.array(seq_indices, dtype=np.intp), lengths)
         positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths.tolist()])
         self._tokens.put(self._tokens.cells(owner, positions), sequences.tokens[owner, positions])
 
     def _proposed(self, scheduled: ScheduledWork) -> DraftTokens | None:
         """In the tokens' table, too, behind what the sequences hold."""
-        speculating = scheduled.slots[scheduled.speculating]
+        speculating = scheduled.seq_indices[scheduled.speculating]
         if not len(speculating):
             return self.rank.proposed(scheduled)
         rejected = self._pending.rejected(speculating)
@@ -113,10 +113,10 @@ class DeviceRunner(StepRunner):
     def launch(self, step: DeviceStep, batch: Batch) -> None:
         """Rows are read on the device, and what is drawn is written there: the host need not know either."""
         rank, rows = self.rank, batch.rows
-        cells = self._tokens.cells(rows.row_slots, rows.positions)
+        cells = self._tokens.cells(rows.seq_indices, rows.positions)
         placed, meta = rank.staging.place(rows._replace(ids=cells), batch.logits_rows)
         drawing = sampled_rows(batch, meta)
-        if (rejected := self._pending.rejected(rows.row_slots)) is not None:
+        if (rejected := self._pending.rejected(rows.seq_indices)) is not None:
             move_back(placed, meta, rejected)
             batch = _moved_back(batch, rejected if drawing is None else rejected.of(drawing))
         ids = self._tokens.read(placed)
@@ -136,16 +136,16 @@ class DeviceRunner(StepRunner):
             batch=batch,
             drawn=outcome.on_host(),
             scored=scored.on_host(),
-            slot_generations=rank.sequences.slot_generations[batch.sampled_slots],
+            generations=rank.sequences.generations[batch.sampled_indices],
             marks=StepMarks(begun, forwarded, self._clock.mark()),
             trial=trial,
         )
-        self._pending.add(step.launched, rank.sequences.assume(batch.sampled_slots, batch.drafted))
+        self._pending.add(step.launched, rank.sequences.assume(batch.sampled_indices, batch.drafted))
 
     def _masked(self, batch: Batch) -> SamplingBatch | None:
         guided = self.rank.guided
         if guided:
-            self._pending.settle_for(guided.with_grammar(batch.sampled_slots))
+            self._pending.finish_for(guided.with_grammar(batch.sampled_indices))
         return self.rank.masked(batch)
 
     def _drawn(self, batch: Batch, logits: Tensor | None, choices: SamplingBatch | None) -> SamplerOutput:

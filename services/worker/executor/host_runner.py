@@ -63,8 +63,8 @@ class HostRunner(StepRunner):
 
     def reset(self) -> None:
         """Forgets every sequence, once all steps are computed."""
-        self.settle()
-        self._expected.settle_all()
+        self.wait()
+        self._expected.receive_all()
         self._reuse.forget()
         self.rank.clear()
 
@@ -78,11 +78,11 @@ class HostRunner(StepRunner):
             return self._latest
         latest = self._latest
         if latest is not None and not latest.computed and (plan.released or not latest.lengths_known):
-            self.settle()
+            self.wait()
         self._latest = HostStep(self, plan, self._inputs(plan), prepared=True)
         return self._latest
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Returns when all that was prepared is computed. Raises what that raised."""
         if self._latest is not None:
             self._latest.wait()
@@ -96,7 +96,7 @@ class HostRunner(StepRunner):
         if plan.released or plan.new or plan.transfers:
             rank.update_sequences(plan)
         if not rank.draws:
-            self._expected.settle(plan.work)
+            self._expected.receive_for(plan.work)
         batch = None if plan.released or plan.new else self._reuse.next(plan.work)
         if batch is not None:
             rank.steps_without_drafts += 1
@@ -105,10 +105,10 @@ class HostRunner(StepRunner):
         if self._on_cpu:  # token ids are read when it is launched
             ids, meta = rows_in_place(batch.rows, batch.logits_rows)
         else:
-            np.copyto(batch.rows.ids, sequences.tokens[batch.rows.row_slots, batch.rows.positions])
+            np.copyto(batch.rows.ids, sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
             ids, meta = rank.staging.place(batch.rows, batch.logits_rows)
         placed = rank.draws and not batch.drafted.any()
-        return _Inputs(batch, ids, meta, sequences.advance(batch.sampled_slots) if placed else None)
+        return _Inputs(batch, ids, meta, sequences.advance(batch.sampled_indices) if placed else None)
 
     def _new_batch(self, plan: StepPlan) -> Batch | None:
         """Of any plan; None where there is nothing to compute."""
@@ -135,7 +135,7 @@ class HostRunner(StepRunner):
             return
         batch, ids, meta, _ = step.inputs
         if self._on_cpu:
-            np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.row_slots, batch.rows.positions])
+            np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
         logits, features = rank.forward(ids, meta)
         choices = rank.masked(batch)
         if not self._on_cpu:
@@ -169,11 +169,11 @@ class HostRunner(StepRunner):
         if rank.pipeline.stages > 1:
             rank.pipeline.send_tokens(verdict.tokens.ravel().tolist())
         if places is None:
-            rank.sequences.append(batch.sampled_slots, verdict.counts, verdict.tokens)
+            rank.sequences.append(batch.sampled_indices, verdict.counts, verdict.tokens)
         else:
-            rank.sequences.fill(batch.sampled_slots, places, verdict.tokens[:, 0])
+            rank.sequences.fill(batch.sampled_indices, places, verdict.tokens[:, 0])
         if rank.guided:
-            rank.guided.accept(batch.sampled_slots, verdict.counts, verdict.tokens)
+            rank.guided.accept(batch.sampled_indices, verdict.counts, verdict.tokens)
         return verdict
 
 

@@ -35,7 +35,7 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs) ->
             f"a step of {max_batch_tokens} tokens and {parts.max_num_seqs} sequences does not fit beside the weights: "
             "lower max_batch_tokens or max_num_seqs, or use more ranks"
         ) from None
-    free = _settled(device)
+    free = _all_free_bytes(device)
     return DeviceMemory(
         kind="gpu" if cuda else "cpu",
         total=total_bytes(device),
@@ -57,13 +57,13 @@ def _of_graphs(graphs: DecodeGraphs) -> int:
     """Bytes."""
     device = graphs.device
     caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING)
-    capture = MeasuredCapture(CudaCapture(device), lambda: MemoryReading(_settled(device), own_bytes(device)))
+    capture = MeasuredCapture(CudaCapture(device), lambda: MemoryReading(_all_free_bytes(device), own_bytes(device)))
     with torch.inference_mode():
         replace(graphs, sizes=graphs.sizes[-2:]).replaying(capture)(graphs.decoder.forward, caches)
     return capture.of_all(len(graphs.sizes))
 
 
-def _settled(device: torch.device) -> int:
+def _all_free_bytes(device: torch.device) -> int:
     """Free bytes once everything that nobody holds is given back."""
     if device.type == "cuda":
         gc.collect()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from services.worker.backend import MAX_LAUNCHED_STEPS
 from services.worker.batch.batch import Batch
 from services.worker.batch.prompt_rows import ScoredPromptRows
-from services.worker.batch.rows import Int32s, Slots
+from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.distributed.communicator import ExpectedTokens, Pipeline
 from services.worker.executor.rank_state import RankState
@@ -61,31 +61,31 @@ class ExpectedSteps:
         """It has left the table: its token is nobody's, even if it comes back."""
         self._awaits.pop(sequence, None)
 
-    def settle(self, work: tuple[SequenceWork, ...]) -> None:
+    def receive_for(self, work: tuple[SequenceWork, ...]) -> None:
         """Waits until the tokens are there that `work` goes on with."""
         needed = max((self._awaits.get(item.sequence, 0) for item in work), default=0)
         while self._steps and (self._steps[0].number <= needed or len(self._steps) > self._most):
-            self._settle_oldest()
+            self._receive_oldest()
 
-    def settle_all(self) -> None:
+    def receive_all(self) -> None:
         """Waits until the tokens of all steps are there."""
         while self._steps:
-            self._settle_oldest()
+            self._receive_oldest()
 
     @property
     def _most(self) -> int:
         return STEPS_PER_STAGE * self._pipeline.stages
 
-    def _settle_oldest(self) -> None:
+    def _receive_oldest(self) -> None:
         number, batch, expected = self._steps.popleft()
         tokens = np.array(expected.wait(), dtype=np.int32).reshape(len(batch.sampled), -1)
         awaits = self._awaits
         rows = [row for row, sequence in enumerate(batch.sampled) if awaits.get(sequence) == number]
         for row in rows:
             del awaits[batch.sampled[row]]
-        slots, drawn = batch.sampled_slots[rows], tokens[rows]
-        drafts = self._sequences.drafts(slots, drawn.shape[1] - 1)
-        self._sequences.append(slots, 1 + accepted_counts(drawn, drafts, batch.drafted[rows]), drawn)
+        seq_indices, drawn = batch.sampled_indices[rows], tokens[rows]
+        drafts = self._sequences.drafts(seq_indices, drawn.shape[1] - 1)
+        self._sequences.append(seq_indices, 1 + accepted_counts(drawn, drafts, batch.drafted[rows]), drawn)
 
 
 class StepMarks(NamedTuple):
@@ -107,8 +107,8 @@ class LaunchedBatch:
     """On its way to the host; its tokens are what `AcceptedTokens.of` reads."""
     scored: ScoredPromptRows
     """On its way to the host."""
-    slot_generations: NDArray[np.int64]
-    """[Q] whose slots they were; see `SequenceTable.slot_generations`."""
+    generations: NDArray[np.int64]
+    """[Q] whose indices they were; see `SequenceTable.generations`."""
     marks: StepMarks
     trial: VerifiedDrafts | None
     """None where nobody has drafts: it is known then how long its sequences are behind it."""
@@ -120,21 +120,21 @@ class LaunchedBatch:
 
 
 _MAX_PENDING = 2 * MAX_LAUNCHED_STEPS
-"""Steps that are settled some time after they are over, when somebody needs what they drew; older ones are at once."""
+"""Steps that are finished some time after they are over, when somebody needs what they drew; older ones are at once."""
 
 
-class _Unsettled(NamedTuple):
+class _PendingStep(NamedTuple):
     step: LaunchedBatch
     places: Int32s
     """[Q] the position of each first token drawn, as far as that is known."""
 
 
 class PendingSteps:
-    """Owns them. Settling one waits until the device is done with it."""
+    """Owns them. Finishing one waits until the device is done with it."""
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
-        self._steps: deque[_Unsettled] = deque()
+        self._steps: deque[_PendingStep] = deque()
 
     def clear(self) -> None:
         """Nobody wants to know any more."""
@@ -142,62 +142,62 @@ class PendingSteps:
 
     def add(self, step: LaunchedBatch, places: Int32s) -> None:
         """`places` [Q]: see `SequenceTable.assume`."""
-        self._steps.append(_Unsettled(step, places))
+        self._steps.append(_PendingStep(step, places))
         while len(self._steps) > _MAX_PENDING:
-            self._settle_oldest()
+            self._finish_oldest()
 
     @property
     def latest(self) -> LaunchedBatch | None:
-        """The step that was begun last; None where it is settled."""
+        """The step that was begun last; None where it is finished."""
         return self._steps[-1].step if self._steps else None
 
-    def settle_all(self) -> None:
+    def finish_all(self) -> None:
         """Waits until the device is done with all steps."""
         while self._steps:
-            self._settle_oldest()
+            self._finish_oldest()
 
-    def settle_drafts(self, *, but_latest: bool) -> None:
+    def finish_drafts(self, *, but_latest: bool) -> None:
         """Until it is known how many drafts stand: of all steps, or of all but the latest, whose `rejected` the next
         one is moved back by."""
         steps = list(self._steps)[: len(self._steps) - but_latest]
-        self._settle(max((place + 1 for place, each in enumerate(steps) if each.step.trial is not None), default=0))
+        self._finish(max((place + 1 for place, each in enumerate(steps) if each.step.trial is not None), default=0))
 
-    def settle_for(self, slots: Slots) -> None:
-        """Until all is known that was drawn for `slots`."""
-        needed = [np.isin(slots, each.step.batch.sampled_slots).any() for each in self._steps]
-        self._settle(max((place + 1 for place, need in enumerate(needed) if need), default=0))
+    def finish_for(self, seq_indices: Indices) -> None:
+        """Until all is known that was drawn for `seq_indices`."""
+        needed = [np.isin(seq_indices, each.step.batch.sampled_indices).any() for each in self._steps]
+        self._finish(max((place + 1 for place, need in enumerate(needed) if need), default=0))
 
-    def rejected(self, slots: Slots) -> RejectedDrafts | None:
-        """Of `slots` [P], behind the latest step; None: they are as long as they are taken to be."""
+    def rejected(self, seq_indices: Indices) -> RejectedDrafts | None:
+        """Of `seq_indices` [P], behind the latest step; None: they are as long as they are taken to be."""
         latest = self.latest
         if latest is None or latest.trial is None:
             return None
-        sequences, drafting = self._rank.sequences, latest.batch.sampled_slots
+        sequences, drafting = self._rank.sequences, latest.batch.sampled_indices
         place = np.full(len(sequences.lengths), len(drafting))
-        theirs = np.flatnonzero(sequences.slot_generations[drafting] == latest.slot_generations)
+        theirs = np.flatnonzero(sequences.generations[drafting] == latest.generations)
         place[drafting[theirs]] = theirs
-        return latest.trial.rejected().of(to_device(place[slots], self._rank.device))
+        return latest.trial.rejected().of(to_device(place[seq_indices], self._rank.device))
 
-    def _settle(self, steps: int) -> None:
+    def _finish(self, steps: int) -> None:
         for _ in range(steps):
-            self._settle_oldest()
+            self._finish_oldest()
 
-    def _settle_oldest(self) -> None:
+    def _finish_oldest(self) -> None:
         step, places = self._steps.popleft()
         verdict, batch, rank = step.verdict(), step.batch, self._rank
-        there = np.flatnonzero(rank.sequences.slot_generations[batch.sampled_slots] == step.slot_generations)
-        slots, counts, tokens = batch.sampled_slots[there], verdict.counts[there], verdict.tokens[there]
-        rank.sequences.fill_all(slots, places[there], counts, tokens)
+        there = np.flatnonzero(rank.sequences.generations[batch.sampled_indices] == step.generations)
+        seq_indices, counts, tokens = batch.sampled_indices[there], verdict.counts[there], verdict.tokens[there]
+        rank.sequences.fill_all(seq_indices, places[there], counts, tokens)
         if step.trial is not None:
-            self._shorten(slots, 1 + batch.drafted[there] - counts)
+            self._shorten(seq_indices, 1 + batch.drafted[there] - counts)
         if rank.guided is not None:
-            rank.guided.accept(slots, counts, tokens)
+            rank.guided.accept(seq_indices, counts, tokens)
 
-    def _shorten(self, slots: Slots, tokens: Int32s) -> None:
+    def _shorten(self, seq_indices: Indices, tokens: Int32s) -> None:
         """What lies behind drafts that do not stand was taken to lie further on."""
         sequences = self._rank.sequences
-        sequences.shorten(slots, tokens)
+        sequences.shorten(seq_indices, tokens)
         missing = np.zeros_like(sequences.lengths)
-        missing[slots] = tokens
+        missing[seq_indices] = tokens
         for later in self._steps:
-            later.places[:] -= missing[later.step.batch.sampled_slots]
+            later.places[:] -= missing[later.step.batch.sampled_indices]

@@ -135,23 +135,23 @@ class RankState:
             self.proposer.clear()
 
     def update_sequences(self, plan: StepPlan) -> list[int]:
-        """Removes the sequences that `plan` releases, and adds its new ones: the slots of these. Raises BrokenPlan."""
+        """Removes the sequences that `plan` releases, and adds its new ones: their indices. Raises BrokenPlan."""
         for sequence in plan.released:
-            slot = self.sequences.release(sequence)
+            seq_index = self.sequences.release(sequence)
             if self.guided is not None:
-                self.guided.release(slot)
+                self.guided.release(seq_index)
         if self.proposer is not None:
             for transfer in plan.transfers:
                 if transfer.kind == "load":
                     self.proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
-        slots = []
+        seq_indices = []
         for new in plan.new:
-            slots.append(slot := self.sequences.add(new))
+            seq_indices.append(seq_index := self.sequences.add(new))
             if self.proposer is not None:
-                self.proposer.start_sequence(slot, new.computed, self.sequences)
+                self.proposer.start_sequence(seq_index, new.computed, self.sequences)
             if self.guided is not None:
-                self.guided.add(slot, new)
-        return slots
+                self.guided.add(seq_index, new)
+        return seq_indices
 
     def drafts(self, scheduled: ScheduledWork) -> DraftTokens | None:
         """See `proposed`, on the host, which waits for them."""
@@ -179,12 +179,12 @@ class RankState:
             return None
         self.steps_without_drafts = 0
         request = DraftRequest(
-            scheduled.slots[speculating], scheduled.speculates[speculating], self.sequences, rejected
+            scheduled.seq_indices[speculating], scheduled.speculates[speculating], self.sequences, rejected
         )
         if self.communicator.rank == 0 and self._drafter is not None:
             drafts = self._drafter.propose(request)
         else:
-            drafts = DraftTokens.none(len(request.slots))
+            drafts = DraftTokens.none(len(request.seq_indices))
         if self.communicator.world_size == 1:
             return drafts.on_host() if self.guided else drafts
         return DraftTokens.from_message(self.agreed(drafts.message(int(request.limits.max()))))
@@ -220,15 +220,15 @@ class RankState:
         rows = batch.rows
         self.proposer.observe(
             ComputedStep(
-                row_slots=rows.row_slots,
+                seq_indices=rows.seq_indices,
                 positions=rows.positions,
                 kv_slots=rows.kv_slots,
                 meta=meta,
                 features=features,
-                sampled_slots=batch.sampled_slots,
+                sampled_indices=batch.sampled_indices,
                 last_rows=last_rows,
                 following=following
-                or (lambda: to_device(self.sequences.tokens[rows.row_slots, rows.positions + 1], self.device)),
+                or (lambda: to_device(self.sequences.tokens[rows.seq_indices, rows.positions + 1], self.device)),
             )
         )
 
@@ -236,8 +236,8 @@ class RankState:
         """How to draw, with what grammars allow. Best called while the device computes."""
         if batch.choices is None or not self.guided:
             return batch.choices
-        drafts = self.sequences.drafts(batch.sampled_slots, int(batch.drafted.max(initial=0)))
-        mask = self.guided.mask(batch.sampled_slots, batch.drafted, drafts)
+        drafts = self.sequences.drafts(batch.sampled_indices, int(batch.drafted.max(initial=0)))
+        mask = self.guided.mask(batch.sampled_indices, batch.drafted, drafts)
         return batch.choices if mask is None else batch.choices.masked(mask)
 
     def agreed(self, numbers: Int32s) -> Int32s:

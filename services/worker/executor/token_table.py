@@ -1,6 +1,6 @@
 """What a rank's sequences hold, on its device: what a step draws is written here, and read by the step behind it.
 
-So neither step waits until the host knows the tokens. A cell is a sequence's slot and a position in it, as one number.
+So neither step waits until the host knows the tokens. A cell is a sequence index and a position, as one number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.batch.batch import DraftTokens
-from services.worker.batch.rows import Int32s, Slots
+from services.worker.batch.rows import Indices, Int32s
 from services.worker.models.config import ModelError
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.transfer import on_this_device, to_device, to_device_together
@@ -21,28 +21,28 @@ _MOST_CELLS = 2**31
 """Cells are numbered as everything else that a step's rows are sent with: in 32 bits."""
 
 
-def table_bytes(slots: int, width: int) -> int:
-    """What a table of `width` tokens a slot takes."""
-    return slots * width * torch.int32.itemsize
+def table_bytes(max_sequences: int, width: int) -> int:
+    """What a table of `width` tokens a sequence takes."""
+    return max_sequences * width * torch.int32.itemsize
 
 
 class TokenTable:
     """Owns the tokens. Everything is done in the order of the device's current stream."""
 
-    def __init__(self, slots: int, width: int, device: torch.device) -> None:
-        """`width` tokens a slot. Raises ModelError where these are too many to be numbered."""
-        if slots * width > _MOST_CELLS:
+    def __init__(self, max_sequences: int, width: int, device: torch.device) -> None:
+        """`width` tokens a sequence. Raises ModelError where these are too many to be numbered."""
+        if max_sequences * width > _MOST_CELLS:
             raise ModelError(
-                f"{slots} sequences of {width} tokens each are too many: lower max_num_seqs or max_model_len"
+                f"{max_sequences} sequences of {width} tokens each are too many: lower max_num_seqs or max_model_len"
             )
         self._device = device
         self._by_kernel = runs_triton(device)
         self._width = width
-        self._cells: Tensor = torch.zeros(slots * width, dtype=torch.int32, device=device)
+        self._cells: Tensor = torch.zeros(max_sequences * width, dtype=torch.int32, device=device)
 
-    def cells(self, slots: Slots, positions: Int32s) -> Int32s:
-        """Of as many slots as positions."""
-        numbered: Int32s = (slots * self._width + positions).astype(np.int32)
+    def cells(self, seq_indices: Indices, positions: Int32s) -> Int32s:
+        """Of as many sequence indices as positions."""
+        numbered: Int32s = (seq_indices * self._width + positions).astype(np.int32)
         return numbered
 
     def put(self, cells: Int32s, tokens: Int32s) -> None:
@@ -50,13 +50,15 @@ class TokenTable:
         where, what = to_device_together((cells.astype(np.int64), tokens), self._device)
         self._cells.index_copy_(0, where, what)
 
-    def put_drafts(self, slots: Slots, places: Int32s, drafts: DraftTokens, rejected: RejectedDrafts | None) -> None:
-        """Writes those of P sequences, from `places` [P] of `slots` [P] on, moved back by the `rejected` [P]."""
+    def put_drafts(
+        self, seq_indices: Indices, places: Int32s, drafts: DraftTokens, rejected: RejectedDrafts | None
+    ) -> None:
+        """Writes those of P sequences, from `places` [P] of `seq_indices` [P] on, moved back by the `rejected` [P]."""
         width = drafts.tokens.shape[1]
         rows, columns = np.nonzero(np.arange(width) < drafts.counts[:, None])
         if not len(rows):
             return
-        cells = self.cells(slots[rows], places[rows] + columns.astype(np.int32)).astype(np.int64)
+        cells = self.cells(seq_indices[rows], places[rows] + columns.astype(np.int32)).astype(np.int64)
         where, whose, which = to_device_together((cells, rows, rows * width + columns), self._device)
         if rejected is not None:
             where = where - rejected.of(whose).counts
@@ -79,12 +81,12 @@ class TokenTable:
         return self._cells.index_select(0, cells)
 
     def history(self, prompt_lengths: Int32s) -> HistoryLookup:
-        """What the sampler asks for, `prompt_lengths` by slot."""
+        """What the sampler asks for, `prompt_lengths` by sequence index."""
 
-        def held(slots: Slots, positions: Int32s) -> tuple[Tensor, Int32s, Int32s]:
-            prompts = prompt_lengths[slots]
+        def held(seq_indices: Indices, positions: Int32s) -> tuple[Tensor, Int32s, Int32s]:
+            prompts = prompt_lengths[seq_indices]
             lengths = prompts + positions
             longest = self._cells.view(-1, self._width)[:, : int(lengths.max())]
-            return longest.index_select(0, to_device(slots, self._device)), lengths, prompts
+            return longest.index_select(0, to_device(seq_indices, self._device)), lengths, prompts
 
         return held

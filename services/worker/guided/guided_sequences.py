@@ -117,11 +117,11 @@ class JumpForwardProposer(StatelessProposer):
     def propose(self, request: DraftRequest) -> DraftTokens:
         """Drafts of the sequences that a grammar binds, up to `request.limits` and MAX_JUMP_FORWARD of each."""
         if not len(self._guided):
-            return DraftTokens.none(len(request.slots))
+            return DraftTokens.none(len(request.seq_indices))
         limits = np.minimum(request.limits, MAX_JUMP_FORWARD).tolist()
         forced = [
             self._guided.jump_forward(slot, most) if most else []
-            for slot, most in zip(request.slots.tolist(), limits, strict=True)
+            for slot, most in zip(request.seq_indices.tolist(), limits, strict=True)
         ]
         counts = np.array([len(tokens) for tokens in forced], dtype=np.int32)
         drafts = np.zeros((len(forced), int(counts.max(initial=0))), dtype=np.int32)

@@ -21,9 +21,9 @@ HistoryTokens = NDArray[np.int32] | Tensor
 HistoryLookup = Callable[
     [NDArray[np.intp], NDArray[np.int32]], tuple[HistoryTokens, NDArray[np.int32], NDArray[np.int32]]
 ]
-"""Slots and output positions [P] → (tokens [P, longest], lengths [P], prompt lengths [P]) as they are before those
-positions are drawn: a sequence may have several rows, each of which sees the drafts before it as drawn. Tokens that the
-host does not know yet come as a tensor, on the logits' device."""
+"""Sequence indices and output positions [P] → (tokens [P, longest], lengths [P], prompt lengths [P]) as they are before
+those positions are drawn: a sequence may have several rows, each of which sees the drafts before it as drawn. Tokens
+that the host does not know yet come as a tensor, on the logits' device."""
 
 NO_TOKEN = -1
 """What comes before the output's first token; equals no token."""
@@ -48,10 +48,10 @@ class TokenHistory:
 
 
 def read_history(
-    history: HistoryLookup, slots: NDArray[np.intp], positions: NDArray[np.int32], device: torch.device
+    history: HistoryLookup, seq_indices: NDArray[np.intp], positions: NDArray[np.int32], device: torch.device
 ) -> TokenHistory:
     """What the rows hold that are about to draw the output tokens at `positions`."""
-    tokens, lengths, prompts = history(slots, positions)
+    tokens, lengths, prompts = history(seq_indices, positions)
     there = tokens if isinstance(tokens, Tensor) else to_device(tokens, device)
     columns = to_device(np.stack((lengths, prompts), axis=1).astype(np.int64), device)
     return TokenHistory(there.long(), columns[:, :1], columns[:, 1:])
@@ -98,32 +98,32 @@ ANY_TOKEN = -2
 
 
 class BadWords:
-    """The words of each slot, in arrays as large as the most and longest words so far. Unused places repeat a slot's
+    """The words of each sequence, in arrays as large as the most and longest words so far. Unused places repeat its
     first word, which changes nothing."""
 
-    def __init__(self, slots: int) -> None:
-        self._beginnings = np.zeros((slots, 0, 0), dtype=np.int32)
-        """[slots, words, longest - 1] all tokens of a word but its last, moved to the end."""
-        self._lasts = np.zeros((slots, 0), dtype=np.int64)
-        """[slots, words]"""
+    def __init__(self, max_sequences: int) -> None:
+        self._beginnings = np.zeros((max_sequences, 0, 0), dtype=np.int32)
+        """[sequences, words, longest - 1] all tokens of a word but its last, moved to the end."""
+        self._lasts = np.zeros((max_sequences, 0), dtype=np.int64)
+        """[sequences, words]"""
 
-    def put(self, slot: int, words: Sequence[Sequence[int]]) -> None:
-        """Replaces the slot's words; there is at least one, and none is empty."""
+    def put(self, seq_index: int, words: Sequence[Sequence[int]]) -> None:
+        """Replaces the sequence's words; there is at least one, and none is empty."""
         self._make_room(len(words), max(map(len, words)) - 1)
         room = self._beginnings.shape[2]
         beginnings = [[ANY_TOKEN] * (room - len(word) + 1) + list(word[:-1]) for word in words]
         lasts = [word[-1] for word in words]
         spare = self._lasts.shape[1] - len(words)
-        self._beginnings[slot] = beginnings + beginnings[:1] * spare
-        self._lasts[slot] = lasts + lasts[:1] * spare
+        self._beginnings[seq_index] = beginnings + beginnings[:1] * spare
+        self._lasts[seq_index] = lasts + lasts[:1] * spare
 
     def _make_room(self, words: int, longest: int) -> None:
-        slots, had_words, had_longest = self._beginnings.shape
+        max_sequences, had_words, had_longest = self._beginnings.shape
         words, longest = max(words, had_words), max(longest, had_longest)
         if (words, longest) == (had_words, had_longest):
             return
-        beginnings = np.full((slots, words, longest), ANY_TOKEN, dtype=np.int32)
-        lasts = np.zeros((slots, words), dtype=np.int64)
+        beginnings = np.full((max_sequences, words, longest), ANY_TOKEN, dtype=np.int32)
+        lasts = np.zeros((max_sequences, words), dtype=np.int64)
         if had_words:
             beginnings[:, :had_words, longest - had_longest :] = self._beginnings
             beginnings[:, had_words:] = beginnings[:, :1]
@@ -131,10 +131,13 @@ class BadWords:
             lasts[:, had_words:] = self._lasts[:, :1]
         self._beginnings, self._lasts = beginnings, lasts
 
-    def banned(self, logits: Tensor, slots: NDArray[np.intp], history: TokenHistory) -> Tensor:
-        """logits [P, vocab] of the sequences in `slots` → -inf for what would end a word; overwrites `logits`."""
+    def banned(self, logits: Tensor, seq_indices: NDArray[np.intp], history: TokenHistory) -> Tensor:
+        """logits [P, vocab] of the sequences at `seq_indices` → -inf for what would end a word; overwrites `logits`."""
         device = logits.device
-        beginnings, lasts = to_device(self._beginnings[slots], device), to_device(self._lasts[slots], device)
+        beginnings, lasts = (
+            to_device(self._beginnings[seq_indices], device),
+            to_device(self._lasts[seq_indices], device),
+        )
         before = history.last_output(beginnings.shape[2]).unsqueeze(1)
         due = ((beginnings == before) | (beginnings == ANY_TOKEN)).all(dim=2)
         # Words with the same last token meet in one place: what is added there survives, what is written would not.

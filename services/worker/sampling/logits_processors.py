@@ -37,7 +37,7 @@ def process_logits(logits: Tensor, choices: SamplingBatch, history: HistoryLooku
     features = choices.features
     if features & Feature.ALLOWED:
         rows = choices.rows_with(Feature.ALLOWED)
-        _mask(logits, rows, choices.table.allowed[choices.slots[rows]])
+        _mask(logits, rows, choices.table.allowed[choices.seq_indices[rows]])
     if choices.mask is not None and len(choices.mask.rows):
         _mask(logits, *choices.mask)
     if features & Feature.BIAS:
@@ -60,10 +60,10 @@ def _mask(logits: Tensor, rows: NDArray[np.intp], bits: NDArray[np.int32]) -> No
 
 def _bias(logits: Tensor, choices: SamplingBatch) -> None:
     rows = choices.rows_with(Feature.BIAS)
-    slots, table = choices.slots[rows], choices.table
+    seq_indices, table = choices.seq_indices[rows], choices.table
     numbers = to_device(rows, logits.device).unsqueeze(1)
-    tokens = to_device(table.bias_tokens.rows(slots), logits.device)
-    values = to_device(table.bias_values.rows(slots), logits.device)
+    tokens = to_device(table.bias_tokens.rows(seq_indices), logits.device)
+    values = to_device(table.bias_values.rows(seq_indices), logits.device)
     logits[numbers, tokens] = logits[numbers, tokens] + values
 
 
@@ -75,7 +75,7 @@ def _ban(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> None
     before = logits.index_select(0, numbers)
     if choices.features & Feature.MIN_TOKENS:
         early = choices.rows_with(Feature.MIN_TOKENS)
-        stops = to_device(choices.table.stops.rows(choices.slots[early]), logits.device)
+        stops = to_device(choices.table.stops.rows(choices.seq_indices[early]), logits.device)
         # A number of Python's would be copied to a GPU first, and waited for.
         nothing = logits.new_full((), -torch.inf)
         logits.index_put_((to_device(early, logits.device).unsqueeze(1), stops), nothing)
@@ -88,31 +88,33 @@ def _ban(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> None
 
 def _ban_words(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> None:
     for rows, held in _holding(choices, Feature.BAD_WORDS, history, logits.device):
-        _change(logits, rows, partial(choices.table.bad_words.banned, slots=choices.slots[rows], history=held))
+        _change(
+            logits, rows, partial(choices.table.bad_words.banned, seq_indices=choices.seq_indices[rows], history=held)
+        )
 
 
 def _penalise(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> None:
     table = choices.table
     for rows, held in _holding(choices, Feature.PENALTIES, history, logits.device):
         how = (table.presence, table.frequency, table.repetition)
-        columns = (to_device(values[choices.slots[rows]], logits.device).unsqueeze(1) for values in how)
+        columns = (to_device(values[choices.seq_indices[rows]], logits.device).unsqueeze(1) for values in how)
         _change(logits, rows, partial(apply_penalties, by=Penalties(held, *columns)))
 
 
 def _force(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> None:
     for rows, held in _holding(choices, Feature.THINKING, history, logits.device):
-        thinking = _thinking_budgets(choices.table, choices.slots[rows], logits.device)
+        thinking = _thinking_budgets(choices.table, choices.seq_indices[rows], logits.device)
         _change(logits, rows, partial(force_thinking_end, history=held, thinking=thinking))
 
 
-def _thinking_budgets(table: ParameterTable, slots: NDArray[np.intp], device: torch.device) -> ThinkingBudgets:
+def _thinking_budgets(table: ParameterTable, seq_indices: NDArray[np.intp], device: torch.device) -> ThinkingBudgets:
     def on_device(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         return to_device(values.astype(np.int64), device)
 
     def markers(lists: PaddedLists) -> ThinkingMarkers:
-        return ThinkingMarkers(on_device(lists.rows(slots)), on_device(lists.lengths(slots)).unsqueeze(1))
+        return ThinkingMarkers(on_device(lists.rows(seq_indices)), on_device(lists.lengths(seq_indices)).unsqueeze(1))
 
-    budget = on_device(table.thinking_budget[slots]).unsqueeze(1)
+    budget = on_device(table.thinking_budget[seq_indices]).unsqueeze(1)
     return ThinkingBudgets(budget, markers(table.thinking_starts), markers(table.thinking_ends))
 
 
@@ -131,9 +133,9 @@ def _holding(
     """The rows that ask for `feature`, and what they hold, as many at once as is bounded: long ones, of which there may
     be as many as sequences, would take gigabytes that are not budgeted."""
     rows = choices.rows_with(feature)
-    slots, positions = choices.slots[rows], choices.position[rows]
-    longest = int((choices.table.prompt_lengths[slots] + positions).max())
+    seq_indices, positions = choices.seq_indices[rows], choices.position[rows]
+    longest = int((choices.table.prompt_lengths[seq_indices] + positions).max())
     step = max(1, _HELD_AT_ONCE // max(1, longest))
     for first in range(0, len(rows), step):
         part = slice(first, first + step)
-        yield rows[part], read_history(history, slots[part], positions[part], device)
+        yield rows[part], read_history(history, seq_indices[part], positions[part], device)

@@ -1,4 +1,4 @@
-"""Sampling parameters of every sequence, in arrays by slot, so that a step's batch is one indexing away."""
+"""Sampling parameters of every sequence, in arrays by sequence index, so that a step's batch is one indexing away."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SamplingBatch:
     """[R] each row's own."""
     position: NDArray[np.int32]
     """[R] output tokens before the one to draw."""
-    slots: NDArray[np.intp]
+    seq_indices: NDArray[np.intp]
     """[R]"""
     table: ParameterTable
 
@@ -82,13 +82,13 @@ class SamplingBatch:
         return replace(self, features=self.features | Feature.GRAMMAR, by_row=by_row, mask=mask)
 
     def later(self, tokens: int) -> SamplingBatch:
-        """The same rows so many tokens later, where `ParameterTable.settled` says so."""
-        return SamplingBatch(self.features, self.by_row, self.position + np.int32(tokens), self.slots, self.table)
+        """The same rows so many tokens later, where `ParameterTable.position_independent` says so."""
+        return SamplingBatch(self.features, self.by_row, self.position + np.int32(tokens), self.seq_indices, self.table)
 
     def candidate_uniforms(self, rows: NDArray[np.intp] | slice = slice(None)) -> NDArray[np.float64]:
         """The random numbers that `rows` may be drawn by, to be sent to the device: one for each, or one for each
         position that may be meant."""
-        seeds, positions = self.table.seed[self.slots[rows]], self.position[rows]
+        seeds, positions = self.table.seed[self.seq_indices[rows]], self.position[rows]
         if self.rejected is None:
             return uniforms(seeds, positions)
         back = np.arange(self.rejected.max_count + 1, dtype=np.int32)
@@ -109,65 +109,65 @@ class SamplingBatch:
         mask = None if self.mask is None else self.mask.part(first, last)
         short = None if self.rejected is None else self.rejected.part(first, last)
         return SamplingBatch(
-            features, by_row, self.position[first:last], self.slots[first:last], self.table, mask, short
+            features, by_row, self.position[first:last], self.seq_indices[first:last], self.table, mask, short
         )
 
 
 class ParameterTable:
-    """The parameters of every sequence that the worker holds; owned by the sequence table. Arrays are [slots]."""
+    """The parameters of every sequence that the worker holds; owned by the sequence table. Arrays are [sequences]."""
 
-    def __init__(self, slots: int, vocab_size: int) -> None:
+    def __init__(self, max_sequences: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._features = np.zeros(slots, dtype=np.int32)
-        self.prompt_lengths = np.zeros(slots, dtype=np.int32)
-        self.temperature = np.ones(slots, dtype=np.float32)
+        self._features = np.zeros(max_sequences, dtype=np.int32)
+        self.prompt_lengths = np.zeros(max_sequences, dtype=np.int32)
+        self.temperature = np.ones(max_sequences, dtype=np.float32)
         """1 for greedy sequences."""
-        self.top_k = np.zeros(slots, dtype=np.int64)
+        self.top_k = np.zeros(max_sequences, dtype=np.int64)
         """More than any vocabulary holds where every token is kept."""
-        self.top_p = np.ones(slots, dtype=np.float32)
-        self.min_p = np.zeros(slots, dtype=np.float32)
-        self.presence = np.zeros(slots, dtype=np.float32)
-        self.frequency = np.zeros(slots, dtype=np.float32)
-        self.repetition = np.ones(slots, dtype=np.float32)
-        self.seed = np.zeros(slots, dtype=np.uint64)
-        self.logprobs = np.zeros(slots, dtype=np.int32)
+        self.top_p = np.ones(max_sequences, dtype=np.float32)
+        self.min_p = np.zeros(max_sequences, dtype=np.float32)
+        self.presence = np.zeros(max_sequences, dtype=np.float32)
+        self.frequency = np.zeros(max_sequences, dtype=np.float32)
+        self.repetition = np.ones(max_sequences, dtype=np.float32)
+        self.seed = np.zeros(max_sequences, dtype=np.uint64)
+        self.logprobs = np.zeros(max_sequences, dtype=np.int32)
         """0 also where none are asked for; the features tell the two apart."""
-        self.bias_tokens = PaddedLists(slots, np.int64)
-        self.bias_values = PaddedLists(slots, np.float32)
-        self.stops = PaddedLists(slots, np.int64)
-        self.bad_words = BadWords(slots)
-        self.logprob_ids = PaddedLists(slots, np.int64)
-        self.thinking_starts = PaddedLists(slots, np.int64)
-        self.thinking_ends = PaddedLists(slots, np.int64)
-        self.allowed: NDArray[np.int32] = np.zeros((slots, 0), dtype=np.int32)
-        """[slots, words] bits as in `masks`; no words until the first who asks."""
-        self._min_tokens = np.zeros(slots, dtype=np.int32)
-        self.thinking_budget = np.zeros(slots, dtype=np.int32)
+        self.bias_tokens = PaddedLists(max_sequences, np.int64)
+        self.bias_values = PaddedLists(max_sequences, np.float32)
+        self.stops = PaddedLists(max_sequences, np.int64)
+        self.bad_words = BadWords(max_sequences)
+        self.logprob_ids = PaddedLists(max_sequences, np.int64)
+        self.thinking_starts = PaddedLists(max_sequences, np.int64)
+        self.thinking_ends = PaddedLists(max_sequences, np.int64)
+        self.allowed: NDArray[np.int32] = np.zeros((max_sequences, 0), dtype=np.int32)
+        """[sequences, words] bits as in `masks`; no words until the first who asks."""
+        self._min_tokens = np.zeros(max_sequences, dtype=np.int32)
+        self.thinking_budget = np.zeros(max_sequences, dtype=np.int32)
 
-    def put(self, slot: int, sequence: NewSequence) -> None:
+    def put(self, seq_index: int, sequence: NewSequence) -> None:
         """Remembers `sequence`'s parameters. Tokens outside the vocabulary have no logit and are left out."""
         params = sequence.sampling
-        self.prompt_lengths[slot] = sequence.prompt_length
+        self.prompt_lengths[seq_index] = sequence.prompt_length
         greedy = params.temperature < GREEDY_BELOW
-        self.temperature[slot] = 1.0 if greedy else min(params.temperature, MAX_FACTOR)
+        self.temperature[seq_index] = 1.0 if greedy else min(params.temperature, MAX_FACTOR)
         keeps_all = not 0 < params.top_k < self._vocab_size
-        self.top_k[slot] = _ALL if keeps_all else params.top_k
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.repetition[slot] = min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR)
-        self.seed[slot] = params.seed & (2**64 - 1)
-        self._min_tokens[slot] = min(sequence.min_tokens, MAX_TOKENS)
-        drawn = self._draw_features(slot, params, greedy)
-        logprobs = self._logprob_features(slot, params)
-        self._features[slot] = drawn | logprobs | self._put_lists(slot, sequence)
+        self.top_k[seq_index] = _ALL if keeps_all else params.top_k
+        self.top_p[seq_index] = params.top_p
+        self.min_p[seq_index] = params.min_p
+        self.presence[seq_index] = params.presence_penalty
+        self.frequency[seq_index] = params.frequency_penalty
+        self.repetition[seq_index] = min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR)
+        self.seed[seq_index] = params.seed & (2**64 - 1)
+        self._min_tokens[seq_index] = min(sequence.min_tokens, MAX_TOKENS)
+        drawn = self._draw_features(seq_index, params, greedy)
+        logprobs = self._logprob_features(seq_index, params)
+        self._features[seq_index] = drawn | logprobs | self._put_lists(seq_index, sequence)
 
-    def _draw_features(self, slot: int, params: SamplingOptions, greedy: bool) -> Feature:
+    def _draw_features(self, seq_index: int, params: SamplingOptions, greedy: bool) -> Feature:
         features = Feature(0)
         if not greedy:
             features |= Feature.RANDOM
-            if self.top_k[slot] < _ALL or params.top_p < 1.0:
+            if self.top_k[seq_index] < _ALL or params.top_p < 1.0:
                 features |= Feature.TOP
             if params.min_p > 0.0:
                 features |= Feature.MIN_P
@@ -175,74 +175,74 @@ class ParameterTable:
             features |= Feature.PENALTIES
         return features
 
-    def _logprob_features(self, slot: int, params: SamplingOptions) -> Feature:
-        self.logprobs[slot] = params.logprobs or 0
+    def _logprob_features(self, seq_index: int, params: SamplingOptions) -> Feature:
+        self.logprobs[seq_index] = params.logprobs or 0
         if params.logprob_token_ids is not None:
-            self.logprob_ids.put(slot, self._inside(params.logprob_token_ids))
+            self.logprob_ids.put(seq_index, self._inside(params.logprob_token_ids))
             return Feature.LOGPROBS | Feature.LOGPROB_IDS
         return Feature(0) if params.logprobs is None else Feature.LOGPROBS
 
-    def _put_lists(self, slot: int, sequence: NewSequence) -> Feature:
+    def _put_lists(self, seq_index: int, sequence: NewSequence) -> Feature:
         """What is asked for as lists of tokens."""
         params, features = sequence.sampling, Feature(0)
         if biases := {token: value for token, value in params.logit_bias if 0 <= token < self._vocab_size}:
-            self.bias_tokens.put(slot, tuple(biases))
-            self.bias_values.put(slot, tuple(biases.values()))
+            self.bias_tokens.put(seq_index, tuple(biases))
+            self.bias_values.put(seq_index, tuple(biases.values()))
             features |= Feature.BIAS
         if sequence.min_tokens and (stops := self._inside(sequence.stop_token_ids)):
-            self.stops.put(slot, stops)
+            self.stops.put(seq_index, stops)
             features |= Feature.MIN_TOKENS
         if params.allowed_token_ids is not None:
-            self._put_allowed(slot, params.allowed_token_ids)
+            self._put_allowed(seq_index, params.allowed_token_ids)
             features |= Feature.ALLOWED
         if bad := [word for word in params.bad_words if word and len(self._inside(word)) == len(word)]:
-            self.bad_words.put(slot, bad)
+            self.bad_words.put(seq_index, bad)
             features |= Feature.BAD_WORDS
         if params.thinking_budget is not None and (end := self._inside(params.thinking_end)):
-            self.thinking_budget[slot] = min(params.thinking_budget, MAX_TOKENS)
-            self.thinking_starts.put(slot, self._inside(params.thinking_start))
-            self.thinking_ends.put(slot, end)
+            self.thinking_budget[seq_index] = min(params.thinking_budget, MAX_TOKENS)
+            self.thinking_starts.put(seq_index, self._inside(params.thinking_start))
+            self.thinking_ends.put(seq_index, end)
             features |= Feature.THINKING
         return features
 
-    def _put_allowed(self, slot: int, tokens: tuple[int, ...]) -> None:
+    def _put_allowed(self, seq_index: int, tokens: tuple[int, ...]) -> None:
         if not self.allowed.shape[1]:
             self.allowed = np.zeros((len(self.allowed), mask_words(self._vocab_size)), dtype=np.int32)
-        self.allowed[slot] = mask_bits(tokens, self._vocab_size)
+        self.allowed[seq_index] = mask_bits(tokens, self._vocab_size)
 
     def _inside(self, tokens: tuple[int, ...]) -> list[int]:
         return [token for token in tokens if 0 <= token < self._vocab_size]
 
-    def settled(self, choices: SamplingBatch) -> bool:
+    def position_independent(self, choices: SamplingBatch) -> bool:
         """Whether the same is asked for by the same rows, however long their outputs get: nothing that binds only at
         first, or only later."""
-        features = Feature(int(np.bitwise_or.reduce(self._features[choices.slots])))
+        features = Feature(int(np.bitwise_or.reduce(self._features[choices.seq_indices])))
         return not choices.features & Feature.MIN_TOKENS and not features & Feature.THINKING
 
-    def sampling_batch(self, slots: NDArray[np.intp], position: NDArray[np.int32]) -> SamplingBatch:
-        """The parameters of the sequences in `slots`, about to draw the output tokens at `position`."""
-        by_row = self._features[slots]
+    def sampling_batch(self, seq_indices: NDArray[np.intp], position: NDArray[np.int32]) -> SamplingBatch:
+        """The parameters of the sequences at `seq_indices`, about to draw the output tokens at `position`."""
+        by_row = self._features[seq_indices]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
         if features & (Feature.MIN_TOKENS | Feature.THINKING):
-            reached = np.where(position >= self._min_tokens[slots], int(Feature.MIN_TOKENS), 0)
-            thinks_on = np.where(position < self.thinking_budget[slots], int(Feature.THINKING), 0)
+            reached = np.where(position >= self._min_tokens[seq_indices], int(Feature.MIN_TOKENS), 0)
+            thinks_on = np.where(position < self.thinking_budget[seq_indices], int(Feature.THINKING), 0)
             by_row = by_row & ~(reached | thinks_on).astype(np.int32)
             features = Feature(int(np.bitwise_or.reduce(by_row)))
-        return SamplingBatch(features, by_row, position, slots, self)
+        return SamplingBatch(features, by_row, position, seq_indices, self)
 
 
 class PaddedLists:
     """Rows padded by repeating their first item, so that the padding may be written where that was written: twice the
     same value. As wide as the longest list so far."""
 
-    def __init__(self, slots: int, dtype: type[np.generic]) -> None:
-        self._lengths = np.zeros(slots, dtype=np.int32)
-        self._values: NDArray[Any] = np.zeros((slots, 0), dtype=dtype)
+    def __init__(self, max_sequences: int, dtype: type[np.generic]) -> None:
+        self._lengths = np.zeros(max_sequences, dtype=np.int32)
+        self._values: NDArray[Any] = np.zeros((max_sequences, 0), dtype=dtype)
 
-    def put(self, slot: int, items: Sequence[int] | Sequence[float] | NDArray[Any]) -> None:
-        """Replaces the slot's list. One that is never read may be empty."""
+    def put(self, seq_index: int, items: Sequence[int] | Sequence[float] | NDArray[Any]) -> None:
+        """Replaces the sequence's list. One that is never read may be empty."""
         count = len(items)
-        self._lengths[slot] = count
+        self._lengths[seq_index] = count
         if count > self._values.shape[1]:
             wider = np.zeros((len(self._values), count), dtype=self._values.dtype)
             wider[:, : self._values.shape[1]] = self._values
@@ -250,13 +250,13 @@ class PaddedLists:
             fresh[:] = wider[:, :1] if self._values.shape[1] else 0
             self._values = wider
         if count:
-            self._values[slot, :count] = items
-            self._values[slot, count:] = items[0]
+            self._values[seq_index, :count] = items
+            self._values[seq_index, count:] = items[0]
 
-    def rows(self, slots: NDArray[np.intp]) -> NDArray[Any]:
+    def rows(self, seq_indices: NDArray[np.intp]) -> NDArray[Any]:
         """[P, the longest of their lists]"""
-        return self._values[slots, : int(self._lengths[slots].max())]
+        return self._values[seq_indices, : int(self._lengths[seq_indices].max())]
 
-    def lengths(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """[P] items that the lists of `slots` have without their padding."""
-        return self._lengths[slots]
+    def lengths(self, seq_indices: NDArray[np.intp]) -> NDArray[np.int32]:
+        """[P] items that the lists of `seq_indices` have without their padding."""
+        return self._lengths[seq_indices]

@@ -105,15 +105,15 @@ def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
     """[R] int64 tokens: the likeliest of greedy rows, a random one of the others; `logits` stay as they are."""
     from services.worker.ops.triton.sampling import DrawParameters, draw
 
-    table, slots = choices.table, choices.slots
+    table, seq_indices = choices.table, choices.seq_indices
     greedy = choices.by_row & int(Feature.RANDOM) == 0
     uniforms, top_k, temperature, top_p, min_p = to_device_together(
         [
             choices.candidate_uniforms(),
-            table.top_k[slots],
-            np.where(greedy, np.float32(0.0), table.temperature[slots]),
-            table.top_p[slots],
-            table.min_p[slots],
+            table.top_k[seq_indices],
+            np.where(greedy, np.float32(0.0), table.temperature[seq_indices]),
+            table.top_p[seq_indices],
+            table.min_p[seq_indices],
         ],
         logits.device,
     )
@@ -124,11 +124,11 @@ def sample_by_kernel(logits: Tensor, choices: SamplingBatch) -> Tensor:
 def _draw_random(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.intp], there: Tensor | None) -> Tensor:
     """A random token of each of the `rows`, whose logits these are, and will be overwritten; `there`: the same numbers
     on the device, None: all rows."""
-    table, slots = choices.table, choices.slots[rows]
+    table, seq_indices = choices.table, choices.seq_indices[rows]
     uniforms, top_k, temperature, min_p, top_p = to_device_together(
         [
             choices.candidate_uniforms(rows),
-            *(values[slots] for values in (table.top_k, table.temperature, table.min_p, table.top_p)),
+            *(values[seq_indices] for values in (table.top_k, table.temperature, table.min_p, table.top_p)),
         ],
         logits.device,
     )
@@ -185,9 +185,9 @@ def _row_logprobs(raw: Tensor, tokens: Tensor, choices: SamplingBatch) -> Iterat
             continue
         indices = to_device(rows, raw.device)
         part, chosen = raw.index_select(0, indices), tokens.index_select(0, indices)
-        slots, table = choices.slots[rows], choices.table
+        seq_indices, table = choices.seq_indices[rows], choices.table
         if named:
-            ids = to_device(table.logprob_ids.rows(slots), raw.device)
-            yield RowLogprobs(rows, token_logprobs(part, chosen, ids, table.logprob_ids.lengths(slots)))
+            ids = to_device(table.logprob_ids.rows(seq_indices), raw.device)
+            yield RowLogprobs(rows, token_logprobs(part, chosen, ids, table.logprob_ids.lengths(seq_indices)))
         else:
-            yield RowLogprobs(rows, top_logprobs(part, chosen, table.logprobs[slots]))
+            yield RowLogprobs(rows, top_logprobs(part, chosen, table.logprobs[seq_indices]))

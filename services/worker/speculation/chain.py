@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.batch.rows import Int32s, Slots
+from services.worker.batch.rows import Indices, Int32s
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
 from services.worker.sampling.parameters import Feature, SamplingBatch
@@ -62,7 +62,7 @@ class DraftChain(NamedTuple):
         DecodePositions(positions, slots, lengths, self.meta(0).block_tables).move_back(rejected)
 
 
-def draft_chain(slots: Slots, positions: Int32s, block_tables: Int32s, device: torch.device) -> DraftChain:
+def draft_chain(seq_indices: Indices, positions: Int32s, block_tables: Int32s, device: torch.device) -> DraftChain:
     """The chain of K steps for P sequences; positions [K, P]: which position of each sequence a step computes."""
     steps, count = positions.shape
     longest = positions.max(axis=1) + 1
@@ -72,10 +72,10 @@ def draft_chain(slots: Slots, positions: Int32s, block_tables: Int32s, device: t
     by_step = numbers[: 3 * steps * stride].reshape(3, steps, stride)[:, :, :count]
     block, offset = np.divmod(positions, BLOCK_SIZE)
     by_step[0] = positions
-    by_step[1] = block_tables[slots, block] * BLOCK_SIZE + offset
+    by_step[1] = block_tables[seq_indices, block] * BLOCK_SIZE + offset
     by_step[2] = positions + 1
     numbers[3 * steps * stride :][:stride] = np.arange(stride)
-    numbers[(3 * steps + 1) * stride :] = block_tables[slots, :width].ravel()
+    numbers[(3 * steps + 1) * stride :] = block_tables[seq_indices, :width].ravel()
     return DraftChain(steps, count, stride, to_device(numbers, device), longest.tolist())
 
 
@@ -86,9 +86,11 @@ def _aligned(numbers: int) -> int:
 class DraftSampler:
     """How the drafts of some sequences are drawn: by the random numbers of their positions, see `DraftTokens`."""
 
-    def __init__(self, slots: Slots, histories: SequenceHistories, rejected: RejectedDrafts | None = None) -> None:
+    def __init__(
+        self, seq_indices: Indices, histories: SequenceHistories, rejected: RejectedDrafts | None = None
+    ) -> None:
         """`rejected` [P]: see `DraftRequest`."""
-        self._slots = slots
+        self._seq_indices = seq_indices
         self._histories = histories
         self._rejected = rejected
         self._first = self._choices(0)
@@ -104,14 +106,14 @@ class DraftSampler:
         if self.greedy:
             choices = self._first
         else:
-            ahead = np.repeat(np.arange(len(logits), dtype=np.int32), len(self._slots))
+            ahead = np.repeat(np.arange(len(logits), dtype=np.int32), len(self._seq_indices))
             choices = self._choices(ahead, times=len(logits))
         drawn = sample_unprocessed(logits[0] if len(logits) == 1 else torch.cat(logits), choices)
         return drawn.view(len(logits), -1).t().to(torch.int32)
 
     def _choices(self, ahead: Int32s | int, times: int = 1) -> SamplingBatch:
         """`times` over, one behind the other."""
-        choices = self._histories.sampling_batch(np.tile(self._slots, times), ahead)
+        choices = self._histories.sampling_batch(np.tile(self._seq_indices, times), ahead)
         if self._rejected is None:
             return choices
         return replace(choices, rejected=self._rejected._replace(counts=self._rejected.counts.repeat(times)))

@@ -28,7 +28,7 @@ from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.transfer import to_device
 from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel
-from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, SequenceHistories, Slots
+from services.worker.speculation.proposer import ComputedStep, DraftRequest, Indices, Int32s, SequenceHistories
 from services.worker.speculation.settings import SpeculationSettings
 from shared.blocks import BLOCK_SIZE
 
@@ -104,23 +104,23 @@ class DraftModelProposer:
         counts = self._read_counts(request)
         logits, through = self._catch_up(request, counts)
         if logits is None:
-            return DraftTokens.none(len(request.slots))
-        slots, most = request.slots[through], np.minimum(request.limits[through], self._most)
-        drafts = self._draft(logits, slots, most, request.histories)
-        self._read[slots] = request.histories.lengths[slots] + most - 1
-        if len(through) == len(request.slots):
+            return DraftTokens.none(len(request.seq_indices))
+        seq_indices, most = request.seq_indices[through], np.minimum(request.limits[through], self._most)
+        drafts = self._draft(logits, seq_indices, most, request.histories)
+        self._read[seq_indices] = request.histories.lengths[seq_indices] + most - 1
+        if len(through) == len(request.seq_indices):
             return DraftTokens(drafts, most)
-        drafted = np.zeros(len(request.slots), dtype=np.int32)
+        drafted = np.zeros(len(request.seq_indices), dtype=np.int32)
         drafted[through] = most
         all_drafts = drafts.new_zeros(len(drafted), drafts.shape[1])
         return DraftTokens(all_drafts.index_copy_(0, to_device(through, self._device), drafts), drafted)
 
     def _read_counts(self, request: DraftRequest) -> Int32s:
         """[P] tokens that each sequence reads in this step, up to the last one known."""
-        lengths = request.histories.lengths[request.slots]
+        lengths = request.histories.lengths[request.seq_indices]
         # Of what was drafted last time, what was rejected is to be read anew.
-        self._read[request.slots] = np.minimum(self._read[request.slots], lengths - 1)
-        wanted = np.where(request.limits > 0, lengths - self._read[request.slots], 0)
+        self._read[request.seq_indices] = np.minimum(self._read[request.seq_indices], lengths - 1)
+        wanted = np.where(request.limits > 0, lengths - self._read[request.seq_indices], 0)
         if wanted.sum() <= MAX_READ_TOKENS:
             return wanted.astype(np.int32)
         order = np.argsort(wanted, kind="stable")
@@ -128,44 +128,46 @@ class DraftModelProposer:
         shares[order] = np.clip(MAX_READ_TOKENS - (np.cumsum(wanted[order]) - wanted[order]), 0, wanted[order])
         return shares
 
-    def _catch_up(self, request: DraftRequest, counts: Int32s) -> tuple[Tensor | None, Slots]:
+    def _catch_up(self, request: DraftRequest, counts: Int32s) -> tuple[Tensor | None, Indices]:
         """Reads; the logits behind the sequences that are through, and which of those asked about they are."""
         reading = np.flatnonzero(counts)
-        slots = request.slots[reading]
-        units, last_units = self._units(slots, counts[reading])
-        ends = self._read[slots] + counts[reading]
-        through = ends == request.histories.lengths[slots]
+        seq_indices = request.seq_indices[reading]
+        units, last_units = self._units(seq_indices, counts[reading])
+        ends = self._read[seq_indices] + counts[reading]
+        through = ends == request.histories.lengths[seq_indices]
         if not len(reading):
             return None, reading
         rows = rows_of(units, request.histories.block_tables, request.histories.tokens)
         ids, meta = self._staging.place(rows, rows.last_rows[last_units][through])
         logits = self._forward(ids, meta, self._caches)
-        self._read[slots] = ends
+        self._read[seq_indices] = ends
         last = rows.kv_slots[rows.positions % BLOCK_SIZE == BLOCK_SIZE - 1] // BLOCK_SIZE
         self._whole[last] = True
         return logits, reading[through]
 
-    def _units(self, slots: Slots, counts: Int32s) -> tuple[RowRuns, Slots]:
+    def _units(self, seq_indices: Indices, counts: Int32s) -> tuple[RowRuns, Indices]:
         """What is read of each sequence, and which unit is its last. Few tokens are decodes of their own where decodes
         are replayed: between two steps with drafts there are no more than two."""
-        starts = self._read[slots]
+        starts = self._read[seq_indices]
         if not self._replays or counts.max(initial=0) > _FEW:
-            return RowRuns(slots, slots, starts, counts), np.arange(len(slots))
-        owner = np.repeat(np.arange(len(slots)), counts)
+            return RowRuns(seq_indices, seq_indices, starts, counts), np.arange(len(seq_indices))
+        owner = np.repeat(np.arange(len(seq_indices)), counts)
         ends = np.cumsum(counts, dtype=np.intp)
         ahead = (np.arange(len(owner)) - (ends - counts)[owner]).astype(np.int32)
-        own = slots[owner]
+        own = seq_indices[owner]
         return RowRuns(own, own, starts[owner] + ahead, np.ones_like(ahead)), ends - 1
 
-    def _draft(self, logits: Tensor, slots: Slots, most: Int32s, histories: SequenceHistories) -> Tensor:
+    def _draft(self, logits: Tensor, seq_indices: Indices, most: Int32s, histories: SequenceHistories) -> Tensor:
         """[T, the greatest of most] drafts behind `logits`."""
-        draws = DraftSampler(slots, histories)
+        draws = DraftSampler(seq_indices, histories)
         tokens = [draws.token(logits, 0)]
         steps = int(most.max()) - 1
         if steps:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
-            rows = draft_chain(slots, histories.lengths[slots] + ahead, histories.block_tables, self._device)
+            rows = draft_chain(
+                seq_indices, histories.lengths[seq_indices] + ahead, histories.block_tables, self._device
+            )
             if draws.greedy and self._native is not None:
                 return self._native.draft_chain(tokens[0], rows.meta(0), rows.steps, rows.stride, self._caches).t()
             for step in range(steps):
@@ -178,11 +180,11 @@ class DraftModelProposer:
         """Blocks that the model begins anew hold something else of the draft model."""
         self._whole[computed.kv_slots[computed.positions % BLOCK_SIZE == 0] // BLOCK_SIZE] = False
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
         """Of what the sequence's first blocks hold, only blocks that the draft model has whole count as read."""
-        blocks = histories.block_tables[slot, : computed // BLOCK_SIZE]
+        blocks = histories.block_tables[seq_index, : computed // BLOCK_SIZE]
         missing = np.flatnonzero(~self._whole[blocks])
-        self._read[slot] = BLOCK_SIZE * (missing[0] if len(missing) else len(blocks))
+        self._read[seq_index] = BLOCK_SIZE * (missing[0] if len(missing) else len(blocks))
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """The draft model has nothing of what these blocks hold now."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.batch.batch import DraftTokens
-from services.worker.batch.rows import Int32s, Slots
+from services.worker.batch.rows import Indices, Int32s
 from services.worker.models.config import LayerConfig, ModelConfig
 from services.worker.models.loading import load_layer
 from services.worker.models.native_decoder import EagleProjection, NativeDecoder, native_decoder
@@ -215,29 +215,31 @@ class EagleProposer:
 
     def propose(self, request: DraftRequest) -> DraftTokens:
         """No drafts for sequences whose last feature is not known."""
-        most = np.where(self._ready[request.slots], np.minimum(request.limits, self._most), 0).astype(np.int32)
+        most = np.where(self._ready[request.seq_indices], np.minimum(request.limits, self._most), 0).astype(np.int32)
         ready = np.flatnonzero(most)
         if not len(ready):
-            return DraftTokens.none(len(request.slots))
+            return DraftTokens.none(len(request.seq_indices))
         if len(ready) == len(most):
-            return DraftTokens(self._draft(request.slots, most, request.histories, request.rejected), most)
+            return DraftTokens(self._draft(request.seq_indices, most, request.histories, request.rejected), most)
         there = to_device(ready, self._device)
         short = None if request.rejected is None else request.rejected.of(there)
-        drafted = self._draft(request.slots[ready], most[ready], request.histories, short)
+        drafted = self._draft(request.seq_indices[ready], most[ready], request.histories, short)
         return DraftTokens(drafted.new_zeros(len(most), drafted.shape[1]).index_copy_(0, there, drafted), most)
 
     def _draft(
-        self, slots: Slots, most: Int32s, histories: SequenceHistories, rejected: RejectedDrafts | None
+        self, seq_indices: Indices, most: Int32s, histories: SequenceHistories, rejected: RejectedDrafts | None
     ) -> Tensor:
         """[P, the greatest of most]"""
-        draws = DraftSampler(slots, histories, rejected)
-        features = self._predicted.index_select(0, to_device(slots, self._device))
+        draws = DraftSampler(seq_indices, histories, rejected)
+        features = self._predicted.index_select(0, to_device(seq_indices, self._device))
         tokens = [draws.token(head_logits(features, self._weights.weights, self._config, self._ops), 0)]
         steps = int(most.max()) - 1
         if steps:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
-            rows = draft_chain(slots, histories.lengths[slots] - 1 + ahead, histories.block_tables, self._device)
+            rows = draft_chain(
+                seq_indices, histories.lengths[seq_indices] - 1 + ahead, histories.block_tables, self._device
+            )
             if rejected is not None:
                 rows.move_back(rejected)
             if draws.greedy and isinstance(self._run, NativeDecoder):
@@ -254,16 +256,19 @@ class EagleProposer:
     def observe(self, computed: ComputedStep) -> None:
         """The layer goes over every row of the step, each with the token behind it."""
         if computed.features is None:
-            self._ready[computed.sampled_slots] = False
+            self._ready[computed.sampled_indices] = False
             return
         predicted, _ = self._run.predict_features(
             computed.following(), computed.features, computed.meta, self._caches, wants_logits=False
         )
-        rows, slots = on_this_device(computed.last_rows, self._device), to_device(computed.sampled_slots, self._device)
-        self._predicted.index_copy_(0, slots, predicted.index_select(0, rows))
-        self._ready[computed.sampled_slots] = True
+        rows, seq_indices = (
+            on_this_device(computed.last_rows, self._device),
+            to_device(computed.sampled_indices, self._device),
+        )
+        self._predicted.index_copy_(0, seq_indices, predicted.index_select(0, rows))
+        self._ready[computed.sampled_indices] = True
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
         """Nothing to do: its first decode follows a step that computes its last row."""
 
     def forget_blocks(self, blocks: Int32s) -> None:

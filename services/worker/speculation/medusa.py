@@ -131,10 +131,12 @@ class MedusaProposer:
     def propose(self, request: DraftRequest) -> DraftTokens:
         """One token from each of the first heads, as many as the longest limit asks for."""
         if self._features is None:
-            return DraftTokens.none(len(request.slots))
-        features = self._features.index_select(0, to_device(request.slots, self._device))
+            return DraftTokens.none(len(request.seq_indices))
+        features = self._features.index_select(0, to_device(request.seq_indices, self._device))
         wanted = min(self._most, int(request.limits.max()))
-        tokens = DraftSampler(request.slots, request.histories, request.rejected).tokens(self._logits(features, wanted))
+        tokens = DraftSampler(request.seq_indices, request.histories, request.rejected).tokens(
+            self._logits(features, wanted)
+        )
         return DraftTokens(tokens, np.minimum(request.limits, wanted).astype(np.int32))
 
     def _logits(self, features: Tensor, wanted: int) -> list[Tensor]:
@@ -156,10 +158,13 @@ class MedusaProposer:
             return  # no drafts were asked for in a while
         if self._features is None:
             self._features = computed.features.new_zeros(self._max_sequences, computed.features.shape[1])
-        rows, slots = on_this_device(computed.last_rows, self._device), to_device(computed.sampled_slots, self._device)
-        self._features.index_copy_(0, slots, computed.features.index_select(0, rows))
+        rows, seq_indices = (
+            on_this_device(computed.last_rows, self._device),
+            to_device(computed.sampled_indices, self._device),
+        )
+        self._features.index_copy_(0, seq_indices, computed.features.index_select(0, rows))
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
         """Nothing to do: its first decode follows a step that computes its last row."""
 
     def forget_blocks(self, blocks: Int32s) -> None:

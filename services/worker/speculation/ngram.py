@@ -27,11 +27,11 @@ class NgramProposer(StatelessProposer, Struct, frozen=True, kw_only=True):
 
     def propose(self, request: DraftRequest) -> DraftTokens:
         """No drafts for sequences whose last tokens occurred nowhere before."""
-        lengths = request.histories.lengths[request.slots]
+        lengths = request.histories.lengths[request.seq_indices]
         window = min(WINDOW, int(lengths.max()))
         # The sequences' last tokens, aligned at their ends; before the beginning of a short one, its first token.
         at = np.maximum(lengths[:, None] - window + np.arange(window), 0)
-        tokens = request.histories.tokens[request.slots[:, None], at]
+        tokens = request.histories.tokens[request.seq_indices[:, None], at]
         ends, found = last_match(tokens, np.minimum(lengths, window), self.longest, self.shortest)
         return DraftTokens(
             continue_match(tokens, ends, self.most), np.where(found, np.minimum(request.limits, self.most), 0)

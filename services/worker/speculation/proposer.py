@@ -1,6 +1,6 @@
 """The interface between the runners of a rank and the methods of drafting. Knows no method.
 
-A proposer drafts for whole batches and keeps what it needs of each sequence by its slot. Wrong drafts
+A proposer drafts for whole batches and keeps what it needs of each sequence by its index. Wrong drafts
 cost time, never correctness.
 """
 
@@ -20,25 +20,25 @@ from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.random_numbers import RejectedDrafts
 
 Int32s = NDArray[np.int32]
-Slots = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 
 class SequenceHistories(Protocol):
-    """What proposers may know of the sequences: arrays by slot, read while a call lasts, and never written."""
+    """What proposers may know of the sequences: arrays by their index, read while a call lasts, and never written."""
 
     @property
     def tokens(self) -> Int32s:
-        """[slots, width]"""
+        """[sequences, width]"""
 
     @property
     def lengths(self) -> Int32s:
-        """[slots] tokens known; the last one is drawn, its keys and values are not computed yet."""
+        """[sequences] tokens known; the last one is drawn, its keys and values are not computed yet."""
 
     @property
     def block_tables(self) -> Int32s:
-        """[slots, blocks]"""
+        """[sequences, blocks]"""
 
-    def sampling_batch(self, slots: Slots, ahead: Int32s | int) -> SamplingBatch:
+    def sampling_batch(self, seq_indices: Indices, ahead: Int32s | int) -> SamplingBatch:
         """How the tokens are drawn that come `ahead` tokens behind the known ones."""
 
 
@@ -46,7 +46,7 @@ class SequenceHistories(Protocol):
 class DraftRequest:
     """The sequences of one step that may speculate."""
 
-    slots: Slots
+    seq_indices: Indices
     """[P] which sequences, each once."""
     limits: Int32s
     """[P] tokens that may be drafted for each; may be 0."""
@@ -60,7 +60,7 @@ class DraftRequest:
 class ComputedStep:
     """A step that the model has computed, and what came of it."""
 
-    row_slots: Slots
+    seq_indices: Indices
     """[n] whose row each is."""
     positions: Int32s
     """[n]"""
@@ -70,7 +70,7 @@ class ComputedStep:
     """The same for the device. It holds rows of drafts that were rejected, too."""
     features: Tensor | None
     """[n, hidden] the model's last hidden state, normed, of each row; None unless asked for."""
-    sampled_slots: Slots
+    sampled_indices: Indices
     """[Q] the sequences that have got tokens."""
     last_rows: Int32s | Tensor
     """[Q] the row that each one's last token was drawn behind; a tensor where the host does not know how many drafts
@@ -101,8 +101,8 @@ class Proposer(Protocol):
     def observe(self, computed: ComputedStep) -> None:
         """Called when a step is over: for every step that computed anything, whether or not any sequence had drafts."""
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
-        """Called when a new sequence lies in `slot`, `computed` tokens of which were computed before."""
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
+        """Called when a new sequence lies in `seq_index`, `computed` tokens of which were computed before."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """Called when these blocks hold, from here on, what another engine computed."""
@@ -127,7 +127,7 @@ class StatelessProposer:
     def observe(self, computed: ComputedStep) -> None:
         """Nothing is kept of steps."""
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
         """Nothing is kept of sequences."""
 
     def forget_blocks(self, blocks: Int32s) -> None:
@@ -163,10 +163,10 @@ class ProposerChain:
         for proposer in self._proposers:
             proposer.observe(computed)
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None:
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
         """Every proposer starts it."""
         for proposer in self._proposers:
-            proposer.start_sequence(slot, computed, histories)
+            proposer.start_sequence(seq_index, computed, histories)
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """Every proposer forgets them."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.batch.batch import Batch
-from services.worker.batch.rows import drafts_apart
+from services.worker.batch.rows import expand_drafts
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import BatchMeta, DraftAttempt, Ops
 from services.worker.ops.transfer import to_device, to_device_together
@@ -140,7 +140,7 @@ def by_sequence(drawn: Int32s, drafted: Int32s) -> Int32s:
     if len(drawn) == len(drafted):  # no sequence has a draft
         return drawn.reshape(-1, 1)
     tokens = np.zeros((len(drafted), int(drafted.max(initial=0)) + 1), dtype=np.int32)
-    tokens[drafts_apart(drafted)] = drawn
+    tokens[expand_drafts(drafted)] = drawn
     return tokens
 
 

@@ -117,7 +117,7 @@ def test_as_many_drafts_stand_as_step_by_step(method: Method, clock: LateClock) 
         while any(len(sequence.output) < 40 for sequence in sequences):
             driver.step()
             if isinstance(driver, DriverAhead) and len(sequences[0].output) >= 40:
-                driver.settle()
+                driver.finish()
         driver.run()
         tried.append(([sequence.output for sequence in sequences], driver.accepted / driver.drafted))
     assert tried[0][0] == tried[1][0]
@@ -164,13 +164,13 @@ def test_a_step_with_drafts_is_begun_without_waiting_for_the_one_before(
         assert not set(map(id, clock.waits)) & set(map(id, latest))
         assert len(clock.copies) - copies == (1 if sampling.logprobs is None else 5)
         latest = [begun.launched.marks.over]
-    driver.settle()
+    driver.finish()
 
 
 def test_sequences_come_leave_and_are_preempted_between_drafts(
     backends: dict[Method, HostRunner], clock: LateClock
 ) -> None:
-    """Each draws what it would alone, whoever had its slot before."""
+    """Each draws what it would alone, whoever had its sequence index before."""
     runner = late(backends["eagle"])
     wanted = [sequence.output for sequence in expected(backends["eagle"], SAMPLINGS)]
     runner.reset()

@@ -114,7 +114,7 @@ def test_prompts_are_scored_as_step_by_step(stepping: HostRunner, backend: HostR
 
 
 def test_what_is_drawn_for_who_has_left_is_nobody_s(tiny: TinyModel, runner: DeviceRunner) -> None:
-    """Sequences leave with steps in flight, and others come to their slots and blocks with the same plan."""
+    """Sequences leave with steps in flight, and others come to their sequence indices and blocks with the same plan."""
     driver = DriverAhead(runner)
     staying = driver.add(prompt(20, 1), 40)
     for number in range(6):
@@ -228,7 +228,7 @@ def test_plain_steps_are_begun_without_waiting_for_those_under_way(late: tuple[D
         assert step.launched is not None
         assert not set(map(id, clock.waits)) & set(map(id, under_way)), "those two are under way"
         under_way = [*under_way[-1:], step.launched.marks.over]
-    driver.settle()
+    driver.finish()
 
 
 @pytest.mark.parametrize("method", ["draft", "medusa", "eagle"])
@@ -247,7 +247,7 @@ def test_whoever_drafts_observes_steps_without_waiting_for_them(
         driver.step()
         driver.step()
     assert not clock.waits
-    driver.settle()
+    driver.finish()
 
 
 FORCING = Grammar(
@@ -296,7 +296,7 @@ def test_grammars_bind_what_is_drawn_ahead(guided: HostRunner, monkeypatch: pyte
 
 
 def test_drafts_now_and_then_between_steps_that_run_ahead(tiny: TinyModel, backend: HostRunner) -> None:
-    """What stands of them is settled before the next step; what is drawn without them is read where it was drawn."""
+    """What is accepted of them is known before the next step; what is drawn without them is read where it was drawn."""
     runner = launching(backend)
     runner.reset()
     prompts = [prompt(7, 1), prompt(33, 2), prompt(5, 3)]

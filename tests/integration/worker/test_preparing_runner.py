@@ -77,7 +77,7 @@ def test_prompts_are_scored_as_step_by_step(backend: HostRunner, beside: Callabl
 def test_what_is_drawn_for_who_has_left_is_nobody_s(
     tiny: TinyModel, backend: HostRunner, beside: Callable[[HostRunner], OnTwoThreads]
 ) -> None:
-    """Sequences leave with steps in flight, and others come to their slots and blocks with the same plan."""
+    """Sequences leave with steps in flight, and others come to their sequence indices and blocks with the same plan."""
     driver = ahead_of(beside(backend))
     staying = driver.add(prompt(20, 1), 40)
     for number in range(6):
@@ -185,7 +185,7 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for(
     with pytest.raises(ArithmeticError):
         runner.step(plan)
     with pytest.raises(ArithmeticError, match="burns"):
-        runner.settle()
+        runner.wait()
 
 
 def test_steps_that_may_draft_are_prepared_in_their_turn(

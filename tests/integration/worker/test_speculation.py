@@ -43,10 +43,10 @@ class Oracle:
         self._random = Random(11)
 
     def propose(self, asked: DraftRequest) -> DraftTokens:
-        tokens = np.zeros((len(asked.slots), self.most), dtype=np.int32)
-        counts = np.zeros(len(asked.slots), dtype=np.int32)
-        for row, slot in enumerate(asked.slots):
-            held = asked.histories.tokens[slot, : asked.histories.lengths[slot]].tolist()
+        tokens = np.zeros((len(asked.seq_indices), self.most), dtype=np.int32)
+        counts = np.zeros(len(asked.seq_indices), dtype=np.int32)
+        for row, seq_index in enumerate(asked.seq_indices):
+            held = asked.histories.tokens[seq_index, : asked.histories.lengths[seq_index]].tolist()
             drafts = self._following(held)[: min(self.most, asked.limits[row])]
             counts[row] = self._random.randint(0, len(drafts))
             for i in range(counts[row]):
@@ -61,9 +61,9 @@ class Oracle:
         return []
 
     def observe(self, computed: ComputedStep) -> None:
-        assert len(computed.row_slots) == len(computed.positions)
+        assert len(computed.seq_indices) == len(computed.positions)
 
-    def start_sequence(self, slot: int, computed: int, histories: SequenceHistories) -> None: ...
+    def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None: ...
     def forget_blocks(self, blocks: Int32s) -> None: ...
     def clear(self) -> None: ...
 
@@ -217,7 +217,7 @@ def test_what_was_drafted_and_accepted_is_counted(plain: Runner) -> None:
 
     class Told(Oracle):
         def propose(self, asked: DraftRequest) -> DraftTokens:
-            following = self._following(known.tokens[: int(asked.histories.lengths[asked.slots[0]])])
+            following = self._following(known.tokens[: int(asked.histories.lengths[asked.seq_indices[0]])])
             wrong = (following[1] + 1) % VOCABULARY
             return DraftTokens(np.array([[following[0], wrong, 5]], dtype=np.int32), np.array([3], dtype=np.int32))
 

@@ -6,33 +6,33 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.batch.rows import RowRuns, drafts_apart, rows_of
+from services.worker.batch.rows import RowRuns, expand_drafts, rows_of
 from services.worker.speculation.verification import by_sequence
 from shared.blocks import BLOCK_SIZE, blocks_for
 
-SLOTS, WIDTH = 6, 96
+SEQUENCES, WIDTH = 6, 96
 LUCK = np.random.default_rng(1)
-TOKENS = LUCK.integers(0, 1000, (SLOTS, WIDTH)).astype(np.int32)
-TABLES = LUCK.permutation(SLOTS * blocks_for(WIDTH)).reshape(SLOTS, -1).astype(np.int32)
+TOKENS = LUCK.integers(0, 1000, (SEQUENCES, WIDTH)).astype(np.int32)
+TABLES = LUCK.permutation(SEQUENCES * blocks_for(WIDTH)).reshape(SEQUENCES, -1).astype(np.int32)
 
 Run = tuple[int, int, int]
-"""Slot, first position, count."""
-single = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, WIDTH - 1), st.just(1))
-several = st.tuples(st.integers(0, SLOTS - 1), st.integers(0, WIDTH // 2), st.integers(1, WIDTH // 2))
+"""Sequence index, first position, count."""
+single = st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, WIDTH - 1), st.just(1))
+several = st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, WIDTH // 2), st.integers(1, WIDTH // 2))
 
 
 @given(st.lists(single, min_size=1, max_size=8) | st.lists(single | several, min_size=1, max_size=8))
 def test_each_row_reads_and_writes_where_its_token_belongs(runs: list[Run]) -> None:
-    slots, starts, counts = (np.array(column, dtype=np.int32) for column in zip(*runs, strict=True))
-    rows = rows_of(RowRuns(np.arange(len(runs)), slots.astype(np.intp), starts, counts), TABLES, TOKENS)
+    seq_indices, starts, counts = (np.array(column, dtype=np.int32) for column in zip(*runs, strict=True))
+    rows = rows_of(RowRuns(np.arange(len(runs)), seq_indices.astype(np.intp), starts, counts), TABLES, TOKENS)
     order = sorted(range(len(runs)), key=lambda number: runs[number][2] > 1)
     places = [(runs[i][0], at) for i in order for at in range(runs[i][1], runs[i][1] + runs[i][2])]
     ends = [runs[i][1] + runs[i][2] for i in order]
-    assert rows.row_slots.tolist() == [slot for slot, _ in places]
+    assert rows.seq_indices.tolist() == [seq_index for seq_index, _ in places]
     assert rows.positions.tolist() == [at for _, at in places]
-    assert rows.ids.tolist() == [TOKENS[slot, at] for slot, at in places]
+    assert rows.ids.tolist() == [TOKENS[seq_index, at] for seq_index, at in places]
     assert rows.kv_slots.tolist() == [
-        TABLES[slot, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for slot, at in places
+        TABLES[seq_index, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for seq_index, at in places
     ]
     assert rows.context_lens.tolist() == ends
     assert rows.query_starts.tolist() == [0, *np.cumsum([runs[i][2] for i in order])]
@@ -50,7 +50,7 @@ def test_each_row_reads_and_writes_where_its_token_belongs(runs: list[Run]) -> N
 @given(st.lists(st.integers(0, 3) | st.just(0), max_size=6))
 def test_drafts_lie_behind_the_token_that_they_follow(drafted: list[int]) -> None:
     counts = np.array(drafted, dtype=np.int32)
-    owner, ahead = drafts_apart(counts)
+    owner, ahead = expand_drafts(counts)
     expected = [(number, place) for number, count in enumerate(drafted) for place in range(count + 1)]
     assert list(zip(owner.tolist(), ahead.tolist(), strict=True)) == expected
     drawn = np.arange(1, len(expected) + 1, dtype=np.int32)

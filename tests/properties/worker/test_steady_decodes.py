@@ -100,24 +100,24 @@ class Ranks:
         assert shown(batch) == shown(expected)
         tokens = (drawn + np.arange(len(batch.sampled), dtype=np.int32)) % VOCABULARY
         for each in (self.anew, self.steady):
-            each.fill(batch.sampled_slots, each.advance(batch.sampled_slots), tokens)
+            each.fill(batch.sampled_indices, each.advance(batch.sampled_indices), tokens)
         for sequence in batch.sampled:
             self.lengths[sequence] += 1
         rows = batch.rows
-        assert (self.steady.tokens[rows.row_slots, rows.positions] == expected.rows.ids).all()
+        assert (self.steady.tokens[rows.seq_indices, rows.positions] == expected.rows.ids).all()
 
 
 def shown(batch: Batch) -> list[object]:
     """All of it but the tokens, which may not be known yet."""
     rows = batch.rows._replace(ids=batch.rows.positions)
-    parts = [*rows, batch.logits_rows, batch.sampled, batch.sampled_slots, batch.drafted, batch.drawn_rows]
+    parts = [*rows, batch.logits_rows, batch.sampled, batch.sampled_indices, batch.drafted, batch.drawn_rows]
     return [_plain(part) for part in parts] + [_choices(batch.choices), batch.prompts, batch.merged]
 
 
 def _choices(choices: SamplingBatch | None) -> object:
     if choices is None:
         return None
-    return choices.features, _plain(choices.by_row), _plain(choices.position), _plain(choices.slots), choices.mask
+    return choices.features, _plain(choices.by_row), _plain(choices.position), _plain(choices.seq_indices), choices.mask
 
 
 def _plain(part: object) -> object:

@@ -20,7 +20,7 @@ from shared.messages.generation import Grammar
 from tests.support.models.tiny_tokenizers import byte_level, write_model
 from tests.support.paths import DATA
 
-Slots = NDArray[np.intp]
+Indices = NDArray[np.intp]
 EOS = "</s>"
 
 
@@ -74,7 +74,7 @@ class RandomWriter:
         self._pieces = self.library.compiler.spelling().pieces
         self._closing = np.array([piece[:1] in (b'"', b"]", b"}", b",") for piece in self._pieces])
 
-    def allowed(self, matcher: GrammarMatcher) -> Slots:
+    def allowed(self, matcher: GrammarMatcher) -> Indices:
         """The tokens that may follow."""
         bits = np.zeros((1, mask_words(self.vocab_size)), dtype=np.int32)
         matcher.fill(bits)
@@ -93,7 +93,7 @@ class RandomWriter:
             tokens.append(token)
         return tokens, None
 
-    def _drawn(self, allowed: Slots, random: Random, *, eager: bool) -> int:
+    def _drawn(self, allowed: Indices, random: Random, *, eager: bool) -> int:
         if self.eos in allowed and random.random() < 0.5:
             return self.eos
         closing = allowed[self._closing[allowed]]

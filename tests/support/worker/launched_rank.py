@@ -60,26 +60,26 @@ class DriverAhead(Driver):
         self.step()
         return self._begun[-1].step
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Takes what all steps drew."""
         while self._begun:
             self._take_oldest()
 
     def preempt(self, sequence: Sequence) -> None:
         """A scheduler knows the tokens of whom it preempts."""
-        self.settle()
+        self.finish()
         super().preempt(sequence)
 
     def run(self) -> None:
         while not all(sequence.done for sequence in self.sequences.values()):
             self.step()
             if all(sequence.done for sequence in self.sequences.values()):
-                self.settle()  # drafts that do not stand are still to be drawn otherwise
+                self.finish()  # drafts that do not stand are still to be drawn otherwise
         for sequence in self.sequences.values():
             del sequence.tokens[sequence.prompt_length + sequence.wanted :]
             del sequence.logprobs[sequence.wanted :]
         self.release_done()
-        self.settle()
+        self.finish()
 
     def _take_oldest(self) -> None:
         begun = self._begun.popleft()

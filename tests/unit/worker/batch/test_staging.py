@@ -39,7 +39,7 @@ class LateLane:
         self._device = device
         self._sent: Callable[[], None] | None = None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self._sent in self._device.told:
             self._device.catch_up(self._device.told.index(self._sent) + 1)
 
@@ -57,8 +57,8 @@ def rows_with(counts: list[int], starts: list[int], width: int = 8) -> Rows:
     number = len(counts)
     tables = (1 + np.arange(number * width, dtype=np.int32)).reshape(number, width)
     tokens = np.arange(number * width * BLOCK_SIZE, dtype=np.int32).reshape(number, -1)
-    slots = np.arange(number)
-    units = RowRuns(slots, slots, np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32))
+    seq_indices = np.arange(number)
+    units = RowRuns(seq_indices, seq_indices, np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32))
     return rows_of(units, tables, tokens)
 
 

@@ -124,7 +124,7 @@ class FirstStage:
     def plan(self, *work: tuple[int, int]) -> list[int]:
         """(sequence, tokens) each, of which the next is drawn; the ids that are computed."""
         asked = tuple(SequenceWork(SequenceId(sequence), count, b"", True) for sequence, count in work)
-        self.outstanding.settle(asked)
+        self.outstanding.receive_for(asked)
         batch = self.table.batch(self.table.scheduled(asked), None)
         self.outstanding.expect(batch)
         return [int(token) for token in batch.rows.ids]
@@ -171,5 +171,5 @@ def test_what_nobody_goes_on_with_is_taken_in_some_time() -> None:
         first.release(1)
     most = STEPS_PER_STAGE * first.last.stages
     assert len(first.last.waits) in (20 - most, 20 - most - 1), "so many may be on their way"
-    first.outstanding.settle_all()
+    first.outstanding.receive_all()
     assert first.last.waits == list(range(20))

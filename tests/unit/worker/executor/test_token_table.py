@@ -11,21 +11,21 @@ from services.worker.models.config import ModelError
 from services.worker.ops.triton.decode_inputs import feed
 from tests.support.kernels.kernel_device import DEVICE
 
-SLOTS, WIDTH = 3, 40
+SEQUENCES, WIDTH = 3, 40
 CPU = torch.device("cpu")
 
 
 def filled(device: torch.device) -> TokenTable:
-    """Slot s holds 100 * s + its positions."""
-    table = TokenTable(SLOTS, WIDTH, device)
-    slots, positions = (each.ravel() for each in np.indices((SLOTS, WIDTH)))
-    table.put(table.cells(slots, positions.astype(np.int32)), (100 * slots + positions).astype(np.int32))
+    """Sequence s holds 100 * s + its positions."""
+    table = TokenTable(SEQUENCES, WIDTH, device)
+    seq_indices, positions = (each.ravel() for each in np.indices((SEQUENCES, WIDTH)))
+    table.put(table.cells(seq_indices, positions.astype(np.int32)), (100 * seq_indices + positions).astype(np.int32))
     return table
 
 
 def places(*pairs: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    slots, positions = zip(*pairs, strict=True)
-    return np.array(slots, dtype=np.intp), np.array(positions, dtype=np.int32)
+    seq_indices, positions = zip(*pairs, strict=True)
+    return np.array(seq_indices, dtype=np.intp), np.array(positions, dtype=np.int32)
 
 
 @pytest.mark.parametrize("device", {CPU, DEVICE}, ids=str)
@@ -66,6 +66,6 @@ def test_the_kernel_feeds_what_copies_do(count: int, dtype: torch.dtype, named: 
 
 
 def test_more_tokens_than_can_be_numbered_are_refused() -> None:
-    assert table_bytes(SLOTS, WIDTH) == SLOTS * WIDTH * 4
+    assert table_bytes(SEQUENCES, WIDTH) == SEQUENCES * WIDTH * 4
     with pytest.raises(ModelError, match="max_num_seqs or max_model_len"):
         TokenTable(4096, 1 << 20, torch.device("meta"))

@@ -62,9 +62,9 @@ def decodes(count: int, *, start: int = 20, rows: int = 1) -> Rows:
     """`count` sequences with as many new tokens each behind their first `start` and more."""
     tables = (1 + np.arange(count * WIDTH, dtype=np.int32)).reshape(count, WIDTH)
     tokens = (np.arange(count * MAX_CONTEXT, dtype=np.int32) % 97).reshape(count, -1)
-    slots = np.arange(count)
+    seq_indices = np.arange(count)
     starts = np.arange(start, start + count, dtype=np.int32)
-    return rows_of(RowRuns(slots, slots, starts, np.full(count, rows, dtype=np.int32)), tables, tokens)
+    return rows_of(RowRuns(seq_indices, seq_indices, starts, np.full(count, rows, dtype=np.int32)), tables, tokens)
 
 
 def test_sizes_grow_with_the_batch_and_end_with_the_largest_that_there_can_be() -> None:

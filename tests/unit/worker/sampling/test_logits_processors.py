@@ -42,9 +42,9 @@ class Row:
 
 def table_of(rows: list[Row]) -> ParameterTable:
     table = ParameterTable(len(rows), VOCABULARY)
-    for slot, row in enumerate(rows):
+    for seq_index, row in enumerate(rows):
         new = NewSequence(
-            sequence=SequenceId(slot),
+            sequence=SequenceId(seq_index),
             tokens=pack(PROMPT),
             prompt_length=len(PROMPT),
             computed=0,
@@ -53,7 +53,7 @@ def table_of(rows: list[Row]) -> ParameterTable:
             min_tokens=row.min_tokens,
             stop_token_ids=row.stops,
         )
-        table.put(slot, new)
+        table.put(seq_index, new)
     return table
 
 
@@ -63,14 +63,14 @@ class Histories:
     def __init__(self, rows: list[Row]) -> None:
         longest = max(len(row.output) for row in rows) + len(PROMPT) + 3
         self.tokens = np.random.default_rng(0).integers(0, VOCABULARY, (len(rows), longest), dtype=np.int32)
-        for slot, row in enumerate(rows):
-            self.tokens[slot, : len(PROMPT) + len(row.output)] = PROMPT + row.output
+        for seq_index, row in enumerate(rows):
+            self.tokens[seq_index, : len(PROMPT) + len(row.output)] = PROMPT + row.output
 
     def __call__(
-        self, slots: NDArray[np.intp], positions: NDArray[np.int32]
+        self, seq_indices: NDArray[np.intp], positions: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        prompts = np.full(len(slots), len(PROMPT), dtype=np.int32)
-        return self.tokens[slots], prompts + positions, prompts
+        prompts = np.full(len(seq_indices), len(PROMPT), dtype=np.int32)
+        return self.tokens[seq_indices], prompts + positions, prompts
 
 
 def logits_of(rows: int, seed: int = 0) -> Tensor:
@@ -317,9 +317,9 @@ def test_histories_are_looked_at_a_few_tokens_at_a_time(monkeypatch: pytest.Monk
     rows.insert(4, Row([8]))
     histories, looks = Histories(rows), []
 
-    def history(slots: NDArray[np.intp], positions: NDArray[np.int32]) -> Any:
-        looks.append(len(slots) * (len(PROMPT) + int(positions.max())))
-        return histories(slots, positions)
+    def history(seq_indices: NDArray[np.intp], positions: NDArray[np.int32]) -> Any:
+        looks.append(len(seq_indices) * (len(PROMPT) + int(positions.max())))
+        return histories(seq_indices, positions)
 
     def seen() -> Tensor:
         positions = np.array([len(row.output) for row in rows], dtype=np.int32)

@@ -30,9 +30,9 @@ def logits_of(spread: float, seed: int = 0) -> Tensor:
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def new(slot: int, tokens: list[int], prompt_length: int, params: SamplingOptions, **more: Any) -> NewSequence:
+def new(seq_index: int, tokens: list[int], prompt_length: int, params: SamplingOptions, **more: Any) -> NewSequence:
     return NewSequence(
-        sequence=SequenceId(slot),
+        sequence=SequenceId(seq_index),
         tokens=pack(tokens),
         prompt_length=prompt_length,
         computed=0,
@@ -54,13 +54,13 @@ def draw(
     """One draw for each row of `logits` [R, vocab], every sequence holding `tokens`."""
     held = tokens or [0]
     table = ParameterTable(len(params), logits.shape[1])
-    for slot, one in enumerate(params):
-        table.put(slot, new(slot, held, prompt_length, one, **more))
+    for seq_index, one in enumerate(params):
+        table.put(seq_index, new(seq_index, held, prompt_length, one, **more))
 
     def history(
-        slots: NDArray[np.intp], _: NDArray[np.int32]
+        seq_indices: NDArray[np.intp], _: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        rows = len(slots)
+        rows = len(seq_indices)
         return (
             np.tile(np.array(held, dtype=np.int32), (rows, 1)),
             np.full(rows, len(held), dtype=np.int32),

@@ -78,12 +78,12 @@ def seen(table: SequenceTable, hidden: int) -> ComputedStep:
     meta: BatchMeta = rows_on_device(rows, rows.last_rows, torch.device("cpu"))[1]
     features = torch.randn(count, hidden, generator=torch.Generator().manual_seed(3))
     return ComputedStep(
-        row_slots=rows.row_slots,
+        seq_indices=rows.seq_indices,
         positions=rows.positions,
         kv_slots=rows.kv_slots,
         meta=meta,
         features=features,
-        sampled_slots=zeros,
+        sampled_indices=zeros,
         last_rows=rows.last_rows,
         following=lambda: torch.tensor(PROMPT[1:], dtype=torch.int32),
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.worker.batch.rows import drafts_apart
+from services.worker.batch.rows import expand_drafts
 from services.worker.speculation.ngram import continue_match, last_match
 from services.worker.speculation.settings import SpeculationError, read_speculation
 from services.worker.speculation.verification import accepted_counts, by_sequence
@@ -77,7 +77,7 @@ def test_drafts_stand_up_to_the_first_that_is_not_drawn() -> None:
 
 def test_rows_fall_to_their_sequences() -> None:
     drafted = np.array([0, 2, 1], dtype=np.int32)
-    owner, ahead = drafts_apart(drafted)
+    owner, ahead = expand_drafts(drafted)
     assert (owner.tolist(), ahead.tolist()) == ([0, 1, 1, 1, 2, 2], [0, 0, 1, 2, 0, 1])
     drawn = np.arange(1, 7, dtype=np.int32)
     assert by_sequence(drawn, drafted).tolist() == [[1, 0, 0], [2, 3, 4], [5, 6, 0]]

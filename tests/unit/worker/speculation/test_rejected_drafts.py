@@ -28,8 +28,8 @@ lengths = st.lists(st.tuples(st.integers(MOST, WIDTH - 1), st.integers(0, MOST))
 """Of decodes: the position assumed, and by how much that is too high."""
 
 
-def tables(slots: int) -> np.ndarray:  # type: ignore[type-arg]
-    return np.random.default_rng(1).permutation(slots * 4).astype(np.int32).reshape(slots, 4)
+def tables(seq_indices: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.random.default_rng(1).permutation(seq_indices * 4).astype(np.int32).reshape(seq_indices, 4)
 
 
 def i32(values: object) -> np.ndarray:  # type: ignore[type-arg]
@@ -48,17 +48,17 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @given(lengths, st.integers(0, 2))
 def test_rows_lie_where_they_would_have_lain(decodes: list[tuple[int, int]], prefills: int) -> None:
     count = len(decodes) + prefills
-    slots = np.arange(count)
+    seq_indices = np.arange(count)
     blocks, tokens = tables(count), np.zeros((count, WIDTH + 1), dtype=np.int32)
     short = i32([missing for _, missing in decodes] + [0] * prefills)
     starts = i32([position for position, _ in decodes] + [3] * prefills)
     sizes = i32([1] * len(decodes) + [17] * prefills)
-    assumed = rows_of(RowRuns(slots, slots, starts, sizes), blocks, tokens)
-    true = rows_of(RowRuns(slots, slots, starts - short, sizes), blocks, tokens)
-    ids = (assumed.row_slots * 100 + assumed.positions).astype(np.int32)
+    assumed = rows_of(RowRuns(seq_indices, seq_indices, starts, sizes), blocks, tokens)
+    true = rows_of(RowRuns(seq_indices, seq_indices, starts - short, sizes), blocks, tokens)
+    ids = (assumed.seq_indices * 100 + assumed.positions).astype(np.int32)
     cells, meta = rows_on_device(assumed._replace(ids=ids), assumed.last_rows, DEVICE)
-    move_back(cells, meta, RejectedDrafts(torch.from_numpy(short[assumed.row_slots]).to(DEVICE), MOST))
-    assert cells.tolist() == (true.row_slots * 100 + true.positions).tolist()
+    move_back(cells, meta, RejectedDrafts(torch.from_numpy(short[assumed.seq_indices]).to(DEVICE), MOST))
+    assert cells.tolist() == (true.seq_indices * 100 + true.positions).tolist()
     assert meta.positions.tolist() == true.positions.tolist()
     assert meta.context_lens.tolist() == true.context_lens.tolist()
     assert meta.slots.tolist() == true.kv_slots.tolist()
@@ -68,11 +68,14 @@ def test_rows_lie_where_they_would_have_lain(decodes: list[tuple[int, int]], pre
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths)
 def test_so_do_those_of_a_chain_of_drafts(decodes: list[tuple[int, int]]) -> None:
-    slots, ahead = np.arange(len(decodes)), i32([[0], [1], [2]])
+    seq_indices, ahead = np.arange(len(decodes)), i32([[0], [1], [2]])
     positions, short = i32([p for p, _ in decodes]) + ahead - 2, i32([missing for _, missing in decodes])
     positions = np.maximum(positions, MOST)
     blocks = tables(len(decodes))
-    moved, true = draft_chain(slots, positions, blocks, DEVICE), draft_chain(slots, positions - short, blocks, DEVICE)
+    moved, true = (
+        draft_chain(seq_indices, positions, blocks, DEVICE),
+        draft_chain(seq_indices, positions - short, blocks, DEVICE),
+    )
     moved.move_back(RejectedDrafts(torch.from_numpy(short).to(DEVICE), MOST))
     for step in range(3):
         one, other = moved.meta(step), true.meta(step)
@@ -82,22 +85,27 @@ def test_so_do_those_of_a_chain_of_drafts(decodes: list[tuple[int, int]]) -> Non
 
 def test_each_row_is_drawn_by_the_number_of_the_position_that_it_is_at() -> None:
     table = ParameterTable(3, 50)
-    for slot in range(3):
-        sampling = SamplingOptions(seed=7 + slot, temperature=1.0)
+    for seq_index in range(3):
+        sampling = SamplingOptions(seed=7 + seq_index, temperature=1.0)
         table.put(
-            slot,
+            seq_index,
             NewSequence(
-                sequence=SequenceId(slot), tokens=b"", prompt_length=1, computed=0, blocks=b"", sampling=sampling
+                sequence=SequenceId(seq_index), tokens=b"", prompt_length=1, computed=0, blocks=b"", sampling=sampling
             ),
         )
-    slots, positions, short = np.array([2, 0, 0, 1]), i32([9, 5, 6, 4]), i32([0, 2, 2, 3])
-    assumed = table.sampling_batch(slots, positions)
+    seq_indices, positions, short = np.array([2, 0, 0, 1]), i32([9, 5, 6, 4]), i32([0, 2, 2, 3])
+    assumed = table.sampling_batch(seq_indices, positions)
     sent = torch.from_numpy(assumed.candidate_uniforms())
-    assert torch.equal(assumed.select_uniforms(sent), torch.from_numpy(uniforms(table.seed[slots], positions)))
+    assert torch.equal(assumed.select_uniforms(sent), torch.from_numpy(uniforms(table.seed[seq_indices], positions)))
     behind = type(assumed)(
-        assumed.features, assumed.by_row, positions, slots, table, rejected=RejectedDrafts(torch.from_numpy(short), 3)
+        assumed.features,
+        assumed.by_row,
+        positions,
+        seq_indices,
+        table,
+        rejected=RejectedDrafts(torch.from_numpy(short), 3),
     )
-    true = uniforms(table.seed[slots], positions - short)
+    true = uniforms(table.seed[seq_indices], positions - short)
     assert behind.select_uniforms(torch.from_numpy(behind.candidate_uniforms())).tolist() == true.tolist()
     some = np.array([1, 3])
     there = torch.from_numpy(some)

@@ -95,11 +95,11 @@ def test_each_token_is_the_one_whose_share_the_chance_falls_into(vocab: int, sca
 
 def _choices(params: list[SamplingOptions], vocab: int) -> SamplingBatch:
     table = ParameterTable(len(params), vocab)
-    for slot, one in enumerate(params):
+    for seq_index, one in enumerate(params):
         new = NewSequence(
-            sequence=SequenceId(slot), tokens=pack([0]), prompt_length=1, computed=0, blocks=b"", sampling=one
+            sequence=SequenceId(seq_index), tokens=pack([0]), prompt_length=1, computed=0, blocks=b"", sampling=one
         )
-        table.put(slot, new)
+        table.put(seq_index, new)
     return table.sampling_batch(np.arange(len(params)), np.arange(len(params), dtype=np.int32))
 
 
