@@ -14,7 +14,7 @@ from services.worker import metrics
 from services.worker.backend import Backend
 from services.worker.config import RankIdentity
 from services.worker.executor.compute_thread import ComputeThread
-from services.worker.executor.plan_queue import PlanGap, PlanOrder, PlanQueue
+from services.worker.executor.plan_queue import PlanGap, PlanQueue
 from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from shared import topics
@@ -49,7 +49,6 @@ class WorkerActor(Actor):
         self._plans = PlanQueue(skip_void=identity.world_size == 1)
         self._thread = ComputeThread(make_backend, self._plans, self._copies)
         self._backend: Backend | None = None
-        self._order = PlanOrder()
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
         self._in_hand = 0
@@ -69,24 +68,23 @@ class WorkerActor(Actor):
     async def handle(self, message: StepPlan) -> None:
         """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
         sent `StepMissed`, and a rank of several raises RankOutOfStep."""
-        verdict = self._order.record(message)
-        match verdict:
+        arrival = self._plans.submit(message)
+        match arrival:
             case "first" | "next":
-                if verdict == "first":
+                if arrival == "first":
                     self._published = 0
                 self._in_hand += 1
-                if message.transfers or verdict == "first":
+                if message.transfers or arrival == "first":
                     self._ledger.record(message)
                 if message.compile and self._publishes:
                     assert self._backend is not None, "messages come behind set_up"
                     self._grammars.request(self._backend.grammars, message.epoch, message.compile)
-                self._plans.submit(message, first=verdict == "first")
             case "repeated":
                 log.warning("plan came twice", extra={"step": message.step})
             case PlanGap(expected):
                 await self._report_missed(message, expected)
             case _:
-                assert_never(verdict)
+                assert_never(arrival)
 
     async def background(self) -> None:
         """Publishes what comes of plans, transfers and grammars. Raises what computing or copying raised."""
@@ -108,13 +106,13 @@ class WorkerActor(Actor):
 
     async def _report_steps(self) -> None:
         while True:
-            plan, output, ended = await self._plans.result()
+            plan, output, ended = await self._plans.results.get()
             self._in_hand -= 1
             if output is None:
                 continue
             output = replace(output, timing=replace(output.timing, answer=max(0.0, time.perf_counter() - ended)))
             if self._publishes:
-                if plan.epoch == self._order.epoch:
+                if plan.epoch == self._plans.epoch:
                     self._published += 1
                 finished = StepFinished(
                     epoch=plan.epoch,
@@ -153,8 +151,8 @@ class WorkerActor(Actor):
             model=self._backend.card,
             num_blocks=self._backend.num_blocks,
             device=self._backend.device,
-            epoch=self._order.epoch,
-            received=self._order.expected,
+            epoch=self._plans.epoch,
+            received=self._plans.expected,
             published=self._published,
             max_num_seqs=self._identity.max_num_seqs,
             max_batch_tokens=self._identity.max_batch_tokens,

@@ -23,7 +23,7 @@ from services.worker.executor.device_runner import DeviceRunner
 from services.worker.ops.interface import BatchMeta
 from shared.messages.worker import StepPlan
 from tests.support.models.tiny_models import make_model
-from tests.support.worker.launched_rank import DriverAhead, launching
+from tests.support.worker.launched_rank import DriverAhead, begin_step, launching
 from tests.support.worker.tiny_backend import tiny_backend
 
 SIZES = (1, 16, 64, 256)
@@ -53,7 +53,7 @@ class TimedRunner(DeviceRunner):
 
     def begin(self, plan: StepPlan) -> Step:
         started = time.thread_time()
-        step = super().begin(plan)
+        step = begin_step(self, plan)
         self.begun.append(time.thread_time() - started)
         return _Timed(step, self.told)
 

@@ -37,6 +37,14 @@ class _Ready(NamedTuple):
     at: float
 
 
+class _Executed(NamedTuple):
+    """A step that is computed: how its result is read, and when the device could begin with it, and was done."""
+
+    read: Callable[[], StepOutput]
+    began: float
+    ended: float
+
+
 class ComputeThread:
     """Owns the thread and, on it, the backend: libraries keep state per thread, so it is made there too.
 
@@ -71,13 +79,14 @@ class ComputeThread:
             return
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT)
         if not self._thread.is_alive():
-            self._plans.close()
+            self._plans.results.close()
 
     # ---- on the compute thread
 
     def _run(self) -> None:
         try:
             self._backend = self._make_backend()
+            self._launches = self._backend.mode == "launched"
             self._copies.start(self._backend.kv)
         except BaseException as error:
             self._loop.call_soon_threadsafe(_fail, self._ready, error)
@@ -93,11 +102,11 @@ class ComputeThread:
             with self._backend.compute_context():
                 execute()
         except BaseException as error:
-            self._plans.hand_over(error)
+            self._plans.results.put(error)
 
     def _execute_in_sequence(self) -> None:
         while (queued := self._plans.next_plan()) is not None:
-            self._compute(_Ready(queued, self._prepare(queued), time.perf_counter()))
+            self._execute(_Ready(queued, self._prepare(queued), time.perf_counter()))
 
     def _execute_prepared(self) -> None:
         """Computing leaves Python's lock alone for most of its time, so that a second thread can prepare."""
@@ -105,7 +114,7 @@ class ComputeThread:
         while (ready := self._prepared.get()) is not None:
             match ready:
                 case _Ready():
-                    self._compute(ready)
+                    self._execute(ready)
                 case threading.Event():
                     ready.set()
                 case _:
@@ -122,7 +131,7 @@ class ComputeThread:
 
     def _prepare(self, queued: QueuedPlan) -> Step | None:
         """None where the plan is left out, as its epoch is over. The first of an epoch begins it."""
-        if self._plans.is_void(queued):
+        if queued.void:
             return None
         if queued.first:
             self._finish_all()
@@ -138,35 +147,40 @@ class ComputeThread:
             self._prepared.put(computed := threading.Event())
             computed.wait()
 
-    def _compute(self, ready: _Ready) -> None:
-        """On a processor, which computes while it launches. Transfers of the plan begin when all steps before it are
-        computed, or itself is."""
-        queued, step, prepared = ready
+    def _execute(self, ready: _Ready) -> None:
+        """Computes a step, which a processor does while it is launched, or waits until the device has computed it, and
+        hands its result over. Transfers of the plan begin when all steps before it are computed, or itself is."""
+        queued, step, at = ready
         if step is None:
-            self._plans.hand_over(ComputedPlan(queued.plan, None))
+            self._plans.results.put(ComputedPlan(queued.plan, None))
             return
         before, after = around(queued.plan.transfers) if queued.plan.transfers else ((), ())
         if before:
             self._copy(queued, before)
+        read, began, ended = self._await_device(step, at) if self._launches else self._compute(step, at)
+        if after:
+            self._copy(queued, after)
+        wait = max(0.0, queued.arrived - self._ended)
+        exposed = max(0.0, began - max(queued.arrived, self._ended))
+        self._ended = ended
+        self._plans.results.put(UnreadResult(queued.plan, read, wait, exposed, ended))
+
+    def _compute(self, step: Step, prepared: float) -> _Executed:
         self._copies.computing = True
         step.launch()
         self._copies.computing = False
         self._copies.active = ended = time.perf_counter()
-        if after:
-            self._copy(queued, after)
-        self._hand_over(queued, step.result, prepared, ended)
+        return _Executed(step.result, prepared, ended)
+
+    def _await_device(self, step: Step, launched: float) -> _Executed:
+        output = step.result()
+        began = launched if output.began is None else output.began
+        return _Executed(lambda: output, began, time.perf_counter() if output.ended is None else output.ended)
 
     def _copy(self, queued: QueuedPlan, transfers: tuple[Transfer, ...]) -> None:
         """Unless the epoch is over: nobody awaits them then."""
         if queued.plan.epoch == self._plans.epoch:
             self._copies.add(queued.plan.epoch, transfers)
-
-    def _hand_over(self, queued: QueuedPlan, read: Callable[[], StepOutput], began: float, ended: float) -> None:
-        """`began`: when the device could begin with the step at the earliest."""
-        wait = max(0.0, queued.arrived - self._ended)
-        exposed = max(0.0, began - max(queued.arrived, self._ended))
-        self._ended = ended
-        self._plans.hand_over(UnreadResult(queued.plan, read, wait, exposed, ended))
 
     # ---- on the second thread of the mode `prepared`
 
@@ -183,26 +197,10 @@ class ComputeThread:
     def _await_all(self) -> None:
         try:
             while (launched := self._launched.get()) is not None:
-                self._await(launched)
+                self._execute(launched)
                 self._launched.task_done()
         except BaseException as error:
-            self._plans.hand_over(error)
-
-    def _await(self, launched: _Ready) -> None:
-        """Transfers of the plan begin when all steps before it are computed, or itself is."""
-        queued, step, at = launched
-        if step is None:
-            self._plans.hand_over(ComputedPlan(queued.plan, None))
-            return
-        before, after = around(queued.plan.transfers) if queued.plan.transfers else ((), ())
-        if before:
-            self._copy(queued, before)
-        output = step.result()
-        if after:
-            self._copy(queued, after)
-        began = at if output.began is None else output.began
-        ended = time.perf_counter() if output.ended is None else output.ended
-        self._hand_over(queued, lambda: output, began, ended)
+            self._plans.results.put(error)
 
 
 def _resolve(ready: asyncio.Future[Backend], backend: Backend) -> None:

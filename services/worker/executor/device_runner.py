@@ -17,8 +17,6 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from services.worker.backend import MAX_LAUNCHED_STEPS, ExecutionMode, StepOutput
 from services.worker.batch.batch import Batch, DraftTokens, ScheduledWork
@@ -29,9 +27,9 @@ from services.worker.executor.rank_state import RankState, split_logits
 from services.worker.executor.runner import StepRunner, step_output
 from services.worker.executor.timing import clock_of
 from services.worker.executor.token_table import TokenTable
-from services.worker.sampling.parameters import Feature, SamplingBatch
+from services.worker.sampling.parameters import Feature
 from services.worker.sampling.random_numbers import RejectedDrafts
-from services.worker.sampling.sampler import SamplerOutput, sample
+from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import move_back, sampled_rows, warm_up_move_back, warm_up_verification
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -65,7 +63,7 @@ class DeviceRunner(StepRunner):
 
     def prepare(self, plan: StepPlan) -> DeviceStep:
         """Waits for steps under way only where the host cannot go on without knowing what they draw."""
-        goes_ahead = self.rank.goes_ahead(plan)
+        goes_ahead = self.rank.drafting.goes_ahead(plan)
         self._pending.finish_drafts(but_latest=goes_ahead and self._can_be_moved_back())
         self._put(self.rank.update_sequences(plan))
         scheduled = self.rank.sequences.scheduled(plan.work) if plan.work else None
@@ -103,9 +101,9 @@ class DeviceRunner(StepRunner):
         """In the tokens' table, too, behind what the sequences hold."""
         speculating = scheduled.seq_indices[scheduled.speculating]
         if not len(speculating):
-            return self.rank.proposed(scheduled)
+            return self.rank.drafting.propose(scheduled)
         rejected = self._pending.rejected(speculating)
-        drafts = self.rank.proposed(scheduled, rejected)
+        drafts = self.rank.drafting.propose(scheduled, rejected)
         if drafts is not None:
             self._tokens.put_drafts(speculating, self.rank.sequences.lengths[speculating], drafts, rejected)
         return drafts
@@ -123,14 +121,17 @@ class DeviceRunner(StepRunner):
         begun = self._clock.mark()
         logits, features = rank.forward(ids, meta)
         forwarded = self._clock.mark()
-        choices = self._masked(batch)
+        choices = batch.choices
+        if rank.guided:
+            self._pending.finish_for(rank.guided.with_grammar(batch.sampled_indices))
+            choices = rank.masked(batch)
         logits, scored = split_logits(batch, logits)
-        drawn = self._drawn(batch, logits, choices)
+        drawn = self.sample(batch, logits, choices, self._history)
         # What is drawn behind a draft that is not accepted lies behind the sequence's end then, where nobody reads.
         self._tokens.feed(placed, drawing, drawn.tokens)
         trial = rank.verified(batch, ids, drawing, drawn.tokens)
         last_rows = batch.drawn_rows if trial is None else trial.last_rows()
-        rank.observe(batch, meta, features, last_rows, lambda: self._tokens.read(placed + 1))
+        rank.drafting.observe(batch, meta, features, last_rows, lambda: self._tokens.read(placed + 1))
         outcome = drawn if trial is None else SamplerOutput(trial.outcome, drawn.logprobs)
         step.launched = LaunchedBatch(
             batch=batch,
@@ -141,22 +142,6 @@ class DeviceRunner(StepRunner):
             trial=trial,
         )
         self._pending.add(step.launched, rank.sequences.assume(batch.sampled_indices, batch.drafted))
-
-    def _masked(self, batch: Batch) -> SamplingBatch | None:
-        guided = self.rank.guided
-        if guided:
-            self._pending.finish_for(guided.with_grammar(batch.sampled_indices))
-        return self.rank.masked(batch)
-
-    def _drawn(self, batch: Batch, logits: Tensor | None, choices: SamplingBatch | None) -> SamplerOutput:
-        """The same tokens on all ranks."""
-        if choices is None or logits is None:
-            drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
-        else:
-            drawn = sample(logits, choices, self._history)
-        if choices is None or self.rank.communicator.world_size == 1:
-            return drawn
-        return SamplerOutput(self.rank.communicator.broadcast(drawn.tokens), drawn.logprobs)
 
 
 def _moved_back(batch: Batch, rejected: RejectedDrafts) -> Batch:

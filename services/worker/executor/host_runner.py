@@ -31,7 +31,7 @@ from services.worker.executor.pending import ExpectedSteps
 from services.worker.executor.rank_state import RankState, split_logits
 from services.worker.executor.runner import StepRunner, step_output
 from services.worker.ops.interface import BatchMeta
-from services.worker.sampling.sampler import SamplerOutput, sample
+from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -99,7 +99,7 @@ class HostRunner(StepRunner):
             self._expected.receive_for(plan.work)
         batch = None if plan.released or plan.new else self._reuse.next(plan.work)
         if batch is not None:
-            rank.steps_without_drafts += 1
+            rank.drafting.steps_without_drafts += 1
         elif (batch := self._new_batch(plan)) is None:
             return None
         if self._on_cpu:  # token ids are read when it is launched
@@ -117,7 +117,8 @@ class HostRunner(StepRunner):
         scheduled = sequences.scheduled(plan.work) if plan.work else None
         if scheduled is None or not scheduled.work:
             return None
-        batch = sequences.batch(scheduled, self.rank.drafts(scheduled))
+        drafts = self.rank.drafting.propose(scheduled)
+        batch = sequences.batch(scheduled, None if drafts is None else drafts.on_host())
         self._reuse.remember(plan.work, batch)
         return batch
 
@@ -137,7 +138,7 @@ class HostRunner(StepRunner):
         if self._on_cpu:
             np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
         logits, features = rank.forward(ids, meta)
-        choices = rank.masked(batch)
+        choices = rank.masked(batch) if rank.guided else batch.choices
         if not self._on_cpu:
             torch.cuda.synchronize(rank.device)
         forwarded = time.perf_counter()
@@ -148,21 +149,16 @@ class HostRunner(StepRunner):
         elif choices is None:
             step.verdict = NO_TOKENS
         else:
-            if logits is not None:
-                drawn = sample(logits, choices, rank.sequences.history)
-            else:
-                drawn = SamplerOutput(torch.zeros(len(batch.drawn_rows), dtype=torch.int64, device=rank.device))
-            step.verdict = self._accept(step.inputs, drawn)
-        if rank.observes:
-            rank.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
+            step.verdict = self._accept(step.inputs, self.sample(batch, logits, choices, rank.sequences.history))
+        if rank.drafting.observes:
+            rank.drafting.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
         over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0
         forward = forwarded - begun - waited
         step.timing = StepTiming(wait=waited, prepare=prepare, forward=forward, sample=over - forwarded)
 
     def _accept(self, inputs: _Inputs, drawn: SamplerOutput) -> AcceptedTokens:
         """The next tokens of each sequence that asked for some, which holds them from here on."""
-        rank, (batch, ids, meta, places) = self.rank, inputs
-        tokens = drawn.tokens if rank.communicator.world_size == 1 else rank.communicator.broadcast(drawn.tokens)
+        rank, tokens, (batch, ids, meta, places) = self.rank, drawn.tokens, inputs
         trial = None if places is not None else rank.verified(batch, ids, sampled_rows(batch, meta), tokens)
         outcome = tokens if trial is None else trial.outcome
         verdict = AcceptedTokens.of(outcome.cpu().numpy().astype(np.int32), batch.drafted, drawn.logprobs)

@@ -31,27 +31,6 @@ class PlanGap(NamedTuple):
     expected: int
 
 
-class PlanOrder:
-    """Owns which plan must come next. (epoch, step) are consecutive; a new epoch begins with step 0."""
-
-    def __init__(self) -> None:
-        self.epoch: Incarnation | None = None
-        self.expected = 0
-        """Also how many plans of the epoch have arrived."""
-
-    def record(self, plan: StepPlan) -> Literal["first", "next", "repeated"] | PlanGap:
-        """Counts `plan` in. `first`: a new epoch, everything before it is void. After a gap only that can follow."""
-        if plan.epoch != self.epoch:
-            if plan.step:
-                return PlanGap(0)
-            self.epoch, self.expected = plan.epoch, 1
-            return "first"
-        if plan.step != self.expected:
-            return "repeated" if plan.step < self.expected else PlanGap(self.expected)
-        self.expected += 1
-        return "next"
-
-
 class QueuedPlan(NamedTuple):
     """A plan that waits to be computed."""
 
@@ -60,6 +39,8 @@ class QueuedPlan(NamedTuple):
     """Whether it begins a new epoch."""
     arrived: float
     """When it came, on `time.perf_counter`'s clock."""
+    void: bool = False
+    """Whether it is to be left out, as a later epoch has begun."""
 
 
 class ComputedPlan(NamedTuple):
@@ -85,9 +66,13 @@ class UnreadResult(NamedTuple):
     ended: float
 
 
+Result = ComputedPlan | UnreadResult | BaseException
+"""Of one plan; or what computing raised, which ends the thread."""
+
+
 class PlanQueue:
-    """Owns the plans that wait, and the results that nobody has asked for yet. Made on the event loop; `submit` and
-    `result` are called there, everything else on the threads that compute."""
+    """Owns the plans that wait, which must come next, and the results that nobody has asked for yet. Made on the event
+    loop; `submit` is called there, everything else on the threads that compute."""
 
     def __init__(self, *, skip_void: bool) -> None:
         """`skip_void`: leave out plans of an epoch that is over. Ranks that compute together may not: each must execute
@@ -96,18 +81,25 @@ class PlanQueue:
         self._plans: queue.SimpleQueue[QueuedPlan | None] = queue.SimpleQueue()
         self.epoch: Incarnation | None = None
         """Of the plan that came last: transfers of any other epoch are awaited by nobody."""
-        self._handed_over: deque[ComputedPlan | UnreadResult | BaseException] = deque()
-        """No more than the plans that waited."""
-        self._results: asyncio.Queue[ComputedPlan | UnreadResult | BaseException] = asyncio.Queue()
-        self._notifier = Notifier(self._take_results)
+        self.expected = 0
+        """The step that must come next: as many plans of the epoch have arrived."""
+        self.results = ResultQueue()
 
-    def submit(self, plan: StepPlan, *, first: bool) -> None:
-        """Has `plan` executed after those before it; `first` begins a new epoch. Raises queue.Full."""
-        self.epoch = plan.epoch
+    def submit(self, plan: StepPlan) -> Literal["first", "next", "repeated"] | PlanGap:
+        """Has `plan` executed after those before it, where it is the next one: (epoch, step) are consecutive. `first`:
+        a new epoch, which begins with step 0, and everything before it is void. After a gap only that can follow.
+
+        Raises queue.Full."""
+        first = plan.epoch != self.epoch
+        expected = 0 if first else self.expected
+        if plan.step != expected:
+            return "repeated" if plan.step < expected else PlanGap(expected)
         # A queue.Queue counts for itself, at ten times the price; there is nobody else who puts anything in.
         if self._plans.qsize() >= MAX_QUEUED_PLANS:
             raise queue.Full
+        self.epoch, self.expected = plan.epoch, expected + 1
         self._plans.put(QueuedPlan(plan, first, time.perf_counter()))
+        return "first" if first else "next"
 
     def end(self) -> None:
         """No plan comes behind those that wait. Raises queue.Full."""
@@ -115,38 +107,12 @@ class PlanQueue:
             raise queue.Full
         self._plans.put(None)
 
-    def close(self) -> None:
-        """Everything that computed has ended."""
-        self._notifier.close()
-
-    async def result(self) -> ComputedPlan:
-        """The next plan's output, in the order of the plans. Raises what computing raised."""
-        result = await self._results.get()
-        if isinstance(result, UnreadResult):
-            output = result.read()
-            timing = output.timing
-            timed = replace(timing, wait=result.wait + timing.wait, prepare=result.exposed + timing.prepare)
-            return ComputedPlan(result.plan, replace(output, timing=timed), result.ended)
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
     def next_plan(self) -> QueuedPlan | None:
         """The next one, when it has come. None: there will be no more."""
-        return self._plans.get()
-
-    def is_void(self, queued: QueuedPlan) -> bool:
-        """Whether the plan is to be left out, as a later epoch has begun."""
-        return self._skip_void and queued.plan.epoch != self.epoch
-
-    def hand_over(self, result: ComputedPlan | UnreadResult | BaseException) -> None:
-        """Gives a result to whoever awaits `result`, in the order of the calls."""
-        self._handed_over.append(result)
-        self._notifier.notify()
-
-    def _take_results(self) -> None:
-        while self._handed_over:
-            self._results.put_nowait(self._handed_over.popleft())
+        queued = self._plans.get()
+        if queued is None or not self._skip_void or queued.plan.epoch == self.epoch:
+            return queued
+        return queued._replace(void=True)
 
 
 _MAX_NOTICES = 4096
@@ -157,34 +123,50 @@ _write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _write.restype = ctypes.c_ssize_t
 
 
-class Notifier:
-    """Wakes the event loop from another thread, which is not held up by it.
+class ResultQueue:
+    """Brings results from other threads to the event loop, in the order of the calls, without holding a thread up.
 
     Whatever may wait releases Python's global lock, and `call_soon_threadsafe` does, where it writes: the event loop
     wakes up, takes the lock, and is at work for some tenths of a millisecond while the device has nothing to do. Here
     the lock is kept while the byte is written, and released by the thread when it computes.
 
-    Owns a pipe. Made on the event loop, where `callback` is called some time after each `notify`.
+    Owns a pipe. Made on the event loop, where `get` is called.
     """
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
+    def __init__(self) -> None:
+        self._put: deque[Result] = deque()
+        """No more than the plans that waited."""
+        self._arrived: asyncio.Queue[Result] = asyncio.Queue()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._reader, self._called)
+        self._loop.add_reader(self._reader, self._take)
 
-    def notify(self) -> None:
+    def put(self, result: Result) -> None:
         """From any thread. A full pipe holds notices enough."""
+        self._put.append(result)
         _write(self._writer, b"!", 1)
 
-    def _called(self) -> None:
+    def _take(self) -> None:
         os.read(self._reader, _MAX_NOTICES)
-        self._callback()
+        while self._put:
+            self._arrived.put_nowait(self._put.popleft())
+
+    async def get(self) -> ComputedPlan:
+        """The next plan's output, in the order of the plans. Raises what computing raised."""
+        result = await self._arrived.get()
+        if isinstance(result, UnreadResult):
+            output = result.read()
+            timing = output.timing
+            timed = replace(timing, wait=result.wait + timing.wait, prepare=result.exposed + timing.prepare)
+            return ComputedPlan(result.plan, replace(output, timing=timed), result.ended)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def close(self) -> None:
-        """Nobody notifies any more."""
+        """Nobody puts anything any more."""
         self._loop.remove_reader(self._reader)
         os.close(self._reader)
         os.close(self._writer)

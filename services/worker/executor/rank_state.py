@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.batch.batch import Batch, DraftTokens, ScheduledWork
+from services.worker.batch.batch import Batch
 from services.worker.batch.prompt_rows import ScoredPromptRows
-from services.worker.batch.rows import Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.batch.staging import staging_for
 from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
-from services.worker.guided.guided_sequences import MAX_JUMP_FORWARD, GuidedSequences, JumpForwardProposer
+from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
+from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
 from services.worker.models.decoder import Decoder
@@ -23,24 +23,10 @@ from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
 from services.worker.sampling.parameters import SamplingBatch
-from services.worker.sampling.random_numbers import RejectedDrafts
-from services.worker.speculation.proposer import (
-    NO_DRAFTS,
-    ComputedStep,
-    DraftRequest,
-    DraftsAhead,
-    DraftSettings,
-    Proposer,
-    ProposerChain,
-    StatelessProposer,
-)
+from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import VerifiedDrafts, verify_batch
 from shared.messages.lifecycle import ModelCard
 from shared.messages.worker import StepPlan
-
-FORGETS_AFTER = 8
-"""Steps without drafts after which the proposer observes no further step: a drafter that does not pay costs nothing
-then. When it is asked again it starts from what it can read."""
 
 
 class SplitLogits(NamedTuple):
@@ -52,8 +38,8 @@ class SplitLogits(NamedTuple):
 
 
 class RankState:
-    """Owns a rank's share of the model, its KV memory, and its sequences with their grammars and drafts. Used from the
-    compute thread."""
+    """Owns a rank's share of the model, its KV memory, and its sequences with their grammars. Used from the compute
+    thread."""
 
     def __init__(
         self,
@@ -84,7 +70,6 @@ class RankState:
         self.draws = self.pipeline.stage + 1 == self.pipeline.stages
         """Or is of a stage before the last, which is sent later what was drawn."""
         self.grammars = grammars
-        self.drafting = drafting
         self.staging = staging_for(device)
         self._caches: KvCaches = decoder.allocate_kv(num_blocks)
         self.kv: RankKvCache = decoder.share_kv(self._caches, digest)
@@ -95,12 +80,10 @@ class RankState:
             num_blocks=num_blocks,
             vocab_size=card.vocab_size,
         )
-        self.steps_without_drafts = 0
-        """Steps since drafts were asked for; the same on all ranks. Written by the runner, too."""
-        self._forgotten = False
-        """Whether the proposer knows no sequence, as it has observed no step since."""
         self.guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
-        self.draft_by(proposer)
+        self.drafting = RankDrafting(
+            drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
+        )
 
     @property
     def caches(self) -> KvCaches:
@@ -111,28 +94,13 @@ class RankState:
     def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
         return self.decoder.fastest_pass if replaying is None else replaying(self.decoder.forward, self._caches)
 
-    def draft_by(self, proposer: Proposer | None) -> None:
-        """Drafts by `proposer` from here on; tokens that a grammar forces are drafted before any guess."""
-        self.proposer = self._drafter = proposer
-        self.observes = self.draws and proposer is not None and not isinstance(proposer, StatelessProposer)
-        """Whether the proposer observes what steps compute."""
-        if self.guided is not None and self.pipeline.stages == 1:
-            forced = JumpForwardProposer(self.guided)
-            self._drafter = forced if proposer is None else ProposerChain((forced, proposer))
-
-    @property
-    def max_jump_ahead(self) -> int:
-        """Forced tokens that one step may yield for a sequence with a grammar; 0 where there are several stages."""
-        # Stages before the last have no matchers, and would need the drafts before they are known.
-        return MAX_JUMP_FORWARD if self.pipeline.stages == 1 else 0
-
     def clear(self) -> None:
         """Forgets every sequence."""
         self.sequences.clear()
         if self.guided is not None:
             self.guided.clear()
-        if self.proposer is not None:
-            self.proposer.clear()
+        if self.drafting.proposer is not None:
+            self.drafting.proposer.clear()
 
     def update_sequences(self, plan: StepPlan) -> list[int]:
         """Removes the sequences that `plan` releases, and adds its new ones: their indices. Raises BrokenPlan."""
@@ -140,58 +108,23 @@ class RankState:
             seq_index = self.sequences.release(sequence)
             if self.guided is not None:
                 self.guided.release(seq_index)
-        if self.proposer is not None:
+        proposer = self.drafting.proposer
+        if proposer is not None:
             for transfer in plan.transfers:
                 if transfer.kind == "load":
-                    self.proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
+                    proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
         seq_indices = []
         for new in plan.new:
             seq_indices.append(seq_index := self.sequences.add(new))
-            if self.proposer is not None:
-                self.proposer.start_sequence(seq_index, new.computed, self.sequences)
+            if proposer is not None:
+                proposer.start_sequence(seq_index, new.computed, self.sequences)
             if self.guided is not None:
                 self.guided.add(seq_index, new)
         return seq_indices
 
-    def drafts(self, scheduled: ScheduledWork) -> DraftTokens | None:
-        """See `proposed`, on the host, which waits for them."""
-        drafts = self.proposed(scheduled)
-        return None if drafts is None else drafts.on_host()
-
-    def goes_ahead(self, plan: StepPlan) -> bool:
-        """Whether a step can be prepared before the host knows how many drafts of the one before were accepted.
-
-        Not where a sequence has a grammar, the proposer reads tokens, or other ranks have to be sent the drafts."""
-        if self.communicator.world_size > 1 or self.guided or any(new.grammar is not None for new in plan.new):
-            return False
-        if any(work.speculate for work in plan.work):
-            return isinstance(self.proposer, DraftsAhead)
-        return self.proposer is None or isinstance(self.proposer, DraftsAhead | StatelessProposer)
-
-    def proposed(self, scheduled: ScheduledWork, rejected: RejectedDrafts | None = None) -> DraftTokens | None:
-        """The drafts of the sequences that may speculate: rank 0's, on every rank. None where no sequence may.
-
-        They may lie on the device alone, unless other ranks or a grammar need them. For `rejected` see
-        `DraftRequest`."""
-        speculating = scheduled.speculating
-        if not len(speculating):
-            self.steps_without_drafts += 1
-            return None
-        self.steps_without_drafts = 0
-        request = DraftRequest(
-            scheduled.seq_indices[speculating], scheduled.speculates[speculating], self.sequences, rejected
-        )
-        if self.communicator.rank == 0 and self._drafter is not None:
-            drafts = self._drafter.propose(request)
-        else:
-            drafts = DraftTokens.none(len(request.seq_indices))
-        if self.communicator.world_size == 1:
-            return drafts.on_host() if self.guided else drafts
-        return DraftTokens.from_message(self.agreed(drafts.message(int(request.limits.max()))))
-
     def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:
         """(logits, the last hidden state of every row where the proposer wants it)."""
-        wanted = self.drafting.features and self.steps_without_drafts <= FORGETS_AFTER
+        wanted = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
         features = self.decoder.empty_features(len(ids)) if wanted else None
         return self._forward(ids, meta, self._caches, features), features
 
@@ -199,53 +132,13 @@ class RankState:
         """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""
         return verify_batch(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
 
-    def observe(
-        self,
-        batch: Batch,
-        meta: BatchMeta,
-        features: Tensor | None,
-        last_rows: Int32s | Tensor,
-        following: Callable[[], Tensor] | None = None,
-    ) -> None:
-        """Lets the proposer observe a step that is computed. `last_rows` [Q], `following`: see `ComputedStep`; None:
-        the host knows the tokens."""
-        if not self.observes or self.proposer is None:
-            return
-        if self.drafting.features and features is None:
-            if not self._forgotten:
-                self.proposer.clear()
-            self._forgotten = True
-            return
-        self._forgotten = False
-        rows = batch.rows
-        self.proposer.observe(
-            ComputedStep(
-                seq_indices=rows.seq_indices,
-                positions=rows.positions,
-                kv_slots=rows.kv_slots,
-                meta=meta,
-                features=features,
-                sampled_indices=batch.sampled_indices,
-                last_rows=last_rows,
-                following=following
-                or (lambda: to_device(self.sequences.tokens[rows.seq_indices, rows.positions + 1], self.device)),
-            )
-        )
-
     def masked(self, batch: Batch) -> SamplingBatch | None:
-        """How to draw, with what grammars allow. Best called while the device computes."""
-        if batch.choices is None or not self.guided:
+        """How to draw, with what grammars allow, where any sequence has one. Best called while the device computes."""
+        if batch.choices is None or self.guided is None:
             return batch.choices
         drafts = self.sequences.drafts(batch.sampled_indices, int(batch.drafted.max(initial=0)))
         mask = self.guided.mask(batch.sampled_indices, batch.drafted, drafts)
         return batch.choices if mask is None else batch.choices.masked(mask)
-
-    def agreed(self, numbers: Int32s) -> Int32s:
-        """Rank 0's; the others' have the same shape. Waits for the device."""
-        if self.communicator.world_size == 1:
-            return numbers
-        agreed: Int32s = self.communicator.broadcast(to_device(numbers, self.device)).cpu().numpy()
-        return agreed
 
 
 def split_logits(batch: Batch, logits: Tensor | None) -> SplitLogits:

@@ -9,61 +9,36 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
 from services.worker.batch.batch import Batch
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.executor.rank_state import RankState
-from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
+from services.worker.sampling.history import HistoryLookup
+from services.worker.sampling.parameters import SamplingBatch
+from services.worker.sampling.sampler import SamplerOutput, sample
 from services.worker.speculation.verification import AcceptedTokens
-from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens, StepTiming
 from shared.messages.worker import StepPlan
 
 
 class StepRunner:
-    """See :class:`services.worker.backend.Backend`: what all runners of a rank answer alike."""
+    """See :class:`services.worker.backend.Backend`: what all runners of a rank have in common."""
 
     mode: ExecutionMode
 
     def __init__(self, rank: RankState) -> None:
         self.rank = rank
-
-    @property
-    def card(self) -> ModelCard:
-        """What is served."""
-        return self.rank.card
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of KV memory."""
-        return self.rank.num_blocks
-
-    @property
-    def device(self) -> str:
+        self.card = rank.card
+        self.num_blocks = rank.num_blocks
+        self.device = str(rank.device)
         """PyTorch's name of it: "cpu", "cuda:1"."""
-        return str(self.rank.device)
-
-    @property
-    def kv(self) -> RankKvCache:
-        """Its KV memory, for copying blocks beside steps."""
-        return self.rank.kv
-
-    @property
-    def grammars(self) -> GrammarLibrary | None:
-        """Where grammars are compiled; None on ranks that draw nothing."""
-        return self.rank.grammars
-
-    @property
-    def max_speculate(self) -> int:
-        """Drafts that one step may verify for a sequence."""
-        return self.rank.drafting.max_tokens
-
-    @property
-    def max_jump_ahead(self) -> int:
-        """Forced tokens that one step may yield for a sequence with a grammar."""
-        return self.rank.max_jump_ahead
+        self.kv: RankKvCache = rank.kv
+        self.grammars = rank.grammars
+        self.max_speculate = rank.drafting.settings.max_tokens
+        self.max_jump_ahead = rank.drafting.max_jump_ahead
 
     def compute_context(self) -> AbstractContextManager[object]:
         """Gradients are needed by nobody."""
@@ -73,16 +48,18 @@ class StepRunner:
         """See :meth:`services.worker.backend.Backend.prepare`."""
         raise NotImplementedError
 
-    def begin(self, plan: StepPlan) -> Step:
-        """Prepares and launches a step on this thread."""
-        with torch.inference_mode():
-            step = self.prepare(plan)
-            step.launch()
-        return step
-
-    def step(self, plan: StepPlan) -> StepOutput:
-        """Takes a plan through all three phases on this thread."""
-        return self.begin(plan).result()
+    def sample(
+        self, batch: Batch, logits: Tensor | None, choices: SamplingBatch | None, history: HistoryLookup
+    ) -> SamplerOutput:
+        """A token for each row of `batch` that is drawn from: the same on all ranks, of which one has the logits."""
+        communicator = self.rank.communicator
+        if choices is None or logits is None:
+            drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
+        else:
+            drawn = sample(logits, choices, history)
+        if choices is None or communicator.world_size == 1:
+            return drawn
+        return SamplerOutput(communicator.broadcast(drawn.tokens), drawn.logprobs)
 
 
 def step_output(

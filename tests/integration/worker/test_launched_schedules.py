@@ -52,7 +52,7 @@ def expected(backend: HostRunner) -> list[list[int]]:
 @pytest.fixture
 def runner(backend: HostRunner, expected: list[list[int]]) -> DeviceRunner:
     backend.reset()
-    backend.rank.draft_by(None)
+    backend.rank.drafting.draft_by(None)
     return launching(backend)
 
 
@@ -111,7 +111,7 @@ class NowAndThen(Driver):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_drafts_now_and_then(runner: DeviceRunner, expected: list[list[int]], seed: int) -> None:
-    runner.rank.draft_by(NgramProposer(most=3, longest=3, shortest=1))
+    runner.rank.drafting.draft_by(NgramProposer(most=3, longest=3, shortest=1))
     chance = Random(seed)
     driver = NowAndThen(runner, budget=chance.choice([19, 40, 512]))
     Schedule(driver, chance, expected).run(40)

@@ -151,7 +151,7 @@ def test_what_was_drawn_for_who_has_left_is_not_put_into_the_next_one_s_prompt(
     runner.reset()
     oracle = Oracle()
     oracle.known = {tuple(prompt(7, 1)): tiny.greedy(prompt(7, 1), 40)}
-    runner.rank.draft_by(oracle)
+    runner.rank.drafting.draft_by(oracle)
     try:
         driver = Driver(runner)
         staying, leaving = driver.add(prompt(7, 1), 20), driver.add(prompt(9, 2), 20)
@@ -162,7 +162,7 @@ def test_what_was_drawn_for_who_has_left_is_not_put_into_the_next_one_s_prompt(
         driver.speculate = 4
         driver.run()
     finally:
-        runner.rank.draft_by(None)
+        runner.rank.drafting.draft_by(None)
     assert driver.drafted > 0
     assert staying.output == tiny.greedy(prompt(7, 1), 40)[:20]
     assert coming.output == tiny.greedy(prompt(33, 3), OUTPUT)
@@ -303,7 +303,7 @@ def test_drafts_now_and_then_between_steps_that_run_ahead(tiny: TinyModel, backe
     expected = [tiny.greedy(tokens, 40) for tokens in prompts]
     oracle = Oracle()
     oracle.known = {tuple(tokens): output for tokens, output in zip(prompts, expected, strict=True)}
-    runner.rank.draft_by(oracle)
+    runner.rank.drafting.draft_by(oracle)
     try:
         driver = Driver(runner, budget=40)
         sequences = [driver.add(tokens, 40) for tokens in prompts]
@@ -311,7 +311,7 @@ def test_drafts_now_and_then_between_steps_that_run_ahead(tiny: TinyModel, backe
             driver.speculate = 0 if len(sequences[0].output) % 5 < 3 else 4
             driver.step()
     finally:
-        runner.rank.draft_by(None)
+        runner.rank.drafting.draft_by(None)
     assert 0 < driver.accepted < driver.drafted
     assert [sequence.output for sequence in sequences] == expected
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from services.worker.backend import run_step
 from services.worker.executor.host_runner import HostRunner
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
@@ -183,7 +184,7 @@ def test_what_computing_raises_is_raised_where_it_is_waited_for(
     )
     plan = StepPlan(epoch=Incarnation(1), step=1, new=(new,), work=(SequenceWork(SequenceId(1), 1, b"", True),))
     with pytest.raises(ArithmeticError):
-        runner.step(plan)
+        run_step(runner, plan)
     with pytest.raises(ArithmeticError, match="burns"):
         runner.wait()
 
@@ -197,13 +198,13 @@ def test_steps_that_may_draft_are_prepared_in_their_turn(
     oracle = Oracle()
     oracle.known = {tuple(tokens): output for tokens, output in zip(prompts, expected, strict=True)}
     runner = beside(backend)
-    backend.rank.draft_by(oracle)
+    backend.rank.drafting.draft_by(oracle)
     try:
         begun(runner, *prompts)
         steps = [runner.begin(decodes(number, 1, 2, speculate=3 * (number != 3))) for number in (1, 2, 3, 4)]
         outputs = [step.result() for step in steps]
     finally:
-        backend.rank.draft_by(None)
+        backend.rank.drafting.draft_by(None)
     drawn = [[token for output in outputs for token in output.sampled[place].tokens] for place in (0, 1)]
     assert drawn == [output[1 : 1 + len(tokens)] for output, tokens in zip(expected, drawn, strict=True)]
     assert sum(output.drafted for output in outputs) > 0

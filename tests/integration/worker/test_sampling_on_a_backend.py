@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.backend import StepOutput
+from services.worker.backend import StepOutput, run_step
 from services.worker.ops.interface import OpsUnavailable
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions, TokenLogprobs
@@ -32,7 +32,7 @@ class Scoring(StepByStep):
         self.scores: dict[SequenceId, dict[int, TokenLogprobs]] = {}
 
     def step(self, plan: StepPlan) -> StepOutput:
-        output = self._backend.step(plan)
+        output = run_step(self._backend, plan)
         for scored in output.scored:
             own = self.scores.setdefault(scored.sequence, {})
             for position, entry in enumerate(scored.logprobs, start=scored.position):

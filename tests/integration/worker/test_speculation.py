@@ -9,9 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from services.worker.backend import run_step
 from services.worker.batch.batch import DraftTokens
+from services.worker.executor.drafting import FORGETS_AFTER
 from services.worker.executor.host_runner import HostRunner
-from services.worker.executor.rank_state import FORGETS_AFTER
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.draft_model import DraftModelProposer
 from services.worker.speculation.eagle import EaglePass, EagleProposer
@@ -120,7 +121,7 @@ def run(runner: Runner, *, speculate: int, budget: int = 512) -> tuple[list[Sequ
 
 def proposed(runner: Runner, proposer: Proposer | None) -> Runner:
     """`runner` with another proposer: weights are the dear part of a backend."""
-    runner.rank.draft_by(proposer)
+    runner.rank.drafting.draft_by(proposer)
     return runner
 
 
@@ -205,9 +206,9 @@ def test_a_sequence_whose_context_is_full_draws_nothing_more(plain: Runner) -> N
     first = StepPlan(
         epoch=Incarnation(1), step=0, new=(new,), work=(SequenceWork(SequenceId(0), POSITIONS, b"", True),)
     )
-    assert [len(s.tokens) for s in plain.step(first).sampled] == [1]
+    assert [len(s.tokens) for s in run_step(plain, first).sampled] == [1]
     ahead = StepPlan(epoch=Incarnation(1), step=1, work=(SequenceWork(SequenceId(0), 1, b"", True, 4),))
-    assert [(s.sequence, s.tokens) for s in plain.step(ahead).sampled] == [(0, ())]
+    assert [(s.sequence, s.tokens) for s in run_step(plain, ahead).sampled] == [(0, ())]
 
 
 def test_what_was_drafted_and_accepted_is_counted(plain: Runner) -> None:
@@ -227,8 +228,8 @@ def test_what_was_drafted_and_accepted_is_counted(plain: Runner) -> None:
     driver = Driver(proposed(plain, told), speculate=4)
     driver.add(known.tokens[: known.prompt_length], OUTPUT, min_tokens=9, stop_token_ids=tuple(range(40, 90)))
     driver.step()
-    output = plain.step(
-        StepPlan(epoch=Incarnation(1), step=1, work=(SequenceWork(SequenceId(0), 1, pack([99]), True, 4),))
+    output = run_step(
+        plain, StepPlan(epoch=Incarnation(1), step=1, work=(SequenceWork(SequenceId(0), 1, pack([99]), True, 4),))
     )
     assert (output.drafted, output.accepted) == (3, (1, 0, 0))
     assert [(s.tokens, s.drafted) for s in output.sampled] == [(tuple(known.output[1:3]), 3)]
@@ -318,7 +319,7 @@ def test_a_chain_made_in_one_call_has_the_drafts_of_one_made_step_by_step(
     model: TinyModel, drafters: dict[str, SpeculationSettings], method: str
 ) -> None:
     runner = backend_of(model.path, ops="native", speculation=drafters[method])
-    proposer = runner.rank.proposer
+    proposer = runner.rank.drafting.proposer
     tried = []
     for _ in range(2):
         runner.reset()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backend import run_step
 from services.worker.executor.host_runner import HostRunner
 from services.worker.speculation.settings import Method, SpeculationSettings
 from shared.blocks import BLOCK_SIZE
@@ -68,7 +69,7 @@ def draws(runner: HostRunner, first_seed: int) -> tuple[list[tuple[int, ...]], i
     runner.reset()
     sharing = new(AT_ONCE, first_seed, computed=0)
     work = (SequenceWork(SequenceId(AT_ONCE), len(PROMPT), b"", True),)
-    runner.step(StepPlan(epoch=Incarnation(1), step=0, new=(sharing,), work=work))
+    run_step(runner, StepPlan(epoch=Incarnation(1), step=0, new=(sharing,), work=work))
     added = tuple(new(number, first_seed + number, computed=BLOCK_SIZE) for number in range(AT_ONCE))
     outputs: list[tuple[int, ...]] = [()] * AT_ONCE
     drafted = accepted = 0
@@ -76,7 +77,7 @@ def draws(runner: HostRunner, first_seed: int) -> tuple[list[tuple[int, ...]], i
         work = tuple(SequenceWork(SequenceId(number), 1, b"", True, 3) for number in range(AT_ONCE))
         released = (SequenceId(AT_ONCE),) if step == 1 else ()
         plan = StepPlan(epoch=Incarnation(1), step=step, released=released, new=added if step == 1 else (), work=work)
-        output = runner.step(plan)
+        output = run_step(runner, plan)
         outputs = [(*known, *sampled.tokens) for known, sampled in zip(outputs, output.sampled, strict=True)]
         drafted, accepted = drafted + output.drafted, accepted + sum(output.accepted)
     return outputs, drafted, accepted

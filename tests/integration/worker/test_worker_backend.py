@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.backend import run_step
 from services.worker.batch.batch import BrokenPlan
 from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
@@ -300,4 +301,4 @@ def new(sequence: int, length: int, *, computed: int = 0) -> NewSequence:
 def test_a_broken_plan_is_named(llama: Served, plan: StepPlan, complaint: str) -> None:
     _, backend = llama
     with pytest.raises(BrokenPlan, match=complaint):
-        backend.step(plan)
+        run_step(backend, plan)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
-from services.worker.backend import Step
+from services.worker.backend import Backend, Step
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
 from shared.ids import SequenceId
@@ -21,6 +23,21 @@ UNKNOWN = 2
 def launching(backend: HostRunner) -> DeviceRunner:
     """The same rank: weights and KV memory are the dear part of a backend. Use one of the two, then `reset` it."""
     return DeviceRunner(backend.rank)
+
+
+@runtime_checkable
+class BeginsSteps(Protocol):
+    """A runner of a test that has its own way of beginning steps."""
+
+    def begin(self, plan: StepPlan) -> Step: ...
+
+
+def begin_step(backend: Backend, plan: StepPlan) -> Step:
+    """Prepared and launched on this thread."""
+    with backend.compute_context():
+        step = backend.prepare(plan)
+        step.launch()
+    return step
 
 
 @dataclass
@@ -39,7 +56,7 @@ class DriverAhead(Driver):
         self, backend: DeviceRunner, *, ahead: int = 2, budget: int = 512, epoch: int = 1, speculate: int = 0
     ) -> None:
         super().__init__(backend, budget=budget, epoch=epoch, speculate=speculate)
-        self._runner = backend
+        self._begin = backend.begin if isinstance(backend, BeginsSteps) else partial(begin_step, backend)
         self._ahead = ahead
         self._begun: deque[_Begun] = deque()
 
@@ -51,7 +68,7 @@ class DriverAhead(Driver):
                 places[work.sequence] = (sequence, len(sequence.tokens))
                 sequence.tokens += [UNKNOWN] * (1 + work.speculate)
                 sequence.computed = len(sequence.tokens) - 1
-        self._begun.append(_Begun(self._runner.begin(plan), plan, places))
+        self._begun.append(_Begun(self._begin(plan), plan, places))
         while len(self._begun) > self._ahead:
             self._take_oldest()
 

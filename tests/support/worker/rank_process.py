@@ -20,7 +20,7 @@ import pytest
 import torch
 from msgspec import Struct
 
-from services.worker.backend import MAX_LAUNCHED_STEPS, Step, StepOutput
+from services.worker.backend import MAX_LAUNCHED_STEPS, Step, StepOutput, run_step
 from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.distributed.torch_ranks import RankTopology, join
 from services.worker.executor.device_runner import DeviceRunner
@@ -31,7 +31,7 @@ from shared.ids import Incarnation
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens
 from shared.messages.worker import StepPlan
-from tests.support.worker.launched_rank import Runner, launching
+from tests.support.worker.launched_rank import Runner, begin_step, launching
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -175,9 +175,9 @@ class Rank:
             self.backend.reset()
         self.logits.clear()
         if isinstance(self.backend, DeviceRunner):
-            self.launched.put(Launched(plan, self.backend.begin(plan), self._rows()))
+            self.launched.put(Launched(plan, begin_step(self.backend, plan), self._rows()))
         else:
-            self._tell(plan, self.backend.step(plan), self._rows())
+            self._tell(plan, run_step(self.backend, plan), self._rows())
 
     def _rows(self) -> list[list[float]]:
         return [row for logits in self.logits for row in logits.tolist()]

@@ -11,6 +11,7 @@ from random import Random
 import numpy as np
 import torch
 
+from services.worker.backend import Step
 from services.worker.executor.runner_parts import Runner
 from services.worker.measure.roofline.cases import batch_of, blocks_needed
 from services.worker.measure.roofline.ceilings import Stopwatch, measure_ceilings
@@ -195,14 +196,19 @@ class WholeSteps:
     def _seconds_between_results(self, plans: list[StepPlan]) -> list[float]:
         """Seconds from one answer to the next, of all plans but the first two. A processor computes a step while it
         begins it, a device by itself: either way an answer comes when one more step is begun."""
-        pending, marks = self._runner.begin(plans[0]), []
+        pending, marks = self._begin(plans[0]), []
         for plan in plans[1:]:
-            following = self._runner.begin(plan)
+            following = self._begin(plan)
             pending.result()
             marks.append(self._clock())
             pending = following
         pending.result()
         return [after - before for before, after in pairwise(marks)]
+
+    def _begin(self, plan: StepPlan) -> Step:
+        step = self._runner.prepare(plan)
+        step.launch()
+        return step
 
     def _tables(self, case: StepCase) -> list[bytes]:
         """Packed block ids of each sequence, anywhere."""

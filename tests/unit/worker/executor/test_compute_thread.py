@@ -96,11 +96,11 @@ class Running:
         self._plans = PlanQueue(skip_void=True)
         self.thread = ComputeThread(lambda: device, self._plans, CopyThread(None))  # type: ignore[arg-type,return-value]
 
-    def submit(self, plan: StepPlan, *, first: bool) -> None:
-        self._plans.submit(plan, first=first)
+    def submit(self, plan: StepPlan) -> None:
+        assert self._plans.submit(plan) in ("first", "next")
 
     async def result(self) -> ComputedPlan:
-        return await self._plans.result()
+        return await self._plans.results.get()
 
     async def stop(self) -> None:
         await self.thread.stop()
@@ -120,7 +120,7 @@ async def test_the_next_step_is_begun_while_the_device_computes_and_no_third() -
     device = Device()
     thread = await started(device)
     for number in range(4):
-        thread.submit(plan(number), first=number == 0)
+        thread.submit(plan(number))
     await device.says("begin 1.1")
     await device.says("await 1.0")
     assert "begin 1.3" not in device.said, f"{MAX_LAUNCHED_STEPS} are begun, and one waits to be told"
@@ -134,7 +134,7 @@ async def test_results_come_in_the_order_of_the_plans() -> None:
     device = Device()
     thread = await started(device)
     for number in range(2):
-        thread.submit(plan(number), first=number == 0)
+        thread.submit(plan(number))
     device.gate("1.1").set()
     await device.says("begin 1.1")
     assert "await 1.1" not in device.said
@@ -146,9 +146,9 @@ async def test_results_come_in_the_order_of_the_plans() -> None:
 async def test_a_new_epoch_begins_when_the_device_is_at_rest() -> None:
     device = Device()
     thread = await started(device)
-    thread.submit(plan(0), first=True)
+    thread.submit(plan(0))
     await device.says("await 1.0")
-    thread.submit(plan(0, epoch=2), first=True)
+    thread.submit(plan(0, epoch=2))
     device.gate("2.0").set()
     await asyncio.sleep(0.05)
     assert "reset" not in device.said[2:]
@@ -161,13 +161,13 @@ async def test_a_new_epoch_begins_when_the_device_is_at_rest() -> None:
 async def test_steps_of_an_epoch_that_is_over_are_left_out_in_their_place() -> None:
     device = Device()
     thread = await started(device)
-    thread.submit(plan(0), first=True)
+    thread.submit(plan(0))
     await device.says("await 1.0")
-    thread.submit(plan(1), first=False)
+    thread.submit(plan(1))
     await device.says("begin 1.1")
-    thread.submit(plan(2), first=False)
-    thread.submit(plan(3), first=False)
-    thread.submit(plan(0, epoch=2), first=True)
+    thread.submit(plan(2))
+    thread.submit(plan(3))
+    thread.submit(plan(0, epoch=2))
     for name in ("1.0", "1.1", "1.2", "2.0"):
         device.gate(name).set()
     results = [await thread.result() for _ in range(5)]
@@ -182,7 +182,7 @@ async def test_what_the_device_raises_is_raised_where_results_are_awaited() -> N
     device.burns = "1.1"
     thread = await started(device)
     for number in range(2):
-        thread.submit(plan(number), first=number == 0)
+        thread.submit(plan(number))
     for number in range(2):
         device.gate(f"1.{number}").set()
     assert (await thread.result()).plan.step == 0
@@ -195,10 +195,10 @@ async def test_a_step_that_was_prepared_beside_another_has_held_nothing_up(monke
     device = Device()
     thread = await started(device)
     monkeypatch.setattr("services.worker.executor.plan_queue.time.perf_counter", lambda: now[0])
-    thread.submit(plan(0), first=True)
+    thread.submit(plan(0))
     await device.says("await 1.0")
     now[0] = 2.0
-    thread.submit(plan(1), first=False)
+    thread.submit(plan(1))
     await device.says("begin 1.1")
     device.ends["1.2"] = 60.0
     now[0] = 4.0
@@ -212,14 +212,14 @@ async def test_a_step_that_was_prepared_beside_another_has_held_nothing_up(monke
     assert (second.output.timing.wait, second.output.timing.prepare) == (0.0, 0.0)
     assert (first.ended, second.ended) == (4.0, 5.0)
     now[0] = 6.0
-    thread.submit(plan(2), first=False)
+    thread.submit(plan(2))
     device.gate("1.2").set()
     third = await thread.result()
     assert third.output is not None
     assert third.ended == 60.0, "the device knows best"
     assert third.output.timing.wait == 1.0, "nothing lay ready when the second had ended"
     device.begins["1.3"] = 62.5
-    thread.submit(plan(3), first=False)  # has come long ago, as the device's clock goes
+    thread.submit(plan(3))  # has come long ago, as the device's clock goes
     device.gate("1.3").set()
     fourth = await thread.result()
     assert fourth.output is not None
@@ -256,7 +256,7 @@ async def test_what_a_processor_computed_is_put_into_words_beside_the_next_step(
     processor = Processor()
     thread = await started(processor)
     for number in range(3):
-        thread.submit(plan(number), first=number == 0)
+        thread.submit(plan(number))
     await processor.says("compute 2")
     assert processor.worded_on == [], "nobody has asked yet, and the next step did not wait for that"
     results = [await thread.result() for _ in range(3)]

@@ -96,12 +96,12 @@ class Running:
         self.compute = ComputeThread(lambda: device, self.plans, self.copies)
 
     def plan(self, epoch: int, step: int, *transfers: Transfer) -> None:
-        self.plans.submit(StepPlan(epoch=Incarnation(epoch), step=step, transfers=transfers), first=step == 0)
+        self.plans.submit(StepPlan(epoch=Incarnation(epoch), step=step, transfers=transfers))
 
     async def computed(self, plans: int) -> None:
         async with asyncio.timeout(SECONDS):
             for _ in range(plans):
-                await self.plans.result()
+                await self.plans.results.get()
 
     async def over(self, count: int) -> list[TransferEnded]:
         async with asyncio.timeout(SECONDS):

@@ -10,14 +10,12 @@ from tokenizers import Tokenizer
 
 from services.worker.backend import BackendError
 from services.worker.config import WorkerConfig
-from services.worker.executor.plan_queue import PlanGap, PlanOrder
 from services.worker.sim.accelerator import PROFILES, Accelerator, StepCost
 from services.worker.sim.backend import create_sim_backend
 from services.worker.sim.shape import ModelShape, read_shape
 from services.worker.sim.tokens import drawn, printable_tokens
 from shared.config import ConfigError, load_config
-from shared.ids import Incarnation, ModelName
-from shared.messages.worker import StepPlan
+from shared.ids import ModelName
 from tests.support.engines.engine_on_a_bus import EOS, make_model
 
 
@@ -28,19 +26,6 @@ def model(tmp_path: Path) -> Path:
 
 def config(*flags: str) -> WorkerConfig:
     return load_config("worker", WorkerConfig, ["--model=org/name", "--engine=e", *flags], {})
-
-
-def test_plans_must_be_consecutive_from_step_zero() -> None:
-    order = PlanOrder()
-
-    def take(epoch: int, step: int) -> object:
-        return order.record(StepPlan(epoch=Incarnation(epoch), step=step))
-
-    assert take(1, 1) == PlanGap(0)
-    assert [take(1, 0), take(1, 1), take(1, 1), take(1, 3)] == ["first", "next", "repeated", PlanGap(2)]
-    assert take(1, 2) == "next"
-    assert [take(2, 1), take(2, 0), take(2, 1)] == [PlanGap(0), "first", "next"]
-    assert (order.epoch, order.expected) == (2, 2)
 
 
 def test_a_models_sizes_follow_from_its_config(model: Path) -> None:
