@@ -143,25 +143,23 @@ class DetokenizerActor(Actor):
         for action in actions:
             match action:
                 case ToGateway(gateway, message):
-                    await self._send_to_gateway(gateway, message)
+                    try:
+                        confirm = isinstance(message, Deltas)
+                        await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=confirm)
+                    except PayloadTooLarge as error:
+                        await self._give_up(gateway, message, error)
+                        continue
+                    if isinstance(message, Deltas):
+                        for delta in message.deltas:
+                            if delta.finish is not None:
+                                log.info("finished", extra={"request": delta.request, "finish": delta.finish})
+                    elif isinstance(message, RequestFailed):
+                        log.warning("failed", extra={"request": message.request, "why": message.reason})
                 case ToEngine(engine, message):
                     _log_control(message)
                     await self.bus.publish(topics.engine_control(engine), message)
                 case _:
                     assert_never(action)
-
-    async def _send_to_gateway(self, gateway: GatewayId, message: GatewayMessage) -> None:
-        try:
-            await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=isinstance(message, Deltas))
-        except PayloadTooLarge as error:
-            await self._give_up(gateway, message, error)
-            return
-        if isinstance(message, Deltas):
-            for delta in message.deltas:
-                if delta.finish is not None:
-                    log.info("finished", extra={"request": delta.request, "finish": delta.finish})
-        elif isinstance(message, RequestFailed):
-            log.warning("failed", extra={"request": message.request, "why": message.reason})
 
     async def _give_up(self, gateway: GatewayId, message: GatewayMessage, error: PayloadTooLarge) -> None:
         """Only log-probabilities of very many requests at once come to this. The gateway will see a gap in the
@@ -169,10 +167,10 @@ class DetokenizerActor(Actor):
         log.error("deltas too large", extra={"gateway": gateway, "error": str(error)})
         if isinstance(message, Deltas):
             reason = "the deltas were too large to send"
-            await self._send(self.core.end_streams(GatewayLost(gateway, reason)))
-            for delta in message.deltas:
-                if delta.finish is not None:
-                    await self._send_to_gateway(gateway, RequestFailed(delta.request, delta.attempt, reason))
+            actions = self.core.end_streams(GatewayLost(gateway, reason))
+            ended = [delta for delta in message.deltas if delta.finish is not None]
+            failed = [RequestFailed(delta.request, delta.attempt, reason) for delta in ended]
+            await self._send([*actions, *(ToGateway(gateway, failure) for failure in failed)])
 
 
 def _log_control(message: SchedulerControl) -> None:

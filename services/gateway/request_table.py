@@ -150,11 +150,7 @@ class RequestTable:
         """Opens a response that dispatches nothing: its choices are filled in by other requests."""
         states = [ChoiceState(position, position // generation.n) for position in range(generation.sequences)]
         choices = {RequestId(f"{header.id}-{state.index}"): state for state in states}
-        return self._add(
-            GenerationResponse(header, choices, writer, METERS.of(generation.model.name), time.monotonic())
-        )
-
-    def _add(self, response: GenerationResponse) -> GenerationResponse:
+        response = GenerationResponse(header, choices, writer, METERS.of(generation.model.name), time.monotonic())
         self._responses.add(response)
         STREAMS.set(len(self._responses))
         return response
@@ -218,7 +214,8 @@ class RequestTable:
             await self._perform(self._supervisor.instance_silent(gone.last, gone.reason, alive_now))
         await self._perform(self._supervisor.tick(alive_now))
         for response in self._responses:
-            response.tick(now)
+            if not response.ended.done():
+                response.writer.tick(now)
         queued = self._supervisor.queued()
         OPEN.labels("queued").set(queued)
         OPEN.labels("running").set(len(self._supervisor) - queued)

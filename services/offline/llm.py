@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -25,7 +25,7 @@ from services.offline.requests import (
     params_for,
     prompt_requests,
 )
-from services.offline.settings import EngineSettings, model_name, service_configs
+from services.offline.settings import EngineArguments, service_configs
 from shared.error_groups import innermost
 
 REQUESTS_PER_SEQUENCE = 2
@@ -43,49 +43,23 @@ class LLM:
         self,
         model: str,
         *,
-        served_model_name: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        kv_memory: str | int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_dtype: str = "auto",
-        enforce_eager: bool = False,
-        max_num_seqs: int = 256,
-        max_batch_tokens: int = 2048,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
         settings: Mapping[str, object] | None = None,
         progress: bool = True,
         start_timeout: float = 600.0,
+        **arguments: Unpack[EngineArguments],
     ) -> None:
-        """Returns when the model is loaded. `settings` are those of `baton up --set`: {"scheduler.run_ahead": 0};
-        `start_timeout` is in seconds.
+        """Returns when the model is loaded. `arguments` are described by the worker's settings of the same names;
+        `settings` are those of `baton up --set`: {"scheduler.run_ahead": 0}; `start_timeout` is in seconds.
 
         Raises EngineFailed where the model cannot be loaded, InvalidRequest for a setting that is not allowed.
         """
-        self.model = model_name(model, served_model_name)
+        configs = service_configs(model, arguments, settings)
+        self.model: str = configs.tokenizer.model_name()
         self._progress = progress
-        self._window = REQUESTS_PER_SEQUENCE * max_num_seqs
-        chosen = EngineSettings(
-            model=model,
-            served_model_name=self.model,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            kv_memory=kv_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_dtype=kv_cache_dtype,
-            enforce_eager=enforce_eager,
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            more=settings or {},
-        )
+        self._window = REQUESTS_PER_SEQUENCE * configs.scheduler.max_running
         self._texts: dict[int, str] = {}
         """Text of single tokens that log-probabilities have named, by id; bounded by the vocabulary."""
-        self._engine = EngineThread(service_configs(chosen), start_timeout)
+        self._engine = EngineThread(configs, start_timeout)
         self._end = weakref.finalize(self, self._engine.close)
         self._end.atexit = False  # the engine has an exit handler of its own
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
-from msgspec import Struct
 
 from services.coordinator.config import CoordinatorConfig
 from services.detokenizer.config import DetokenizerConfig
@@ -48,24 +48,21 @@ OFFLINE_DEFAULTS: dict[str, dict[str, object]] = {
 """What differs from serving: no request is refused for lack of capacity, as `LLM` sends no more than can be taken."""
 
 
-class EngineSettings(Struct, frozen=True, kw_only=True):
-    """The arguments of `LLM`: which model, and what it may use."""
+class EngineArguments(TypedDict, total=False):
+    """The arguments of `LLM` that are settings of its workers, which say their defaults, units and limits."""
 
-    model: str
-    served_model_name: str
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    kv_memory: str | int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_dtype: str = "auto"
-    enforce_eager: bool = False
-    max_num_seqs: int = 256
-    max_batch_tokens: int = 2048
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    more: Mapping[str, object] = {}
-    """`SERVICE.KEY` → value: any setting of a service, as `baton up --set` takes it."""
+    served_model_name: str | None
+    dtype: str
+    device: str
+    max_model_len: int | None
+    kv_memory: str | int | None
+    gpu_memory_utilization: float
+    kv_cache_dtype: str
+    enforce_eager: bool
+    max_num_seqs: int
+    max_batch_tokens: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
 
 
 class ServiceConfigs(NamedTuple):
@@ -79,30 +76,32 @@ class ServiceConfigs(NamedTuple):
     detokenizer: DetokenizerConfig
 
 
-def service_configs(settings: EngineSettings) -> ServiceConfigs:
-    """Returns every service's configuration. Raises InvalidRequest, which names the key and its value."""
-    world_size = _world_size(settings)
-    own = _by_service(settings.more)
-    names = {"model": settings.model, "served_model_name": settings.served_model_name}
+def service_configs(
+    model: str, arguments: EngineArguments, settings: Mapping[str, object] | None = None
+) -> ServiceConfigs:
+    """Returns every service's configuration. `settings`: `SERVICE.KEY` → value, any setting of a service, as `baton up
+    --set` takes it. Raises InvalidRequest, which names the key and its value; TypeError for an unknown argument."""
+    if unknown := arguments.keys() - EngineArguments.__annotations__.keys():
+        raise TypeError(f"LLM() got an unexpected keyword argument {min(unknown)!r}")
+    own = _by_service(settings or {})
+    given: dict[str, Any] = dict(arguments)
+    sizes = {name: given.pop(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    for name, size in sizes.items():
+        if size < 1:
+            raise InvalidRequest(f"{name}: {size} is not allowed; it must be at least 1", name)
+    world_size = math.prod(sizes.values())
+    names = {"model": model, "served_model_name": model_name(model, arguments.get("served_model_name"))}
     worker = {
+        **given,
         **names,
         "engine": ENGINE,
-        "dtype": settings.dtype,
-        "device": settings.device,
-        "max_model_len": settings.max_model_len,
-        "kv_memory": settings.kv_memory,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_dtype": settings.kv_cache_dtype,
-        "enforce_eager": settings.enforce_eager,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_batch_tokens": settings.max_batch_tokens,
         "world_size": world_size,
-        "pp": settings.pipeline_parallel_size,
+        "pp": sizes["pipeline_parallel_size"],
         "rendezvous": _rendezvous() if world_size > 1 else None,
     }
     scheduler = {
-        "max_running": settings.max_num_seqs,
-        "max_batch_tokens": settings.max_batch_tokens,
+        "max_running": given.get("max_num_seqs"),
+        "max_batch_tokens": given.get("max_batch_tokens"),
         "world_size": world_size,
     }
 
@@ -121,18 +120,6 @@ def service_configs(settings: EngineSettings) -> ServiceConfigs:
         ),
         detokenizer=made("detokenizer", DetokenizerConfig, "detokenizer-1", names),
     )
-
-
-def _world_size(settings: EngineSettings) -> int:
-    """How many ranks. Raises InvalidRequest."""
-    sizes = {
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise InvalidRequest(f"{name}: {size} is not allowed; it must be at least 1", name)
-    return settings.tensor_parallel_size * settings.pipeline_parallel_size
 
 
 def _rendezvous() -> str:

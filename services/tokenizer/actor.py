@@ -132,7 +132,18 @@ class TokenizerActor(Actor):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_short(self, prompt: Prompt) -> bool:
-        return _size(prompt) <= INLINE_BYTES and not self._encoder.brings_template(prompt)
+        """Whether there are few bytes to go through, about, and no template of the client's own to render."""
+        match prompt:
+            case ChatPrompt():
+                variables = sum(map(_weight, prompt.template_kwargs.values()))
+                size = len(prompt.messages) + len(prompt.tools or b"") + variables
+            case TextPrompt():
+                size = len(prompt.text)
+            case TokenPrompt():
+                size = len(prompt.tokens) // 16
+            case _:
+                assert_never(prompt)
+        return size <= INLINE_BYTES and not self._encoder.brings_template(prompt)
 
     async def _start_long(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """Starts `work` beside the next messages; waits first where `MAX_LONG_PROMPTS` are on their way."""
@@ -205,19 +216,6 @@ class TokenizerActor(Actor):
         log.warning("no coordinator", extra={"request": generation.request, "attempt": generation.attempt})
         failed = RequestFailed(generation.request, generation.attempt, "no coordinator is there")
         await self.bus.publish(topics.gateway_inbox(generation.gateway), failed)
-
-
-def _size(prompt: Prompt) -> int:
-    """About how many bytes there are to go through."""
-    match prompt:
-        case ChatPrompt():
-            return len(prompt.messages) + len(prompt.tools or b"") + sum(map(_weight, prompt.template_kwargs.values()))
-        case TextPrompt():
-            return len(prompt.text)
-        case TokenPrompt():
-            return len(prompt.tokens) // 16
-        case _:
-            assert_never(prompt)
 
 
 def _weight(value: Any) -> int:

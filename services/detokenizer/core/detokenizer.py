@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple, assert_never
 
@@ -28,6 +29,12 @@ MAX_STOP_CHARS = 16_384
 """Of all stop strings of a request together: what their automaton may hold."""
 
 
+class _PendingDeltas(NamedTuple):
+    opened: list[StreamOpened]
+    deltas: list[Delta]
+    scored: list[PromptLogprobsDelta]
+
+
 class Detokenizer:
     """Owns the text of every stream that engines have opened here."""
 
@@ -44,7 +51,11 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._max_streams = max_streams
         self._batches: SourceNumbers[EngineId] = SourceNumbers()
-        self._outbox = Outbox(instance, epoch)
+        self._epoch = epoch
+        self._numbers: dict[GatewayId, int] = {}
+        """Of the next message to each gateway."""
+        self._pending: defaultdict[GatewayId, _PendingDeltas] = defaultdict(lambda: _PendingDeltas([], [], []))
+        """What of the present batch goes into that message."""
         self.streams: dict[RequestId, RequestStream] = {}
         self.counters = DetokenizerCounters()
 
@@ -66,7 +77,7 @@ class Detokenizer:
         for scored in batch.scored:
             stream = self._open_stream(scored.request, scored.attempt, engine)
             if stream is not None:
-                self._outbox.for_gateway(stream.opened.gateway).scored.append(stream.spell_prompt(scored))
+                self._pending[stream.opened.gateway].scored.append(stream.spell_prompt(scored))
         for entry in batch.entries:
             stream = self._open_stream(entry.request, entry.attempt, engine)
             if stream is not None and stream.position == entry.position:
@@ -83,7 +94,7 @@ class Detokenizer:
             held = self.streams.get(abandoned.request)
             if held is not None and held.opened.attempt <= abandoned.attempt:
                 del self.streams[abandoned.request]
-        return former + self._outbox.flush() + actions
+        return former + self._flush() + actions
 
     def end_streams(self, event: EngineLost | GatewayLost | StreamOrphaned) -> list[Action]:
         """The failures and cancels that follow from a loss."""
@@ -108,12 +119,30 @@ class Detokenizer:
 
     def _deliver(self, stream: RequestStream, update: StreamUpdate, actions: list[Action]) -> None:
         opened, delta = stream.opened, update.delta
-        self._outbox.for_gateway(opened.gateway).deltas.append(delta)
+        self._pending[opened.gateway].deltas.append(delta)
         if delta.finish is not None:
             del self.streams[opened.request]
         if update.stopped:
             self.counters.stopped += 1
             actions.append(ToEngine(stream.engine, StopMatched(opened.request, opened.attempt)))
+
+    def _flush(self) -> list[Action]:
+        """One numbered message for each gateway that there is something for."""
+        messages: list[Action] = []
+        for gateway, (opened, deltas, scored) in self._pending.items():
+            number = self._numbers.get(gateway, 0)
+            self._numbers[gateway] = number + 1
+            message = Deltas(
+                detokenizer=self._instance,
+                epoch=self._epoch,
+                number=number,
+                opened=tuple(opened),
+                deltas=tuple(deltas),
+                scored=tuple(scored),
+            )
+            messages.append(ToGateway(gateway, message))
+        self._pending.clear()
+        return messages
 
     def _open(self, opened: OpenStream, engine: EngineId, actions: list[Action]) -> None:
         """Opens a stream in place of an older attempt's; refuses it, and cancels it at its engine, where it cannot."""
@@ -128,7 +157,7 @@ class Detokenizer:
             self.counters.failed += 1
             return
         stream = self.streams[opened.request] = RequestStream(opened, engine, self._vocabulary)
-        self._outbox.for_gateway(opened.gateway).opened.append(
+        self._pending[opened.gateway].opened.append(
             StreamOpened(opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens, opened.thinking)
         )
         replayed = stream.replay()
@@ -190,53 +219,8 @@ class Detokenizer:
     def _gateway_lost(self, gateway: GatewayId, reason: str) -> list[Action]:
         """Frees what the engines hold for it. The failures are sent nevertheless: it may have been cut off for a moment
         only."""
-        self._outbox.forget(gateway)
+        self._numbers.pop(gateway, None)  # a new one under its name gets messages from number 0
+        self._pending.pop(gateway, None)
         dropped = [stream for stream in self.streams.values() if stream.opened.gateway == gateway]
         cancelled: list[Action] = [ToEngine(s.engine, Cancel(s.opened.request, s.opened.attempt)) for s in dropped]
         return cancelled + self._fail(lambda stream: stream.opened.gateway == gateway, f"gateway {gateway}: {reason}")
-
-
-class _PendingDeltas(NamedTuple):
-    opened: list[StreamOpened]
-    deltas: list[Delta]
-    scored: list[PromptLogprobsDelta]
-
-
-class Outbox:
-    """Owns the number of the next message to each gateway, and what of one batch goes into that message."""
-
-    def __init__(self, detokenizer: DetokenizerId, epoch: Incarnation) -> None:
-        self._detokenizer = detokenizer
-        self._epoch = epoch
-        self._numbers: dict[GatewayId, int] = {}
-        self._pending: dict[GatewayId, _PendingDeltas] = {}
-
-    def for_gateway(self, gateway: GatewayId) -> _PendingDeltas:
-        """What the next message to `gateway` will hold, to be added to."""
-        pending = self._pending.get(gateway)
-        if pending is None:
-            pending = self._pending[gateway] = _PendingDeltas([], [], [])
-        return pending
-
-    def flush(self) -> list[Action]:
-        """One numbered message for each gateway that there is something for."""
-        messages: list[Action] = []
-        for gateway, (opened, deltas, scored) in self._pending.items():
-            number = self._numbers.get(gateway, 0)
-            self._numbers[gateway] = number + 1
-            message = Deltas(
-                detokenizer=self._detokenizer,
-                epoch=self._epoch,
-                number=number,
-                opened=tuple(opened),
-                deltas=tuple(deltas),
-                scored=tuple(scored),
-            )
-            messages.append(ToGateway(gateway, message))
-        self._pending.clear()
-        return messages
-
-    def forget(self, gateway: GatewayId) -> None:
-        """The gateway is gone; a new one under its name gets messages from number 0."""
-        self._numbers.pop(gateway, None)
-        self._pending.pop(gateway, None)

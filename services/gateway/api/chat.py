@@ -87,7 +87,8 @@ def read_chat(
     given = {name: value for name, value in variables.items() if value is not None}
     fields.chat_template_kwargs = {**given, **(fields.chat_template_kwargs or {})}
     beam_search = beam_search_params(fields, limits)
-    output, parser = read_output_grammar(fields), None
+    output = read_output_grammar(fields)
+    parser: ParserOptions | None = None
     if dialect_of is not None:
         if beam_search and fields.tools:
             raise invalid("tools", "not allowed together with use_beam_search")

@@ -179,7 +179,7 @@ class GenerationResponse:
         self.attempts = 1
         self.error: RequestError | None = None
         self.ended: asyncio.Future[ResponseOutcome] = asyncio.get_running_loop().create_future()
-        self._writer = writer
+        self.writer = writer
         self._meters = meters
         self._grammar_field = grammar_field
         self._unfinished = len(self.choices)
@@ -211,7 +211,7 @@ class GenerationResponse:
             choice.last_token_at = now
         if delta.finish is not None:
             choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
-        if not self._writer.write(choice, delta, now):
+        if not self.writer.write(choice, delta, now):
             self.end("client too slow")
         elif delta.finish is not None:
             if choice.tokens > 1 and choice.first_token_at is not None:
@@ -227,7 +227,7 @@ class GenerationResponse:
             self._complete(now)
 
     def _complete(self, now: float) -> None:
-        self._writer.complete(self.choices)
+        self.writer.complete(self.choices)
         self._meters.e2e.observe(now - self.started_at)
         self.end("finished")
 
@@ -245,18 +245,13 @@ class GenerationResponse:
         """Ends with an error, unless the response has ended already."""
         if not self.ended.done():
             self.error = error
-            self._writer.fail(error)
+            self.writer.fail(error)
             self.end("failed")
 
     def end(self, outcome: ResponseOutcome) -> None:
         """Ends the response; the first outcome counts."""
         if not self.ended.done():
             self.ended.set_result(outcome)
-
-    def tick(self, now: float) -> None:
-        """Called a few times a second, for what is due by time."""
-        if not self.ended.done():
-            self._writer.tick(now)
 
 
 def without_output(delta: Delta) -> Delta:

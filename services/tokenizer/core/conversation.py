@@ -34,22 +34,17 @@ def render_chat(prompt: ChatPrompt, template: ChatTemplate, special_tokens: Mapp
         raise PromptRefused("chat_template_kwargs", "add_generation_prompt, continue_final_message: true or false")
     if add and go_on:
         raise PromptRefused("continue_final_message", "continue_final_message excludes add_generation_prompt")
+    messages = read_json_list(prompt.messages, "messages")
+    if not messages:
+        raise PromptRefused("messages", "messages: at least one is needed")
     return template.render(
-        read_messages(prompt.messages, template),
+        [_message(message, f"messages[{index}]", template) for index, message in enumerate(messages)],
         tools=None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools"),
         documents=_objects(variables.pop("documents", None), "chat_template_kwargs", "documents"),
         add_generation_prompt=add,
         continue_final_message=go_on,
         variables=variables,
     )
-
-
-def read_messages(payload: bytes, template: ChatTemplate) -> list[Message]:
-    """The messages of a JSON array. Raises PromptRefused, naming `messages`."""
-    messages = read_json_list(payload, "messages")
-    if not messages:
-        raise PromptRefused("messages", "messages: at least one is needed")
-    return [_message(message, f"messages[{index}]", template) for index, message in enumerate(messages)]
 
 
 def read_json_list(payload: bytes, field: str) -> list[Any]:

@@ -19,7 +19,7 @@ from deploy.model_choice import DEMO_MODEL
 from services.offline import LLM, EngineFailed, InvalidRequest, SamplingParams
 from services.offline.local_cluster import LocalCluster
 from services.offline.requests import Prompt
-from services.offline.settings import ENGINE, EngineSettings, service_configs
+from services.offline.settings import ENGINE, service_configs
 from shared import topics
 from shared.ids import EngineId, Incarnation, SequenceId
 from shared.messages.worker import SequenceWork, StepPlan
@@ -244,8 +244,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 
 async def test_a_bug_in_one_actor_ends_the_engine_with_its_reason(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "model"))
-    settings = EngineSettings(model=model, served_model_name="m", device="sim", more={"worker.sim_step_ms": 20})
-    cluster = LocalCluster(service_configs(settings))
+    configs = service_configs(model, {"served_model_name": "m", "device": "sim"}, {"worker.sim_step_ms": 20})
+    cluster = LocalCluster(configs)
     await cluster.start(60)
     nonsense = StepPlan(epoch=Incarnation(1), step=0, work=(SequenceWork(SequenceId(7), 1, b"", True),))
     await cluster.bus.publish(topics.engine_steps(EngineId(ENGINE)), nonsense)

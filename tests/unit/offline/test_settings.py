@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from services.offline.settings import EngineSettings, service_configs
+from services.offline.settings import EngineArguments, service_configs
 
 
 def test_what_is_said_of_a_gpu_reaches_the_worker() -> None:
-    settings = EngineSettings(
-        model="m", served_model_name="m", gpu_memory_utilization=0.4, kv_cache_dtype="fp8", enforce_eager=True
-    )
-    (worker,) = service_configs(settings).ranks
+    arguments = EngineArguments(gpu_memory_utilization=0.4, kv_cache_dtype="fp8", enforce_eager=True)
+    (worker,) = service_configs("m", arguments).ranks
     assert (worker.gpu_memory_utilization, worker.kv_cache_dtype, worker.enforce_eager) == (0.4, "fp8", True)
