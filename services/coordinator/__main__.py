@@ -11,9 +11,7 @@ from shared.config import load_or_exit
 
 def build(config: CoordinatorConfig, bus: Bus) -> CoordinatorActor:
     """The coordinator that `config` describes, on `bus`."""
-    return CoordinatorActor(
-        bus, config.instance_id(), config.limits(), config.router(), scale_timeout=config.scale_timeout
-    )
+    return CoordinatorActor(bus, config.instance_id(), config)
 
 
 def main() -> None:

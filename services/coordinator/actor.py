@@ -11,9 +11,9 @@ from typing import Any, assert_never
 import msgspec
 
 from services.coordinator import admin, metrics
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
@@ -38,19 +38,17 @@ class CoordinatorActor(Actor):
         self,
         bus: Bus,
         instance: InstanceId,
-        limits: CoordinatorLimits,
-        settings: RouterSettings | None = None,
+        config: CoordinatorConfig,
         *,
-        scale_timeout: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus, instance)
         self._clock = clock
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
-        self.core = Coordinator(instance, limits, settings, turn=turn, since=bus.liveness_now())
+        self.core = Coordinator(instance, config, turn=turn, since=bus.liveness_now())
         self._totals = PublishedTotals()
-        self._admin = admin.Admin(bus, self.core.fleet.registry, scale_timeout)
+        self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout)
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Routes are shared out among coordinators; everything else goes to each of them."""
@@ -175,7 +173,7 @@ class CoordinatorActor(Actor):
             await self.bus.publish(topics.placements(), action.announcement)
         placed = RequestPlaced(request, attempt, action.engine, generate.detokenizer)
         await self.bus.publish(topics.gateway_inbox(generation.gateway), placed, confirm=True)
-        metrics.record_placement(action, self.core.settings.policy)
+        metrics.record_placement(action, self.core.config.router_policy)
         extra = {"decode_on": generate.decode_on, "predicted_cached": generate.predicted_cached}
         log.info("placed", extra=msgspec.structs.asdict(placed) | extra)
 

@@ -1,97 +1,78 @@
-"""The settings of a coordinator; their defaults are those of its core."""
+"""The settings of a coordinator: its bounds, and the rules by which it places requests."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.coordinator.core.settings import CoordinatorLimits, Policy, RouterSettings
 from shared.config import ServiceConfig
 from shared.settings import UpOption
 
-LIMITS = CoordinatorLimits()
-ROUTER = RouterSettings()
+Policy = Literal["kv", "least-loaded", "round-robin", "random"]
+"""kv: the least work, cached blocks counted. least-loaded: the fewest requests, waiting ones four times."""
 
 
 class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
-    """Every setting of a coordinator, with its unit and bounds."""
+    """Every setting of a coordinator, with its unit and bounds. Its core reads them here."""
 
     queue_limit: Annotated[
         int, Meta(ge=0, description="Requests that may wait for an engine; the next one is refused with 429.")
-    ] = LIMITS.queue
-    queue_timeout: Annotated[float, Meta(gt=0, description="Seconds that a request may wait for an engine.")] = (
-        LIMITS.queue_seconds
-    )
+    ] = 1024
+    queue_timeout: Annotated[float, Meta(gt=0, description="Seconds that a request may wait for an engine.")] = 60.0
     expect_engine: Annotated[
         float,
         Meta(ge=0, description="Seconds after an engine's last heartbeat in which its model is still expected back."),
-    ] = LIMITS.expect_seconds
+    ] = 15.0
     engine_fill: Annotated[
         Annotated[float, Meta(ge=1)] | None,
         Meta(
             description="An engine gets no requests above this multiple of its running limit; "
             "none: it gets requests until its queue is full."
         ),
-    ] = LIMITS.engine_fill
+    ] = None
+    """Low values bind requests later, so that they go where work ends first; but the end of work shows only in the next
+    report, half a second late."""
     router_policy: Annotated[
         Policy,
         Meta(description="Placement of requests. kv: least work, with cached blocks counted as done."),
         UpOption("Routing"),
-    ] = ROUTER.policy
+    ] = "kv"
     router_temperature: Annotated[
         float,
         Meta(ge=0, description="0: take the cheapest engine, rotating among equals; above 0: draw one by its cost."),
-    ] = ROUTER.temperature
+    ] = 0.0
+    """1 is a factor of e between the chances of the least and the greatest cost."""
     router_store_discount: Annotated[
         float,
         Meta(ge=0, le=1, description="Value of a cached block in a KV store, relative to one on the engine's device."),
-    ] = ROUTER.store_discount
+    ] = 0.75
+    """A block in another node's store is worth this squared: it goes through both."""
     router_saturation: Annotated[
         float,
         Meta(ge=1, description="Above this multiple of the mean load an engine's cached blocks do not count."),
-    ] = ROUTER.saturation
+    ] = 2.0
+    """And a few requests more; neither does one win by its cache whose running batch is full."""
     router_index_blocks: Annotated[
         int, Meta(ge=1024, description="Blocks in the prefix map; each takes about 120 bytes.")
-    ] = ROUTER.index_blocks
+    ] = 2_000_000
     disaggregate_tokens: Annotated[
         int,
         Meta(ge=0, description="Uncached prompt tokens from which on a prefill engine computes the prompt."),
         UpOption("Routing"),
-    ] = ROUTER.disaggregate_tokens
+    ] = 2048
     disaggregate_share: Annotated[
         float,
         Meta(ge=0, description="Or this uncached share of the prompt; above 1: only the number of tokens counts."),
-    ] = ROUTER.disaggregate_share
+    ] = 0.7
     disaggregate_least: Annotated[
         int, Meta(ge=0, description="With fewer uncached prompt tokens than this, no prefill engine is used.")
-    ] = ROUTER.disaggregate_least
+    ] = 256
+    """So few hold up no step of a decode engine, while they would wait behind long prompts at a prefill engine
+    (ADR 7)."""
     disaggregate_busy: Annotated[
         int, Meta(ge=0, description="With more tokens waiting per prefill engine than this, none is used.")
-    ] = ROUTER.disaggregate_busy
+    ] = 16_384
     scale_timeout: Annotated[
         float, Meta(gt=0, description="Seconds that the supervisor may take for `admin.scale`.")
     ] = 30.0
-
-    def limits(self) -> CoordinatorLimits:
-        """The bounds that its core keeps."""
-        return CoordinatorLimits(
-            queue=self.queue_limit,
-            queue_seconds=self.queue_timeout,
-            expect_seconds=self.expect_engine,
-            engine_fill=self.engine_fill,
-        )
-
-    def router(self) -> RouterSettings:
-        """How its core places requests."""
-        return RouterSettings(
-            policy=self.router_policy,
-            temperature=self.router_temperature,
-            store_discount=self.router_store_discount,
-            saturation=self.router_saturation,
-            disaggregate_tokens=self.disaggregate_tokens,
-            disaggregate_share=self.disaggregate_share,
-            disaggregate_least=self.disaggregate_least,
-            disaggregate_busy=self.disaggregate_busy,
-            index_blocks=self.router_index_blocks,
-        )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.coordinator.config import Policy
 from services.coordinator.core.actions import PlaceRequest
 from services.coordinator.core.kv_sources import KvSources
-from services.coordinator.core.settings import Policy
 from shared.telemetry.metrics import PublishedTotals
 
 PLACEMENTS = Counter("baton_coordinator_placements_total", "Requests placed, by engine.", ["engine"])

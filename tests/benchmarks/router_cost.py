@@ -15,9 +15,9 @@ import time
 
 import psutil
 
+from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import Moment, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits, Policy, RouterSettings
 from shared.blocks import HASH_BYTES
 from shared.ids import Attempt, GatewayId, Incarnation, InstanceId, RequestId
 from shared.kv_event_stream import MAX_HASHES
@@ -120,7 +120,7 @@ def measure(policy: Policy, decisions: int) -> None:
     chance = random.Random(1)
     chains = Chains(chance)
     core = Coordinator(
-        InstanceId("coordinator-1"), CoordinatorLimits(), RouterSettings(policy=policy, index_blocks=4_000_000)
+        InstanceId("coordinator-1"), CoordinatorConfig(router_policy=policy, router_index_blocks=4_000_000)
     )
     cluster = Cluster(core, chance)
     cluster.report(0.0)

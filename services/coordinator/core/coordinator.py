@@ -6,13 +6,13 @@ import math
 
 from msgspec.structs import replace
 
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.fleet import EngineFleet, fits
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
-from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared.blocks import BLOCK_SIZE
 from shared.ids import EngineId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import PlacementMade, Route, Withdraw
@@ -25,6 +25,10 @@ from shared.reliability.recent import AttemptFence, RecentEntries
 
 MAX_RETRY_AFTER = 60.0
 """Seconds after which a rejected client may try again, at most."""
+RENEW_SECONDS = 1.0
+"""Between two messages to a gateway that its request still waits here; silence means a lost coordinator."""
+MAX_REMEMBERED = 65_536
+"""Requests whose newest attempt is remembered; the oldest are forgotten first."""
 
 
 class Coordinator:
@@ -38,23 +42,21 @@ class Coordinator:
     def __init__(
         self,
         instance: InstanceId,
-        limits: CoordinatorLimits,
-        settings: RouterSettings | None = None,
+        config: CoordinatorConfig,
         *,
         turn: int = 0,
         since: float = 0.0,
     ) -> None:
         """`turn`, `since`: see EngineFleet."""
         self._instance = instance
-        self.limits = limits
-        self.settings = settings or RouterSettings()
-        self.fleet = EngineFleet(instance, limits, turn, since)
-        self.sources = KvSources(self.settings.index_blocks)
+        self.config = config
+        self.fleet = EngineFleet(instance, config, turn, since)
+        self.sources = KvSources(config.router_index_blocks)
         self.queue = PlacementQueue()
         self._expected = ExpectedPrompts()
-        self._router = Router(self.fleet, self.sources, self._expected, self.settings)
-        self._fence = AttemptFence(limits.remembered)
-        self._engines: RecentEntries[RequestId, EngineId] = RecentEntries(limits.remembered)
+        self._router = Router(self.fleet, self.sources, self._expected, config)
+        self._fence = AttemptFence(MAX_REMEMBERED)
+        self._engines: RecentEntries[RequestId, EngineId] = RecentEntries(MAX_REMEMBERED)
         """Where the newest attempt of each request was placed last."""
 
     # ---- requests
@@ -161,7 +163,7 @@ class Coordinator:
         refused = self._refusal(generation)
         if refused is not None:
             return [NotifyGateway(generation.gateway, refused)]
-        full = len(self.queue) >= self.limits.queue and generation.request not in self.queue
+        full = len(self.queue) >= self.config.queue_limit and generation.request not in self.queue
         queued = self.queue.add(generation, at.now)
         actions = self._place_queued_for(generation.model, at)
         if self.queue.get(generation.request) is not queued:
@@ -220,16 +222,16 @@ class Coordinator:
         missing = self.fleet.missing(model)
         if missing is not None and not self.fleet.is_expected(model, at):
             return self._reject(queued, "unavailable", missing, at)
-        if at.now - queued.since <= self.limits.queue_seconds:
+        if at.now - queued.since <= self.config.queue_timeout:
             return []
-        waited = f"waited {self.limits.queue_seconds:g} s"
+        waited = f"waited {self.config.queue_timeout:g} s"
         if missing is not None:
             return self._reject(queued, "unavailable", f"{waited}, but {missing}", at)
         return self._reject(queued, "overloaded", f"{waited}, but every engine is full", at)
 
     def _notify_queued(self, queued: QueuedRequest, at: Moment) -> list[Action]:
-        """Lets its gateway know that the request waits, once every `renew_seconds`."""
-        if queued.notified is not None and at.now - queued.notified < self.limits.renew_seconds:
+        """Lets its gateway know that the request waits, once every RENEW_SECONDS."""
+        if queued.notified is not None and at.now - queued.notified < RENEW_SECONDS:
             return []
         queued.notified = at.now
         generation = queued.generation

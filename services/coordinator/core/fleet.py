@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
 from services.coordinator.core.reservations import Reservations, ReservedWork
-from services.coordinator.core.settings import CoordinatorLimits
 from shared.blocks import BLOCK_SIZE
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName, NodeId
 from shared.messages.coordinator import PlacementMade
@@ -18,12 +18,17 @@ from shared.registry import Registry
 DECODING: frozenset[Role] = frozenset(("mixed", "decode"))
 PREFILLING: frozenset[Role] = frozenset(("prefill",))
 
+SETTLE_SECONDS = 0.1
+"""A placement younger than this, when an engine's report comes in, may not be counted in it yet."""
+HAND_OVER_SECONDS = 1.0
+"""How long a request is assumed to stay on its prefill engine before its decode engine reports it."""
 WAITING_WEIGHT = 4
 """A waiting request is work that has yet to begin; a running one shares each step with the others."""
 
 
 def room(report: EngineReport, fill: float | None) -> int:
-    """Requests that the engine can take beyond those it reported; never negative. `fill`: see `CoordinatorLimits`.
+    """Requests that the engine can take beyond those it reported; never negative. `fill`: see `engine_fill` of
+    `CoordinatorConfig`.
 
     Where something waits already, a free place in the running batch is no room: blocks may be what is short.
     """
@@ -104,7 +109,7 @@ class EngineFleet:
     all begin with the same engine. `since`: the liveness clock at the start.
     """
 
-    def __init__(self, instance: InstanceId, limits: CoordinatorLimits, turn: int, since: float) -> None:
+    def __init__(self, instance: InstanceId, config: CoordinatorConfig, turn: int, since: float) -> None:
         self.registry = Registry()
         self.turn = turn
         """Goes up by one with each placement."""
@@ -113,9 +118,9 @@ class EngineFleet:
         self._instance = instance
         self._rank = 0
         """The place of this coordinator among all of them, by name."""
-        self._limits = limits
+        self._config = config
         self._since = since
-        self._reservations = Reservations(limits.settle_seconds)
+        self._reservations = Reservations(SETTLE_SECONDS)
         self._unreachable: set[InstanceId] = set()
         """Engines to which a request could not be delivered."""
         self._models_seen: dict[ModelName, float] = {}
@@ -182,7 +187,7 @@ class EngineFleet:
         add, reuse, blocks = self._reservations.add, placement.reuse, placement.blocks
         add(InstanceId(placement.engine), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
         if placement.decode_on is not None:
-            add(InstanceId(placement.decode_on), at.now, blocks=blocks, delay=self._limits.hand_over_seconds)
+            add(InstanceId(placement.decode_on), at.now, blocks=blocks, delay=HAND_OVER_SECONDS)
         add(InstanceId(placement.detokenizer), at.now)
         self.turn += 1
 
@@ -193,7 +198,7 @@ class EngineFleet:
             (made.detokenizer, 0, 0, 0.0),
         ]
         if made.decode_on is not None:
-            work.append((made.decode_on, 0, made.blocks, self._limits.hand_over_seconds))
+            work.append((made.decode_on, 0, made.blocks, HAND_OVER_SECONDS))
         detokenizers = {life.instance for life in self._detokenizers}
         for receiver, prefill, blocks, delay in work:
             if (instance := InstanceId(receiver)) in self._engines or instance in detokenizers:
@@ -305,7 +310,7 @@ class EngineFleet:
     def _record_engine(self, instance: InstanceId) -> None:
         alive = self.registry.get("scheduler", instance)
         if alive is not None and alive.engine is not None:
-            self._engines[instance] = EngineLoad.of(alive, alive.engine, self._limits.engine_fill)
+            self._engines[instance] = EngineLoad.of(alive, alive.engine, self._config.engine_fill)
         else:
             self._engines.pop(instance, None)
         self._clear_engine_caches()
@@ -318,7 +323,7 @@ class EngineFleet:
         self._detokenizers = list(self.registry.all("detokenizer", "ready"))
 
     def _recent(self, seen: float | None, at: Moment) -> bool:
-        return seen is not None and at.alive - seen <= self._limits.expect_seconds
+        return seen is not None and at.alive - seen <= self._config.expect_engine
 
     def _count_coordinators(self) -> None:
         """This coordinator is counted even before it receives its own lifecycle message."""

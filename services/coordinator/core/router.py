@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple, assert_never
 
+from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import Placement
 from services.coordinator.core.fleet import DECODING, Candidate, EngineFleet, cost
 from services.coordinator.core.kv_sources import NO_REUSE, KvSources, PrefixHits, Reuse
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
-from services.coordinator.core.settings import Policy, RouterSettings
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.generation import Generation
@@ -53,13 +53,15 @@ class Router:
     """
 
     def __init__(
-        self, fleet: EngineFleet, sources: KvSources, expected: ExpectedPrompts, settings: RouterSettings
+        self, fleet: EngineFleet, sources: KvSources, expected: ExpectedPrompts, config: CoordinatorConfig
     ) -> None:
         self._fleet = fleet
         self._sources = sources
         self._expected = expected
-        self._settings = settings
-        self._draws = settings.policy == "random" or (settings.policy == "kv" and settings.temperature > 0)
+        self._config = config
+        self._draws = config.router_policy == "random" or (
+            config.router_policy == "kv" and config.router_temperature > 0
+        )
         """Whether chance decides."""
 
     def choose(self, generation: Generation, now: float) -> Placement | None:
@@ -86,7 +88,7 @@ class Router:
         reusable = 0 if scored else (tokens - 1) // BLOCK_SIZE
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
         prefix = PromptPrefix.of(generation)
-        shares = self._settings.policy == "kv" and not scored
+        shares = self._config.router_policy == "kv" and not scored
         expected = self._expected.engine_for(prefix, now) if shares else None
         return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens), hits, expected)
 
@@ -101,9 +103,9 @@ class Router:
         return candidates[chosen], reuses[chosen]
 
     def _costs(self, request: _RoutedRequest, candidates: Sequence[Candidate], reuses: Sequence[Reuse]) -> list[float]:
-        if self._settings.policy != "kv":
+        if self._config.router_policy != "kv":
             return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in candidates]
-        blocks, discount = request.blocks, self._settings.store_discount
+        blocks, discount = request.blocks, self._config.router_store_discount
         costs = []
         for candidate, reuse, saturated in zip(candidates, reuses, self._saturated(candidates), strict=True):
             counted, before = reuse, candidate.prefill
@@ -119,7 +121,7 @@ class Router:
         """For each candidate whether it holds too many requests, or runs as many as it can, and so does not win by
         what it has cached. Where all are saturated, none is."""
         loads = [candidate.requests for candidate in candidates]
-        bound = self._settings.saturation * sum(loads) / len(loads) + SATURATION_SLACK
+        bound = self._config.router_saturation * sum(loads) / len(loads) + SATURATION_SLACK
         saturated = [
             load > bound or load - candidate.engine.report.waiting >= candidate.engine.report.max_running
             for load, candidate in zip(loads, candidates, strict=True)
@@ -131,10 +133,10 @@ class Router:
         moment, before they receive each other's placements: they decide by the prompt, which is the same for all of
         them."""
         generation, prefix, turn = request.generation, request.prefix, self._fleet.turn
-        if self._settings.policy == "kv" and prefix.blocks and self._fleet.peers:
+        if self._config.router_policy == "kv" and prefix.blocks and self._fleet.peers:
             turn = int.from_bytes(prefix.last_block[:8])
         drawn = chance(generation.request, generation.attempt, purpose) if self._draws else 0.0
-        return pick(self._settings.policy, costs, self._settings.temperature, TieBreak(turn, drawn))
+        return pick(self._config.router_policy, costs, self._config.router_temperature, TieBreak(turn, drawn))
 
     # ---- two engines
 
@@ -146,16 +148,16 @@ class Router:
 
         Blocks pass through KV stores, so both engines need one on their node.
         """
-        settings, left = self._settings, request.tokens - local.blocks * BLOCK_SIZE
-        large_share = left >= settings.disaggregate_share * request.tokens
-        if left < settings.disaggregate_tokens and not (large_share and left >= settings.disaggregate_least):
+        config, left = self._config, request.tokens - local.blocks * BLOCK_SIZE
+        large_share = left >= config.disaggregate_share * request.tokens
+        if left < config.disaggregate_tokens and not (large_share and left >= config.disaggregate_least):
             return None
         prefilling = [each for each in self._fleet.prefill_candidates(request.generation) if each.node is not None]
         decoding = [each for each in candidates if each.node is not None and each.engine.report.role in DECODING]
         if not prefilling or not decoding:
             return None
         waiting = sum(candidate.prefill for candidate in prefilling) * BLOCK_SIZE
-        if waiting > settings.disaggregate_busy * len(prefilling):
+        if waiting > config.disaggregate_busy * len(prefilling):
             return None
         prefill, reuse = self._cheapest(request, prefilling, "prefill")
         costs = self._hand_over_costs(request, prefill, decoding)
@@ -165,9 +167,9 @@ class Router:
         self, request: _RoutedRequest, prefill: Candidate, decoding: Sequence[Candidate]
     ) -> list[float]:
         """Nothing is left to compute there; blocks from another node's store cost what their way is taken to cost."""
-        if self._settings.policy != "kv":
+        if self._config.router_policy != "kv":
             return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in decoding]
-        price = 1 - self._settings.store_discount
+        price = 1 - self._config.router_store_discount
         return [
             candidate.prefill
             + _blocks_after(candidate, request.blocks, reuse)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.coordinator.actor import CoordinatorActor
-from services.coordinator.core.settings import CoordinatorLimits
+from services.coordinator.config import CoordinatorConfig
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.codec import encode
@@ -27,10 +27,10 @@ ENGINE = EngineId("a")
 class World:
     """One coordinator, and a record of all that it sends."""
 
-    def __init__(self, bus: MemoryBus, limits: CoordinatorLimits, name: str = "coordinator-1") -> None:
+    def __init__(self, bus: MemoryBus, config: CoordinatorConfig, name: str = "coordinator-1") -> None:
         self.bus = bus
         bus.liveness_now = lambda: 0.0  # type: ignore[method-assign]  # nobody falls silent, however slow the machine
-        self.actor = CoordinatorActor(bus, InstanceId(name), limits)
+        self.actor = CoordinatorActor(bus, InstanceId(name), config)
         self.runtime = ActorRuntime(self.actor, drain_timeout=1.0)
         self.sent: list[Any] = []
         self.news = asyncio.Event()
@@ -69,8 +69,9 @@ class World:
 
 
 @pytest.fixture
-async def world(memory_bus: MemoryBus) -> AsyncIterator[World]:
-    world = World(memory_bus, CoordinatorLimits(queue=2, renew_seconds=60))
+async def world(memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("services.coordinator.core.coordinator.RENEW_SECONDS", 60.0)
+    world = World(memory_bus, CoordinatorConfig(queue_limit=2))
     yield world
     if not world.task.done():
         await world.stop()
@@ -130,7 +131,7 @@ async def test_when_the_gateway_is_gone_its_request_is_cancelled_at_the_engine(w
 async def test_a_message_too_large_for_the_bus_is_said_by_name() -> None:
     large = route("r", prompt=480)
     bus = MemoryBus(max_payload=len(encode(large)))  # the placement makes it a little larger
-    world = World(bus, CoordinatorLimits())
+    world = World(bus, CoordinatorConfig())
     await world.start()
     await world.hear(engine("a", max_model_len=4096), detokenizer())
     await world.bus.publish(topics.route(), large)
@@ -165,7 +166,7 @@ async def test_a_drained_coordinator_takes_no_more_and_empties_its_queue(world: 
 
 
 async def test_of_two_coordinators_the_drained_one_hands_its_queue_over(world: World) -> None:
-    other = World(world.bus, CoordinatorLimits(queue=2, renew_seconds=60), "coordinator-2")
+    other = World(world.bus, CoordinatorConfig(queue_limit=2), "coordinator-2")
     await world.start()
     await world.hear(engine("a", waiting=8), detokenizer())
     await world.bus.publish(topics.route(), route("r"))
@@ -182,7 +183,7 @@ async def test_of_two_coordinators_the_drained_one_hands_its_queue_over(world: W
 
 
 async def test_of_two_coordinators_each_hears_what_the_other_has_placed(world: World) -> None:
-    other = World(world.bus, CoordinatorLimits(), "coordinator-2")
+    other = World(world.bus, CoordinatorConfig(), "coordinator-2")
     await world.start()
     other.task = asyncio.create_task(other.runtime.run())
     worlds = (world, other)

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.coordinator.actor import CoordinatorActor
-from services.coordinator.core.settings import CoordinatorLimits
+from services.coordinator.config import CoordinatorConfig
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus import Bus, UndeliveredHandler
@@ -65,7 +65,7 @@ class Following:
 
     def __init__(self, world: EngineOnABus, name: str = "coordinator-1") -> None:
         self.bus = CoordinatorsBus(world.bus)
-        self.actor = CoordinatorActor(cast(Bus, self.bus), InstanceId(name), CoordinatorLimits())
+        self.actor = CoordinatorActor(cast(Bus, self.bus), InstanceId(name), CoordinatorConfig())
         self.runtime = ActorRuntime(self.actor, drain_timeout=1.0)
         self._world = world
         self._task = asyncio.create_task(self.runtime.run())

@@ -14,7 +14,7 @@ import pytest
 from nats.aio.client import Client
 
 from services.coordinator.actor import CoordinatorActor
-from services.coordinator.core.settings import CoordinatorLimits
+from services.coordinator.config import CoordinatorConfig
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.nats_bus import NatsBus, NatsOptions, connect
@@ -86,7 +86,7 @@ async def cluster(own_nats: NatsServer) -> AsyncIterator[Cluster]:
             own = await connect(NatsOptions(servers=(own_nats.url,)))
             stack.push_async_callback(own.close)
             own.liveness_now = lambda: 0.0  # type: ignore[method-assign]  # nobody falls silent on a slow machine
-            actor = CoordinatorActor(own, InstanceId(name), CoordinatorLimits(), scale_timeout=DEADLINE)
+            actor = CoordinatorActor(own, InstanceId(name), CoordinatorConfig(scale_timeout=DEADLINE))
             runtime = ActorRuntime(actor, drain_timeout=0.5)
             task = asyncio.create_task(runtime.run())
             cluster.actors.append(actor)

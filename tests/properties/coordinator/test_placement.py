@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared.ids import Attempt, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestQueued, RequestRejected
@@ -42,7 +42,7 @@ class Placement(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
         self.core = Coordinator(
-            InstanceId("coordinator-1"), CoordinatorLimits(queue=4, queue_seconds=5, expect_seconds=3)
+            InstanceId("coordinator-1"), CoordinatorConfig(queue_limit=4, queue_timeout=5, expect_engine=3)
         )
         self.engines = {name: SimulatedEngine() for name in ENGINES}
         self.ends: Counter[str] = Counter()
@@ -162,7 +162,7 @@ class Fairness(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.held = dict.fromkeys(ENGINES, 0)
-        self.core = Coordinator(InstanceId("coordinator-1"), CoordinatorLimits(), RouterSettings(policy="least-loaded"))
+        self.core = Coordinator(InstanceId("coordinator-1"), CoordinatorConfig(router_policy="least-loaded"))
         self.core.lifecycle(detokenizer(), at(0))
         for name in ENGINES:
             self.core.lifecycle(engine(name, max_running=1000), at(0))

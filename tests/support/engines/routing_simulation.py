@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, get_args
 
+from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import Action, Moment, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits, Policy, RouterSettings
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import Event, SendPlan, SendTokens, WorkersReady
 from services.scheduler.core.limits import EngineLimits as EngineLimits
@@ -123,7 +123,7 @@ class SimulatedEngine:
 class Simulation:
     def __init__(
         self,
-        routing: RouterSettings,
+        routing: CoordinatorConfig,
         load: Load,
         *,
         engines: int = 8,
@@ -134,7 +134,7 @@ class Simulation:
     ) -> None:
         """Coordinators get requests by rotation. Unless one `announces`, the others never learn what it places."""
         names = [InstanceId(f"coordinator-{number + 1}") for number in range(coordinators)]
-        self.cores = [Coordinator(name, CoordinatorLimits(), routing, turn=turn) for turn, name in enumerate(names)]
+        self.cores = [Coordinator(name, routing, turn=turn) for turn, name in enumerate(names)]
         self._announces = announces
         self._messages: dict[str, PlacementMade] = {}
         self.engines = {name: SimulatedEngine(name, blocks) for name in (f"engine-{i}" for i in range(engines))}
@@ -255,10 +255,10 @@ def main() -> None:
     for name, load in LOADS.items():
         print(f"{name}: {load.rate:g} requests a second of {load.prefix} + {load.suffix} tokens")
         for policy in get_args(Policy):
-            _show(policy, Simulation(RouterSettings(policy=policy), load).run())
-        _show("kv, 2 deaf", Simulation(RouterSettings(), load, coordinators=2, announces=False).run())
+            _show(policy, Simulation(CoordinatorConfig(router_policy=policy), load).run())
+        _show("kv, 2 deaf", Simulation(CoordinatorConfig(), load, coordinators=2, announces=False).run())
         for count in (2, 4):
-            _show(f"kv, {count} peers", Simulation(RouterSettings(), load, coordinators=count).run())
+            _show(f"kv, {count} peers", Simulation(CoordinatorConfig(), load, coordinators=count).run())
 
 
 def _show(name: str, out: Outcome) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.fleet import cost, room, share
-from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared.ids import DetokenizerId, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
 from tests.support.engines.coordinator_events import at, detokenizer, engine, life, route, summary
 
-LEAST_LOADED = RouterSettings(policy="least-loaded")
+LEAST_LOADED = CoordinatorConfig(router_policy="least-loaded")
 
 
 def coordinator(
     *lives: Lifecycle,
-    limits: CoordinatorLimits | None = None,
-    routing: RouterSettings = LEAST_LOADED,
+    routing: CoordinatorConfig = LEAST_LOADED,
     name: str = "coordinator-1",
 ) -> Coordinator:
-    core = Coordinator(InstanceId(name), limits or CoordinatorLimits(), routing)
+    core = Coordinator(InstanceId(name), routing)
     for heard in (*lives, detokenizer()):
         core.lifecycle(heard, at(0))
     return core
@@ -71,7 +70,7 @@ def test_coordinators_of_different_names_begin_with_different_engines() -> None:
     lives = [engine("a"), engine("b"), detokenizer()]
     first = []
     for turn in (0, 1):
-        core = Coordinator(InstanceId(f"coordinator-{turn}"), CoordinatorLimits(), turn=turn)
+        core = Coordinator(InstanceId(f"coordinator-{turn}"), CoordinatorConfig(), turn=turn)
         for heard in lives:
             core.lifecycle(heard, at(0))
         first += placed_on(core, 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits
 from shared.ids import Attempt, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestPlaced, RequestQueued, RequestRejected
@@ -13,11 +15,11 @@ from shared.messages.scheduler import GenerateRequest
 from tests.support.engines.coordinator_events import GATEWAY, at, detokenizer, engine, life, route, summary
 
 FULL = engine("a", waiting=8)
-LIMITS = CoordinatorLimits(queue=2, queue_seconds=10, expect_seconds=5)
+CONFIG = CoordinatorConfig(queue_limit=2, queue_timeout=10, expect_engine=5)
 
 
-def coordinator(*lives: Lifecycle, limits: CoordinatorLimits = LIMITS) -> Coordinator:
-    core = Coordinator(InstanceId("coordinator-1"), limits)
+def coordinator(*lives: Lifecycle, config: CoordinatorConfig = CONFIG) -> Coordinator:
+    core = Coordinator(InstanceId("coordinator-1"), config)
     for heard in lives:
         core.lifecycle(heard, at(0))
     return core
@@ -62,7 +64,7 @@ def test_a_request_queued_before_the_model_was_known_is_judged_when_it_is() -> N
 
 
 def test_the_queue_is_first_come_first_served_within_a_priority() -> None:
-    core = coordinator(FULL, detokenizer(), limits=CoordinatorLimits(queue=9))
+    core = coordinator(FULL, detokenizer(), config=CoordinatorConfig(queue_limit=9))
     for request, priority, arrival in (("late", 0, 2.0), ("early", 0, 1.0), ("urgent", -1, 3.0)):
         assert summary(core.route(route(request, priority=priority, arrival=arrival), at(1))) == [("queued", request)]
     placed = core.lifecycle(engine("a", waiting=6), at(1.5)) + core.lifecycle(engine("a", waiting=7), at(2))
@@ -89,7 +91,7 @@ def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
 
 
 def test_without_any_queue_a_request_still_finds_a_free_engine() -> None:
-    core = coordinator(engine("a"), detokenizer(), limits=CoordinatorLimits(queue=0))
+    core = coordinator(engine("a"), detokenizer(), config=CoordinatorConfig(queue_limit=0))
     assert summary(core.route(route("r"), at(1))) == [("place", "r", "a")]
 
 
@@ -225,8 +227,9 @@ def test_a_drained_coordinator_hands_its_queue_to_another_and_may_get_it_back() 
     assert summary(core.route(handed, at(2))) == [("queued", "r")]
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    core = coordinator(limits=CoordinatorLimits(queue=0, remembered=3))
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.coordinator.core.coordinator.MAX_REMEMBERED", 3)
+    core = coordinator(config=CoordinatorConfig(queue_limit=0))
     for i in range(10):
         core.route(route(f"r{i}"), at(30))
     assert len(core._fence._attempts) == 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.kv_sources import Reuse
 from services.coordinator.core.reservations import EXPECT_SECONDS
-from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared.ids import InstanceId, NodeId
 from shared.messages.coordinator import Route
 from shared.messages.kv_events import KvEvents
@@ -35,8 +35,8 @@ def big(name: str, **fields: object) -> Lifecycle:
     return engine(name, **{**known, **fields})  # type: ignore[arg-type]
 
 
-def coordinator(*heard: Lifecycle | KvEvents, routing: RouterSettings | None = None) -> Coordinator:
-    core = Coordinator(InstanceId("coordinator-1"), CoordinatorLimits(), routing or RouterSettings())
+def coordinator(*heard: Lifecycle | KvEvents, routing: CoordinatorConfig | None = None) -> Coordinator:
+    core = Coordinator(InstanceId("coordinator-1"), routing or CoordinatorConfig())
     core.lifecycle(detokenizer(), at(0))
     for message in heard:
         if isinstance(message, Lifecycle):
@@ -176,7 +176,7 @@ def test_other_policies_do_not_look_at_blocks_but_predict_them(policy: str) -> N
         big("a", running=1),
         big("b"),
         holds("a", prefix(9)),
-        routing=RouterSettings(policy=policy),  # type: ignore[arg-type]
+        routing=CoordinatorConfig(router_policy=policy),  # type: ignore[arg-type]
     )
     placed = [place(core, f"r{i}") for i in range(12)]
     assert {action.reuse.device for action in placed if action.engine == "a"} <= {9}
@@ -198,7 +198,7 @@ def test_equal_prompts_that_are_short_are_spread() -> None:
 
 
 def test_an_engine_that_has_too_much_in_hand_gets_no_more_choices() -> None:
-    core = coordinator(big("a"), big("b"), big("c"), routing=RouterSettings(saturation=1.0))
+    core = coordinator(big("a"), big("b"), big("c"), routing=CoordinatorConfig(router_saturation=1.0))
     engines = [place(core, f"r-{number}").engine for number in range(16)]
     assert len(set(engines)) > 1
 
@@ -214,7 +214,7 @@ def test_nothing_is_expected_of_another_prompt_or_policy() -> None:
     core = coordinator(big("a"))
     place(core, "r")
     assert place(core, "s", seed=1).generate.predicted_cached == 0
-    core = coordinator(big("a"), routing=RouterSettings(policy="round-robin"))
+    core = coordinator(big("a"), routing=CoordinatorConfig(router_policy="round-robin"))
     place(core, "r")
     assert place(core, "s").generate.predicted_cached == 0
 

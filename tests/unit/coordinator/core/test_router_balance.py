@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from services.coordinator.core.settings import Policy, RouterSettings
+from services.coordinator.config import CoordinatorConfig, Policy
 from tests.support.engines.routing_simulation import Load, Outcome, Simulation
 
 MANY_PREFIXES = Load(rate=100, seconds=6)
@@ -20,7 +20,7 @@ LOADS = {
 
 @cache
 def outcome(load: str, policy: Policy, temperature: float = 0.0) -> Outcome:
-    return Simulation(RouterSettings(policy=policy, temperature=temperature), LOADS[load]).run()
+    return Simulation(CoordinatorConfig(router_policy=policy, router_temperature=temperature), LOADS[load]).run()
 
 
 @pytest.mark.parametrize("load", LOADS)

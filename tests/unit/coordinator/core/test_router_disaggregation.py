@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
+from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits, Policy, RouterSettings
 from shared.ids import InstanceId
 from shared.messages.kv_events import KvEvents
 from shared.messages.lifecycle import Lifecycle, Phase, Role
@@ -17,7 +18,7 @@ from tests.support.engines.coordinator_events import at, detokenizer, engine, ho
 BLOCK = 16
 LONG = 200 * BLOCK
 """Tokens; beyond `disaggregate_tokens` as used here."""
-ROUTING = RouterSettings(disaggregate_tokens=100 * BLOCK, disaggregate_share=0.7, disaggregate_busy=300 * BLOCK)
+ROUTING = CoordinatorConfig(disaggregate_tokens=100 * BLOCK, disaggregate_share=0.7, disaggregate_busy=300 * BLOCK)
 
 
 def pool(name: str, role: Role, phase: Phase = "ready", *, node: str | None = "n1", **fields: object) -> Lifecycle:
@@ -44,10 +45,10 @@ def where(
     *heard: Lifecycle | KvEvents,
     prompt: int = LONG,
     avoid: tuple[str, ...] = (),
-    routing: RouterSettings = ROUTING,
+    routing: CoordinatorConfig = ROUTING,
     attempt: int = 1,
 ) -> Placed | str:
-    core = Coordinator(InstanceId("coordinator-1"), CoordinatorLimits(), routing)
+    core = Coordinator(InstanceId("coordinator-1"), routing)
     core.lifecycle(detokenizer(), at(0))
     for message in heard:
         if isinstance(message, Lifecycle):
@@ -94,7 +95,7 @@ def test_what_is_short_and_a_small_share_stays_local(cached: int, prompt: int, e
 
 
 def test_tokens_alone_decide_with_a_share_above_one() -> None:
-    routing = ROUTING._replace(disaggregate_share=1.1)
+    routing = replace(ROUTING, disaggregate_share=1.1)
     assert where(P1, D1, prompt=50 * BLOCK, routing=routing) == LOCAL
     assert where(P1, D1, prompt=LONG, routing=routing) == APART
 
@@ -171,14 +172,14 @@ def test_engines_that_failed_earlier_attempts_are_avoided_in_both_pools() -> Non
 
 @pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random"])
 def test_every_policy_chooses_in_both_pools(policy: Policy) -> None:
-    placed = where(P1, P2, D1, D2, routing=ROUTING._replace(policy=policy))
+    placed = where(P1, P2, D1, D2, routing=replace(ROUTING, router_policy=policy))
     assert isinstance(placed, Placed)
     assert placed.on in ("p1", "p2")
     assert placed.decode_on in ("d1", "d2")
 
 
 def test_a_hand_over_counts_on_both_engines_and_longer_on_the_one_that_gets_it_later() -> None:
-    core = Coordinator(InstanceId("coordinator-1"), CoordinatorLimits(), ROUTING)
+    core = Coordinator(InstanceId("coordinator-1"), ROUTING)
     for life in (P1, D1, detokenizer()):
         core.lifecycle(life, at(0))
     asked = route("r", prompt=LONG).generation
@@ -194,7 +195,7 @@ def test_a_hand_over_counts_on_both_engines_and_longer_on_the_one_that_gets_it_l
 
 
 def test_a_lost_prefill_engine_loses_its_request_to_another_way() -> None:
-    core = Coordinator(InstanceId("coordinator-1"), CoordinatorLimits(), ROUTING)
+    core = Coordinator(InstanceId("coordinator-1"), ROUTING)
     for life in (P1, D1, detokenizer()):
         core.lifecycle(life, at(0))
     (action,) = core.route(route("r", prompt=LONG), at(1))

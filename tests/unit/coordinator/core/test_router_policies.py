@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
+from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.router import TieBreak, chance, pick
-from services.coordinator.core.settings import CoordinatorLimits, Policy, RouterSettings
 from shared.ids import Attempt, InstanceId, RequestId
 from tests.support.engines.coordinator_events import at, detokenizer, engine, route, summary
 
@@ -64,7 +64,7 @@ def test_random_knows_no_costs() -> None:
 
 def test_round_robin_goes_round_whatever_the_load() -> None:
     lives = [engine("a", running=3), engine("b"), engine("c", waiting=2)]
-    core = Coordinator(InstanceId("coordinator-1"), CoordinatorLimits(), RouterSettings(policy="round-robin"))
+    core = Coordinator(InstanceId("coordinator-1"), CoordinatorConfig(router_policy="round-robin"))
     for life in (*lives, detokenizer()):
         core.lifecycle(life, at(0))
     assert [summary(core.route(route(f"r{i}"), at(1)))[0][2] for i in range(6)] == list("abcabc")

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
+from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.settings import CoordinatorLimits, RouterSettings
 from shared.blocks import BLOCK_SIZE, hash_chain
 from shared.ids import DetokenizerId, EngineId, InstanceId
 from shared.messages.coordinator import PlacementMade
@@ -23,7 +23,7 @@ LONG = BLOCKS * BLOCK_SIZE + 3
 
 
 def coordinator(name: InstanceId, *lives: Lifecycle, turn: int = 0, policy: str = "kv") -> Coordinator:
-    core = Coordinator(name, CoordinatorLimits(), RouterSettings(policy=policy), turn=turn)  # type: ignore[arg-type]
+    core = Coordinator(name, CoordinatorConfig(router_policy=policy), turn=turn)  # type: ignore[arg-type]
     for heard in (*lives, detokenizer()):
         core.lifecycle(heard, at(0))
     return core
@@ -156,7 +156,7 @@ LOADS = {
 
 @cache
 def outcome(load: str, coordinators: int) -> Outcome:
-    return Simulation(RouterSettings(), LOADS[load], coordinators=coordinators).run()
+    return Simulation(CoordinatorConfig(), LOADS[load], coordinators=coordinators).run()
 
 
 @pytest.mark.parametrize("load", LOADS)
