@@ -6,16 +6,18 @@ The `baton` command adds what only it knows: where the running stack is, the dem
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
+
+from services.bench.errors import exit_code
 
 
 class Benchmark(NamedTuple):
     """One command, and the function that runs it."""
 
     function: str
-    """`module:function` in this package; it gets the flags and gives the exit code."""
+    """`module:function` in this package; it gets the flags and gives the exit code, as a coroutine perhaps."""
     help: str
 
 
@@ -23,8 +25,8 @@ BENCHMARKS = {
     "serve": Benchmark(
         "serve:main", "requests at a rate or a concurrency, streamed: TTFT, TPOT, ITL, end-to-end latency, throughput"
     ),
-    "latency": Benchmark("batch:latency_main", "one batch of equal requests, repeated"),
-    "throughput": Benchmark("batch:throughput_main", "every request at once: tokens per second"),
+    "latency": Benchmark("batch:latency", "one batch of equal requests, repeated"),
+    "throughput": Benchmark("batch:throughput", "every request at once: tokens per second"),
     "interference": Benchmark("interference:main", "inter-token latency of steady streams while long prompts arrive"),
     "prefixes": Benchmark(
         "prefixes.command:main", "how much a file of prompts repeats their beginnings; needs no server"
@@ -56,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *flags = list(sys.argv[1:] if argv is None else argv) or [""]
     if command in BENCHMARKS:
         module, _, function = BENCHMARKS[command].function.partition(":")
-        run: Callable[[Sequence[str]], int] = getattr(import_module(f"services.bench.{module}"), function)
-        return run(flags)
+        run = getattr(import_module(f"services.bench.{module}"), function)
+        return exit_code(lambda: run(flags))
     helped = command in ("-h", "--help")
     print(usage(), end="", file=sys.stdout if helped else sys.stderr)
     return 0 if helped else 2

@@ -11,19 +11,9 @@ from typing import Any
 from services.bench.client.api import Api, BenchRequest
 from services.bench.client.processor_time import CpuShare
 from services.bench.datasets.single_turn import random_prompts
-from services.bench.datasets.writers import make_writer
-from services.bench.errors import exit_code_of_task
 from services.bench.options import BatchOptions, batch_options
-from services.bench.report import WIDTH, Report, line, rule, share_lines
-from services.bench.session import (
-    all_at_once,
-    explain_failures,
-    measured,
-    of_the_server,
-    server_processes,
-    session,
-    warm_up,
-)
+from services.bench.report import line, rule
+from services.bench.session import all_at_once, finish, measured, of_the_server, prompt_writer, session, warm_up
 from services.bench.statistics import BenchResult, RequestOutcome, mean, percent_name, percentile
 
 PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
@@ -40,15 +30,10 @@ THROUGHPUT_LINES = (
 )
 
 
-def latency_main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where every request succeeded."""
-    options = batch_options("latency", "Time of one batch of equal requests, repeated.", argv)
-    return exit_code_of_task(lambda: latency(options))
-
-
-async def latency(options: BatchOptions) -> int:
+async def latency(argv: Sequence[str]) -> int:
     """The exit code: 0 where every request succeeded. Raises BenchError where the server is not there."""
-    async with session(options.target, options.ignore_eos) as api:
+    options = batch_options("latency", "Time of one batch of equal requests, repeated.", argv)
+    async with session(options) as api:
         batches = await _batches(options, api)
         for batch in batches[: options.warmup]:
             await warm_up(api.whole, batch)
@@ -61,9 +46,8 @@ async def latency(options: BatchOptions) -> int:
                 durations.append(runs[-1].duration)
             return _joined(runs)
 
-        processes = server_processes(options.target.base_url, options.cpu, options.pids)
         total = options.iterations * options.batch_size
-        run, shares = await measured(load, total, "requests", options.output, processes)
+        run, shares = await measured(load, total, "requests", options)
     result = {
         **of_the_server(api),
         "batch_size": options.batch_size,
@@ -76,15 +60,13 @@ async def latency(options: BatchOptions) -> int:
         "client_cpu_s": run.client_cpu,
         "server_cpu": [share._asdict() for share in shares],
     }
-    Report(options.output).end(result, "\n".join([*_latency_lines(result), *share_lines(shares), "=" * WIDTH]))
-    explain_failures(run)
-    return 1 if run.failed else 0
+    return finish(options, result, _latency_lines(result), run, shares)
 
 
 async def _batches(options: BatchOptions, api: Api) -> list[list[BenchRequest]]:
     """New prompts for every iteration: repeated ones would be found cached."""
     random, size = Random(options.seed), options.batch_size
-    writer = await make_writer(api, options.text, options.tokenizer, options.vocab_size)
+    writer = await prompt_writer(options, api)
     count = size * (options.warmup + options.iterations)
     prompts = await random_prompts(writer, count, options.input_len, options.output_len, 0.0, random)
     return [prompts[start : start + size] for start in range(0, count, size)]
@@ -112,16 +94,11 @@ def _latency_lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def throughput_main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where every request succeeded."""
-    options = batch_options("throughput", "All requests at once: tokens per second.", argv)
-    return exit_code_of_task(lambda: throughput(options))
-
-
-async def throughput(options: BatchOptions) -> int:
+async def throughput(argv: Sequence[str]) -> int:
     """The exit code: 0 where every request succeeded. Raises BenchError where the server is not there."""
-    async with session(options.target, options.ignore_eos) as api:
-        writer = await make_writer(api, options.text, options.tokenizer, options.vocab_size)
+    options = batch_options("throughput", "All requests at once: tokens per second.", argv)
+    async with session(options) as api:
+        writer = await prompt_writer(options, api)
         shape = options.input_len, options.output_len, 0.0
         prompts = await random_prompts(writer, options.warmup + options.num_prompts, *shape, Random(options.seed))
         await warm_up(api.whole, prompts[: options.warmup])
@@ -129,13 +106,10 @@ async def throughput(options: BatchOptions) -> int:
         async def load(done: Callable[[RequestOutcome], None]) -> BenchResult:
             return await all_at_once(api.whole, prompts[options.warmup :], done, options.max_concurrency)
 
-        processes = server_processes(options.target.base_url, options.cpu, options.pids)
-        run, shares = await measured(load, options.num_prompts, "requests", options.output, processes)
+        run, shares = await measured(load, options.num_prompts, "requests", options)
     result = _throughput_result(api, options, run, shares)
     lines = [rule(" Throughput Benchmark Result ", "="), *(line(title, result[key]) for title, key in THROUGHPUT_LINES)]
-    Report(options.output).end(result, "\n".join([*lines, *share_lines(shares), "=" * WIDTH]))
-    explain_failures(run)
-    return 1 if run.failed else 0
+    return finish(options, result, lines, run, shares)
 
 
 def _throughput_result(api: Api, options: BatchOptions, run: BenchResult, shares: Sequence[CpuShare]) -> dict[str, Any]:

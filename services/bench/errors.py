@@ -14,10 +14,12 @@ class BenchError(Exception):
     """The requested measurement cannot be made. The text is all that the user sees."""
 
 
-def exit_code(benchmark: Callable[[], int]) -> int:
-    """Runs a benchmark. Its own exit code, or 1 where it raises BenchError or ValueError, 130 after Ctrl-C."""
+def exit_code(benchmark: Callable[[], int | Coroutine[Any, Any, int]]) -> int:
+    """Runs a benchmark, in an event loop where it needs one (uvloop's where it is installed). Its own exit code, or 1
+    where it raises BenchError or ValueError, 130 after Ctrl-C."""
     try:
-        return benchmark()
+        status = benchmark()
+        return status if isinstance(status, int) else _run(status)
     except (BenchError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return FAILED
@@ -25,12 +27,9 @@ def exit_code(benchmark: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def exit_code_of_task(benchmark: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """See `exit_code`, for a benchmark that runs in an event loop; uvloop's where it is installed."""
+def _run(benchmark: Coroutine[Any, Any, int]) -> int:
     try:
         import uvloop
-
-        run: Callable[[Coroutine[Any, Any, int]], int] = uvloop.run
     except ImportError:  # not to be had on Windows
-        run = asyncio.run
-    return exit_code(lambda: run(benchmark()))
+        return asyncio.run(benchmark)
+    return uvloop.run(benchmark)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,50 +16,20 @@ from services.bench.client.api import Api, BenchRequest
 from services.bench.client.load import LoadGenerator, arrivals
 from services.bench.client.processor_time import CpuShare
 from services.bench.datasets.single_turn import random_prompts
-from services.bench.datasets.writers import make_writer
-from services.bench.errors import BenchError, exit_code_of_task
+from services.bench.errors import BenchError
 from services.bench.interference_figures import Window, all_streaming_at, interference_figures
-from services.bench.options import (
-    TargetOptions,
-    fields,
-    natural,
-    parse,
-    parser,
-    percent_list,
-    positive,
-    whole,
-)
-from services.bench.report import (
-    INCHES,
-    WIDTH,
-    OutputOptions,
-    Report,
-    blank_figure,
-    check_plot,
-    line,
-    rule,
-    save,
-    share_lines,
-)
-from services.bench.session import (
-    explain_failures,
-    measured,
-    of_the_server,
-    server_processes,
-    session,
-    warm_up,
-)
-from services.bench.statistics import BenchResult, RequestOutcome, mean, percent_name, percentile
+from services.bench.options import LoadOptions, load_options, natural, parse, parser, percent_list, positive, whole
+from services.bench.report import INCHES, blank_figure, check_plot, line, rule, save
+from services.bench.session import finish, measured, of_the_server, prompt_writer, session, warm_up
+from services.bench.statistics import BenchResult, RequestOutcome, spread, spread_names
 
 PROMPTS_PER_STREAM = 8
 """Different prompts first, then the same again: short prompts that are cached do not disturb the streams."""
 
 
-class InterferenceOptions(NamedTuple):
+class InterferenceOptions(LoadOptions, frozen=True, kw_only=True):
     """The flags of `bench interference`. Lengths are tokens, times seconds."""
 
-    target: TargetOptions
-    output: OutputOptions
     streams: int
     stream_input_len: int
     stream_output_len: int
@@ -70,17 +39,9 @@ class InterferenceOptions(NamedTuple):
     burstiness: float
     quiet: float
     duration: float
-    warmup: int
-    text: bool
-    tokenizer: Path | None
-    vocab_size: int | None
-    ignore_eos: bool
-    seed: int
     percentiles: list[float]
     plot: Path | None
     beside: list[Path]
-    cpu: bool
-    pids: dict[str, int]
 
 
 def interference_options(argv: Sequence[str] | None) -> InterferenceOptions:
@@ -104,32 +65,23 @@ def interference_options(argv: Sequence[str] | None) -> InterferenceOptions:
     made.add_argument(
         "--beside", type=Path, nargs="+", default=[], metavar="RESULT", help="earlier results to plot too"
     )
-    return InterferenceOptions(**fields(made, parse(made, argv), InterferenceOptions._fields))
+    return load_options(InterferenceOptions, made, parse(made, argv))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where every request succeeded. `argv` are the flags, without a program's name."""
-    options = interference_options(argv)
-    return exit_code_of_task(lambda: interference(options))
-
-
-async def interference(options: InterferenceOptions) -> int:
+async def main(argv: Sequence[str]) -> int:
     """The exit code: 0 where every long prompt was answered. Raises BenchError where a stream fails or nothing is
     steady."""
+    options = interference_options(argv)
     check_plot(options.plot)
     earlier = read_results(options.beside)
-    async with session(options.target, options.ignore_eos) as api:
+    async with session(options) as api:
         load = await _prepared(options, api)
-        processes = server_processes(options.target.base_url, options.cpu, options.pids)
-        long_ones, shares = await measured(load.run, len(load.starts), "long prompts", options.output, processes)
+        long_ones, shares = await measured(load.run, len(load.starts), "long prompts", options)
     result = _result(options, api, load, long_ones, shares)
-    Report(options.output).end(
-        result, "\n".join([*_lines(result, options.percentiles), *share_lines(shares), "=" * WIDTH])
-    )
-    explain_failures(long_ones)
+    status = finish(options, result, _lines(result, options.percentiles), long_ones, shares)
     if options.plot is not None:
         plot_interference(options.plot, [*earlier, {**result, "label": options.output.label or "this run"}])
-    return 1 if long_ones.failed else 0
+    return status
 
 
 class _Interference:
@@ -181,7 +133,7 @@ class _Interference:
 
 async def _prepared(options: InterferenceOptions, api: Api) -> _Interference:
     random = Random(options.seed)
-    writer = await make_writer(api, options.text, options.tokenizer, options.vocab_size)
+    writer = await prompt_writer(options, api)
     short_shape = options.stream_input_len, options.stream_output_len, 0.0
     long_shape = options.long_input_len, options.long_output_len, 0.0
     count = max(1, int(options.duration * options.long_rate))
@@ -203,9 +155,7 @@ def _result(
         "disturbed_seconds": options.duration,
         "long_prompts": len(long_ones.outcomes),
         "failed": len(long_ones.failed),
-        "mean_long_ttft_ms": mean(ttfts) * 1000,
-        "median_long_ttft_ms": percentile(ttfts, 50) * 1000,
-        **{f"p{percent_name(p)}_long_ttft_ms": percentile(ttfts, p) * 1000 for p in options.percentiles},
+        **{f"{name}_long_ttft_ms": value * 1000 for name, value in spread(ttfts, options.percentiles).items()},
         **interference_figures(
             load.steady, all_streaming_at(load.firsts), load.window, sorted({99.0, *options.percentiles})
         ),
@@ -215,7 +165,7 @@ def _result(
 
 
 def _lines(result: dict[str, Any], percents: Sequence[float]) -> list[str]:
-    names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
+    names = spread_names(percents)
     lines = [
         rule(" Interference Benchmark Result ", "="),
         line("Steady streams:", result["streams"]),
@@ -232,10 +182,6 @@ def _lines(result: dict[str, Any], percents: Sequence[float]) -> list[str]:
         lines.append(line("Max TTFT of these (ms):", result["max_stream_ttft_ms"]))
     ratio = result["p99_itl_ratio"]
     return [*lines, line("P99 ITL, times that before:", ratio if ratio is not None else "-")]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 # The plot of `bench interference`: inter-token latency over time, beside that of earlier runs.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from services.bench.statistics import RequestOutcome, mean, percent_name, percentile
+from services.bench.statistics import RequestOutcome, percentile, spread
 
 BIN_SECONDS = 0.25
 
@@ -85,8 +85,7 @@ def timeline(gaps: Sequence[TokenGap]) -> list[dict[str, float]]:
 
 
 def _figures(seconds: Sequence[float], duration: float, percents: Sequence[float]) -> dict[str, Any]:
-    times = {"mean": mean(seconds), "median": percentile(seconds, 50), "max": max(seconds, default=0.0)}
-    times |= {f"p{percent_name(percent)}": percentile(seconds, percent) for percent in percents}
+    times = spread(seconds, percents) | {"max": max(seconds, default=0.0)}
     rate = len(seconds) / duration
     return {
         "tokens": len(seconds),

@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
+from msgspec import Struct
 
 from services.bench.client.api import Endpoint
 from services.bench.client.processor_time import parse_pids
@@ -16,6 +17,8 @@ from services.bench.datasets.multi_turn import TurnsShape
 from services.bench.datasets.single_turn import PrefixShape
 from services.bench.report import OutputOptions, command_line
 from services.bench.statistics import Metric, parse_goodput
+
+OptionsT = TypeVar("OptionsT", bound="LoadOptions")
 
 
 class TargetOptions(NamedTuple):
@@ -29,25 +32,32 @@ class TargetOptions(NamedTuple):
     extra_body: dict[str, Any]
 
 
-class BatchOptions(NamedTuple):
-    """Of `latency` and of `throughput`."""
+class LoadOptions(Struct, frozen=True, kw_only=True):
+    """Of every benchmark that loads a server."""
 
     target: TargetOptions
     output: OutputOptions
-    input_len: int
-    output_len: int
-    batch_size: int
-    iterations: int
     warmup: int
-    num_prompts: int
-    max_concurrency: int | None
+    """Requests made before."""
     text: bool
+    """Prompts as text (always for chat), not as token ids."""
     tokenizer: Path | None
     vocab_size: int | None
     ignore_eos: bool
     seed: int
     cpu: bool
     pids: dict[str, int]
+
+
+class BatchOptions(LoadOptions, frozen=True, kw_only=True):
+    """Of `latency` and of `throughput`."""
+
+    input_len: int
+    output_len: int
+    batch_size: int
+    iterations: int
+    num_prompts: int
+    max_concurrency: int | None
 
 
 ALWAYS_FULL = ("latency", "throughput", "interference")
@@ -60,7 +70,7 @@ def checked(convert: Callable[[str], Any], allowed: Callable[[Any], bool], expec
     def parse(text: str) -> Any:
         try:
             value = convert(text)
-        except ValueError:
+        except (ValueError, msgspec.DecodeError):
             value = None
         if value is None or not allowed(value):
             raise argparse.ArgumentTypeError(f"{text!r}: {expected} is expected")
@@ -76,26 +86,12 @@ not_negative = checked(float, lambda value: 0 <= value < float("inf"), "a number
 fraction = checked(float, lambda value: 0 <= value < 1, "a number from 0 up to, but not, 1")
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """An argparse type: a JSON object."""
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r}: a JSON object is expected")
-    return value
-
-
-def percent_list(text: str) -> list[float]:
-    """An argparse type: numbers from 0 to 100, comma-separated."""
-    try:
-        percents = [float(part) for part in text.split(",")]
-    except ValueError:
-        percents = [-1.0]
-    if not all(0 <= percent <= 100 for percent in percents):
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers from 0 to 100, comma-separated, are expected")
-    return percents
+json_object = checked(msgspec.json.decode, lambda value: isinstance(value, dict), "a JSON object")
+percent_list = checked(
+    lambda text: [float(part) for part in text.split(",")],
+    lambda percents: all(0 <= percent <= 100 for percent in percents),
+    "a list of numbers from 0 to 100, comma-separated,",
+)
 
 
 def pid_list(text: str) -> dict[str, int]:
@@ -143,10 +139,11 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def model_arguments(made: argparse._ActionsContainer, help_text: str) -> None:
-    """Of a benchmark that needs no server: a model's folder. The `baton` command finds it, where a name was typed or
-    nothing, and says in `--model-name` how it is called."""
+    """Of a benchmark that starts engines: a model's folder, and the bus's program. The `baton` command finds them, and
+    says in `--model-name` what was typed."""
     made.add_argument("--model", metavar="DIR", help=help_text)
     made.add_argument("--model-name", help=argparse.SUPPRESS)
+    made.add_argument("--nats-server", type=Path, help=argparse.SUPPRESS)
 
 
 def output_group(made: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -182,17 +179,17 @@ def batch_options(command: str, description: str, argv: Sequence[str] | None) ->
     made.add_argument("--num-iters-warmup", dest="warmup", type=whole, default=10 if latency else 1)
     made.add_argument("--num-prompts", type=natural, default=1000, help="requests in all (throughput)")
     made.add_argument("--max-concurrency", type=natural, help="default: all at once (throughput)")
-    return BatchOptions(**fields(made, parse(made, argv), BatchOptions._fields))
+    return load_options(BatchOptions, made, parse(made, argv))
 
 
-def fields(made: argparse.ArgumentParser, given: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """What was given for each of `names`."""
+def load_options(kind: type[OptionsT], made: argparse.ArgumentParser, given: argparse.Namespace) -> OptionsT:
+    """What was given for each field of `kind`; a bad combination is explained, and ends the process with status 2."""
     if given.endpoint == "chat" and given.prompt_format == "tokens":
         made.error("--prompt-format tokens: a chat takes text only")
     given.text = given.endpoint == "chat" or given.prompt_format == "text"
     given.target = TargetOptions(**{name: getattr(given, name) for name in TargetOptions._fields})
     given.output = OutputOptions(**{name: getattr(given, name) for name in OutputOptions._fields})
-    return {name: getattr(given, name) for name in names}
+    return kind(**{name: getattr(given, name) for name in kind.__struct_fields__})
 
 
 # The options of `bench serve`. Names are those of vLLM's `bench serve` where it has them, as aliases at least.
@@ -202,11 +199,9 @@ Dataset = Literal["random", "sharegpt", "shared-prefix", "multi-turn"]
 VLLM_NAMES: dict[str, Dataset] = {"prefix_repetition": "shared-prefix"}
 
 
-class ServeOptions(NamedTuple):
+class ServeOptions(LoadOptions, frozen=True, kw_only=True):
     """The flags of `bench serve`. Lengths are tokens, times seconds."""
 
-    target: TargetOptions
-    output: OutputOptions
     dataset: Dataset
     dataset_path: Path | None
     num_prompts: int
@@ -218,21 +213,12 @@ class ServeOptions(NamedTuple):
     num_conversations: int
     turns: TurnsShape
     sharegpt_output_len: int | None
-    text: bool
-    """Prompts as text (always for chat), not as token ids."""
-    tokenizer: Path | None
-    vocab_size: int | None
     request_rate: float
     """Of multi-turn: conversations that begin."""
     burstiness: float
     max_concurrency: int | None
-    warmup: int
-    ignore_eos: bool
-    seed: int
     goodput: dict[Metric, float]
     percentiles: list[float]
-    cpu: bool
-    pids: dict[str, int]
 
 
 def serve_options(argv: Sequence[str] | None) -> ServeOptions:
@@ -256,7 +242,7 @@ def serve_options(argv: Sequence[str] | None) -> ServeOptions:
     given.turns = TurnsShape(
         given.num_turns, given.system_len, given.user_len, given.output_len, given.range_ratio, given.think_time
     )
-    return ServeOptions(**fields(made, given, ServeOptions._fields))
+    return load_options(ServeOptions, made, given)
 
 
 def _add_dataset(made: argparse.ArgumentParser) -> None:

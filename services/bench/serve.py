@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -18,23 +19,10 @@ from services.bench.datasets.single_turn import (
     shared_prefix_prompts,
     sharegpt_prompts,
 )
-from services.bench.datasets.writers import (
-    LocalTokenizer,
-    PromptWriter,
-    TextWriter,
-    make_writer,
-)
-from services.bench.errors import exit_code_of_task
+from services.bench.datasets.writers import LocalTokenizer, PromptWriter, TextWriter
 from services.bench.options import ServeOptions, serve_options
-from services.bench.report import WIDTH, Report, Table, line, rule, share_lines
-from services.bench.session import (
-    explain_failures,
-    measured,
-    of_the_server,
-    server_processes,
-    session,
-    warm_up,
-)
+from services.bench.report import Table, line, rule
+from services.bench.session import Load, finish, measured, of_the_server, prompt_writer, session, warm_up
 from services.bench.statistics import (
     METRICS,
     BenchResult,
@@ -42,6 +30,7 @@ from services.bench.statistics import (
     RequestOutcome,
     cache_figures,
     percent_name,
+    spread_names,
     summary,
     turn_figures,
 )
@@ -71,69 +60,44 @@ COUNTS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where every request succeeded. `argv` are the flags, without a program's name."""
-    options = serve_options(argv)
-    return exit_code_of_task(lambda: serve(options))
-
-
-async def serve(options: ServeOptions) -> int:
+async def main(argv: Sequence[str]) -> int:
     """The exit code: 0 where every request succeeded. Raises BenchError where the server is not there or the warm-up
     fails."""
-    async with session(options.target, options.ignore_eos) as api:
-        work = await _work(options, api)
+    options = serve_options(argv)
+    async with session(options) as api:
+        work = await make_work(options, api)
         await warm_up(api.stream, work.warm_up)
-        run, shares = await _measure(options, work)
+        run, shares = await measured(_load(options, api, work), options.num_prompts, "requests", options)
     result = _result(options, api, run, shares)
-    Report(options.output).end(result, serve_table(result, options.percentiles, shares))
-    explain_failures(run)
-    _compare_lengths(work.prompts, run)
-    return 1 if run.failed else 0
+    status = finish(options, result, serve_lines(result, options.percentiles), run, shares)
+    _compare_lengths(work.measured, run)
+    return status
 
 
-class _Work(NamedTuple):
-    """The load of a dataset: the requests of the warm-up, and those of each client."""
+class Work(NamedTuple):
+    """The load of a dataset: requests to warm up with, and what each client asks."""
 
     warm_up: list[BenchRequest]
-    clients: int
-    load: Callable[[Callable[[RequestOutcome], None], Sequence[float]], Awaitable[BenchResult]]
-    """Called with a callback for outcomes and the start time of each client."""
-    prompts: list[BenchRequest]
+    """Others than the measured ones, so that these do not find themselves cached."""
+    measured: list[BenchRequest]
     """Where they are known before."""
+    conversations: Sequence[ConversationScript] = ()
+    """Where the prompts depend on the answers."""
 
 
-async def _work(options: ServeOptions, api: Api) -> _Work:
-    if options.dataset == "multi-turn":
-        return await _multi_turn(options, api)
-    made = await make_prompts(options, api)
-
-    async def load(done: Callable[[RequestOutcome], None], starts: Sequence[float]) -> BenchResult:
-        return await LoadGenerator(api.stream, options.max_concurrency, done).run(made.measured, starts)
-
-    return _Work(made.warm_up, len(made.measured), load, made.measured)
-
-
-async def _multi_turn(options: ServeOptions, api: Api) -> _Work:
-    made = await make_conversations(options, api)
-
-    async def ask(prompt: BenchRequest) -> RequestOutcome:
-        return await api.stream(prompt, keep_text=True)
-
-    async def load(done: Callable[[RequestOutcome], None], starts: Sequence[float]) -> BenchResult:
-        sessions = [conversation(script, api.endpoint == "chat") for script in made.measured]
-        return await LoadGenerator(ask, options.max_concurrency, done).run_sessions(sessions, starts)
-
-    return _Work(made.warm_up, len(made.measured), load, [])
-
-
-async def _measure(options: ServeOptions, work: _Work) -> tuple[BenchResult, list[CpuShare]]:
-    starts = arrivals(work.clients, options.request_rate, options.burstiness, Random(options.seed))
-    processes = server_processes(options.target.base_url, options.cpu, options.pids)
+def _load(options: ServeOptions, api: Api, work: Work) -> Load:
+    clients = len(work.conversations) or len(work.measured)
+    starts = arrivals(clients, options.request_rate, options.burstiness, Random(options.seed))
 
     async def load(done: Callable[[RequestOutcome], None]) -> BenchResult:
-        return await work.load(done, starts)
+        send = partial(api.stream, keep_text=bool(work.conversations))
+        generator = LoadGenerator(send, options.max_concurrency, done)
+        if not work.conversations:
+            return await generator.run(work.measured, starts)
+        sessions = [conversation(script, api.endpoint == "chat") for script in work.conversations]
+        return await generator.run_sessions(sessions, starts)
 
-    return await measured(load, options.num_prompts, "requests", options.output, processes)
+    return load
 
 
 def _result(options: ServeOptions, api: Api, run: BenchResult, shares: Sequence[CpuShare]) -> dict[str, Any]:
@@ -187,16 +151,15 @@ def _compare_lengths(prompts: Sequence[BenchRequest], run: BenchResult) -> None:
         print(text, file=sys.stderr)
 
 
-def serve_table(result: Mapping[str, Any], percents: Sequence[float], shares: Sequence[CpuShare]) -> str:
-    """`result` is what `statistics.summary` made, with the options of the run."""
+def serve_lines(result: Mapping[str, Any], percents: Sequence[float]) -> list[str]:
+    """The table's lines. `result` is what `statistics.summary` made, with the options of the run."""
     lines = [rule(" Serving Benchmark Result ", "=")]
     lines += [line(title, result[key]) for title, key in COUNTS if result.get(key) is not None]
     for metric in METRICS:
         lines.append(rule(TITLES[metric]))
-        names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
-        lines += [line(f"{name.capitalize()} {metric.upper()} (ms):", result[f"{name}_{metric}_ms"]) for name in names]
-    lines += _cache_lines(result, percents) + _turn_lines(result.get("turns", []), percents)
-    return "\n".join([*lines, *share_lines(shares), "=" * WIDTH])
+        for name in spread_names(percents):
+            lines.append(line(f"{name.capitalize()} {metric.upper()} (ms):", result[f"{name}_{metric}_ms"]))
+    return lines + _cache_lines(result, percents) + _turn_lines(result.get("turns", []), percents)
 
 
 def _cache_lines(result: Mapping[str, Any], percents: Sequence[float]) -> list[str]:
@@ -205,10 +168,9 @@ def _cache_lines(result: Mapping[str, Any], percents: Sequence[float]) -> list[s
         return []
     lines = [rule("Prefix cache"), line("Cached prompt tokens:", result["total_cached_tokens"])]
     lines += [line("Cache hit rate (% of prompt tokens):", 100 * (result["cache_hit_rate"] or 0.0))]
-    names = ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
     for kind, said in (("cached", "half or more cached"), ("uncached", "less than half cached")):
         lines.append(line(f"Requests {said}:", result[f"{kind}_requests"]))
-        times = [(name, result[f"{name}_{kind}_ttft_ms"]) for name in names]
+        times = [(name, result[f"{name}_{kind}_ttft_ms"]) for name in spread_names(percents)]
         lines += [line(f"{name.capitalize()} TTFT of these (ms):", ms) for name, ms in times if ms is not None]
     return lines
 
@@ -226,37 +188,24 @@ def _turn_lines(turns: Sequence[Mapping[str, Any]], percents: Sequence[float]) -
     return [rule("By turn (ms)"), *Table(heads, rows, names=0).lines()]
 
 
-class Prompts(NamedTuple):
-    """The requests of a run without conversations."""
-
-    warm_up: list[BenchRequest]
-    """Others than the measured ones, so that these do not find themselves cached."""
-    measured: list[BenchRequest]
-
-
-class Conversations(NamedTuple):
-    """The conversations of a run, and requests to warm up with."""
-
-    warm_up: list[BenchRequest]
-    measured: list[ConversationScript]
-
-
-async def make_prompts(options: ServeOptions, api: Api) -> Prompts:
-    """The prompts of one run; the same for the same options and tokenizer. Raises BenchError."""
+async def make_work(options: ServeOptions, api: Api) -> Work:
+    """The requests of one run; the same for the same options and tokenizer. Raises BenchError."""
     random = Random(options.seed)
+    if options.dataset == "multi-turn":
+        return await _multi_turn(options, api, random)
     if options.dataset == "sharegpt":
         return await _sharegpt(options, api, random)
-    writer = await make_writer(api, options.text, options.tokenizer, options.vocab_size)
+    writer = await prompt_writer(options, api)
     if options.dataset == "shared-prefix":
         return await _shared_prefix(options, writer, random)
     warm_up = await random_prompts(writer, options.warmup, options.input_len, options.output_len, 0.0, random)
     measured = await random_prompts(
         writer, options.num_prompts, options.input_len, options.output_len, options.range_ratio, random
     )
-    return Prompts(warm_up, measured)
+    return Work(warm_up, measured)
 
 
-async def _sharegpt(options: ServeOptions, api: Api, random: Random) -> Prompts:
+async def _sharegpt(options: ServeOptions, api: Api, random: Random) -> Work:
     assert options.dataset_path is not None
     count = LocalTokenizer(options.tokenizer).count if options.tokenizer else api.count
     prompts = await sharegpt_prompts(
@@ -267,26 +216,21 @@ async def _sharegpt(options: ServeOptions, api: Api, random: Random) -> Prompts:
         options.sharegpt_output_len,
         random,
     )
-    return Prompts(prompts[: options.warmup], prompts[options.warmup :])
+    return Work(prompts[: options.warmup], prompts[options.warmup :])
 
 
-async def _shared_prefix(options: ServeOptions, writer: PromptWriter, random: Random) -> Prompts:
+async def _shared_prefix(options: ServeOptions, writer: PromptWriter, random: Random) -> Work:
     other = options.prefixes._replace(prefixes=1)
-    return Prompts(
+    return Work(
         await shared_prefix_prompts(writer, other, options.warmup, random),
         await shared_prefix_prompts(writer, options.prefixes, options.num_prompts, random),
     )
 
 
-async def make_conversations(options: ServeOptions, api: Api) -> Conversations:
-    """What users say in the conversations of one run; as `make_prompts`."""
-    random, chat = Random(options.seed), api.endpoint == "chat"
-    writer = await make_writer(api, True, options.tokenizer, None)
-    assert isinstance(writer, TextWriter), "asked for text"
+async def _multi_turn(options: ServeOptions, api: Api, random: Random) -> Work:
+    """What users say in the conversations of one run."""
+    writer = await prompt_writer(options, api)
+    assert isinstance(writer, TextWriter), "its answers are text, so all of it is"
     others = await scripts(writer, options.turns._replace(turns=1), options.warmup, random)
     measured = await scripts(writer, options.turns, options.num_conversations, random)
-    return Conversations([script.prompt([], chat) for script in others], measured)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Work([script.prompt([], api.endpoint == "chat") for script in others], [], measured)

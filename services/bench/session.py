@@ -10,34 +10,46 @@ from typing import Any
 
 from services.bench.client.api import Api, BenchRequest, first_model
 from services.bench.client.http_client import HttpClient
-from services.bench.client.load import LoadGenerator
+from services.bench.client.load import LoadGenerator, Send
 from services.bench.client.processor_time import CpuReading, CpuShare, cpu_shares
+from services.bench.datasets.writers import LocalTokenizer, TextWriter, TokenWriter, seen_vocabulary, text_writer
 from services.bench.errors import BenchError
-from services.bench.options import TargetOptions
-from services.bench.report import OutputOptions
+from services.bench.options import LoadOptions
+from services.bench.report import WIDTH, Report, share_lines
 from services.bench.statistics import BenchResult, RequestOutcome
 
 ERRORS_SHOWN = 5
 
-Send = Callable[[BenchRequest], Awaitable[RequestOutcome]]
+Load = Callable[[Callable[[RequestOutcome], None]], Awaitable[BenchResult]]
+"""Makes all requests; called with what is to be called with each outcome."""
 
 
 @contextlib.asynccontextmanager
-async def session(target: TargetOptions, ignore_eos: bool) -> AsyncIterator[Api]:
+async def session(options: LoadOptions) -> AsyncIterator[Api]:
     """A server to speak to. Raises BenchError, ValueError."""
+    target = options.target
     client = HttpClient(target.base_url, target.api_key)
     try:
-        model = target.model or await first_model(client)
         yield Api(
             client,
-            model,
+            target.model or await first_model(client),
             target.endpoint,
-            ignore_eos=ignore_eos,
+            ignore_eos=options.ignore_eos,
             extra_body=target.extra_body,
             timeout=target.timeout,
         )
     finally:
         client.close()
+
+
+async def prompt_writer(options: LoadOptions, api: Api) -> TextWriter | TokenWriter:
+    """A writer by what is known of the vocabulary: the local tokenizer, else the size given, else the server."""
+    local = LocalTokenizer(options.tokenizer) if options.tokenizer is not None else None
+    if options.text:
+        return await text_writer(local.count if local else api.count, chat=api.endpoint == "chat")
+    if local is not None:
+        return TokenWriter(local.vocabulary())
+    return TokenWriter(range(options.vocab_size) if options.vocab_size else await seen_vocabulary(api.tokenize))
 
 
 async def warm_up(send: Send, prompts: Sequence[BenchRequest]) -> None:
@@ -48,18 +60,27 @@ async def warm_up(send: Send, prompts: Sequence[BenchRequest]) -> None:
 
 
 async def measured(
-    load: Callable[[Callable[[RequestOutcome], None]], Awaitable[BenchResult]],
+    load: Load,
     total: int,
     title: str,
-    output: OutputOptions,
-    processes: Mapping[str, int],
+    options: LoadOptions,
 ) -> tuple[BenchResult, list[CpuShare]]:
     """Runs the load under a progress bar, and reads what the server's processes spent meanwhile."""
+    processes = server_processes(options)
     before = _processor_time(processes)
-    with progress_bar(total, title, output.progress and not output.json) as done:
+    with progress_bar(total, title, options.output.progress and not options.output.json) as done:
         run = await load(done)
     tokens = sum(outcome.output_tokens for outcome in run.completed)
     return run, cpu_shares(before, _processor_time(processes), tokens, run.duration)
+
+
+def finish(
+    options: LoadOptions, result: Mapping[str, Any], lines: Sequence[str], run: BenchResult, shares: Sequence[CpuShare]
+) -> int:
+    """Prints the frame around `lines`, or the JSON, and explains what failed. The exit code: 0 where nothing did."""
+    Report(options.output).end(result, "\n".join([*lines, *share_lines(shares), "=" * WIDTH]))
+    explain_failures(run)
+    return 1 if run.failed else 0
 
 
 async def all_at_once(
@@ -69,15 +90,15 @@ async def all_at_once(
     return await LoadGenerator(send, limit, done).run(prompts, [0.0] * len(prompts))
 
 
-def server_processes(base_url: str, wanted: bool, pids: Mapping[str, int]) -> dict[str, int]:
+def server_processes(options: LoadOptions) -> dict[str, int]:
     """The processes to watch, by name: those given, else those found behind the URL."""
-    if pids or not wanted:
-        return dict(pids)
+    if options.pids or not options.cpu:
+        return options.pids
     try:
         from services.bench.client.processes import find_stack
     except ImportError:  # psutil is not installed
         return {}
-    return find_stack(base_url)
+    return find_stack(options.target.base_url)
 
 
 def _processor_time(processes: Mapping[str, int]) -> dict[str, CpuReading]:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import floor, sqrt
+from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
 
@@ -77,10 +78,6 @@ Metric = Literal["ttft", "tpot", "itl", "e2el"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
-class GoodputError(ValueError):
-    """A service-level objective that cannot be understood."""
-
-
 def percentile(values: Sequence[float], percent: float) -> float:
     """Interpolated linearly between the closest ranks, as numpy does by default; 0 for no values."""
     if not values:
@@ -94,13 +91,24 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean; 0 for no values."""
-    return sum(values) / len(values) if values else 0.0
+    return fmean(values) if values else 0.0
 
 
 def deviation(values: Sequence[float]) -> float:
     """Of the population, as numpy's `std`."""
     middle = mean(values)
     return sqrt(mean([(value - middle) ** 2 for value in values]))
+
+
+def spread(seconds: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
+    """Mean, median and percentiles, by the names that fields of results have."""
+    values = [mean(seconds), percentile(seconds, 50), *(percentile(seconds, percent) for percent in percents)]
+    return dict(zip(spread_names(percents), values, strict=True))
+
+
+def spread_names(percents: Sequence[float]) -> list[str]:
+    """The keys of a `spread`: mean, median, p99, p99.9 …"""
+    return ["mean", "median", *(f"p{percent_name(percent)}" for percent in percents)]
 
 
 def samples(completed: Sequence[RequestOutcome], metric: Metric) -> list[float]:
@@ -117,7 +125,7 @@ def samples(completed: Sequence[RequestOutcome], metric: Metric) -> list[float]:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[Metric, float]:
-    """`["ttft:500", "tpot:50"]` as seconds by metric. Raises GoodputError, naming the pair."""
+    """`["ttft:500", "tpot:50"]` as seconds by metric. Raises ValueError, naming the pair."""
     objectives: dict[Metric, float] = {}
     for pair in pairs:
         name, _, limit = pair.partition(":")
@@ -127,7 +135,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[Metric, float]:
         except ValueError:
             seconds = -1.0
         if metric is None or not seconds > 0:
-            raise GoodputError(f"{pair!r}: METRIC:MILLISECONDS is expected, METRIC one of ttft, tpot, e2el")
+            raise ValueError(f"{pair!r}: METRIC:MILLISECONDS is expected, METRIC one of ttft, tpot, e2el")
         objectives[metric] = seconds
     return objectives
 
@@ -172,14 +180,10 @@ def summary(run: BenchResult, percents: Sequence[float], objectives: Mapping[Met
         "client_cpu_us_per_token": run.client_cpu / tokens_out * 1e6 if tokens_out else None,
     }
     for metric in METRICS:
-        result |= _figures(metric, samples(completed, metric), percents)
+        seconds = samples(completed, metric)
+        figures = spread(seconds, percents) | {"std": deviation(seconds)}
+        result |= {f"{name}_{metric}_ms": value * 1000 for name, value in figures.items()}
     return result
-
-
-def _figures(metric: Metric, seconds: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
-    figures = {"mean": mean(seconds), "median": percentile(seconds, 50), "std": deviation(seconds)}
-    figures |= {f"p{percent_name(percent)}": percentile(seconds, percent) for percent in percents}
-    return {f"{name}_{metric}_ms": value * 1000 for name, value in figures.items()}
 
 
 # What a run tells of the server's prefix cache: hit rate, time to first token with and without a hit, turn by turn.
@@ -238,6 +242,5 @@ def turn_figures(completed: Sequence[RequestOutcome], percents: Sequence[float])
 def _ttft(name: str, outcomes: Sequence[RequestOutcome], percents: Sequence[float]) -> dict[str, float | None]:
     """None for each where there is no such request: 0 ms would be a lie."""
     seconds = [o.ttft for o in outcomes]
-    figures = {"mean": mean(seconds), "median": percentile(seconds, 50)}
-    figures |= {f"p{percent_name(percent)}": percentile(seconds, percent) for percent in percents}
-    return {f"{key}_{name}_ms": value * 1000 if seconds else None for key, value in figures.items()}
+    figures = spread(seconds, percents).items()
+    return {f"{key}_{name}_ms": value * 1000 if seconds else None for key, value in figures}

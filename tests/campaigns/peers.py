@@ -16,6 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
@@ -26,7 +27,7 @@ from services.bench.client.load import LoadGenerator, arrivals
 from services.bench.errors import BenchError
 from services.bench.options import ServeOptions
 from services.bench.report import Report
-from services.bench.serve import make_prompts
+from services.bench.serve import make_work
 from services.bench.session import session, warm_up
 from services.bench.statistics import BenchResult, RequestOutcome
 from tests.campaigns.idle_watch import IdleWatch, idle_watch
@@ -92,7 +93,7 @@ def _up(options: PeersOptions) -> list[str]:
 
 async def _ours(options: PeersOptions, state: StackState) -> tuple[Asked, Side]:
     target = options.loads[0].target._replace(base_url=state.url, model=state.model, api_key=state.api_key)
-    async with session(target, ignore_eos=True) as api, idle_watch(state) as watch:
+    async with session(replace(options.loads[0], target=target, ignore_eos=True)) as api, idle_watch(state) as watch:
         asked = await _asked(options, api)
         greedy = list(await asyncio.gather(*(_greedy(api, prompt) for prompt in asked.compared)))
         loads = [load async for load in _loads(options, asked, api.stream, watch)]
@@ -135,10 +136,10 @@ def _question(options: PeersOptions, model: Path, asked: Asked) -> PeerSettings:
 
 
 async def _asked(options: PeersOptions, api: Api) -> Asked:
-    made = [await make_prompts(load, api) for load in options.loads]
+    made = [await make_work(load, api) for load in options.loads]
     first = options.loads[0]
-    others = first._replace(num_prompts=max(1, options.compared), seed=first.seed + len(options.loads), warmup=0)
-    compared = (await make_prompts(others, api)).measured[: options.compared]
+    others = replace(first, num_prompts=max(1, options.compared), seed=first.seed + len(options.loads), warmup=0)
+    compared = (await make_work(others, api)).measured[: options.compared]
     return Asked([each.warm_up for each in made], [each.measured for each in made], compared)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from msgspec.structs import replace
+
 from services.bench.options import (
     ServeOptions,
     json_object,
@@ -104,4 +106,4 @@ def _load(parser: argparse.ArgumentParser, argv: Sequence[str], limit: int | Non
     options = serve_options(["--ignore-eos", *argv, *at_once])
     if options.dataset not in _TOKENS_ONLY or options.text:
         parser.error(f"--dataset: prompts are token ids here, of {' or '.join(_TOKENS_ONLY)}")
-    return options._replace(seed=options.seed + number)
+    return replace(options, seed=options.seed + number)

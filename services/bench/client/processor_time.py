@@ -72,16 +72,12 @@ def _summed(actor: str, parts: Sequence[CpuShare]) -> CpuShare:
     )
 
 
-class ProcessError(ValueError):
-    """Processes that were named wrongly; the text names the pair."""
-
-
 def parse_pids(text: str) -> dict[str, int]:
-    """`engine-1=4711,gateway=4712` as pids by name. Raises ProcessError."""
+    """`engine-1=4711,gateway=4712` as pids by name. Raises ValueError."""
     pids = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, _, pid = pair.rpartition("=")
         if not name or not pid.isdecimal():
-            raise ProcessError(f"{pair!r}: NAME=PID is expected")
+            raise ValueError(f"{pair!r}: NAME=PID is expected")
         pids[name] = int(pid)
     return pids

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from services.bench.client.api import Api, PromptBody
+from services.bench.client.api import PromptBody
 from services.bench.errors import BenchError
 
 Count = Callable[[PromptBody], Awaitable[int]]
@@ -158,13 +158,3 @@ class LocalTokenizer:
         """Every token id that is not special."""
         special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return sorted(set(self._tokenizer.get_vocab(with_added_tokens=True).values()) - special)
-
-
-async def make_writer(api: Api, text: bool, tokenizer: Path | None, vocab_size: int | None) -> TextWriter | TokenWriter:
-    """A writer by what is known of the vocabulary: the local tokenizer, else the size given, else the server."""
-    local = LocalTokenizer(tokenizer) if tokenizer is not None else None
-    if text:
-        return await text_writer(local.count if local else api.count, chat=api.endpoint == "chat")
-    if local is not None:
-        return TokenWriter(local.vocabulary())
-    return TokenWriter(range(vocab_size) if vocab_size else await seen_vocabulary(api.tokenize))

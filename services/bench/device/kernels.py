@@ -3,72 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from services.bench.device.character_plot import short
-from services.bench.device.measurement import against_limits, ceilings_line, device_line, findings
+from services.bench.device.measurement import Findings, against_limits, ceilings_line, device_line, findings
 from services.bench.device.options import kernels_options
-from services.bench.errors import exit_code
-from services.bench.report import OutputOptions, Report, Table
-from services.worker.measure.roofline.wire import (
-    Ceilings,
-    Finding,
-    KernelMeasured,
-    KernelSkipped,
-    KernelsRequest,
-    MeasureStarted,
-)
+from services.bench.report import Report, Table
+from services.worker.measure.roofline.wire import Ceilings, KernelMeasured, KernelSkipped, MeasureStarted
 
 HEADS = ("kernel", "case", "µs", "B/s", "FLOP/s", "of limit", "torch µs", "× torch")
 
 
-@dataclass
-class KernelFindings:
-    """All that was found."""
-
-    started: MeasureStarted | None = None
-    ceilings: Ceilings | None = None
-    measured: list[KernelMeasured] = field(default_factory=list)
-    skipped: list[KernelSkipped] = field(default_factory=list)
-
-    def record(self, finding: Finding) -> None:
-        """Keeps one finding. Raises AssertionError for one that is no kernel's."""
-        match finding:
-            case MeasureStarted():
-                self.started = finding
-            case Ceilings():
-                self.ceilings = finding
-            case KernelMeasured():
-                self.measured.append(finding)
-            case KernelSkipped():
-                self.skipped.append(finding)
-            case _:
-                raise AssertionError(f"{finding} is no kernel")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where kernels could be measured."""
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 where kernels could be measured. Raises BenchError where the device cannot be measured."""
     request, output = kernels_options(argv)
-    return exit_code(lambda: measure(request, output))
-
-
-def measure(request: KernelsRequest, output: OutputOptions) -> int:
-    """The exit code. Raises BenchError where the device cannot be measured."""
-    found, report = KernelFindings(), Report(output)
+    found, report = Findings(), Report(output)
     for finding in findings(request):
         found.record(finding)
         if isinstance(finding, MeasureStarted):
             report.show(device_line(finding))
-    report.end(described(found), "" if found.ceilings is None else "\n".join(_lines(found, found.ceilings)))
+    ceilings = found.first(Ceilings)
+    report.end(described(found), "" if ceilings is None else "\n".join(_lines(found, ceilings)))
     return 0
 
 
-def _lines(found: KernelFindings, ceilings: Ceilings) -> list[str]:
-    rows = [cells(kernel, ceilings) for kernel in found.measured]
+def _lines(found: Findings, ceilings: Ceilings) -> list[str]:
+    measured = found.all(KernelMeasured)
+    rows = [cells(kernel, ceilings) for kernel in measured]
     lines = [ceilings_line(ceilings), "", *Table(HEADS, rows, names=2).lines()]
-    lines += [f"left out: {each.family} {each.case}: {each.reason}" for each in found.skipped]
-    rivals = sorted({f"{each.family}: {each.rival_name}" for each in found.measured if each.rival_name != "torch"})
+    lines += [f"left out: {each.family} {each.case}: {each.reason}" for each in found.all(KernelSkipped)]
+    rivals = sorted({f"{each.family}: {each.rival_name}" for each in measured if each.rival_name != "torch"})
     return lines + [f"torch of {rival}" for rival in rivals]
 
 
@@ -88,14 +54,14 @@ def cells(kernel: KernelMeasured, ceilings: Ceilings) -> list[str]:
     ]
 
 
-def described(found: KernelFindings) -> dict[str, Any]:
+def described(found: Findings) -> dict[str, Any]:
     """The same as a JSON object."""
-    ceilings = found.ceilings
+    ceilings = found.first(Ceilings)
     return {
-        "run": found.started,
+        "run": found.first(MeasureStarted),
         "ceilings": ceilings,
-        "kernels": [] if ceilings is None else [_described(each, ceilings) for each in found.measured],
-        "skipped": [{"family": each.family, "case": each.case, "reason": each.reason} for each in found.skipped],
+        "kernels": [] if ceilings is None else [_described(each, ceilings) for each in found.all(KernelMeasured)],
+        "skipped": [asdict(each) for each in found.all(KernelSkipped)],
     }
 
 

@@ -7,12 +7,12 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from services.bench.engine.process import HOST, free_port
+from services.bench.engine.process import HOST, end_process, free_port
 from services.bench.errors import BenchError
 from services.worker.measure.roofline.wire import (
     Ceilings,
@@ -26,7 +26,27 @@ from services.worker.measure.roofline.wire import (
 from shared.config import process_environment
 
 MODULE = "services.worker.measure.roofline"
-_STOP_SECONDS = 10.0
+
+FindingT = TypeVar("FindingT", bound=Finding)
+
+
+class Findings:
+    """Owns what a process has found so far, in order."""
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+
+    def record(self, finding: Finding) -> None:
+        """Keeps one more."""
+        self._found.append(finding)
+
+    def all(self, kind: type[FindingT]) -> list[FindingT]:
+        """Those of one kind."""
+        return [each for each in self._found if isinstance(each, kind)]
+
+    def first(self, kind: type[FindingT]) -> FindingT | None:
+        """The one of a kind that comes once; None where it has not come."""
+        return next(iter(self.all(kind)), None)
 
 
 def findings(request: MeasureRequest) -> Iterator[Finding]:
@@ -56,20 +76,8 @@ def _started(processes: contextlib.ExitStack, request: MeasureRequest) -> subpro
     question = msgspec.json.encode(request).decode()
     output = subprocess.PIPE if not isinstance(request, StepsRequest) or request.rank == 0 else subprocess.DEVNULL
     process = subprocess.Popen([sys.executable, "-m", MODULE, question], stdout=output, env=process_environment())
-    processes.callback(_end, process)
+    processes.callback(end_process, process)
     return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.stdout is not None:
-        process.stdout.close()
-    if process.poll() is None:
-        process.terminate()
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def device_line(started: MeasureStarted) -> str:

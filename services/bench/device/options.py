@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.bench.options import output_group, output_options, parse
+from services.bench.options import checked, output_group, output_options, parse
 from services.bench.report import OutputOptions, check_plot
 from services.worker.measure.roofline.wire import KernelsRequest, StepsRequest, shape_names
 
@@ -28,6 +28,17 @@ FAMILIES = (
 )
 _MOST = 1 << 20
 """Of sequences and tokens: beyond every device."""
+
+_count = checked(int, lambda count: 1 <= count <= _MOST, f"a whole number from 1 to {_MOST}")
+_numbers = checked(
+    lambda text: () if text == "none" else tuple(map(int, text.split(","))),
+    lambda counts: all(1 <= count <= _MOST for count in counts),
+    f"a list of whole numbers from 1 to {_MOST}, comma-separated,",
+)
+_seconds = checked(float, lambda seconds: 0.0 < seconds < 86_400.0, "a number of seconds above 0 and below a day")
+_families = checked(
+    lambda text: tuple(text.split(",")), lambda names: set(names) <= set(FAMILIES), f"a list of {', '.join(FAMILIES)}"
+)
 
 
 def roofline_options(argv: Sequence[str] | None) -> tuple[StepsRequest, OutputOptions, Path | None]:
@@ -116,33 +127,3 @@ def _model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tupl
     if options.shape == DEMO:
         parser.error("--shape demo: it is baton bench that has the demo model")
     return options.shape, options.shape, None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    if text == "none":
-        return ()
-    return tuple(_count(each) for each in text.split(","))
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 to {_MOST} is expected")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < 86_400.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds above 0 and below a day is expected")
-    return seconds
-
-
-def _families(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = next((name for name in names if name not in FAMILIES), None)
-    if unknown is not None:
-        raise argparse.ArgumentTypeError(f"{unknown!r} is none of {', '.join(FAMILIES)}")
-    return names

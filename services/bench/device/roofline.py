@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.bench.device.character_plot import Point, Roof, character_plot, ranges, short
-from services.bench.device.measurement import against_limits, ceilings_line, device_line, findings
+from services.bench.device.measurement import Findings, against_limits, ceilings_line, device_line, findings
 from services.bench.device.options import roofline_options
-from services.bench.errors import BenchError, exit_code
-from services.bench.report import INCHES, OutputOptions, Report, Table, blank_figure, save
+from services.bench.errors import BenchError
+from services.bench.report import INCHES, Report, Table, blank_figure, save
 from services.worker.measure.roofline.wire import (
     Ceilings,
     Finding,
@@ -21,7 +20,6 @@ from services.worker.measure.roofline.wire import (
     StepCase,
     StepMeasured,
     StepSkipped,
-    StepsRequest,
 )
 
 HEADS = ("step", "ms", "whole ms", "bytes", "FLOP", "FLOP/B", "B/s", "FLOP/s", "of limit")
@@ -29,60 +27,26 @@ _CACHED = 1.05
 """A share of the memory's rate above this was not reached by the memory."""
 
 
-@dataclass
-class StepFindings:
-    """All that was found."""
-
-    started: MeasureStarted | None = None
-    ceilings: Ceilings | None = None
-    model: ModelReady | None = None
-    measured: list[StepMeasured] = field(default_factory=list)
-    skipped: list[StepSkipped] = field(default_factory=list)
-
-    def record(self, finding: Finding) -> None:
-        """Keeps one finding. Raises AssertionError for one that is no step's."""
-        match finding:
-            case MeasureStarted():
-                self.started = finding
-            case Ceilings():
-                self.ceilings = finding
-            case ModelReady():
-                self.model = finding
-            case StepMeasured():
-                self.measured.append(finding)
-            case StepSkipped():
-                self.skipped.append(finding)
-            case _:
-                raise AssertionError(f"{finding} is no step")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where steps could be measured."""
-
-    def run() -> int:
-        request, output, plot = roofline_options(argv)
-        return measure(request, output, plot)
-
-    return exit_code(run)
-
-
-def measure(request: StepsRequest, output: OutputOptions, plot: Path | None) -> int:
-    """The exit code. Raises BenchError where the device cannot be measured, or the plot not be drawn."""
-    found, report = StepFindings(), Report(output)
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 where steps could be measured. Raises BenchError where the device cannot be measured, or the
+    plot not be drawn."""
+    request, output, plot = roofline_options(argv)
+    found, report = Findings(), Report(output)
     for finding in findings(request):
         found.record(finding)
         _show(report, found, finding)
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
-    if found.ceilings is None:
+    ceilings = found.first(Ceilings)
+    if ceilings is None:
         raise BenchError("nothing was measured")
-    report.end(described(found), "\n".join(_lines(found, found.ceilings)))
+    report.end(described(found), "\n".join(_lines(found, ceilings)))
     if plot is not None:
-        plot_roofline(plot, request.name, roof_of(found.ceilings), points_of(found.measured))
+        plot_roofline(plot, request.name, roof_of(ceilings), points_of(found.all(StepMeasured)))
     return 0
 
 
-def _show(report: Report, found: StepFindings, finding: Finding) -> None:
+def _show(report: Report, found: Findings, finding: Finding) -> None:
     """At once what is quick to read; the table comes when it is complete."""
     match finding:
         case MeasureStarted():
@@ -91,16 +55,18 @@ def _show(report: Report, found: StepFindings, finding: Finding) -> None:
             report.show(_model_line(finding))
         case _:
             if sys.stderr.isatty():
-                print(f"\r{len(found.measured) + len(found.skipped)} steps", end="", file=sys.stderr, flush=True)
+                steps = len(found.all(StepMeasured)) + len(found.all(StepSkipped))
+                print(f"\r{steps} steps", end="", file=sys.stderr, flush=True)
 
 
-def _lines(found: StepFindings, ceilings: Ceilings) -> list[str]:
-    rows = [cells(step, ceilings) for step in found.measured]
+def _lines(found: Findings, ceilings: Ceilings) -> list[str]:
+    measured = found.all(StepMeasured)
+    rows = [cells(step, ceilings) for step in measured]
     lines = [ceilings_line(ceilings), "", *Table(HEADS, rows).lines()]
-    if any(ceilings.share(each.work, each.forward.median) > _CACHED for each in found.measured):
+    if any(ceilings.share(each.work, each.forward.median) > _CACHED for each in measured):
         lines.append("above 100%: caches kept what was read, or something slowed the measuring of the limits")
-    lines += [f"left out: {named(each.case)}: {each.reason}" for each in found.skipped]
-    return [*lines, "", character_plot(roof_of(ceilings), points_of(found.measured))]
+    lines += [f"left out: {named(each.case)}: {each.reason}" for each in found.all(StepSkipped)]
+    return [*lines, "", character_plot(roof_of(ceilings), points_of(measured))]
 
 
 def _model_line(model: ModelReady) -> str:
@@ -145,26 +111,20 @@ def roof_of(ceilings: Ceilings) -> Roof:
 
 def points_of(measured: Sequence[StepMeasured]) -> list[Point]:
     """A point for each step: intensity over rate."""
-    return [
-        Point(
-            step.work.intensity,
-            step.work.flops / step.forward.median,
-            named(step.case),
-        )
-        for step in measured
-    ]
+    return [Point(step.work.intensity, step.work.flops / step.forward.median, named(step.case)) for step in measured]
 
 
-def described(found: StepFindings) -> dict[str, Any]:
+def described(found: Findings) -> dict[str, Any]:
     """The same as a JSON object."""
+    ceilings = found.first(Ceilings)
     return {
-        "run": found.started,
-        "model": found.model,
-        "ceilings": found.ceilings,
-        "steps": [] if found.ceilings is None else [_described(each, found.ceilings) for each in found.measured],
+        "run": found.first(MeasureStarted),
+        "model": found.first(ModelReady),
+        "ceilings": ceilings,
+        "steps": [] if ceilings is None else [_described(each, ceilings) for each in found.all(StepMeasured)],
         "skipped": [
             {"kind": each.case.kind, "batch": each.case.batch, "context": each.case.context, "reason": each.reason}
-            for each in found.skipped
+            for each in found.all(StepSkipped)
         ],
     }
 

@@ -9,26 +9,18 @@ from typing import Any
 
 from services.bench.engine.process import single_engine
 from services.bench.engine.steady_load import IdleFigures, SteadyLoad
-from services.bench.errors import exit_code_of_task
 from services.bench.options import model_arguments, output_group, output_options, parse
-from services.bench.report import OutputOptions, Report, Table, machine_line
+from services.bench.report import Report, Table, machine_line
 
 HEADS = ("device", "run-ahead", "sequences", "step", "tokens/s", "idle", "waiting", "prepare", "answer")
 WIDEST = ("device", "run-ahead", "sequences", "000.00 ms", "000,000", "00.0%", "waiting", "prepare", "000.00 ms")
 """Rows are printed as they come: their columns are as wide as these."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 if all requested measurements could be made."""
-    options = idle_options(argv)
-    return exit_code_of_task(lambda: idle(options, output_options(options)))
-
-
 def idle_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags; a bad one is explained, and ends the process with status 2."""
     parser = argparse.ArgumentParser("baton bench idle", description=__doc__)
     model_arguments(parser, "Model directory or repository; by default the demo model.")
-    parser.add_argument("--nats-server", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--devices", type=_names, default=["cpu", "sim"], help="cpu,cuda,sim")
     parser.add_argument("--run-ahead", type=_numbers, default=[0, 1, 2], help="Plans ahead: 0,1,2")
     parser.add_argument("--sequences", type=_numbers, default=[1, 16, 64, 256], help="That decode at a time.")
@@ -53,9 +45,10 @@ def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
-async def idle(options: argparse.Namespace, output: OutputOptions) -> int:
+async def main(argv: Sequence[str]) -> int:
     """The exit code. Rows are printed, and the file written, as they are measured. Raises BenchError."""
-    report, table = Report(output), Table(HEADS, [WIDEST])
+    options = idle_options(argv)
+    report, table = Report(output_options(options)), Table(HEADS, [WIDEST])
     name = options.model_name or Path(options.model or "").name
     found: dict[str, Any] = {"model": name, "idle": []}
     report.show(f"{name} on {machine_line()}, {options.seconds:g} s each\n\n{table.head()}")

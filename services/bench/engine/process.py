@@ -99,11 +99,14 @@ def _start(
 def _run(folder: Path, processes: contextlib.ExitStack, name: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=process_environment())
-    processes.callback(_end, process)
+    processes.callback(end_process, process)
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Terminates it, kills it where it does not end, and closes what was read of it."""
+    if process.stdout is not None:
+        process.stdout.close()
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT)

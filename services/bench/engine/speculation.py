@@ -19,26 +19,19 @@ from tokenizers import Tokenizer
 
 from services.bench.engine.process import single_engine
 from services.bench.engine.requests import FiniteLoad, RoundFigures
-from services.bench.errors import BenchError, exit_code_of_task
+from services.bench.errors import BenchError
 from services.bench.options import model_arguments, output_group, output_options, parse
 from services.bench.prefixes.prompt_files import read_prompts
-from services.bench.report import OutputOptions, Report, Table
+from services.bench.report import Report, Table
 
 HEADS = ("concurrency", "method", "tokens/s", "against none", "tokens per step", "drafts accepted")
 NONE = "none"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 if all requested measurements could be made."""
-    options = speculation_options(argv)
-    return exit_code_of_task(lambda: speculation(options, output_options(options)))
 
 
 def speculation_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags; a bad one is explained, and ends the process with status 2."""
     parser = argparse.ArgumentParser("baton bench speculation", description=__doc__)
     model_arguments(parser, "Model directory; by default the demo model.")
-    parser.add_argument("--nats-server", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--drafters", type=Path, help="Folder of medusa, eagle and draft; by default the demo model's.")
     parser.add_argument("--methods", default="ngram,draft,medusa,eagle", help="Those to compare with none.")
     parser.add_argument("--tokens", type=int, default=3, help="Drafts of a step at the most.")
@@ -53,13 +46,14 @@ def speculation_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parse(parser, argv)
 
 
-async def speculation(options: argparse.Namespace, output: OutputOptions) -> int:
-    """The exit code. Raises BenchError."""
+async def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 if all requested measurements could be made. Raises BenchError."""
+    options = speculation_options(argv)
     if options.model is None or options.prompts is None:
         raise BenchError("a model and prompts are needed: baton bench has both")
     folder = Path(options.model)
     prompts = _prompts(options.prompts, folder / "tokenizer.json", options.requests * options.rounds)
-    report, table = Report(output), Table(HEADS, names=2)
+    report, table = Report(output_options(options)), Table(HEADS, names=2)
     found: dict[str, Any] = {"model": options.model_name or folder.name, "temperature": options.temperature}
     found["speculation"] = []
     async with contextlib.AsyncExitStack() as engines:

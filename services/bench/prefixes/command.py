@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from services.bench.errors import BenchError, exit_code
+from services.bench.errors import BenchError
 from services.bench.options import natural, output_group, output_options, parse, whole
 from services.bench.prefixes.prompt_files import BlockIds, FilePrompt, Format, TokenIds, Turns, read_prompts
 from services.bench.prefixes.radix_tree import PrefixCount, SharedPrefix
@@ -95,14 +94,10 @@ def prefix_options(argv: Sequence[str] | None) -> PrefixOptions:
     return PrefixOptions(**{name: getattr(given, name) for name in PrefixOptions._fields})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where the file could be read. `argv` are the flags, without a program's name."""
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 where the file could be read. Raises BenchError where it cannot, or where its prompts
+    cannot be compared as requested."""
     options = prefix_options(argv)
-    return exit_code(lambda: measure(options))
-
-
-def measure(options: PrefixOptions) -> int:
-    """The exit code. Raises BenchError where the file cannot be read, or not be compared as requested."""
     check_plot(options.plot)
     prompts = islice(read_prompts(options.file, options.format, options.turns), options.max_prompts)
     first = next(prompts, None)
@@ -214,10 +209,6 @@ def _top(top: Sequence[dict[str, Any]]) -> list[str]:
 def _excerpt(text: str) -> str:
     excerpt = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
     return repr(excerpt)[1:-1]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 # The plot of `bench prefixes`: what the shared prefixes are like, and how much of each prompt is a repetition.

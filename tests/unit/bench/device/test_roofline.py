@@ -13,12 +13,11 @@ from deploy.cli.bench import with_model
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_MODEL
 from services.bench.device.character_plot import LogAxis, Point, Roof, character_plot, ranges, short
-from services.bench.device.kernels import KernelFindings
 from services.bench.device.kernels import cells as kernel_cells
 from services.bench.device.kernels import described as kernels_described
-from services.bench.device.measurement import requests_of_ranks
+from services.bench.device.measurement import Findings, requests_of_ranks
 from services.bench.device.options import FAMILIES, kernels_options, roofline_options
-from services.bench.device.roofline import StepFindings, cells, described, plot_roofline, points_of, roof_of
+from services.bench.device.roofline import cells, described, plot_roofline, points_of, roof_of
 from services.bench.errors import BenchError
 from services.worker.measure.roofline import kernels
 from services.worker.measure.roofline.ceilings import Stopwatch
@@ -103,7 +102,7 @@ def test_a_kernel_in_a_table() -> None:
 
 
 def test_json_has_everything_that_was_found() -> None:
-    found = StepFindings()
+    found = Findings()
     found.record(MeasureStarted(device="CPU", model="m", dtype="float32", threads=2))
     found.record(CEILINGS)
     found.record(ModelReady(ops="torch", weight_bytes=1, seconds=0.1, kv_blocks=2, kv_block_bytes=3, eager="no GPU"))
@@ -122,7 +121,7 @@ def test_json_has_everything_that_was_found() -> None:
 
 
 def test_json_of_kernels() -> None:
-    found = KernelFindings()
+    found = Findings()
     found.record(CEILINGS)
     found.record(KernelMeasured(family="x", case="y", work=KernelWork(100.0, 10.0), ours=Timing(2.0, 1.0, 1)))
     one = kernels_described(found)["kernels"][0]
