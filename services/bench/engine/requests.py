@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,9 +12,9 @@ from services.bench.errors import BenchError
 from shared import topics
 from shared.blocks import hash_chain
 from shared.bus import Bus
-from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, ModelName, RequestId
+from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, RequestId
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import GatewayMessage
+from shared.messages.gateway import GatewayMessage, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import GenerateRequest, StepFinished, WorkerResult
@@ -25,42 +24,51 @@ DETOKENIZER = DetokenizerId("bench-detokenizer")
 GATEWAY = GatewayId("bench-gateway")
 
 
-async def listen(
-    bus: Bus,
-    engine: EngineId,
-    tokens: Callable[[TokenBatch], Awaitable[None]],
-    gateway: Callable[[GatewayMessage], Awaitable[None]],
-    result: Callable[[WorkerResult], Awaitable[None]],
-) -> None:
-    """Receives the engine's messages for its requests, and the results of its workers."""
-    await bus.subscribe(topics.detokenizer_tokens(DETOKENIZER), tokens)
-    await bus.subscribe(topics.gateway_inbox(GATEWAY), gateway)
-    await bus.subscribe(topics.engine_results(engine), result)
+@dataclass
+class EngineClient:
+    """Owns the open requests of one engine. What is made of it says what happens with tokens and results."""
 
+    bus: Bus
+    engine: EngineId
+    card: ModelCard
+    _open: set[RequestId] = field(default_factory=set)
+    _number: int = 0
+    _refused: str | None = None
 
-def request_of(number: int) -> RequestId:
-    """The id of the benchmark's request `number`."""
-    return RequestId(f"bench-{number}")
+    async def listen(self) -> None:
+        """Receives the engine's messages for its requests, and the results of its workers; call it once, first."""
+        await self.bus.subscribe(topics.detokenizer_tokens(DETOKENIZER), self._on_tokens)
+        await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self._on_gateway)
+        await self.bus.subscribe(topics.engine_results(self.engine), self._on_result)
 
+    async def _publish(self, prompt: list[int], temperature: float, stopping: StopConditions) -> None:
+        """One more request; its number is its seed, too."""
+        self._number += 1
+        request, tokens = RequestId(f"bench-{self._number}"), pack(prompt)
+        self._open.add(request)
+        generation = Generation(
+            request=request,
+            attempt=Attempt(1),
+            gateway=GATEWAY,
+            model=self.card.name,
+            tokens=tokens,
+            prompt_length=len(prompt),
+            block_hashes=b"".join(hash_chain(tokens, None)),
+            sampling=SamplingOptions(seed=self._number, temperature=temperature),
+            stopping=stopping,
+            arrival=time.time(),
+        )
+        await self.bus.publish(topics.engine_requests(self.engine), GenerateRequest(generation, DETOKENIZER))
 
-def generate(
-    number: int, model: ModelName, prompt: list[int], *, temperature: float, stopping: StopConditions
-) -> GenerateRequest:
-    """Request `number`, which is its seed, too."""
-    tokens = pack(prompt)
-    generation = Generation(
-        request=request_of(number),
-        attempt=Attempt(1),
-        gateway=GATEWAY,
-        model=model,
-        tokens=tokens,
-        prompt_length=len(prompt),
-        block_hashes=b"".join(hash_chain(tokens, None)),
-        sampling=SamplingOptions(seed=number, temperature=temperature),
-        stopping=stopping,
-        arrival=time.time(),
-    )
-    return GenerateRequest(generation, DETOKENIZER)
+    async def _on_tokens(self, batch: TokenBatch) -> None:
+        raise NotImplementedError
+
+    async def _on_gateway(self, message: GatewayMessage) -> None:
+        if isinstance(message, RequestRejected | RequestFailed):
+            self._refused = str(message)
+
+    async def _on_result(self, result: WorkerResult) -> None:
+        raise NotImplementedError
 
 
 # Has one engine answer a list of prompts to their ends, so many at a time, and adds up what its steps yielded.
@@ -89,26 +97,16 @@ class RoundFigures(NamedTuple):
 
 
 @dataclass
-class FiniteLoad:
-    """Owns the open requests of one engine."""
+class FiniteLoad(EngineClient):
+    """Owns the prompts that wait, and what the steps of a round have yielded."""
 
-    bus: Bus
-    engine: EngineId
-    card: ModelCard
-    temperature: float
+    temperature: float = 0.0
     _waiting: deque[list[int]] = field(default_factory=deque)
-    _open: set[RequestId] = field(default_factory=set)
-    _number: int = 0
     _tokens: int = 0
     _decodes: int = 0
     _drafted: int = 0
     _accepted: int = 0
     _over: asyncio.Event = field(default_factory=asyncio.Event)
-    _refused: str | None = None
-
-    async def listen(self) -> None:
-        """Subscribes to the engine's messages; call it once, before `answer`."""
-        await listen(self.bus, self.engine, self._on_tokens, self._on_gateway, self._on_result)
 
     async def answer(self, prompts: list[list[int]], concurrency: int) -> RoundFigures:
         """Raises BenchError if the engine refuses one, or takes too long."""
@@ -132,16 +130,8 @@ class FiniteLoad:
             if not self._open:
                 self._over.set()
             return
-        self._number += 1
-        self._open.add(request_of(self._number))
-        asked = generate(
-            self._number,
-            self.card.name,
-            self._waiting.popleft(),
-            temperature=self.temperature,
-            stopping=StopConditions(max_tokens=MAX_OUTPUT_TOKENS),
-        )
-        await self.bus.publish(topics.engine_requests(self.engine), asked)
+        stopping = StopConditions(max_tokens=MAX_OUTPUT_TOKENS)
+        await self._publish(self._waiting.popleft(), self.temperature, stopping)
 
     async def _on_tokens(self, batch: TokenBatch) -> None:
         for entry in batch.entries:
@@ -152,8 +142,8 @@ class FiniteLoad:
                     await self._send()
 
     async def _on_gateway(self, message: GatewayMessage) -> None:
-        if type(message).__name__ in ("RequestRejected", "RequestFailed"):
-            self._refused = str(message)
+        await super()._on_gateway(message)
+        if self._refused is not None:
             self._over.set()
 
     async def _on_result(self, result: WorkerResult) -> None:

@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from services.bench.engine.requests import generate, listen, request_of
+from services.bench.engine.requests import EngineClient
 from services.bench.errors import BenchError
 from shared import topics
-from shared.bus import Bus
-from shared.ids import Attempt, EngineId, RequestId
+from shared.ids import Attempt
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import GatewayMessage
 from shared.messages.generation import StopConditions
-from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Cancel, GenerateRequest, StepFinished, StepTiming, WorkerResult
+from shared.messages.scheduler import Cancel, StepFinished, StepTiming, WorkerResult
 
 PROMPT = 24
 """Tokens; short, so that nearly every step decodes only."""
@@ -71,22 +68,12 @@ def idle_figures(steps: list[ObservedStep]) -> IdleFigures:
 
 
 @dataclass
-class SteadyLoad:
-    """Owns the open requests: each that ends is replaced, so that the same number always decodes."""
+class SteadyLoad(EngineClient):
+    """Replaces each request that ends, so that the same number always decodes; owns the steps that were observed."""
 
-    bus: Bus
-    engine: EngineId
-    card: ModelCard
     random: Random = field(default_factory=lambda: Random(7))
     steps: list[ObservedStep] = field(default_factory=list)
-    _open: set[RequestId] = field(default_factory=set)
-    _number: int = 0
-    _refused: str | None = None
     _ending: bool = False
-
-    async def listen(self) -> None:
-        """Subscribes to the engine's messages; call it once, before `measure`."""
-        await listen(self.bus, self.engine, self._tokens, self._on_gateway, self._on_result)
 
     async def measure(self, sequences: int, seconds: float) -> IdleFigures:
         """Raises BenchError if the engine does not run so many."""
@@ -116,26 +103,18 @@ class SteadyLoad:
         self.steps.clear()
 
     async def _send(self) -> None:
-        self._number += 1
-        self._open.add(request_of(self._number))
-        await self.bus.publish(topics.engine_requests(self.engine), self._generate())
-
-    def _generate(self) -> GenerateRequest:
         """As long as the context allows, and of lengths that differ, so that not all end at once."""
         prompt = [self.random.randrange(self.card.vocab_size) for _ in range(PROMPT)]
         longest = self.card.max_model_len - PROMPT
         stopping = StopConditions(max_tokens=self.random.randint(longest // 2, longest), ignore_eos=True)
-        return generate(self._number, self.card.name, prompt, temperature=0.0, stopping=stopping)
+        await self._publish(prompt, 0.0, stopping)
 
-    async def _tokens(self, batch: TokenBatch) -> None:
+    async def _on_tokens(self, batch: TokenBatch) -> None:
         for entry in batch.entries:
             if entry.finish is not None and entry.request in self._open:
                 self._open.discard(entry.request)
                 if not self._ending:
                     await self._send()
-
-    async def _on_gateway(self, message: GatewayMessage) -> None:
-        self._refused = str(message)
 
     async def _on_result(self, result: WorkerResult) -> None:
         if isinstance(result, StepFinished):

@@ -7,17 +7,21 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvstore.arena.in_flight_block import NO_PARENT, BlockShape, InFlightBlock, checksum
 from kvstore.arena.owned_arena import OwnedArena
 from kvstore.core.layout import CHECKSUM, geometry
 from services.bench.errors import BenchError
+from services.bench.report import OutputOptions
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+Way = Literal["save-load", "store-to-store", "redis"]
 
 
 class KvShape(NamedTuple):
@@ -46,6 +50,17 @@ class KvShape(NamedTuple):
     def total_bytes(self) -> int:
         """Of all blocks."""
         return self.blocks * self.block.payload_bytes
+
+
+class KvOptions(NamedTuple):
+    """The flags of `bench kv`."""
+
+    shape: KvShape
+    rounds: int
+    only: list[Way]
+    device: str
+    redis_url: str | None
+    output: OutputOptions
 
 
 def names(shape: KvShape) -> list[BlockHash]:

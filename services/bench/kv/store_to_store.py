@@ -16,8 +16,8 @@ from kvstore.arena.owned_arena import OwnedArena
 from kvstore.transfer.client import TransferClient
 from kvstore.transfer.rpc import host_and_port
 from kvstore.transfer.server import TransferServer
-from services.bench.kv.blocks import KvShape, arena, fill, make_blocks, names
-from services.bench.kv.rates import KvTransferRate, MemoryCopy, NotMeasured
+from services.bench.kv.blocks import KvOptions, KvShape, arena, fill, make_blocks, names
+from services.bench.kv.rates import KvTransferRate, MemoryCopy, PathFailed
 from shared.blocks import BlockHash
 from shared.ids import NodeId
 
@@ -25,21 +25,14 @@ NAME = "store to store"
 STOP_TIMEOUT = 10.0
 
 
-class OtherStoreFailed(Exception):
-    """A request to the other store failed; the text says which."""
-
-
-def measure(shape: KvShape, rounds: int) -> list[KvTransferRate | NotMeasured]:
-    """All blocks fetched from another store on loopback, `rounds` times."""
-    try:
-        with _other_store(shape) as address:
-            return [asyncio.run(_fetched(shape, rounds, address))]
-    except OtherStoreFailed as error:
-        return [NotMeasured(NAME, str(error))]
+def measure(options: KvOptions) -> list[KvTransferRate]:
+    """All blocks fetched from another store on loopback, round by round. Raises PathFailed."""
+    with _other_store(options.shape) as address:
+        return [asyncio.run(_fetched(options.shape, options.rounds, address))]
 
 
 async def _fetched(shape: KvShape, rounds: int, address: str) -> KvTransferRate:
-    """Raises _Broken."""
+    """Raises PathFailed."""
     client, copy, seconds, copied = TransferClient(lambda node: address), MemoryCopy(shape), [], []
     background = asyncio.create_task(client.run())
     try:
@@ -52,7 +45,7 @@ async def _fetched(shape: KvShape, rounds: int, address: str) -> KvTransferRate:
                     slot += 1
                 seconds.append(time.perf_counter() - begin)
                 if slot < shape.blocks:
-                    raise OtherStoreFailed(f"{slot} of {shape.blocks} blocks came")
+                    raise PathFailed(f"{slot} of {shape.blocks} blocks came")
     finally:
         background.cancel()
         await asyncio.gather(background, return_exceptions=True)
@@ -61,7 +54,7 @@ async def _fetched(shape: KvShape, rounds: int, address: str) -> KvTransferRate:
 
 @contextlib.contextmanager
 def _other_store(shape: KvShape) -> Iterator[str]:
-    """Yields its address. Raises _Broken, with its last log lines, if it does not start."""
+    """Yields its address. Raises PathFailed, with its last log lines, if it does not start."""
     described = msgspec.json.encode(shape).decode()
     process = subprocess.Popen(
         [sys.executable, "-m", "services.bench.kv.store_to_store", described],
@@ -73,7 +66,7 @@ def _other_store(shape: KvShape) -> Iterator[str]:
         assert process.stdout is not None
         port = process.stdout.readline().strip()
         if not port.isdecimal():
-            raise OtherStoreFailed("the other store did not start")
+            raise PathFailed("the other store did not start")
         yield host_and_port(HOST, int(port))
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
