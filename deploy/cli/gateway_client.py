@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from deploy.errors import CommandError
 
 POLL_INTERVAL = 0.05
-CONNECT_TIMEOUT = 5.0
 ANSWER_TIMEOUT = 300.0
 """Seconds between two pieces of an answer; the gateway sends keep-alive comments much more often."""
 

@@ -44,8 +44,8 @@ FILE_HEADER = struct.Struct("<8sQQQQ")
 SLOT_HEADER = struct.Struct("<QQ16s16sIIQ")
 """state, generation, hash, hash of the block before (zeros: none), tokens, 0, order of use (larger: more recent)."""
 CHECKSUM = struct.Struct("<Q")
-STATE = struct.Struct("<Q")
-GENERATION = struct.Struct("<Q")
+
+
 GENERATION_AT, HASH_AT, TOKENS_AT, USED_AT = 8, 16, 48, 56
 """Bytes into a slot's header. Its words are written whole, one at a time: the state, the generation, the order of use,
 and the tokens together with the 0 behind them."""

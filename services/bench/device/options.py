@@ -30,11 +30,6 @@ _MOST = 1 << 20
 """Of sequences and tokens: beyond every device."""
 
 _count = checked(int, lambda count: 1 <= count <= _MOST, f"a whole number from 1 to {_MOST}")
-_numbers = checked(
-    lambda text: () if text == "none" else tuple(map(int, text.split(","))),
-    lambda counts: all(1 <= count <= _MOST for count in counts),
-    f"a list of whole numbers from 1 to {_MOST}, comma-separated,",
-)
 _seconds = checked(float, lambda seconds: 0.0 < seconds < 86_400.0, "a number of seconds above 0 and below a day")
 _families = checked(
     lambda text: tuple(text.split(",")), lambda names: set(names) <= set(FAMILIES), f"a list of {', '.join(FAMILIES)}"
@@ -127,3 +122,7 @@ def _model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tupl
     if options.shape == DEMO:
         parser.error("--shape demo: it is baton bench that has the demo model")
     return options.shape, options.shape, None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(_count, text.split(",")))

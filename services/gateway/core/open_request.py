@@ -179,12 +179,3 @@ class OpenRequest:
             sent_chars=self.chars,
             avoid=self.avoid,
         )
-
-
-def transition_table() -> str:
-    """Returns `TRANSITIONS` as a Markdown table, for the documentation."""
-    events: tuple[RequestEvent, ...] = ("queue", "place", "pause", "dispatch", "end")
-    rows = [f"| state | {' | '.join(events)} |", "|---" * (len(events) + 1) + "|"]
-    for state, steps in TRANSITIONS.items():
-        rows.append(f"| {state} | {' | '.join(steps.get(event, '–') for event in events)} |")
-    return "\n".join(rows) + "\n"

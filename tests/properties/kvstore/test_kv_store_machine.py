@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
-from kvstore.core.invariants import check
 from kvstore.core.layout import PAGE, fingerprint
 from kvstore.core.slot_table import SlotTable, StoredBlock
 from shared.blocks import BlockHash
@@ -36,6 +35,7 @@ from tests.support.kv.arenas import (
     write_cell,
 )
 from tests.support.kv.random_blocks import carried
+from tests.support.kv.store_invariants import check
 
 MEMORY = 10 * PAGE
 """Nine small blocks, or four large ones, or some of both."""

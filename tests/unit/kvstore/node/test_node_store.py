@@ -12,7 +12,6 @@ from prometheus_client import REGISTRY
 from kvstore.arena.directory import DirectoryTaken, DirectoryUnusable, StoreDirectory
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
 from kvstore.arena.owned_arena import OwnedArena
-from kvstore.core.invariants import check
 from kvstore.core.layout import PAGE, geometry
 from kvstore.core.memory_budget import MEMORY_RETRY_SECONDS
 from kvstore.node import node_store
@@ -49,6 +48,7 @@ from tests.support.kv.arenas import (
     write_cell,
 )
 from tests.support.kv.random_blocks import carried
+from tests.support.kv.store_invariants import check
 
 FIVE_BLOCKS = 7 * PAGE
 """File header, slot headers, and five pages."""
