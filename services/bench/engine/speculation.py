@@ -85,7 +85,7 @@ async def _started(
     if method != NONE:
         flags["speculative"] = _settings(method, options.drafters or folder.parent, options.tokens)
     engine = single_engine(options.nats_server, {"speculation": options.policy}, flags)
-    load = FiniteLoad(*await engines.enter_async_context(engine), options.temperature)
+    load = FiniteLoad(*await engines.enter_async_context(engine), temperature=options.temperature)
     await load.listen()
     return load
 

