@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from services.worker.executor import device_runner, host_runner
+from services.worker.executor import runner
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.sampler import SamplerOutput, sample
@@ -19,6 +19,5 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         record.append(logits.clone())
         return sample(logits, choices, history)
 
-    for runner in (host_runner, device_runner):
-        monkeypatch.setattr(runner, "sample", recording)
+    monkeypatch.setattr(runner, "sample", recording)
     return record
