@@ -1,4 +1,4 @@
-"""Every service's settings, and all that is written from them: the reference page and the containers' variables.
+"""Every service's settings, and what is generated from them: the reference page and the containers' variables.
 
 python -m deploy.configuration            # after a change to any setting; a test compares
 """
@@ -39,27 +39,27 @@ VARIABLES = REPOSITORY / ".env.example"
 _HEADING = """\
 # Configuration
 
-Written by `python -m deploy.configuration` from the services' settings; a test compares.
+`python -m deploy.configuration` writes this page from the services' settings; a test keeps it up to date.
 
-Each service takes its settings from these sources, the later before the earlier: the default, a TOML file, the
-environment, its command line. `python -m services.worker --help` lists one service's flags. A setting that is unknown
-or not allowed ends the start and is named with its source.
+Each service takes its settings from the following sources; a later one overrides an earlier one: the default, a TOML
+file, the environment, its command line. `python -m services.worker --help` lists one service's flags. An unknown
+setting or a value that is not allowed stops the start, and the error names it with its source.
 
-| setting | flag | TOML, in the file that `--config` or `BATON_CONFIG` names | environment |
+| setting | flag | TOML file (`--config` or `BATON_CONFIG`) | environment |
 |---|---|---|---|
 | `log_level` of every service | `--log-level debug` | `log_level = "debug"`, at the top | `BATON_LOG_LEVEL` |
 | `kv_memory` of the worker | `--kv-memory 2GiB` | `kv_memory = "2GiB"` in table `[worker]` | `BATON_WORKER_KV_MEMORY` |
 
-`none` is no value; lists are separated by commas; sizes are bytes or have a unit (`512MiB`, `2GiB`, `1.5GB`). Columns:
-the value that holds unless another is given, what is allowed, and the option of `baton up` that sets it; every other is
-set by `baton up --set SERVICE.SETTING=VALUE`, for all services by `--set SETTING=VALUE`.
+`none` means that no value is set. Lists are separated by commas. Sizes are bytes or have a unit (`512MiB`, `2GiB`,
+`1.5GB`). The column `baton up` has the option that sets a setting. Settings without an option are set by
+`baton up --set SERVICE.SETTING=VALUE`, or for all services by `--set SETTING=VALUE`.
 """
 
 
 def page() -> str:
     """The text of docs/configuration.md."""
     parts = [_HEADING, "## Every service\n", _table(settings_of(ServiceConfig).values())]
-    parts += ["## The stack\n", "Of `baton up` alone: options, no service's settings.\n"]
+    parts += ["## The stack\n", "Options of `baton up` only; no service has these settings.\n"]
     parts += [_table(settings_of(StackSettings).values())]
     for service, config in CONFIGS.items():
         own = [setting for name, setting in settings_of(config).items() if name not in COMMON_KEYS]
@@ -85,7 +85,7 @@ def _row(setting: Setting) -> str:
 
 
 def variables() -> str:
-    """The part of .env.example that is the services' own."""
+    """The section of .env.example with the services' settings."""
     lines: list[str] = []
     for name, (setting, default) in _container_variables().items():
         lines += [f"# {setting.description}", f"{name}={default}"]
@@ -121,7 +121,7 @@ _BLOCK = re.compile(r"^( *)# (\w+)'s settings, from \.env\n(?:\1BATON_[^\n]*\n)*
 
 
 def containers(text: str) -> str:
-    """docker-compose.yml with the lines below each `# worker's settings, from .env` written anew."""
+    """docker-compose.yml with the lines below each `# worker's settings, from .env` replaced."""
 
     def block(found: re.Match[str]) -> str:
         indent, service = found[1], found[2]

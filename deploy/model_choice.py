@@ -27,10 +27,10 @@ def model_directory(model: str | None, *, weights: bool = True) -> Path:
         raise CommandError(str(error)) from None
 
 
-def served_name(model: str | None, asked: str | None) -> ModelName:
+def served_name(model: str | None, name: str | None) -> ModelName:
     """The model's name for clients: the given one, the hub's name, or the directory's."""
-    if asked:
-        return ModelName(asked)
+    if name:
+        return ModelName(name)
     if model is None:
         return ModelName(DEMO_NAME)
     folder = Path(model).expanduser()

@@ -6,27 +6,27 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from shared.messages.lifecycle import StoreReport
 
-HITS = Counter("baton_kvstore_hits_total", "Blocks found, by where they lay.", ["tier"])
-MISSES = Counter("baton_kvstore_misses_total", "Blocks asked for and not found in any tier.")
+HITS = Counter("baton_kvstore_hits_total", "Requested blocks that were found, by tier.", ["tier"])
+MISSES = Counter("baton_kvstore_misses_total", "Requested blocks that no tier had.")
 STORED = Counter("baton_kvstore_stored_total", "Blocks committed, by where they came from.", ["source"])
-UNWRITTEN = Counter("baton_kvstore_unwritten_total", "Blocks not committed because a head of theirs was missing.")
-REFUSED = Counter("baton_kvstore_refused_total", "Blocks that were to be stored and found no room.")
-EVICTIONS = Counter("baton_kvstore_evictions_total", "Blocks that made room, by whether a tier took them.", ["kept"])
+UNWRITTEN = Counter("baton_kvstore_unwritten_total", "Blocks not committed because a rank had not written its heads.")
+REFUSED = Counter("baton_kvstore_refused_total", "Blocks not stored because there was no room.")
+EVICTIONS = Counter("baton_kvstore_evictions_total", "Evicted blocks, by whether a lower tier kept them.", ["kept"])
 EVICTED_AGE = Histogram(
     "baton_kvstore_evicted_age_seconds",
-    "How long evicted blocks had not been used.",
+    "Seconds since the last use of evicted blocks.",
     buckets=(1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600),
 )
-SPOILED = Counter("baton_kvstore_spoiled_total", "Blocks found at the start whose checksums did not match.")
-ABANDONED = Counter("baton_kvstore_abandoned_total", "Reserved slots whose owner died or let the lease run out.")
+SPOILED = Counter("baton_kvstore_spoiled_total", "Recovered blocks with a wrong checksum.")
+ABANDONED = Counter("baton_kvstore_abandoned_total", "Reserved slots whose owner died or whose lease expired.")
 SLOTS = Gauge("baton_kvstore_slots", "Slots of all arenas, by state.", ["state"])
-BYTES = Gauge("baton_kvstore_bytes", "Memory of blocks, taken from the system, and allowed.", ["what"])
-PINS = Gauge("baton_kvstore_pinned_blocks", "Blocks that somebody reads.")
-LEASES = Gauge("baton_kvstore_leases", "Leases that have not ended.")
-UNCHECKED = Gauge("baton_kvstore_unchecked_blocks", "Blocks found at the start and not compared with their checksums.")
+BYTES = Gauge("baton_kvstore_bytes", "Bytes of shared memory, in use and allowed.", ["what"])
+PINS = Gauge("baton_kvstore_pinned_blocks", "Pinned blocks.")
+LEASES = Gauge("baton_kvstore_leases", "Open leases.")
+UNCHECKED = Gauge("baton_kvstore_unchecked_blocks", "Recovered blocks whose checksums are not verified yet.")
 SECONDS = Histogram(
     "baton_kvstore_question_seconds",
-    "Time to answer from the arena, by question.",
+    "Seconds to answer a request from the arena, by kind of request.",
     ["question"],
     buckets=(5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1),
 )
@@ -44,27 +44,23 @@ def set_gauges(report: StoreReport, *, leases: int, memory: int) -> None:
     LEASES.set(leases)
 
 
-TIER_HITS = Counter("baton_kvstore_tier_hits_total", "Blocks that a lower tier had in time.", ["tier"])
-TIER_MISSES = Counter(
-    "baton_kvstore_tier_misses_total", "Blocks asked of a lower tier that did not come in time.", ["tier"]
-)
-TIER_BYTES_IN = Counter("baton_kvstore_tier_bytes_in_total", "Payload that came from a lower tier.", ["tier"])
-TIER_BYTES_OUT = Counter("baton_kvstore_tier_bytes_out_total", "Payload that went to a lower tier.", ["tier"])
-TIER_STORED = Counter("baton_kvstore_tier_stored_total", "Blocks that went to a lower tier.", ["tier"])
+TIER_HITS = Counter("baton_kvstore_tier_hits_total", "Blocks that a lower tier returned in time.", ["tier"])
+TIER_MISSES = Counter("baton_kvstore_tier_misses_total", "Blocks that a lower tier did not return in time.", ["tier"])
+TIER_BYTES_IN = Counter("baton_kvstore_tier_bytes_in_total", "Bytes read from a lower tier.", ["tier"])
+TIER_BYTES_OUT = Counter("baton_kvstore_tier_bytes_out_total", "Bytes written to a lower tier.", ["tier"])
+TIER_STORED = Counter("baton_kvstore_tier_stored_total", "Blocks written to a lower tier.", ["tier"])
 TIER_DROPPED = Counter(
-    "baton_kvstore_tier_dropped_total", "Blocks that did not go to a lower tier, by why.", ["tier", "why"]
+    "baton_kvstore_tier_dropped_total", "Blocks not written to a lower tier, by reason.", ["tier", "why"]
 )
 TIER_FAILED = Counter(
-    "baton_kvstore_tier_failures_total", "Searches of a lower tier that failed or were late.", ["tier", "why"]
+    "baton_kvstore_tier_failures_total", "Lookups in a lower tier that failed or were late, by reason.", ["tier", "why"]
 )
-TIER_SPOILED = Counter(
-    "baton_kvstore_tier_spoiled_total", "Blocks of a lower tier whose checksums were wrong.", ["tier"]
-)
-TIER_IN_FLIGHT = Gauge("baton_kvstore_tier_bytes_in_flight", "Payload on its way to a lower tier.", ["tier"])
-TIER_PRESENT = Gauge("baton_kvstore_tier_present", "1 while the lower tier answers.", ["tier"])
+TIER_SPOILED = Counter("baton_kvstore_tier_spoiled_total", "Blocks from a lower tier with wrong checksums.", ["tier"])
+TIER_IN_FLIGHT = Gauge("baton_kvstore_tier_bytes_in_flight", "Bytes on their way to a lower tier.", ["tier"])
+TIER_PRESENT = Gauge("baton_kvstore_tier_present", "1 while the lower tier replies.", ["tier"])
 TIER_SECONDS = Histogram(
     "baton_kvstore_tier_seconds",
-    "Time of one search of a lower tier, to its last block.",
+    "Seconds of one lookup in a lower tier, to its last block.",
     ["tier"],
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
 )

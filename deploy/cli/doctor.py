@@ -88,7 +88,7 @@ def port(run_dir: Path) -> Finding:
         with reserved_port(DEFAULT_HOST, DEFAULT_PORT):
             return ok("port", f"{DEFAULT_PORT} is free")
     except PortTaken:
-        return warn("port", f"{DEFAULT_PORT} is in use", "baton up --port N, or end whoever listens there")
+        return warn("port", f"{DEFAULT_PORT} is in use", "baton up --port N, or end the program that listens there")
 
 
 def bus(run_dir: Path) -> Finding:

@@ -142,8 +142,8 @@ def logs(
 
 
 def _asked(query: LogQuery) -> str:
-    asked = (("of", query.service), ("about request", query.request))
-    return "".join(f" {how} {what!r}" for how, what in asked if what is not None)
+    filters = (("of", query.service), ("about request", query.request))
+    return "".join(f" {how} {what!r}" for how, what in filters if what is not None)
 
 
 def _instances(folder: Path) -> list[str]:
@@ -191,7 +191,7 @@ def _print(line: LogLine, as_json: bool, coloured: bool) -> None:
 
 
 def for_people(line: LogLine, coloured: bool) -> str:
-    """`10:21:05.040 engine-1         stop asked  seconds=3`; what is no JSON as it is."""
+    """`10:21:05.040 engine-1         stop requested  seconds=3`; a line that is not JSON is kept as it is."""
     fields = line.fields
     if fields is None:
         return f"{line.time[11:23]:<12} {line.instance:<16} {line.text}"

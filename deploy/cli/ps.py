@@ -177,7 +177,7 @@ def detail(life: Lifecycle | None) -> dict[str, Any] | None:
 
 
 def _store_detail(store: StoreReport) -> dict[str, Any]:
-    asked = store.hits + store.misses
+    lookups = store.hits + store.misses
     return {
         "node": store.node,
         "blocks": store.committed,
@@ -188,7 +188,7 @@ def _store_detail(store: StoreReport) -> dict[str, Any]:
         "bytes_total": store.bytes_total,
         "hits": store.hits,
         "misses": store.misses,
-        "hit_rate": round(store.hits / asked, 4) if asked else None,
+        "hit_rate": round(store.hits / lookups, 4) if lookups else None,
         "lower_hits": store.lower_hits,
     }
 
@@ -213,7 +213,7 @@ def _engine_sentence(detail: dict[str, Any]) -> str:
 
 
 def _store_sentence(detail: dict[str, Any]) -> str:
-    rate = "nothing asked yet" if detail["hit_rate"] is None else f"{detail['hit_rate']:.0%} hits"
+    rate = "no lookups yet" if detail["hit_rate"] is None else f"{detail['hit_rate']:.0%} hits"
     lower = f", {detail['lower_hits']} from below" if detail["lower_hits"] else ""
     pinned = f", {detail['pinned']} pinned" if detail["pinned"] else ""
     used, total = detail["bytes_used"] / 2**20, detail["bytes_total"] / 2**20

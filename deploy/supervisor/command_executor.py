@@ -68,7 +68,7 @@ class CommandExecutor:
             case TerminateProcess(instance):
                 self._children.signal(instance, signal.SIGTERM)
             case KillProcess(instance):
-                log.warning("killed", extra={"child": instance})
+                log.warning("process killed", extra={"child": instance})
                 self._children.signal(instance, signal.SIGKILL)
             case AnnounceDeath(lifecycle):
                 with contextlib.suppress(asyncio.QueueFull):

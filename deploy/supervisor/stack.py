@@ -109,7 +109,7 @@ class Stack:
 
     def stop(self) -> None:
         """Ends the stack in order; called again, faster; a third time, at once."""
-        log.info("stop asked")
+        log.info("stop requested")
         self.stop_asked.set()
         self._handle(StopRequested())
 
@@ -188,7 +188,7 @@ class Stack:
     async def _scale(self, question: Scale) -> ScaleReply:
         commands = self._handle(ScaleRequested(question.service, question.count))
         answer = next(command.answer for command in commands if isinstance(command, ReplyToScale))
-        log.info("scale", extra={"asked": question, "answer": answer})
+        log.info("scale requested", extra={"request": question, "answer": answer})
         return answer
 
     async def _watch(self) -> None:
@@ -226,7 +226,7 @@ class Stack:
 
     def _restart_stalled(self) -> None:
         for instance, reason in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
-            log.error("stalled", extra=_of(instance, reason=reason))
+            log.error("process stalled", extra=_of(instance, reason=reason))
             self._handle(ProcessesStalled(self._with_its_engine(instance)))
 
     def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:

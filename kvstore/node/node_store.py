@@ -99,7 +99,7 @@ class NodeStore:
             if layout not in self._writer.arenas and (refused := self._make(request.layout)) is not None:
                 return refused
         except (ArenaError, UnknownDtype, OSError) as error:
-            log.warning("no arena", extra={"layout": layout, "error": str(error)})
+            log.warning("cannot create the arena", extra={"layout": layout, "error": str(error)})
             return KvStoreRefusal(str(error))
         self._attached.add(layout)
         self.announcer.serve(layout, request.model)
@@ -126,7 +126,7 @@ class NodeStore:
         self.core.add(SlotTable(layout, arena.slots, shape.payload_stride, shape.payloads_at))
 
     def _forget(self, layout: str) -> None:
-        log.info("arena removed for another", extra={"layout": layout})
+        log.info("arena removed to make room", extra={"layout": layout})
         self.announcer.forget(layout)
         self.core.remove(layout)
         self._attached.discard(layout)
@@ -314,7 +314,7 @@ class NodeStore:
             self._writer.carry_out(self.core.checked(layout, block, sound))
             if not sound:
                 metrics.SPOILED.inc()
-                log.warning("a block is spoiled", extra={"layout": layout, "hash": block.hash.hex()})
+                log.warning("block with a wrong checksum dropped", extra={"layout": layout, "hash": block.hash.hex()})
                 return
 
     # ---- what there is

@@ -74,7 +74,7 @@ class RedisConnection:
                 self.life += 1
                 self._away.clear()
                 self.present.set()
-                log.info("redis is there")
+                log.info("redis connected")
                 continue
             if why != said:
                 log.warning("redis does not answer", extra={"error": why})
@@ -90,7 +90,7 @@ class RedisConnection:
     def lose(self, why: str) -> None:
         """Redis counts as away from now on, until `watch` finds it again."""
         if self.present.is_set():
-            log.warning("redis is away", extra={"error": why})
+            log.warning("redis disconnected", extra={"error": why})
         self.present.clear()
         self._away.set()
 

@@ -152,7 +152,7 @@ class RedisTier:
     def _refused(self, batch: Sequence[_Outgoing], why: str) -> None:
         self._forget(batch)
         metrics.TIER_DROPPED.labels(TIER, "refused").inc(len(batch))
-        log.warning("redis took no block", extra={"error": why})
+        log.warning("redis did not store blocks", extra={"error": why})
 
     def _count_in_flight(self, change: int) -> None:
         self.bytes_in_flight += change
@@ -199,7 +199,7 @@ class RedisTier:
             metrics.TIER_FAILED.labels(TIER, "away").inc()
         except RedisRefusal as error:
             metrics.TIER_FAILED.labels(TIER, "refused").inc()
-            log.warning("redis gave no block", extra={"error": str(error)})
+            log.warning("redis did not return blocks", extra={"error": str(error)})
 
     def _record_late(self, came: bool) -> None:
         metrics.TIER_FAILED.labels(TIER, "late").inc()
@@ -220,7 +220,7 @@ class RedisTier:
     def _remove_spoiled(self, layout: str, name: BlockHash) -> None:
         """The value under this key is not the block that was written: it is removed in the background."""
         metrics.TIER_SPOILED.labels(TIER).inc()
-        log.warning("a block in redis is spoiled", extra={"layout": layout, "hash": name.hex()})
+        log.warning("block in redis with a wrong checksum", extra={"layout": layout, "hash": name.hex()})
         self._known_keys.pop(key_of(layout, name), None)
         self._spoiled.append(key_of(layout, name))
         self._work.set()

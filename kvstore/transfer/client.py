@@ -62,7 +62,7 @@ class TransferClient:
                 yield block
         except Spoiled as error:
             metrics.TIER_SPOILED.labels(TIER).inc()
-            log.warning("spoiled blocks from another node", extra={"node": source, "error": str(error)})
+            log.warning("blocks from another node with wrong checksums", extra={"node": source, "error": str(error)})
         except grpc.aio.AioRpcError as error:
             metrics.TIER_FAILED.labels(TIER, error.code().name.lower()).inc()
         except asyncio.CancelledError:

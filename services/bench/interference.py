@@ -50,18 +50,25 @@ def interference_options(argv: Sequence[str] | None) -> InterferenceOptions:
     load = made.add_argument_group("load")
     load.add_argument("--streams", type=natural, default=8, help="decoded all the time; default: %(default)s")
     load.add_argument("--stream-input-len", type=natural, default=32, help="default: %(default)s")
-    load.add_argument("--stream-output-len", type=natural, default=512, help="then a new one begins in its place")
+    load.add_argument(
+        "--stream-output-len",
+        type=natural,
+        default=512,
+        help="output tokens of a stream; a new stream then takes its place",
+    )
     load.add_argument("--long-input-len", type=natural, default=1024, help="tokens; default: %(default)s")
     load.add_argument("--long-output-len", type=natural, default=8, help="default: %(default)s")
     load.add_argument("--long-rate", type=positive, default=0.5, help="long prompts per second; default: %(default)s")
-    load.add_argument("--burstiness", type=positive, default=1.0, help="of the long ones; 1: Poisson; more: steadier")
+    load.add_argument(
+        "--burstiness", type=positive, default=1.0, help="of the long prompts; 1: Poisson; more: steadier"
+    )
     load.add_argument("--quiet", type=positive, default=5.0, help="seconds before the first; default: %(default)s")
     load.add_argument("--duration", type=positive, default=20.0, help="seconds with long prompts; default: %(default)s")
     load.add_argument(
         "--warmup", type=whole, default=1, help="long and short prompts made before; default: %(default)s"
     )
     made.add_argument("--percentiles", type=percent_list, default=[99.0])
-    made.add_argument("--plot", type=Path, help="latency over time, to this .png, .svg or .pdf (needs matplotlib)")
+    made.add_argument("--plot", type=Path, help="draw latency over time to this .png, .svg or .pdf (needs matplotlib)")
     made.add_argument(
         "--beside", type=Path, nargs="+", default=[], metavar="RESULT", help="earlier results to plot too"
     )

@@ -31,7 +31,7 @@ class TokenGap(NamedTuple):
 
 
 def token_gaps(outcomes: Sequence[RequestOutcome], window: Window) -> list[TokenGap]:
-    """Of all streams, within the run."""
+    """The gaps between tokens of all streams within the run."""
     return [
         TokenGap(later - window.origin, later - earlier)
         for outcome in outcomes

@@ -214,7 +214,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Raises BenchError."""
+    """Writes a figure to a file. Raises BenchError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)

@@ -21,7 +21,7 @@ class RequestOutcome(NamedTuple):
     token_times: list[float]
     error: str | None = None
     cached_tokens: int | None = None
-    """Of the prompt, as the server's usage says; None where it does not say."""
+    """Cached prompt tokens according to the server's usage; None if it does not report them."""
     text: str = ""
     """The answer, if it was to be kept."""
     turn: int = 0
@@ -95,7 +95,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Of the population, as numpy's `std`."""
+    """Standard deviation of the population, as numpy's `std`."""
     middle = mean(values)
     return sqrt(mean([(value - middle) ** 2 for value in values]))
 
@@ -154,7 +154,7 @@ def peak_tokens_per_second(completed: Sequence[RequestOutcome]) -> int:
 
 
 def percent_name(percent: float) -> str:
-    """As field names have it: 99 for 99.0, 99.9 for 99.9."""
+    """A percentile as in field names: 99 for 99.0, 99.9 for 99.9."""
     return str(int(percent)) if percent == int(percent) else str(percent)
 
 

@@ -74,7 +74,7 @@ class CoordinatorActor(Actor):
                 await self._send(self._route(message, at))
             case Withdraw():
                 if self.core.withdraw(message):
-                    log.info("withdrawn", extra={"request": message.request, "attempt": message.attempt})
+                    log.info("queued request withdrawn", extra={"request": message.request, "attempt": message.attempt})
             case PlacementMade():
                 self.core.record_announcement(message, at)
             case KvEvents() | KvDump():
@@ -121,14 +121,14 @@ class CoordinatorActor(Actor):
         extra = {"request": route.generation.request, "attempt": route.generation.attempt}
         if not actions:
             metrics.STALE.inc()
-            log.info("stale", extra=extra)
+            log.info("stale attempt dropped", extra=extra)
         elif self.core.queue and route.generation.request in self.core.queue:
             log.info("queued", extra=extra)
         return actions
 
     async def _request_dumps(self, at: Moment) -> None:
         for source in self.core.dumps_due(at):
-            log.info("asks for a dump", extra={"source": source})
+            log.info("dump requested", extra={"source": source})
             await self.bus.publish(topics.kv_dump_requests(source), KvDumpRequest(self.instance))
 
     def _undelivered(self, message: object, at: Moment) -> list[Action]:
@@ -145,7 +145,7 @@ class CoordinatorActor(Actor):
             case Route():
                 return self.core.route(message, at)
             case _:
-                log.warning("undelivered", extra={"message_type": type(message).__name__})
+                log.warning("message not delivered", extra={"message_type": type(message).__name__})
                 return []
 
     async def _send(self, actions: Sequence[Action]) -> None:

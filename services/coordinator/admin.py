@@ -136,7 +136,7 @@ class Admin:
             raise EndpointError(404, f"instance: {name!r} is not known; known are {known}")
         return found
 
-    async def _control(self, name: str, found: Sequence[Lifecycle], message: InstanceControl, asked: str) -> bytes:
+    async def _control(self, name: str, found: Sequence[Lifecycle], message: InstanceControl, verb: str) -> bytes:
         """`phase` is that of the first, `load` the requests of all of them."""
         for instance in {life.instance for life in found}:
             await self._bus.publish(topics.instance_control(InstanceId(instance)), message)
@@ -145,7 +145,7 @@ class Admin:
                 "instance": name,
                 "instances": sorted({life.instance for life in found}),
                 "service": found[0].service,
-                "asked": asked,
+                "asked": verb,
                 "phase": found[0].phase,
                 "load": sum(life.load for life in found),
             }
@@ -195,11 +195,11 @@ def _describe_store(report: StoreReport | None) -> dict[str, Any] | None:
     named = _as_dict(report)
     if report is None or named is None:
         return None
-    asked = report.hits + report.misses
+    lookups = report.hits + report.misses
     return {
         **named,
         "occupancy": round(report.committed / report.slots, 4) if report.slots else 0.0,
-        "hit_rate": round(report.hits / asked, 4) if asked else None,
+        "hit_rate": round(report.hits / lookups, 4) if lookups else None,
     }
 
 

@@ -12,21 +12,23 @@ from shared.telemetry.metrics import PublishedTotals
 PLACEMENTS = Counter("baton_coordinator_placements_total", "Requests placed, by engine.", ["engine"])
 REJECTIONS = Counter("baton_coordinator_rejections_total", "Requests rejected, by kind.", ["kind"])
 STALE = Counter("baton_coordinator_stale_total", "Requests dropped because a newer attempt or a withdrawal was seen.")
-UNREACHABLE = Counter("baton_coordinator_unreachable_total", "Placements that found nobody, by engine.", ["engine"])
-WAITING = Gauge("baton_coordinator_waiting_requests", "Requests that wait here for an engine.")
+UNREACHABLE = Counter(
+    "baton_coordinator_unreachable_total", "Placements that could not be delivered, by engine.", ["engine"]
+)
+WAITING = Gauge("baton_coordinator_waiting_requests", "Requests that wait for an engine.")
 WAITED = Histogram(
     "baton_coordinator_queue_seconds",
-    "How long placed requests had waited here.",
+    "Seconds that placed requests waited for an engine.",
     buckets=(0.0001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
 DECISION = Histogram(
     "baton_router_decision_seconds",
-    "Time to decide on one request.",
+    "Seconds to place one request.",
     buckets=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2.5e-2),
 )
 ROUTED = Counter(
     "baton_router_requests_total",
-    "Requests placed, by policy and by whether another engine decodes.",
+    "Requests placed, by policy and by whether they are handed over to another engine.",
     ["policy", "kind"],
 )
 BLOCKS = Counter(
@@ -36,14 +38,14 @@ BLOCKS = Counter(
 )
 PREDICTED_CACHED = Counter(
     "baton_router_predicted_cached_tokens_total",
-    "Tokens of placed prompts that need not be computed, as predicted; engines count what they found.",
+    "Prompt tokens predicted to be cached; engines count the tokens that were.",
 )
 INDEX_BLOCKS = Gauge("baton_router_index_blocks", "Blocks in the prefix map.")
 INDEX_SOURCES = Gauge("baton_router_index_sources", "Engines and KV stores whose events are followed.")
-FORGOTTEN = Counter("baton_router_index_forgotten_blocks_total", "Blocks that the prefix map's limit cost.")
-GAPS = Counter("baton_router_event_gaps_total", "Times that a source's events were missed.")
-DUMP_REQUESTS = Counter("baton_router_dump_requests_total", "Times that a source was asked for all that it holds.")
-DUMPS = Counter("baton_router_dumps_total", "Complete answers to that.")
+FORGOTTEN = Counter("baton_router_index_forgotten_blocks_total", "Blocks forgotten because the prefix map was full.")
+GAPS = Counter("baton_router_event_gaps_total", "Gaps in the numbered events of engines and stores.")
+DUMP_REQUESTS = Counter("baton_router_dump_requests_total", "Requests to engines and stores for a complete dump.")
+DUMPS = Counter("baton_router_dumps_total", "Complete dumps received.")
 
 
 def record_placement(action: PlaceRequest, policy: Policy) -> None:

@@ -102,12 +102,12 @@ class Gateway(Actor):
                 raise AssertionError(message)
 
     async def on_drain(self) -> None:
-        """Takes no new requests; open ones go on."""
+        """Accepts no new requests; open ones continue."""
         self.requests.accepting = False
         self.server.stop_listening()
 
     async def on_undrain(self) -> None:
-        """Takes requests again."""
+        """Accepts requests again."""
         self.requests.accepting = True
         await self._listen()
 
@@ -125,5 +125,5 @@ class Gateway(Actor):
         return "ready" if self.requests.not_serving() is None else "starting"
 
     def load(self) -> int:
-        """Open requests."""
+        """Number of open requests."""
         return len(self.requests)

@@ -1,4 +1,4 @@
-"""The gateway's settings."""
+"""Every setting of a gateway: type, limits, default and help."""
 
 from __future__ import annotations
 

@@ -16,11 +16,13 @@ from prometheus_client.registry import Collector
 from shared.telemetry.metrics import LATENCY_BUCKETS
 
 REQUESTS = Counter("baton_gateway_requests_total", "Generation requests that ended.", ["model", "endpoint", "outcome"])
-ERRORS = Counter("baton_gateway_errors_total", "Error answers, by HTTP status.", ["status"])
-RETRIES = Counter("baton_gateway_retries_total", "Attempts after a request's first.")
-DISCONNECTS = Counter("baton_gateway_disconnects_total", "Requests whose client left or did not read.", ["why"])
-OPEN = Gauge("baton_gateway_open_requests", "Requests under way, by whether an engine has them.", ["state"])
-STREAMS = Gauge("baton_gateway_open_exchanges", "HTTP requests being answered.")
+ERRORS = Counter("baton_gateway_errors_total", "Error responses, by HTTP status.", ["status"])
+RETRIES = Counter("baton_gateway_retries_total", "Attempts after the first one of a request.")
+DISCONNECTS = Counter(
+    "baton_gateway_disconnects_total", "Requests whose client disconnected or did not read its response.", ["why"]
+)
+OPEN = Gauge("baton_gateway_open_requests", "Open requests, by whether an engine has them.", ["state"])
+STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
 
 
 class Histogram:
@@ -32,7 +34,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Counts one observation."""
+        """Counts one observation, in seconds, in its bucket and in the sum."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
 

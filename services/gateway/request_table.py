@@ -279,11 +279,11 @@ class RequestTable:
         try:
             await self._bus.publish(topic, message)
         except BusError as error:
-            log.warning("not published", extra={"subject": topic.subject, "error": str(error)})
+            log.warning("message not published", extra={"subject": topic.subject, "error": str(error)})
 
-    async def _record_probe_reply(self, asked: ProbeEngine, reply: ProbeReply | NoAnswer) -> None:
+    async def _record_probe_reply(self, sent: ProbeEngine, reply: ProbeReply | NoAnswer) -> None:
         now = self._bus.liveness_now()
-        probe = asked.probe
+        probe = sent.probe
         await self._perform(self._supervisor.record_probe_reply(probe.request, probe.attempt, reply, now))
 
 

@@ -33,9 +33,9 @@ from shared.models.tokenizer_files import TokenizerUnusable
 POLL_SECONDS = 0.005
 DRAIN_SECONDS = 1.0
 LEAVE_SECONDS = 10.0
-"""How long the gateway may take to notice that a call was given up."""
+"""Seconds that the gateway may take to notice that a call was abandoned."""
 MAX_PAUSE = 0.5
-"""Of a longer time in which the loop did not run, only so many seconds count."""
+"""Most seconds that the clock counts for one pause of the event loop, however long it was."""
 
 
 class LoopClock:

@@ -23,7 +23,7 @@ Logprobs = list[dict[int, Logprob]]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice."""
+    """One output of a prompt, with vLLM's field names."""
 
     index: int
     text: str

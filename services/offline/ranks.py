@@ -88,7 +88,7 @@ class RankLink:
             return None
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the rank's process."""
         self._writer.close()
 
 

@@ -24,7 +24,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 means greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0

@@ -304,7 +304,7 @@ class SchedulerActor(Actor):
             await self._decide(WorkersLost(reason))
 
     async def _record_gone(self, gone: InstanceGone) -> None:
-        log.warning("gone", extra={"instance_gone": gone.last.instance, "reason": gone.reason})
+        log.warning("instance gone", extra={"instance_gone": gone.last.instance, "reason": gone.reason})
         match gone.last.service:
             case "gateway":
                 await self._decide(GatewayGone(GatewayId(gone.last.instance)))
@@ -328,7 +328,7 @@ class SchedulerActor(Actor):
                 engine = undelivered.topic.subject.split(".")[1]
                 await self._decide(HandOverRefused(undelivered.message, EngineId(engine)))
             case _:
-                log.info("undelivered", extra={"subject": undelivered.topic.subject})
+                log.info("message not delivered", extra={"subject": undelivered.topic.subject})
 
     # ---- time
 
@@ -357,7 +357,7 @@ def _record_batch(batch: TokenBatch) -> None:
             life = {"request": entry.request, "attempt": entry.attempt, "finish": entry.finish}
             log.info("finished", extra={**life, "output_tokens": entry.position + len(entry.tokens)})
     for abandoned in batch.abandoned:
-        log.info("given up", extra={"request": abandoned.request, "attempt": abandoned.attempt})
+        log.info("request abandoned", extra={"request": abandoned.request, "attempt": abandoned.attempt})
 
 
 def _record_answer(message: RequestRejected | RequestFailed | RequestPlaced) -> None:
@@ -370,4 +370,4 @@ def _record_answer(message: RequestRejected | RequestFailed | RequestPlaced) -> 
     )
     metrics.REFUSED.labels(kind).inc()
     extra = {"request": message.request, "attempt": message.attempt, "kind": kind, "reason": reason}
-    log.info("refused", extra=extra)
+    log.info("request refused", extra=extra)

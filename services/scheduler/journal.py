@@ -54,7 +54,7 @@ class RecordedOutput(Struct, frozen=True, array_like=True):
     """BLAKE2b-128 of its MessagePack bytes."""
     size: int
     content: bytes = b""
-    """Those bytes, where the journal keeps them."""
+    """The output's MessagePack bytes, if the journal keeps them; else empty."""
 
 
 class Decision(Struct, frozen=True, array_like=True):
@@ -62,26 +62,26 @@ class Decision(Struct, frozen=True, array_like=True):
 
     now: float
     event: str
-    """A name of EVENTS."""
+    """A name in EVENTS."""
     content: bytes
     outputs: tuple[RecordedOutput, ...] = ()
     plan_due: float | None = None
     raised: str | None = None
-    """A bug: the exception that ended the process."""
+    """The exception that ended the process, which is a bug; None without one."""
 
 
 class JournalSettings(NamedTuple):
     """Where decisions are recorded, and how much of them."""
 
     path: Path
-    """A file; or a folder, in which each start makes one of its own."""
+    """A file; or a folder, in which each start of the engine writes a file of its own."""
     contents: bool = False
-    """Keep outputs whole, not their digests only: twice the size, and a difference is shown side by side."""
+    """Record whole outputs instead of their digests: twice the size, but a difference is shown side by side."""
     limit: int | None = None
-    """Bytes at the most."""
+    """Most bytes in the journal; None: no limit."""
 
     def file(self, start: EngineStart) -> Path:
-        """The file of this start."""
+        """The file for this start of the engine."""
         return self.path / f"{start.engine}-{start.epoch:016x}.journal" if self.path.is_dir() else self.path
 
 
@@ -90,7 +90,8 @@ def record_outputs(
     contents: bool,
     spelled: Callable[[str, bytes], tuple[str, bytes]] = lambda kind, content: (kind, content),
 ) -> tuple[RecordedOutput, ...]:
-    """What the core answered, as it is compared; `spelled` gives an output the name and bytes of the journal's time."""
+    """The core's outputs as the journal compares them; `spelled` converts an output to the names and bytes of an older
+    journal."""
     encoded = [spelled(type(output).__name__, _encode(output)) for output in outputs]
     return tuple(
         RecordedOutput(
@@ -104,7 +105,7 @@ class DecisionJournal:
     """Owns the journal of one core and wraps the core: events are handled through it."""
 
     def __init__(self, settings: JournalSettings, start: EngineStart, core: EngineCore) -> None:
-        """Raises OSError."""
+        """Creates the journal, and renames an earlier one of the same path to `.before`. Raises OSError."""
         self._core = core
         self._contents = settings.contents
         path = settings.file(start)
@@ -116,7 +117,7 @@ class DecisionJournal:
         log.info("decisions are recorded", extra={"journal": str(path)})
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """As the core's own. What it raises is on disk before it ends the process."""
+        """Handles an event by the core. If the core raises, the event is on disk before the process ends."""
         try:
             outputs = self._core.handle(event, now)
         except BaseException as error:

@@ -76,6 +76,6 @@ class KvPublisher:
             metrics.KV_EVENTS.inc()
             await self._bus.publish(topics.kv_events(self._instance), event)
         for asker in askers:
-            log.info("dump", extra={"asker": asker, "parts": len(dump)})
+            log.info("dump sent", extra={"asker": asker, "parts": len(dump)})
             for part in dump:
                 await self._bus.publish(topics.kv_dumps(asker), part)

@@ -7,8 +7,8 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.scheduler.core.counters import EngineCounters, EngineSnapshot
 from shared.telemetry.metrics import PublishedTotals
 
-WAITING = Gauge("baton_scheduler_waiting_requests", "Requests that wait for a place, preempted ones included.")
-RUNNING = Gauge("baton_scheduler_running_requests", "Requests that are being computed.")
+WAITING = Gauge("baton_scheduler_waiting_requests", "Waiting requests, including preempted ones.")
+RUNNING = Gauge("baton_scheduler_running_requests", "Running requests.")
 BLOCKS = Gauge("baton_scheduler_kv_blocks", "Blocks of KV memory by state.", ["state"])
 STEPS = Counter("baton_scheduler_steps_total", "Steps finished.")
 BATCH_TOKENS = Histogram(
@@ -17,16 +17,20 @@ BATCH_TOKENS = Histogram(
     buckets=(1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
 )
 OUTPUT_TOKENS = Counter("baton_scheduler_output_tokens_total", "Tokens sent to detokenizers.")
-PROMPT_TOKENS = Counter("baton_scheduler_prompt_tokens_total", "Prompt tokens by where they came from.", ["source"])
+PROMPT_TOKENS = Counter(
+    "baton_scheduler_prompt_tokens_total", "Prompt tokens by source: computed, or a cache.", ["source"]
+)
 PREDICTED_CACHED = Counter(
     "baton_scheduler_predicted_cached_tokens_total",
-    "Prompt tokens that the coordinators expected to be cached; see baton_scheduler_prompt_tokens_total for what was.",
+    "Prompt tokens predicted to be cached; baton_scheduler_prompt_tokens_total counts those that were.",
 )
 KV_EVENTS = Counter("baton_scheduler_kv_events_total", "Messages to coordinators about blocks stored and removed.")
-PREEMPTIONS = Counter("baton_scheduler_preemptions_total", "Sequences that lost their blocks to others.")
-SAVED = Counter("baton_scheduler_kv_blocks_saved_total", "Blocks that the node's KV store took over.")
-UNSAVED = Counter("baton_scheduler_kv_blocks_unsaved_total", "Computed blocks that were not saved: too many at a time.")
-LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks that came from the node's KV store.")
+PREEMPTIONS = Counter("baton_scheduler_preemptions_total", "Preemptions of running sequences.")
+SAVED = Counter("baton_scheduler_kv_blocks_saved_total", "Blocks saved to the node's KV store.")
+UNSAVED = Counter(
+    "baton_scheduler_kv_blocks_unsaved_total", "Computed blocks that were not saved because too many were waiting."
+)
+LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks loaded from the node's KV store.")
 LOOKUPS = Counter(
     "baton_scheduler_kv_lookups_total", "Requests looked up in the node's KV store, by outcome.", ["found"]
 )
@@ -37,27 +41,34 @@ HAND_OVERS = Counter(
     ["outcome"],
 )
 SHARED = Counter(
-    "baton_scheduler_prompts_shared_total", "Requests that waited for another's prefill instead of computing the same."
+    "baton_scheduler_prompts_shared_total", "Requests that waited for another request's prefill of the same prompt."
 )
 DRAFTED = Counter("baton_scheduler_draft_tokens_total", "Draft tokens that were verified.")
 ACCEPTED = Counter(
-    "baton_scheduler_accepted_draft_tokens_total", "Draft tokens that were accepted, by their place.", ["position"]
+    "baton_scheduler_accepted_draft_tokens_total",
+    "Draft tokens that were accepted, by their position in the draft.",
+    ["position"],
 )
-SPECULATED = Counter("baton_scheduler_speculated_draws_total", "Times that a sequence's step verified drafts.")
+SPECULATED = Counter("baton_scheduler_speculated_draws_total", "Steps of single sequences that verified drafts.")
 SPECULATED_TOKENS = Counter(
-    "baton_scheduler_speculated_tokens_total", "What those yielded: over the draws, the mean accepted length."
+    "baton_scheduler_speculated_tokens_total",
+    "Tokens of those steps; divided by speculated_draws: the mean accepted length.",
 )
 GRAMMAR_WAITS = Counter(
     "baton_scheduler_grammar_waits_total", "Requests that waited for their grammar to be compiled.", ["outcome"]
 )
-GRAMMAR_SECONDS = Counter("baton_scheduler_grammar_wait_seconds_total", "What those waited.")
+GRAMMAR_SECONDS = Counter(
+    "baton_scheduler_grammar_wait_seconds_total", "Seconds that requests waited for their grammars."
+)
 COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for their grammar.")
-TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Copies between the ranks and the node's KV store under way.")
-REFUSED = Counter("baton_scheduler_refused_requests_total", "Final words to gateways, by kind.", ["kind"])
-EPOCHS = Counter("baton_scheduler_workers_lost_total", "Times that everything had to begin anew.")
+TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Transfers in flight between the ranks and the node's KV store.")
+REFUSED = Counter("baton_scheduler_refused_requests_total", "Requests that were rejected or failed, by kind.", ["kind"])
+EPOCHS = Counter(
+    "baton_scheduler_workers_lost_total", "Losses of the workers, after which all requests fail and a new epoch begins."
+)
 DECISION = Histogram(
     "baton_scheduler_decision_seconds",
-    "Time to take one step's results in and to plan the next.",
+    "Seconds to process one step's results and plan the next.",
     buckets=(1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2),
 )
 

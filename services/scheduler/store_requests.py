@@ -49,6 +49,8 @@ class StoreRequests:
         try:
             reply: KvStoreReply = await self._bus.request(topic, output.request, KvStoreReply, output.timeout)
         except BusError as error:
-            log.debug("store silent", extra={"request": type(output.request).__name__, "error": str(error)})
+            log.debug(
+                "the KV store did not reply", extra={"request": type(output.request).__name__, "error": str(error)}
+            )
             return None
         return reply

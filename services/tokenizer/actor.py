@@ -44,10 +44,10 @@ INLINE_BYTES = 4096
 under load would cost the others."""
 
 MAX_LONG_PROMPTS = 16
-"""Long prompts on their way at a time; short ones overtake them until the next long one has to wait."""
+"""Long prompts that are encoded at the same time. Short prompts overtake them until another long one has to wait."""
 
 KINDS: dict[type[Prompt], str] = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "tokens"}
-"""As metrics name them."""
+"""Each kind of prompt and its label in the metrics."""
 
 
 class TokenizerActor(Actor):

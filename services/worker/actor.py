@@ -80,7 +80,7 @@ class WorkerActor(Actor):
                     assert self._backend is not None, "messages come behind set_up"
                     self._grammars.request(self._backend.grammars, message.epoch, message.compile)
             case "repeated":
-                log.warning("plan came twice", extra={"step": message.step})
+                log.warning("plan received twice", extra={"step": message.step})
             case PlanGap(expected):
                 await self._report_missed(message, expected)
             case _:
@@ -136,7 +136,7 @@ class WorkerActor(Actor):
         return self._in_hand == 0 and self._ledger.pending == 0
 
     def load(self) -> int:
-        """Plans in hand."""
+        """Number of plans that have been received and not finished."""
         return self._in_hand
 
     def worker_report(self) -> WorkerReport | None:
@@ -165,7 +165,7 @@ class WorkerActor(Actor):
 
     async def _report_missed(self, plan: StepPlan, expected: int) -> None:
         metrics.MISSED.inc()
-        log.error("plan missed", extra={"epoch": plan.epoch, "expected": expected, "came": plan.step})
+        log.error("plan missing", extra={"epoch": plan.epoch, "expected": expected, "came": plan.step})
         missed = StepMissed(worker=self.instance, epoch=plan.epoch, expected=expected)
         await self.bus.publish(self._results, missed)
         if self._identity.world_size > 1:

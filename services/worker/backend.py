@@ -81,7 +81,7 @@ class Backend(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """What is served: name, limits and end-of-sequence tokens of the model."""
+        """The model's name, limits and end-of-sequence tokens."""
 
     @property
     def num_blocks(self) -> int:
@@ -97,11 +97,11 @@ class Backend(Protocol):
 
     @property
     def max_speculate(self) -> int:
-        """The greatest `SequenceWork.speculate` that a plan may ask for; 0 where nothing drafts."""
+        """The largest `SequenceWork.speculate` that a plan may contain; 0 if nothing drafts."""
 
     @property
     def max_jump_ahead(self) -> int:
-        """The same for a sequence with a grammar: forced tokens that one step may yield."""
+        """Most forced tokens that one step may yield for a sequence with a grammar."""
 
     @property
     def grammars(self) -> GrammarLibrary | None:

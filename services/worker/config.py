@@ -23,7 +23,7 @@ class RankIdentity:
     rank: int = 0
     world_size: int = 1
     stages: int = 1
-    """Of the pipeline that the ranks form."""
+    """Stages of the ranks' pipeline."""
     max_num_seqs: int | None = None
     max_batch_tokens: int | None = None
     kvstore_dir: Path | None = None
@@ -187,11 +187,11 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         )
 
     def speculation(self) -> SpeculationSettings | None:
-        """How tokens are drafted; None where they are not."""
+        """How tokens are drafted; None if they are not."""
         return None if self.speculative is None else read_speculation(self.speculative)
 
     def rendezvous_url(self) -> str:
-        """As torch.distributed wants it."""
+        """The address where the ranks meet, in torch.distributed's notation."""
         assert self.rendezvous is not None, "checked at the start"
         return self.rendezvous if "://" in self.rendezvous else f"tcp://{self.rendezvous}"
 

@@ -15,21 +15,23 @@ PAUSE = 0.25
 _BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 STEPS = Counter("baton_worker_steps_total", "Steps computed.")
-TOKENS = Counter("baton_worker_tokens_total", "Tokens by what became of them: computed, sampled.", ["kind"])
+TOKENS = Counter("baton_worker_tokens_total", "Tokens computed, and tokens sampled.", ["kind"])
 PART_SECONDS = Histogram(
     "baton_worker_step_seconds",
-    "Where a step's time went; wait is idle time between steps, pauses of traffic left out; answer is beside the next.",
+    "Seconds of each phase of steps; wait is idle time while there is traffic; answer overlaps the next step.",
     ["part"],
     buckets=_BUCKETS,
 )
-PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds without a plan for longer than 0.25 s.")
+PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds of pauses: more than 0.25 s without a plan.")
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
 
 DRAFTED = Counter("baton_worker_drafted_tokens_total", "Draft tokens that were verified.")
 ACCEPTED = Counter(
-    "baton_worker_accepted_tokens_total", "Draft tokens that were accepted, by their place in the draft.", ["position"]
+    "baton_worker_accepted_tokens_total",
+    "Draft tokens that were accepted, by their position in the draft.",
+    ["position"],
 )
-DRAFTS = Counter("baton_worker_drafts_total", "Sequences and steps that had at least one draft token.")
+DRAFTS = Counter("baton_worker_drafts_total", "Steps of single sequences with at least one draft token.")
 
 _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
     PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample", "answer")

@@ -171,7 +171,7 @@ class ActorRuntime:
                 while self._busy or not self._inbox.empty() or not self.actor.is_idle():
                     await asyncio.sleep(IDLE_POLL)
                 return
-        log.warning("stopped with work in hand", extra={"load": self.actor.load()})
+        log.warning("stopped with open requests", extra={"load": self.actor.load()})
 
     async def _follow_actor(self) -> None:
         if not self._draining:
@@ -196,7 +196,7 @@ class ActorRuntime:
             await asyncio.sleep(HEARTBEAT)
             await self._publish_lifecycle()
             if (pause := time.monotonic() - before - HEARTBEAT) > MAX_PAUSE_REPORTED:
-                log.warning("event loop stood still", extra={"seconds": round(pause, 3)})
+                log.warning("event loop was blocked", extra={"seconds": round(pause, 3)})
 
     async def _publish_lifecycle(self) -> None:
         actor = self.actor
@@ -259,7 +259,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
     try:
         bus = await connect(config.nats_options())
     except BusError as error:
-        log.error("no bus", extra={"error": str(error)})
+        log.error("cannot connect to the bus", extra={"error": str(error)})
         raise SystemExit(1) from None
     with metrics_server(config.metrics_host, config.metrics_port) as metrics_port:
         built = build(bus)

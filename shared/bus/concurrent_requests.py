@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 MAX_REQUESTS = 64
 """Requests of a subscription that are answered at a time. The next ones wait in the subscription's queue."""
 ANSWER_SECONDS = 60.0
-"""A request without an answer for so long is given up: whoever sent it waits no longer."""
+"""Seconds after which a request without an answer is abandoned: its sender no longer waits for it."""
 
 
 class ConcurrentRequests:
@@ -43,7 +43,7 @@ class ConcurrentRequests:
                 await answering
         except Exception as error:
             if deadline.expired():
-                log.error("request given up", extra={"seconds": self._answer_seconds})
+                log.error("request abandoned", extra={"seconds": self._answer_seconds})
             else:
                 log.exception("request failed", exc_info=error)
         finally:

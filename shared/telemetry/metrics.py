@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client import Counter, Gauge, start_http_server
 
-UNDECODABLE = Counter("baton_undecodable_messages_total", "Payloads that were no message of ours.", ["subject"])
-HANDLED = Counter("baton_messages_handled_total", "Messages an actor handled.", ["service"])
+UNDECODABLE = Counter(
+    "baton_undecodable_messages_total", "Payloads that could not be decoded, by subject.", ["subject"]
+)
+HANDLED = Counter("baton_messages_handled_total", "Messages that the service's actor has handled.", ["service"])
 UNDELIVERED = Counter("baton_undelivered_messages_total", "Messages that had no subscriber.", ["service"])
-PHASE = Gauge("baton_phase", "1 for the phase the service is in.", ["service", "phase"])
+PHASE = Gauge("baton_phase", "1 for the phase that the service is in, 0 for others.", ["service", "phase"])
 BUS_CONNECTED = Gauge("baton_bus_connected", "1 while the bus is reachable.")
 
 _MILLISECONDS = (1, 2.5, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 10_000, 20_000, 40_000, 80_000)

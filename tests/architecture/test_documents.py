@@ -1,4 +1,4 @@
-"""The pages lead a reader to files that are there."""
+"""The pages lead a reader to files and modules that exist."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ FILE = re.compile(r"(?:shared|services|kvstore|deploy|tests|docs)/[\w./-]+\.(?:p
 MODULE = re.compile(r"`([\w/]+\.py)`")
 """With the folders that lead to it, or some of them."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+PROGRAM = re.compile(r"python3? -m ((?:shared|services|kvstore|deploy|tests)[\w.]*)")
 
 
 MODULES = [f"/{path.relative_to(REPOSITORY)}" for top in FOLDERS for path in (REPOSITORY / top).rglob("*.py")]
@@ -33,3 +34,17 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in FILE.findall(text) if not (REPOSITORY / name).exists()] == []
     assert [name for name in MODULE.findall(text) if not modules_named(name)] == []
     assert [name for name in LINK.findall(text) if not (page.parent / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, REPOSITORY / "deploy" / "demo" / "README.md"], ids=lambda page: str(page.name)
+)
+def test_every_module_that_a_page_runs_exists(page: Path) -> None:
+    named = (
+        REPOSITORY / name.replace(".", "/")
+        for name in PROGRAM.findall(page.read_text(encoding="utf-8"))
+        if name != "services.NAME"
+    )
+    assert [
+        path for path in named if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file()
+    ] == []

@@ -18,7 +18,7 @@ from services.bench.errors import BenchError
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_BODY_BYTES = 64 * 2**20
-"""Of a response that is read whole."""
+"""Largest response that is read as a whole, in bytes."""
 
 OnData = Callable[[bytes, float], None]
 """Gets body bytes and the time (perf_counter) of their arrival."""

@@ -11,11 +11,11 @@ class CpuReading(NamedTuple):
     """What a process has used since it began."""
 
     actor: str
-    """What it is: gateway, scheduler, nats-server."""
+    """The kind of process: gateway, scheduler, nats-server."""
     seconds: float
-    """Of processor time."""
+    """Processor time in seconds."""
     sleeps: int
-    """Times that its main thread had nothing to do, and was woken up again."""
+    """How often its main thread went to sleep and was woken up."""
 
 
 class CpuShare(NamedTuple):

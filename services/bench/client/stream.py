@@ -29,7 +29,7 @@ class StreamSummary(NamedTuple):
     """When each frame that carries tokens arrived."""
     prompt_tokens: int | None
     output_tokens: int
-    """As the server's usage says; without usage, the number of frames."""
+    """Output tokens according to the server's usage; without usage, the number of frames."""
     finish_reason: str | None
     cached_tokens: int | None = None
     """None where usage does not tell."""

@@ -15,7 +15,7 @@ class Point(NamedTuple):
     """One measurement in the plot."""
 
     intensity: float
-    """Operations per byte."""
+    """Arithmetic intensity: operations per byte."""
     rate: float
     """Operations per second."""
     label: str
@@ -25,9 +25,9 @@ class Roof(NamedTuple):
     """What the device could do at best."""
 
     memory: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     compute: float
-    """Operations per second."""
+    """Peak compute rate in operations per second."""
 
     @property
     def ridge(self) -> float:
@@ -40,7 +40,7 @@ class Roof(NamedTuple):
 
 
 class LogAxis(NamedTuple):
-    """Of a logarithmic axis."""
+    """A logarithmic axis: its limits, and which cell a value falls into."""
 
     low: float
     high: float
@@ -56,7 +56,7 @@ class LogAxis(NamedTuple):
 
 
 def ranges(roof: Roof, points: Sequence[Point]) -> tuple[LogAxis, LogAxis]:
-    """Of both axes, with room for every point and the ridge, in whole powers of two and ten."""
+    """Both axes, with room for every point and the ridge, in whole powers of two and ten."""
     intensities = [roof.ridge, *(point.intensity for point in points if point.intensity > 0)]
     across = LogAxis(
         2.0 ** (math.floor(math.log2(min(intensities))) - 1), 2.0 ** (math.ceil(math.log2(max(intensities))) + 1)
@@ -106,7 +106,7 @@ def _axis(across: LogAxis, width: int) -> str:
 
 
 def _legend(points: Sequence[Point], width: int) -> list[str]:
-    """As many side by side as there is room for."""
+    """Lines of the legend, with as many entries side by side as fit."""
     entries = [f"{_mark(number)} {point.label}" for number, point in enumerate(points)]
     longest = max(map(len, entries), default=0) + 3
     columns = max(1, width // longest) if entries else 1

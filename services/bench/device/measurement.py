@@ -50,7 +50,7 @@ class Findings:
 
 
 def findings(request: MeasureRequest) -> Iterator[Finding]:
-    """As they come. Raises BenchError where it cannot be measured."""
+    """Yields findings as they are measured. Raises BenchError if the device cannot be measured."""
     with contextlib.ExitStack() as processes:
         ranks = [_started(processes, each) for each in requests_of_ranks(request)]
         first = ranks[0]
@@ -97,7 +97,7 @@ def ceilings_line(ceilings: Ceilings) -> str:
 
 
 def against_limits(work: KernelWork, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
-    """The same as a JSON object."""
+    """The rates and the share of the binding limit, as a JSON object."""
     return {
         "bytes_per_second": work.bytes / seconds,
         "flops_per_second": work.flops / seconds,

@@ -27,7 +27,7 @@ FAMILIES = (
     "kv-blocks",
 )
 _MOST = 1 << 20
-"""Of sequences and tokens: beyond every device."""
+"""Upper bound of sequences and tokens, beyond every device."""
 
 _count = checked(int, lambda count: 1 <= count <= _MOST, f"a whole number from 1 to {_MOST}")
 _seconds = checked(float, lambda seconds: 0.0 < seconds < 86_400.0, "a number of seconds above 0 and below a day")
@@ -42,13 +42,13 @@ def roofline_options(argv: Sequence[str] | None) -> tuple[StepsRequest, OutputOp
     parser = _parser("roofline", "A model's steps beside the limits of the device, measured in the same run.")
     parser.add_argument("--ops", choices=["auto", "torch", "native", "triton"], default="auto")
     parser.add_argument(
-        "--batch", type=_numbers, metavar="N,N", help="Sequences that decode at a time; none: no decodes."
+        "--batch", type=_numbers, metavar="N,N", help="Numbers of decoding sequences; none: no decodes."
     )
-    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Tokens cached of each of them.")
-    parser.add_argument("--prefill", type=_numbers, metavar="N,N", help="Lengths of prompts; none: no prompts.")
-    parser.add_argument("--tp", type=_count, default=1, help="Ranks that share each layer: a GPU or a process each.")
-    parser.add_argument("--enforce-eager", action="store_true", help="No graphs of decodes.")
-    parser.add_argument("--seconds", type=_seconds, default=120.0, help="For all measurements together.")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Cached tokens of each decoding sequence.")
+    parser.add_argument("--prefill", type=_numbers, metavar="N,N", help="Prompt lengths in tokens; none: no prompts.")
+    parser.add_argument("--tp", type=_count, default=1, help="Ranks that share each layer; each is a GPU or a process.")
+    parser.add_argument("--enforce-eager", action="store_true", help="Do not capture decode steps in graphs.")
+    parser.add_argument("--seconds", type=_seconds, default=120.0, help="Seconds for all measurements together.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the roofline; also .svg and .pdf.")
     options = parse(parser, argv)
     check_plot(options.plot)
@@ -74,9 +74,9 @@ def kernels_options(argv: Sequence[str] | None) -> tuple[KernelsRequest, OutputO
     """What to measure, and what becomes of the result. A bad flag is explained, and ends the process with status 2."""
     parser = _parser("kernels", "Single kernels beside torch's own operations and the limits of the device.")
     parser.add_argument("--only", type=_families, default=(), metavar="NAME,NAME", help=", ".join(FAMILIES))
-    parser.add_argument("--rows", type=_numbers, metavar="N,N", help="Tokens that a kernel takes at a time.")
-    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Tokens cached of each sequence.")
-    parser.add_argument("--seconds", type=_seconds, default=60.0, help="For all measurements together.")
+    parser.add_argument("--rows", type=_numbers, metavar="N,N", help="Numbers of rows (tokens) of a kernel.")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="Cached tokens of each sequence.")
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="Seconds for all measurements together.")
     options = parse(parser, argv)
     name, shape, model = _model(parser, options)
     request = KernelsRequest(
@@ -94,15 +94,19 @@ def kernels_options(argv: Sequence[str] | None) -> tuple[KernelsRequest, OutputO
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"baton bench {command}", description=description)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", metavar="DIR", help="Dummy weights where the folder has none.")
+    which.add_argument("--model", metavar="DIR", help="Model folder; dummy weights if it has none.")
     parser.add_argument("--model-name", help=argparse.SUPPRESS)
-    which.add_argument("--shape", choices=[DEMO, *shape_names()], help="With dummy weights.")
+    which.add_argument("--shape", choices=[DEMO, *shape_names()], help="A shape, with dummy weights.")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
-    parser.add_argument("--attention", choices=["auto", "triton", "flash-attn"], default="auto", help="On a GPU.")
-    parser.add_argument("--threads", type=_count, help="Of a CPU; by default all.")
-    parser.add_argument("--cpu-time", action="store_true", help="Own processor time, on a busy CPU; use --threads 1.")
+    parser.add_argument(
+        "--attention", choices=["auto", "triton", "flash-attn"], default="auto", help="Attention kernels on a GPU."
+    )
+    parser.add_argument("--threads", type=_count, help="CPU threads; default: all.")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="Measure the process's CPU time, for a busy CPU; use --threads 1."
+    )
     output_group(parser)
     return parser
 

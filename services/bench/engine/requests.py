@@ -75,7 +75,7 @@ class EngineClient:
 
 
 MAX_OUTPUT_TOKENS = 300
-"""Output tokens."""
+"""Most output tokens of a request."""
 ROUND_TIMEOUT = 600.0
 
 
@@ -83,7 +83,7 @@ class RoundFigures(NamedTuple):
     """The tokens of the engine's steps during one round of requests."""
 
     tokens: int
-    """Of the output."""
+    """Number of output tokens."""
     seconds: float
     decodes: int
     """Sequences and steps that yielded tokens."""

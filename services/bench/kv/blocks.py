@@ -48,7 +48,7 @@ class KvShape(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of all blocks."""
+        """Payload bytes of all blocks together."""
         return self.blocks * self.block.payload_bytes
 
 
@@ -64,13 +64,13 @@ class KvOptions(NamedTuple):
 
 
 def names(shape: KvShape) -> list[BlockHash]:
-    """The same in every process."""
+    """The blocks' hashes, the same in every process."""
     random = Random(0)
     return [BlockHash(random.randbytes(HASH_BYTES)) for _ in range(shape.blocks)]
 
 
 def make_blocks(shape: KvShape) -> list[InFlightBlock]:
-    """Of different contents, with their checksums."""
+    """Blocks of different contents, with their checksums."""
     random, chain = Random(1), names(shape)
     parents = [NO_PARENT, *chain[:-1]]
     return [_block(name, parent, shape.block, random) for name, parent in zip(chain, parents, strict=True)]
@@ -100,7 +100,7 @@ def arena(shape: KvShape) -> Iterator[OwnedArena]:
 
 
 def fill(made: OwnedArena, blocks: Sequence[InFlightBlock]) -> None:
-    """As a store does with blocks from elsewhere."""
+    """Writes blocks to the arena as a store writes blocks from elsewhere."""
     for slot, block in enumerate(blocks):
         made.reserve(slot, slot + 1, block.hash, block.parent, block.tokens)
         made.fill(slot, block)

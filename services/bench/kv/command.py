@@ -40,7 +40,9 @@ def kv_options(argv: Sequence[str] | None) -> KvOptions:
     made = argparse.ArgumentParser(
         prog="bench kv", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--model", type=Path, help="folder whose config.json gives the layout instead of the next four")
+    made.add_argument(
+        "--model", type=Path, help="folder whose config.json sets the layout, in place of the next four options"
+    )
     made.add_argument("--layers", type=natural, default=12)
     made.add_argument("--kv-heads", type=natural, default=4)
     made.add_argument("--head-dim", type=natural, default=64)
@@ -49,7 +51,7 @@ def kv_options(argv: Sequence[str] | None) -> KvOptions:
     made.add_argument("--rounds", type=natural, default=5, help="of which the median counts; default: %(default)s")
     made.add_argument("--only", nargs="+", choices=get_args(Way), default=list(get_args(Way)))
     made.add_argument("--device", default="cpu", help="of save and load, as PyTorch names it; default: %(default)s")
-    made.add_argument("--redis-url", help="a Redis of your own; what is written there expires within a minute")
+    made.add_argument("--redis-url", help="your own Redis; written blocks expire within a minute")
     output_group(made)
     given = parse(made, argv)
     if given.model is not None:

@@ -14,7 +14,7 @@ MEBIBYTE = 2**20
 
 
 class KvTransferRate(NamedTuple):
-    """The same bytes moved several times, alternating with as many copies in memory."""
+    """Times of moving the same bytes several times, alternating with as many copies in memory."""
 
     name: str
     bytes: int
@@ -33,7 +33,7 @@ class KvTransferRate(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Of the copy's speed."""
+        """The rate as a share of the copy's rate."""
         return self.rate / self.copy_rate
 
 
@@ -42,7 +42,7 @@ class PathFailed(Exception):
 
 
 def described(moved: KvTransferRate) -> dict[str, Any]:
-    """As the JSON has it: bytes, rounds, rates in bytes per second."""
+    """The figures as a JSON object: bytes, rounds, rates in bytes per second."""
     return {
         "name": moved.name,
         "bytes": moved.bytes,
@@ -65,7 +65,7 @@ class MemoryCopy:
         self._target = memoryview(_touched(self._size))
 
     def seconds(self) -> float:
-        """For all blocks."""
+        """Copies all blocks once; returns the seconds that it took."""
         source, target, step = self._source, self._target, self._step
         begin = time.perf_counter()
         for at in range(0, self._size, step):

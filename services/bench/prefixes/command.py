@@ -75,16 +75,21 @@ def prefix_options(argv: Sequence[str] | None) -> PrefixOptions:
     made.add_argument("--tokenizer", "--model", help="folder or Hugging Face id whose tokens are compared")
     made.add_argument("--unit", choices=get_args(Unit), help="default: tokens where known, else chars")
     made.add_argument("--format", choices=get_args(Format), default="auto")
-    made.add_argument("--turns", choices=get_args(Turns), default="all", help="of conversations: each is a prompt")
+    made.add_argument(
+        "--turns",
+        choices=get_args(Turns),
+        default="all",
+        help="turns of conversations to use as prompts; default: %(default)s",
+    )
     made.add_argument("--min-visits", type=natural, metavar="N", help="default: one in 1,000 prompts, 2 at least")
     made.add_argument("--min-length", type=whole, metavar="L", help="default: 16 tokens or words, 64 chars, 0 blocks")
     made.add_argument("--block-size", type=natural, default=16, help="tokens of a cache block; default: %(default)s")
-    made.add_argument("--max-prompts", type=natural, help="read no more than these")
+    made.add_argument("--max-prompts", type=natural, help="read at most this many prompts")
     made.add_argument(
         "--max-stored",
         type=natural,
         default=500_000_000,
-        help="units that the tree may hold; then it forgets what only one prompt had. Default: %(default)s",
+        help="units that the tree may hold; beyond it forgets what only one prompt has. Default: %(default)s",
     )
     made.add_argument("--top", type=natural, default=10, help="shared prefixes to list; default: %(default)s")
     made.add_argument("--plot", type=Path, help="draw to this .png, .svg or .pdf (needs matplotlib)")
@@ -218,7 +223,7 @@ POINTS = 2000
 
 
 def plot_prefixes(path: Path, unit: str, prefixes: Sequence[SharedPrefix], repeated: Sequence[int]) -> None:
-    """Raises BenchError."""
+    """Draws the figure into a file. Raises BenchError if it cannot be written."""
     figure = blank_figure(2)
     left, right = figure.subplots(1, 2)
     left.scatter([p.length for p in prefixes], [p.visits for p in prefixes], s=9, alpha=0.6, linewidths=0)

@@ -115,7 +115,7 @@ def _skip(buffer: str, at: int) -> int:
 
 
 def prompts_of(record: Any, turns: Turns) -> list[FilePrompt]:
-    """Those of one record: one for a request, one for each question of a conversation. Raises ValueError."""
+    """The prompts of one record: one for a request, one for each question of a conversation. Raises ValueError."""
     match record:
         case str():
             return [record]
@@ -133,7 +133,7 @@ def prompts_of(record: Any, turns: Turns) -> list[FilePrompt]:
 
 
 def _bare(prompt: Any) -> list[FilePrompt]:
-    """As completions have it: one text, its tokens, or several of either."""
+    """The prompts of a completion's `prompt`: one text, its tokens, or several of either."""
     match prompt:
         case str():
             return [prompt]

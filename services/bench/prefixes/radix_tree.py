@@ -160,7 +160,7 @@ class PrefixCount:
     def __init__(self, block_size: int, max_stored: int) -> None:
         self.tree = RadixTree()
         self.repeated = array("Q")
-        """Of each prompt: how many leading symbols an earlier one had."""
+        """For each prompt, how many leading symbols an earlier prompt had, too."""
         self.symbols = self.in_blocks = self.forgotten = 0
         self._block_size, self._max_stored = block_size, max_stored
 

@@ -21,10 +21,10 @@ class Alphabet(Protocol):
     unit: Unit
 
     def encode(self, prompts: Sequence[FilePrompt]) -> list[str]:
-        """Raises BenchError where a prompt cannot be compared by this."""
+        """Each prompt as a string of symbols. Raises BenchError if a prompt cannot be compared in this unit."""
 
     def decode(self, symbols: str) -> str:
-        """As a reader would recognise it."""
+        """The symbols as readable text."""
 
 
 class CharacterAlphabet:

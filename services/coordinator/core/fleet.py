@@ -124,21 +124,22 @@ class EngineFleet:
         self._unreachable: set[InstanceId] = set()
         """Engines to which a request could not be delivered."""
         self._models_seen: dict[ModelName, float] = {}
-        """When an engine or a rank last said that it serves this model; as `_detokenizer_seen`."""
+        """When an engine or a rank last published that it serves this model; see `_detokenizer_seen`."""
         self._detokenizer_seen: float | None = None
         self._engines: dict[InstanceId, EngineLoad] = {}
-        """Every engine that is alive and has said what it serves."""
+        """Every engine that is alive and has published what it serves."""
         self._ready: dict[ModelName, list[EngineLoad]] = {}
-        """The ready engines by model, computed on demand since the last change; as `_contexts`."""
+        """The ready engines by model, computed on demand after each change; see `_contexts`."""
         self._contexts: dict[ModelName, int | None] = {}
+        """The context length of each model, None while it is unknown; computed on demand after each change."""
         self._detokenizers: list[Lifecycle] = []
-        """Those that are ready."""
+        """The detokenizers that are ready."""
 
     # ---- what is seen of them
 
     def record_lifecycle(self, life: Lifecycle, at: Moment) -> InstanceId | None:
-        """Takes a heartbeat in; answers with the instance where its former life has ended. An instance that was
-        unreachable is reachable again from its next heartbeat on."""
+        """Records a heartbeat. Returns the instance if the heartbeat shows that its former process has ended. An
+        unreachable instance counts as reachable again from its next heartbeat on."""
         gone = self.registry.record_lifecycle(life, at.alive)
         if gone is not None:
             self._reservations.forget(life.instance)
@@ -286,7 +287,7 @@ class EngineFleet:
     # ---- parts
 
     def _candidates(self, engines: Iterable[EngineLoad]) -> list[Candidate]:
-        """Those with room."""
+        """The engines that have room for another request."""
         candidates = []
         for engine in engines:
             reserved, report = self._reservations.on(engine.instance), engine.report

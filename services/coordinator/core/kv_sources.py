@@ -35,13 +35,13 @@ class Reuse(NamedTuple):
     stored: int = 0
     """Beyond those, in the KV store of its node."""
     remote: int = 0
-    """Beyond those, in the KV store of `remote_node`."""
+    """Further blocks that lie in the KV store of `remote_node`."""
     remote_node: NodeId | None = None
-    """None where there are no remote ones."""
+    """The node with the remote blocks; None if there are none."""
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """Number of blocks that need not be computed, wherever they lie."""
         return self.device + self.stored + self.remote
 
     def worth(self, discount: float) -> float:
@@ -60,8 +60,8 @@ class PrefixHits(NamedTuple):
     stores: Mapping[NodeId, int]
 
     def reuses(self, engines: Iterable[tuple[InstanceId, NodeId | None]]) -> list[Reuse]:
-        """What each of `engines`, given with its node, need not compute. One without a KV store on its node (None)
-        takes nothing from stores. Of several stores that hold most, the first by name counts."""
+        """What each of `engines`, given with its node, need not compute. An engine without a KV store on its node
+        (None) can use no store. If several stores hold the most blocks, the first by name counts."""
         best_node, best = min(self.stores.items(), key=lambda item: (-item[1], item[0]), default=(None, 0))
         of_node: dict[NodeId, Reuse] = {}  # for engines that hold nothing themselves, as most do
         reuses = []
@@ -90,10 +90,10 @@ class _SourceKey(NamedTuple):
 class _DumpInProgress:
     epoch: Incarnation
     number: int
-    """Of the last event that it counts."""
+    """Number of the last event that the dump includes."""
     bit: int
     parts: int
-    """Those received so far."""
+    """Number of parts received so far."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class _SourceStream:
     """The source's bit in the prefix map."""
     epoch: Incarnation | None = None
     next: int = 0
-    """The number that its next event has."""
+    """The number that the source's next event must have."""
     complete: bool = False
     """Whether everything that it holds is known."""
     dump: _DumpInProgress | None = None

@@ -50,7 +50,8 @@ class PlacementQueue:
         return list(self._by_model)
 
     def of(self, model: ModelName) -> list[QueuedRequest]:
-        """Those that wait for `model`, in order; a copy, so that the caller may remove while it reads."""
+        """The requests that wait for `model`, in order. It is a copy, so the caller may remove requests while
+        iterating."""
         return list(self._by_model.get(model, ()))
 
     def add(self, generation: Generation, now: float) -> QueuedRequest:

@@ -17,13 +17,13 @@ EXPECT_SECONDS = 2.0
 
 
 class ReservedWork(NamedTuple):
-    """The sum of what was placed on one instance and its reports do not count yet."""
+    """The work that was placed on one instance and that its reports do not include yet."""
 
     requests: int = 0
     own: int = 0
-    """Of `requests`, those that this coordinator has placed."""
+    """How many of `requests` this coordinator has placed."""
     prefill: int = 0
-    """Blocks to compute."""
+    """Number of blocks to compute."""
     blocks: int = 0
     """Blocks of KV memory that it will take."""
 

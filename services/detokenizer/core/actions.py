@@ -53,7 +53,7 @@ class DetokenizerCounters:
     """Counts since the start. They only grow; metrics publish their differences."""
 
     tokens: int = 0
-    """Turned into text."""
+    """Tokens that were turned into text."""
     stopped: int = 0
     """Requests ended by a stop string."""
     unknown: int = 0
@@ -63,4 +63,4 @@ class DetokenizerCounters:
     gaps: int = 0
     """Times that batches of an engine were missed."""
     failed: int = 0
-    """Requests given up before their end."""
+    """Requests that failed here."""

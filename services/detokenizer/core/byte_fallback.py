@@ -110,7 +110,7 @@ class ByteFallbackVocabulary:
     def open(
         self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
     ) -> ByteFallbackStream:
-        """See TextVocabulary."""
+        """Opens a stream; see `TextVocabulary.open`."""
         table = self._tables[skip_special_tokens, keep_markup]
         stream = ByteFallbackStream(table, self._strip if begins else 0)
         start = 0
@@ -123,7 +123,7 @@ class ByteFallbackVocabulary:
         return stream
 
     def spelling(self, token: int) -> TokenSpelling:
-        """See TextVocabulary."""
+        """The text and bytes of one token; see `TextVocabulary.spelling`."""
         piece = self._tables[False, False][token]
         if isinstance(piece, bytes):
             return TokenSpelling(piece.decode(errors="replace"), piece)

@@ -70,14 +70,14 @@ class ByteLevelVocabulary:
     def open(
         self, context: Sequence[int], *, begins: bool, skip_special_tokens: bool, keep_markup: bool = False
     ) -> ByteLevelStream:
-        """See TextVocabulary."""
+        """Opens a stream; see `TextVocabulary.open`."""
         stream = ByteLevelStream(self._tables[skip_special_tokens, keep_markup])
         for token in context:
             stream.push(token)
         return stream
 
     def spelling(self, token: int) -> TokenSpelling:
-        """See TextVocabulary."""
+        """The text and bytes of one token; see `TextVocabulary.spelling`."""
         piece = self._tables[False, False][token]
         if isinstance(piece, str):
             return TokenSpelling(piece, piece.encode())

@@ -25,8 +25,9 @@ from shared.packing import TOKEN_BYTES
 from shared.reliability.sequence_numbers import SourceNumbers
 
 MAX_STREAMS = 16_384
+"""Requests that a detokenizer holds by default; further ones fail and are dispatched elsewhere."""
 MAX_STOP_CHARS = 16_384
-"""Of all stop strings of a request together: what their automaton may hold."""
+"""Most characters of all stop strings of a request together; it bounds the automaton that finds them."""
 
 
 class _PendingDeltas(NamedTuple):

@@ -115,6 +115,6 @@ class StopScan:
         return StopHit(stop, text if self._include else text[: len(text) - len(stop)])
 
     def rest(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Returns the text that was held back as a possible stop string; call it when no more text follows."""
         held, self._held = self._held, ""
         return held

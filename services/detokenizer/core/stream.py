@@ -105,7 +105,7 @@ class RequestStream:
         return text, len(tokens), None
 
     def _end(self, count: int) -> tuple[str, str | None]:
-        """What was undecided or held back, now that nothing follows."""
+        """Returns the text that was undecided or held back, at the end of the stream."""
         flushed = self._text.flush()
         if self._scan is None:
             return flushed, None

@@ -179,7 +179,7 @@ RANGES = {
 
 
 class StreamOptionFields(Struct):
-    """OpenAI's `stream_options`."""
+    """The fields of OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

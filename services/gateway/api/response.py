@@ -39,7 +39,7 @@ class ResponseHeader(NamedTuple):
     kind: Literal["chat", "completion"]
     id: str
     created: int
-    """Unix seconds."""
+    """Creation time in Unix seconds."""
     model: str
 
     def fields(self, *, chunk: bool) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class ChoiceState:
     text_offset: int = 0
     """Characters before the next token with log-probabilities."""
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    """Those that have arrived, from the prompt's second token on."""
+    """The prompt's log-probabilities that have arrived, from its second token on."""
     echo_first_token: str | None = None
     """Text of the prompt's first token, as long as the prompt's log-probabilities are still to be echoed."""
     prompt_text: str | None = None

@@ -48,7 +48,7 @@ class LogprobsRequest(NamedTuple):
     token_ids: tuple[int, ...] | None = None
     """Report these tokens instead of the most likely ones."""
     of_prompt: int | None = None
-    """The same as `most_likely` for each token of the prompt."""
+    """How many most likely tokens to report for each token of the prompt; None: no log-probabilities of the prompt."""
 
 
 def generation_request(

@@ -33,7 +33,7 @@ class OutputGrammar(NamedTuple):
 
 
 class JsonSchemaFields(Struct):
-    """OpenAI's `response_format.json_schema`."""
+    """The fields of OpenAI's `response_format.json_schema`."""
 
     name: str
     schema: Any = msgspec.UNSET

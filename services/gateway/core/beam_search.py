@@ -17,11 +17,11 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Beam(NamedTuple):
-    """An unfinished output."""
+    """An unfinished output of a beam search."""
 
     tokens: tuple[int, ...] = ()
     logprob: float = 0.0
-    """The sum over its tokens."""
+    """Sum of its tokens' log-probabilities."""
     trail: tuple[int, ...] = ()
     """For each token, the index of the beam that it continued."""
 

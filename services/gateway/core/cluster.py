@@ -19,9 +19,9 @@ class ClusterView:
         self._registry = Registry()
         self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
         self._dialects: dict[ModelName, Dialect] = {}
-        """As tokenizers report; kept as long as the card."""
+        """The dialect of each model, from its tokenizers' lifecycles; kept as long as the model's card."""
         self.missing: tuple[Service, ...] = REQUIRED_SERVICES
-        """The services of which no instance is ready; requests can be served when it is empty."""
+        """The services without a ready instance; requests can be served when it is empty."""
 
     def record_lifecycle(self, message: Lifecycle, now: float) -> InstanceGone | None:
         """Takes an instance's lifecycle message. Returns the instance that it ends or replaces, if any."""

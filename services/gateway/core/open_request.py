@@ -64,59 +64,59 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     attempts_in_all: int = 10
     """Placed attempts: bounds a request that kills every engine that computes it."""
     pause_s: float = 0.25
-    """Before a further try, where an immediate one has just not helped; doubled with each."""
+    """Seconds before the next attempt, if an immediate one has just failed; doubled for each further one."""
     pause_limit_s: float = 1.0
     departed_limit: int = 4096
     """Requests of clients that left, remembered so that late messages about them are answered by a cancel."""
     recancel_s: float = 1.0
     """A cancel is repeated after this when tokens of such a request keep coming."""
     avoid_limit: int = 4
-    """Failed engines that a request keeps clear of."""
+    """Most failed engines that a request avoids."""
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """Owns what is known of a request and of its newest attempt. `TRANSITIONS` says what may happen to it."""
+    """Owns the state of a request and of its newest attempt. `TRANSITIONS` lists the allowed changes."""
 
     tokenize: Tokenize
-    """As first dispatched; later attempts are derived from it."""
+    """The message of the first dispatch; later attempts are derived from it."""
     opened_at: float
     unplaced_since: float
     last_message_at: float
-    """When something of the attempt was last received."""
+    """When a message of this attempt was last received, in seconds."""
     state: RequestState = "dispatched"
     attempt: Attempt = FIRST_ATTEMPT
     engine: EngineId | None = None
-    """None while unplaced, and where tokens arrived before the message of their placement."""
+    """The engine of this attempt; None while unplaced, or if tokens arrived before the placement's message."""
     detokenizer: DetokenizerId | None = None
     handed_by: EngineId | None = None
-    """The engine that had this attempt before `engine`."""
+    """The prefill engine that handed this attempt over to `engine`; None without a hand-over."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
     chars: int = 0
     avoid: tuple[EngineId, ...] = ()
     usage_sent: bool = False
     prompt_tokens: int | None = None
-    """None: not known yet."""
+    """Number of prompt tokens; None until the stream is opened."""
     scored_tokens: int = 1
     """Leading tokens of the prompt whose log-probabilities have arrived; the first one has none."""
     silent_tries: int = 0
-    """Dispatches in this stretch that neither tokenizer nor coordinator answered."""
+    """Consecutive dispatches that neither a tokenizer nor a coordinator answered."""
     pauses: int = 0
     """Pauses since its last new token."""
     fruitless: int = 0
-    """Placed attempts in a row that brought no token."""
+    """Consecutive placed attempts that brought no token."""
     failed: int = 0
     """Placed attempts that failed."""
     resume_at: float = 0.0
     probing: bool = False
     probed_at: float = 0.0
     doubts: int = 0
-    """Suspicious probe replies in a row."""
+    """Consecutive suspicious replies to probes."""
     unanswered: int = 0
-    """Unanswered probes in a row."""
+    """Consecutive probes without a reply."""
     probe_at: float | None = None
-    """When to probe even though the silence is short."""
+    """When to probe although the silence is still short; None: only after `silence_s`."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
     """The newest transitions, oldest first."""
 
@@ -126,7 +126,7 @@ class OpenRequest:
         return self.tokenize.request
 
     def apply(self, event: RequestEvent) -> None:
-        """Moves to the next state. Raises IllegalTransition where the table has no such step."""
+        """Moves to the next state. Raises IllegalTransition if the table does not allow the event."""
         target = TRANSITIONS[self.state].get(event)
         if target is None:
             steps = "; ".join(self.history) or "none yet"

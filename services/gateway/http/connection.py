@@ -32,7 +32,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Calls `on_lost`, once."""
+        """Calls `on_lost` exactly once when the connection has ended."""
         self._head_timer.cancel()
         super().connection_lost(exc)
         if self.on_lost is not None:

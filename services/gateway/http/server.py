@@ -139,7 +139,7 @@ class Acceptor:
 
     def _pause(self, error: OSError) -> None:
         """Waits before another try: the listener stays ready, so that trying at once would take a whole processor."""
-        log.error("cannot take connections", extra={"error": str(error)})
+        log.error("cannot accept connections", extra={"error": str(error)})
         self._loop.remove_reader(self._listener)
         self._retry = self._loop.call_later(RETRY_SECONDS, self._listen)
 
@@ -147,5 +147,5 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(self._protocol, client)
         except OSError as error:  # it went away meanwhile
-            log.debug("a client left at once", extra={"error": str(error)})
+            log.debug("connection closed before it was accepted", extra={"error": str(error)})
             client.close()

@@ -100,7 +100,7 @@ class SseFrames:
         return b',"usage":%b}\n\n' % encode(usage([choice])) if self._continuous else self._end
 
     def usage(self, choices: list[ChoiceState]) -> bytes:
-        """Returns the last chunk, which is sent where the client asked for usage."""
+        """Returns the last chunk, which is sent if the client requested usage."""
         return self._head + b',"choices":[],"usage":%b}\n\n' % encode(usage(choices))
 
 
@@ -181,7 +181,7 @@ class StreamWriter(ResponseWriter):
             self.wake()
 
     def wake(self) -> None:
-        """Completes `first`."""
+        """Marks the first chunk as available: completes the future `first`."""
         if not self.first.done():
             self.first.set_result(None)
 

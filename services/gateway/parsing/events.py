@@ -70,7 +70,7 @@ class ParseEvents:
             self._events.append(ContentText(text))
 
     def reasoning(self, text: str) -> None:
-        """Adds reasoning, unless the client asked to leave it out."""
+        """Adds reasoning, unless the client wants it left out."""
         if not text or not self._include_reasoning:
             return
         if self._events and isinstance(last := self._events[-1], ReasoningText):

@@ -13,7 +13,7 @@ NAME = re.compile(r"[^\s\[\]{}\"]*")
 
 
 class Mistral:
-    """Reads both forms."""
+    """Parser of Mistral's tool calls, in the old form (a JSON array) and the new one (name and arguments)."""
 
     openings = CallOpenings(anywhere=(START,))
 
@@ -44,7 +44,7 @@ def _read_array(cursor: TextCursor, events: ParseEvents) -> Reading[None]:
 
 
 def _read_named(cursor: TextCursor, events: ParseEvents) -> Reading[None]:
-    """`name{…}`, `name[ARGS]{…}`, `name[CALL_ID]…[ARGS]{…}`."""
+    """Reads one call of the form `name{…}`, `name[ARGS]{…}` or `name[CALL_ID]…[ARGS]{…}`."""
     name = yield from cursor.read_run(NAME)
     if (yield from cursor.match_ahead((CALL_ID, ARGUMENTS))) == CALL_ID:
         yield from cursor.expect(CALL_ID)

@@ -79,7 +79,7 @@ OPENINGS = CLOSERS | {"(": ")"}
 AS_JSON = {"{": "{", "}": "}", "[": "[", "]": "]", "(": "[", ")": "]"}
 WORD = re.compile(r"[^\s,:()\[\]{}'\"]*")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-"""Those of JSON are accepted, too: models mix them up."""
+"""Python's literals and their JSON form. JSON's own literals are accepted, too, because models mix them up."""
 PLAIN = {"'": re.compile(r"[^'\\\n]*"), '"': re.compile(r'[^"\\\n]*')}
 PLAIN_LINES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 ESCAPES = {"\\": "\\", "'": "'", '"': '"', "/": "/"}

@@ -10,51 +10,51 @@ from shared.messages.lifecycle import ModelCard
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Counts since the start; to publish them as rates, take differences."""
+    """Counts since the engine's start. Rates are differences of two snapshots."""
 
     prompt_tokens: int = 0
-    """Of all prompts whose computation was started."""
+    """Prompt tokens of all requests that entered a step."""
     cached_tokens: int = 0
-    """Those of them that were in a cache."""
+    """How many of `prompt_tokens` a cache held, so that they were not computed."""
     blocks_saved: int = 0
-    """Blocks that the store has shown to others."""
+    """Blocks that were committed to the KV store."""
     blocks_unsaved: int = 0
-    """Computed blocks that were never offered to the store, because too many waited for it."""
+    """Computed blocks that were not offered to the store because too many were waiting."""
     blocks_loaded: int = 0
     """Blocks that were copied from the store."""
     hits: int = 0
-    """Times that the store had something of a request."""
+    """Lookups for which the store held at least one block."""
     misses: int = 0
-    """Times that it had nothing, or did not reply in time."""
+    """Lookups for which the store held nothing or did not reply in time."""
     loads_failed: int = 0
-    """Loads that a rank could not copy, so that the prompt was computed."""
+    """Loads that a rank could not copy; their prompts were computed instead."""
     handed_over: int = 0
-    """Requests that another engine went on with."""
+    """Requests that were handed over to another engine."""
     kept: int = 0
-    """Requests that were to be handed over and are decoded here, because their blocks could not be saved."""
+    """Requests that were to be handed over but are decoded here, because their blocks could not be saved."""
     prompts_shared: int = 0
-    """Times that a request waited for another one's prefill instead of computing the same."""
+    """Requests that waited for another request's prefill of the same blocks instead of computing them."""
     drafted: int = 0
-    """Draft tokens that were tried."""
+    """Draft tokens that were verified."""
     accepted: tuple[int, ...] = ()
-    """Of those, at the first position, the second, and so on."""
+    """Accepted draft tokens by their position: first, second, and so on."""
     speculated: int = 0
-    """Times that a sequence's step tried drafts."""
+    """Steps of single sequences in which drafts were verified."""
     speculated_tokens: int = 0
-    """Tokens that those yielded; divided by `speculated`, the mean accepted length."""
+    """Tokens that those steps yielded; divided by `speculated` it is the mean accepted length."""
     grammar_waits: int = 0
-    """Requests that waited for their grammar and went on."""
+    """Requests that waited for their grammar to compile, and then continued."""
     grammars_refused: int = 0
     """Requests whose grammar could not be compiled."""
     grammar_seconds: float = 0.0
-    """What all of these waited."""
+    """Seconds that requests waited for grammars, in total."""
     output_tokens: int = 0
-    """Drawn and kept."""
+    """Output tokens, without rejected drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochSnapshot:
-    """The state of an engine's present epoch at one moment; there is one while the engine has workers."""
+    """The state of an engine's present epoch at one moment; it exists only while the engine has workers."""
 
     epoch: Incarnation
     model: ModelCard
@@ -62,25 +62,25 @@ class EpochSnapshot:
     waiting: int
     running: int
     compiling: int
-    """Of those waiting, the ones that wait for their grammar."""
+    """How many of the waiting requests wait for their grammar."""
     prefill_tokens: int
-    """Tokens of all requests that are still to be computed."""
+    """Prompt tokens of all requests that are still to be computed."""
     transfers: int
-    """Copies between the ranks and the store under way."""
+    """Transfers between the ranks and the KV store that have not finished."""
     blocks_total: int
     blocks_free: int
     blocks_cached: int
-    """The free blocks with cached contents."""
+    """How many of the free blocks have cached contents."""
     steps: int
-    """Finished."""
+    """Steps that have finished in this epoch."""
     preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The state of an engine at one moment, to be reported; `epoch` is None while there are no workers."""
+    """The state of an engine at one moment, for reports; `epoch` is None while there are no workers."""
 
     counters: EngineCounters
-    """As they were: a copy."""
+    """A copy of the counters."""
     requests: int
     epoch: EpochSnapshot | None

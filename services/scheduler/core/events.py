@@ -1,4 +1,5 @@
-"""The events that the engine's core handles beside bus messages, and the outputs that it returns: closed unions."""
+"""The events that the engine's core handles in addition to bus messages, and the outputs that it returns: closed
+unions."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from shared.messages.worker import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class WorkersReady:
-    """Every rank is ready with the same card; the numbers are the least that any of them has."""
+    """Every rank is ready with the same model card; each number is the smallest that any rank reports."""
 
     card: ModelCard
     num_blocks: int
@@ -30,13 +31,13 @@ class WorkersReady:
     max_batch_tokens: int | None = None
     world_size: int = 1
     layout: KvLayout | None = None
-    """None: the ranks' blocks cannot be shared through a KV store."""
+    """The layout of KV blocks; None if they cannot be shared through a KV store."""
     stages: int = 1
-    """Of the pipeline that the ranks form."""
+    """Stages of the workers' pipeline."""
     max_speculate: int = 0
-    """Drafts that a step may hold of one sequence."""
+    """Draft tokens that a step may verify for one sequence."""
     max_jump_ahead: int = 0
-    """Forced tokens that a step may hold of a sequence with a grammar."""
+    """Forced tokens that a step may yield for a sequence with a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class WorkersLost:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """What one rank reports every half second: how many plans of `epoch` it has and has published."""
+    """One rank's report, every half second: how many plans of `epoch` it has received and published results of."""
 
     rank: int
     epoch: Incarnation | None
@@ -59,7 +60,7 @@ class RankProgress:
 
 @dataclass(frozen=True, slots=True)
 class DetokenizerGone:
-    """A detokenizer has no subscriber any more, or its process ended."""
+    """A detokenizer's process has ended, or its subject has no subscriber."""
 
     detokenizer: DetokenizerId
 
@@ -73,7 +74,7 @@ class GatewayGone:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """Another engine begins or ceases to take requests over: it is ready, or drains, died, fell silent."""
+    """Another engine starts or stops taking requests over: it became ready, or it drains, died or fell silent."""
 
     engine: EngineId
     takes: bool
@@ -86,19 +87,20 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class StoreReady:
-    """The node's KV store is there, with this incarnation."""
+    """The node's KV store is running, with this incarnation."""
 
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGone:
-    """The node's KV store stopped, or is silent."""
+    """The node's KV store stopped or fell silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReplied:
-    """To `SendStoreRequest`, in any order. `reply` is None where none came in time, or no store was there."""
+    """The reply to a `SendStoreRequest`; replies may come in any order. `reply` is None if none came in time, or if
+    there is no store."""
 
     request: KvStoreRequest
     reply: KvStoreReply | None
@@ -132,14 +134,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendPlan:
-    """To every rank."""
+    """Send the plan to every rank."""
 
     plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class SendTokens:
-    """To one detokenizer; its batches are numbered, and must be sent in order."""
+    """Send a batch to one detokenizer. Batches are numbered, and must be sent in order."""
 
     detokenizer: DetokenizerId
     batch: TokenBatch
@@ -147,7 +149,7 @@ class SendTokens:
 
 @dataclass(frozen=True, slots=True)
 class SendToGateway:
-    """Says why a request ends without tokens, or which engine continues it."""
+    """Tell a gateway why a request ends without tokens, or which engine continues it."""
 
     gateway: GatewayId
     message: RequestRejected | RequestFailed | RequestPlaced
@@ -162,7 +164,7 @@ class EndProcess:
 
 @dataclass(frozen=True, slots=True)
 class SendStoreRequest:
-    """To the node's KV store; answered by `StoreReplied`, after `timeout` seconds at the latest."""
+    """Send a request to the node's KV store; `StoreReplied` follows after `timeout` seconds at the latest."""
 
     request: KvStoreRequest
     timeout: float
@@ -170,7 +172,7 @@ class SendStoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """To the node's KV store, which does not reply."""
+    """Release a lease in the node's KV store, which does not reply."""
 
     release: Release
 
@@ -185,7 +187,7 @@ class SendHandOver:
 
 @dataclass(frozen=True, slots=True)
 class ForwardControl:
-    """A request was cancelled here that was handed over to `engine`."""
+    """Forward the cancel of a request that was handed over to `engine`."""
 
     engine: EngineId
     message: Cancel | StopMatched

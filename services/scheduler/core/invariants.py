@@ -21,7 +21,7 @@ def _hold(promise: bool, text: str) -> None:
 
 
 def check(engine: EngineCore) -> None:
-    """Raises BrokenInvariant."""
+    """Checks all promises of an engine at rest. Raises BrokenInvariant."""
     state = engine.epoch_state
     if state is None:
         _hold(not engine.requests, "without workers no request is held")

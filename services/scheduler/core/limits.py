@@ -1,4 +1,4 @@
-"""How an engine is configured: its role, its node, and its limits."""
+"""How an engine is configured: its role, its node and its limits."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ SpeculationPolicy = Literal["dynamic", "fixed", "off"]
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What bounds an engine: how much a step may hold, how many sequences may run and wait, how far plans run ahead.
-    Raises ValueError where a step could not hold one token of every running sequence."""
+    """The limits of an engine: the size of a step, running and waiting sequences, and how far plans run ahead. Raises
+    ValueError if a step could not hold one token of every running sequence."""
 
     max_batch_tokens: int = 2048
-    """Tokens that one step computes, all sequences together."""
+    """Most tokens that one step computes, all sequences together."""
     max_running: int = 256
     max_waiting: int = 1024
-    """New requests beyond it are rejected as overloaded; preempted ones always find a place."""
+    """Most waiting requests; further ones are rejected as overloaded. Preempted requests always find room."""
     policy: QueuePolicy = "fcfs"
     max_new_bytes: int = 4 * 2**20
-    """Token ids that new sequences may add to one plan, in bytes: a plan must fit the bus. A single one always may."""
+    """Most bytes of token ids that new sequences add to one plan, because a plan must fit into a message. A single
+    sequence is always allowed."""
     run_ahead: int = 1
-    """Plans issued beyond those that are being computed."""
+    """Plans that are sent in addition to those being computed."""
     stages: int = 1
-    """Stages of the workers' pipeline: as many plans are computed at a time."""
+    """Stages of the workers' pipeline; as many plans are computed at the same time."""
     plan_late: bool = True
-    """Make plans ahead only when the step before is half over, or nearly over where that is short: for the sake of who
-    arrives meanwhile."""
+    """Delay a plan until the step before is half over (nearly over, if it is short), so that it includes the requests
+    that arrive meanwhile."""
     step_timeout: float = 60.0
-    """Seconds that the oldest step in flight may take before the engine counts as wedged."""
+    """Seconds that the oldest step in flight may take before the engine counts as stuck."""
     store_deadline: float = 0.015
-    """Seconds that the KV store may take to say what it has of a new sequence."""
+    """Seconds that a lookup of a new sequence in the KV store may take."""
     remote_deadline: float = 0.5
-    """The same, where another node is likely to have it: the blocks come over before the answer does."""
+    """Seconds that a lookup may take if another node probably holds the blocks, which are then copied before the
+    reply."""
 
     speculation: SpeculationPolicy = "dynamic"
     compile_timeout: float = 30.0
@@ -56,11 +58,11 @@ class EngineLimits:
 
     @property
     def plans_ahead(self) -> int:
-        """Plans issued beyond the one whose result comes next."""
+        """Plans that are sent in addition to the one whose result comes next."""
         return self.run_ahead + self.stages - 1
 
     def bounded(self, max_running: int | None, max_batch_tokens: int | None, stages: int = 1) -> EngineLimits:
-        """These limits, or less where the workers can hold only less."""
+        """These limits, reduced to what the workers can hold."""
         running = min(self.max_running, max_running or self.max_running)
         tokens = min(self.max_batch_tokens, max_batch_tokens or self.max_batch_tokens)
         return replace(self, max_running=min(running, tokens), max_batch_tokens=tokens, stages=stages)
@@ -72,7 +74,7 @@ class EngineRole:
 
     kind: Role = "mixed"
     node: NodeId | None = None
-    """Whose KV store is used; None: no store."""
+    """The node whose KV store is used; None: no store."""
     owner: LeaseOwner | None = None
     """The owner of the engine's leases in the node's KV store."""
 

@@ -31,14 +31,15 @@ NEXT_PHASES: dict[SequencePhase, frozenset[SequencePhase]] = {
 }
 """The phases that may follow each phase.
 
-compiling: outside the waiting queue until the workers have compiled its grammar. seeking: outside the queue until the
-KV store has answered, or until another sequence has loaded or computed the same blocks. loading: its blocks are being
-filled from the store. handing: it drew its only token here, and its blocks are being saved for the engine that goes on.
-returning: preempted while sampled tokens were still on their way; it waits again once those have come."""
+compiling: it waits outside the queue for the workers to compile its grammar. seeking: it waits outside the queue for
+the KV store's answer, or for another sequence to load or compute the same blocks. loading: its blocks are being filled
+from the store. handing: its only token here is drawn, and its blocks are being saved for the decode engine. returning:
+it was preempted while sampled tokens were still on their way, and waits again once they have arrived.
+"""
 
 
 class QueueKey(NamedTuple):
-    """The order in any queue: compared as a tuple; the smaller one is served first and preempted last."""
+    """The order in every queue. Keys compare as tuples; the smallest is served first and preempted last."""
 
     priority: int
     arrival: float
@@ -46,14 +47,14 @@ class QueueKey(NamedTuple):
 
 
 class AcceptanceRate:
-    """How likely a draft is accepted whose predecessors were, from counts that fade with each step."""
+    """The probability that a draft is accepted if those before it were, from counts that fade with each step."""
 
     __slots__ = ("_accepted", "_tried")
 
     FADE = 0.9
     """The factor by which a step reduces the weight of earlier ones."""
     FADE_UNTRIED = 0.98
-    """The same for a step without drafts: what is not tried is forgotten, and so it is tried again some time."""
+    """The factor for a step without drafts. It makes an old rate fade, so that drafts are tried again some time."""
 
     def __init__(self) -> None:
         self._accepted = self._tried = 0.0
@@ -97,19 +98,19 @@ class TokenState:
         generation = generate.generation
         self.prompt_length = generation.prompt_length
         self.min_length = generation.prompt_length + generation.stopping.min_tokens
-        """Tokens, prompt and output, up to which no stop token ends it."""
+        """Tokens, prompt and output, below which no stop token ends the sequence."""
         self.limit = limit
-        """Tokens, prompt and output, at which it ends as `length`."""
+        """Tokens, prompt and output, at which the sequence ends with `length`."""
         self.stops = stops
         self.known = array("I", unpack(generation.tokens))
         self.hashes: list[BlockHash] = list(split_hashes(generation.block_hashes))
-        """One for each full block of known tokens."""
+        """One hash for each full block of known tokens."""
         self.length = len(self.known)
         self.planned = 0
         self._salt = generation.cache_salt
 
     def learn(self, token: int) -> FinishReason | None:
-        """Adds the value of the next token. Returns how the sequence ends with it, None where it goes on."""
+        """Adds the value of the next token. Returns the finish reason if the sequence ends with it, else None."""
         known = self.known
         known.append(token)
         count = len(known)
@@ -121,26 +122,26 @@ class TokenState:
         return "length" if count >= self.limit else None
 
     def plan_decode(self, count: int) -> None:
-        """A step computes one token, and draws up to `count`: all but the first are drafts."""
+        """Records a plan that computes one token and yields up to `count`: all but the first are drafts."""
         self.planned += count
         self.length += count
 
     def plan_prefill(self, count: int) -> None:
-        """A step computes `count` more tokens of the prompt."""
+        """Records a plan that computes `count` more tokens of the prompt."""
         self.planned += count
 
     def expect_token(self) -> None:
-        """The step that computes the end of the prompt draws a token."""
+        """Records that the step at the end of the prompt draws a token."""
         self.length += 1
 
     def retract(self, count: int, *, planned: bool) -> None:
-        """A step yielded `count` tokens less than it might have; `planned`: they had been planned, too."""
+        """Corrects the upper bounds: a step yielded `count` tokens fewer; `planned`: they had been planned, too."""
         self.length -= count
         if planned:
             self.planned -= count
 
     def set_planned(self, count: int) -> None:
-        """The first `count` tokens lie computed in the sequence's blocks, and no others."""
+        """Sets that exactly the first `count` tokens are computed in the sequence's blocks."""
         self.planned = count
 
     @property
@@ -162,7 +163,7 @@ class BlockTable:
     capacity: int = 0
     """Tokens that the blocks have room for."""
     indexed: int = 0
-    """Leading blocks that were offered to the prefix index."""
+    """Number of leading blocks that were offered to the prefix index."""
 
 
 class TransferState:
@@ -173,33 +174,33 @@ class TransferState:
     def __init__(self, generate: GenerateRequest) -> None:
         handed = generate.handed
         self.decode_on: EngineId | None = generate.decode_on
-        """The engine that takes it over once its first token is drawn."""
+        """The engine that the sequence is handed over to after its first token; None: it stays."""
         self.kv_source: NodeId | None = generate.kv_source if handed is None else handed.node
-        """The node whose KV store is likely to hold its blocks."""
+        """The node whose KV store probably holds its blocks; None if none is known."""
         self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
-        """The name of its last, partial block in the store, where it was handed over."""
+        """Hash of its last, partial block in the store, if it was handed over; else None."""
 
     def stay(self) -> None:
-        """The sequence is decoded here, and not handed over to the engine that was chosen for it."""
+        """The sequence is decoded here instead of being handed over."""
         self.decode_on = None
 
     def forget_partial(self) -> None:
-        """The partial block in the store is of no use any more: it was loaded, or is computed instead."""
+        """The partial block in the store is no longer needed: it was loaded, or is computed instead."""
         self.partial = None
 
 
 @dataclass(slots=True)
 class StreamState:
-    """What the detokenizer knows of a sequence. Only `TokenStreams` writes its fields."""
+    """The state of the sequence's stream at the detokenizer. Only `TokenStreams` writes its fields."""
 
     opened: bool
-    """Whether it has been sent the stream's opening."""
+    """Whether `OpenStream` was sent."""
     cached_tokens: int = 0
-    """Prompt tokens that lay in a cache, as reported to the client."""
+    """Prompt tokens that a cache held, as reported to the client."""
 
 
 class Sequence:
-    """One request inside the engine. Its state lies in parts, each with one writer; `move` alone writes the phase."""
+    """One request inside the engine. Its state lies in parts with one writer each; only `move` writes the phase."""
 
     __slots__ = (
         "acceptance",
@@ -225,11 +226,11 @@ class Sequence:
         self.detokenizer: DetokenizerId = generate.detokenizer
         self.queue_key = queue_key
         self.id = SequenceId(queue_key.ticket)
-        """Kept over a preemption: the workers receive the release before they receive the sequence again."""
+        """The same after a preemption: the workers receive the release before they receive the sequence again."""
         self.list_bytes = _list_bytes(generation.sampling)
         """Bytes of its sampling parameters' lists on the wire."""
         self.decode_work = SequenceWork(self.id, 1, b"", True)
-        """The same for every decode step that needs no new block, so it is made once."""
+        """The work of a decode step that needs no new block. It is always the same, so it is made once."""
         self.phase: SequencePhase = "waiting"
         self.history: list[SequencePhase] = ["waiting"]
         self.tokens = TokenState(generate, limit, stops)
@@ -237,21 +238,22 @@ class Sequence:
         self.transfer = TransferState(generate)
         self.stream = StreamState(opened=generate.handed is not None)
         self.acceptance = AcceptanceRate()
-        """Of its own drafts; written by `SpeculationBudget`."""
+        """The acceptance rate of its own drafts; written by `SpeculationBudget`."""
         self.prompt_waits = 0
-        """Times that it waited for others to compute what it needs, too; written by `SharedPrompts`."""
+        """How often it waited for other sequences that compute the same blocks; written by `SharedPrompts`."""
         self.drawn_in = 0
-        """The plan that draws its latest token, where the engine has several stages; written by `MicroBatches`."""
+        """Number of the plan that draws its latest token, if the engine has several stages; written by
+        `MicroBatches`."""
 
     def move(self, phase: SequencePhase) -> None:
-        """Enters `phase`. Raises IllegalTransition where it may not follow the present one."""
+        """Enters `phase`. Raises IllegalTransition if it may not follow the present one."""
         self.history = extend_history(NEXT_PHASES, self.history, phase, self.generation.request)
         self.phase = phase
 
     @property
     def reusable(self) -> int:
-        """Leading tokens that need not be computed where their blocks are found: all but the last, from which the
-        next is drawn. None of a prompt of which log-probabilities are wanted: only computing gives them."""
+        """Leading tokens that need not be computed if their blocks are cached: all but the last, from which the next
+        one is drawn. It is 0 if the prompt's log-probabilities are requested, as only computing yields them."""
         return 0 if self.scored else len(self.tokens.known) - 1
 
     @property

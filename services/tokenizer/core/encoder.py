@@ -36,7 +36,7 @@ from shared.models.structural_tags import ANY_TEXT, as_format, either, regex, se
 from shared.packing import pack
 
 MAX_WORD_TOKENS = 64
-"""Of one bad word: workers keep all of them in arrays of equal rows."""
+"""Most tokens of one bad word; workers keep all bad words in arrays with rows of equal length."""
 ALL_THINKING_MARKS = tuple(dict.fromkeys(THINKING_MARKS.values()))
 SPACE_AFTER_THOUGHTS = regex("[ \\n]{0,4}")
 MARK_WINDOW = 16
@@ -200,7 +200,8 @@ def _encode_word(text: str, vocabulary: Vocabulary, field: str) -> tuple[int, ..
 def _bounded_thinking(
     message: Tokenize, sampling: SamplingOptions, vocabulary: Vocabulary, dialect: Dialect, thinking: Thinking | None
 ) -> SamplingOptions:
-    """With the marks of thoughts; without a budget where the prompt has closed them already."""
+    """Adds the tokens that open and close the reasoning; removes the budget if the prompt has already closed it. Raises
+    PromptRefused if the model has no reasoning marks."""
     marks = None if dialect.reasoning is None else THINKING_MARKS[dialect.reasoning]
     end = message.thinking_end or (marks.end if marks is not None else "")
     if not end:
@@ -228,8 +229,8 @@ def thinking_state(end: str) -> Thinking | None:
 
 
 def thinking_of_continued(prompt: ChatPrompt) -> Thinking:
-    """The same for a chat whose last message is to be continued, by the marks in that message: behind thoughts, unless
-    it breaks off in the middle of them."""
+    """Like `thinking_state`, for a chat whose last message is to be continued: "closed" unless the message breaks off
+    inside the model's reasoning."""
     final = msgspec.json.decode(prompt.messages)[-1].get("content")
     text = final if isinstance(final, str) else ""
     within = any(text.rfind(marks.start) > text.rfind(marks.end) for marks in ALL_THINKING_MARKS)

@@ -50,11 +50,11 @@ class DraftTokens:
     tokens: Int32s | Tensor
     """[P, K] what lies behind a row's count means nothing. A tensor where the host does not know them yet."""
     counts: Int32s
-    """[P] never more than asked for."""
+    """[P] number of drafts of each sequence, never more than requested."""
 
     @classmethod
     def none(cls, sequences: int) -> DraftTokens:
-        """Of so many sequences, none of which has a draft."""
+        """Drafts of so many sequences, none of which has any."""
         return cls(np.zeros((sequences, 0), dtype=np.int32), np.zeros(sequences, dtype=np.int32))
 
     def known(self) -> Int32s:
@@ -62,7 +62,7 @@ class DraftTokens:
         return self.tokens.cpu().numpy() if isinstance(self.tokens, Tensor) else self.tokens
 
     def on_host(self) -> DraftTokens:
-        """The same with the tokens on the host, see `known`."""
+        """These drafts with their tokens on the host; see `known`."""
         return DraftTokens(self.known(), self.counts)
 
     def message(self, width: int) -> Int32s:

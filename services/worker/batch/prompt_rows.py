@@ -17,7 +17,7 @@ from shared.messages.worker import NewSequence
 
 
 class _PromptSpan(NamedTuple):
-    """Of one sequence: the rows of a step whose next tokens are its prompt's."""
+    """The rows of one sequence in a step whose next tokens belong to its prompt."""
 
     sequence: SequenceId
     position: int
@@ -29,7 +29,7 @@ class _PromptSpan(NamedTuple):
 
 @dataclass(slots=True)
 class PromptRows:
-    """Of one step. Rows are numbers in its batch."""
+    """The scored prompt rows of one step. Rows are numbers in its batch."""
 
     parts: list[_PromptSpan] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class PromptRows:
             self.parts.append(_PromptSpan(sequence, computed + 1, tokens, first_row, num_logprobs))
 
     def rows(self) -> Int32s:
-        """[S]"""
+        """[S] numbers of all scored rows."""
         ranges = [np.arange(len(part.tokens), dtype=np.int32) + np.int32(part.first_row) for part in self.parts]
         return np.concatenate(ranges) if ranges else np.zeros(0, dtype=np.int32)
 
@@ -61,11 +61,11 @@ class ScoredPromptRows(NamedTuple):
     likelihoods: tuple[LogprobTensors, ...] = ()
 
     def on_host(self) -> ScoredPromptRows:
-        """The same, see `transfer.to_host`."""
+        """These results copied to the host; see `transfer.to_host`."""
         return ScoredPromptRows(self.parts, tuple(part.on_host() for part in self.likelihoods))
 
     def messages(self) -> tuple[SequencePromptLogprobs, ...]:
-        """As messages, of what is on the host."""
+        """The results as messages. They must be on the host."""
         entries = (entry for part in self.likelihoods for entry in part.entries())
         return tuple(
             SequencePromptLogprobs(part.sequence, part.position, tuple(next(entries) for _ in part.tokens))
@@ -100,7 +100,7 @@ class ScoredPrompts:
         self._by_index.clear()
 
     def rows_of(self, units: RowRuns, last_rows: Int32s, tokens: Int32s) -> PromptRows:
-        """Those of a step; last_rows [U], tokens [sequences, width]."""
+        """The scored prompt rows of a step; last_rows [U], tokens [sequences, width]."""
         rows = PromptRows()
         for place, seq_index in enumerate(units.seq_indices.tolist() if self._by_index else ()):
             if (scored := self._by_index.get(seq_index)) is not None:

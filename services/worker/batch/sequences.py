@@ -46,7 +46,7 @@ class SequenceTable:
         return len(self._indices)
 
     def clear(self) -> None:
-        """Forgets every sequence."""
+        """Removes every sequence."""
         self.generations += 1
         self._free.extend(self._indices.values())
         self._indices.clear()
@@ -194,7 +194,7 @@ class SequenceTable:
             self.fill_all(seq_indices, self.assume(seq_indices, counts - 1), counts, drawn)
 
     def append_blocks(self, seq_index: int, work: SequenceWork) -> None:
-        """Those that `work` brings. Raises BrokenPlan where they are too many."""
+        """Adds the blocks that `work` brings. Raises BrokenPlan if they are too many."""
         self._blocks.append(seq_index, work.sequence, work.blocks)
 
     def room(self, seq_indices: Indices) -> Int32s:
@@ -225,7 +225,7 @@ class SequenceTable:
         self._computed[seq_indices] -= tokens
 
     def fill(self, seq_indices: Indices, places: Int32s, tokens: Int32s) -> None:
-        """What was drawn for them, [Q] each."""
+        """Writes the sampled `tokens` at `places` of the sequences, [Q] each."""
         self.tokens[seq_indices, places] = tokens
 
     def fill_all(self, seq_indices: Indices, places: Int32s, counts: Int32s, tokens: Int32s) -> None:

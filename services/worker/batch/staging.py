@@ -17,7 +17,7 @@ from services.worker.batch.rows import Int32s, Rows
 from services.worker.ops.interface import BatchMeta
 
 STAGING_BUFFERS = 2
-"""As many steps may be under way: `backend.MAX_LAUNCHED_STEPS`."""
+"""Number of buffers: as many steps may be in flight, see `backend.MAX_LAUNCHED_STEPS`."""
 
 _FIRST_CAPACITY = 1 << 16
 """Numbers that a buffer has room for at first; it doubles as batches and contexts ask for more."""
@@ -38,7 +38,7 @@ class Lane(Protocol):
 
     @property
     def host(self) -> Int32s:
-        """What is written before `send`."""
+        """The part on the host, to be written before `send`."""
 
     def wait(self) -> None:
         """Waits until all that was sent has left `host`."""

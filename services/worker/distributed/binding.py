@@ -79,7 +79,7 @@ def bind(cpus: Cpus) -> None:
 
 
 def allowed_cpus() -> Cpus | None:
-    """Those that this process may use; None where the system knows no such thing."""
+    """The processors that this process may use; None if the system cannot tell."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 

@@ -22,7 +22,7 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """Within the stage."""
+        """Index of this rank within its stage."""
 
     @property
     def world_size(self) -> int:
@@ -51,23 +51,23 @@ class SingleRank:
     world_size = 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Returns `x` itself."""
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """`x` alone."""
+        """Returns `x` as the only part."""
         return [x]
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Returns `x` itself."""
         return x
 
     def minimum(self, value: int) -> int:
-        """`value` itself."""
+        """Returns `value` itself."""
         return value
 
     def all_gather(self, value: str) -> list[str]:
-        """`value` alone."""
+        """Returns `value` as the only one."""
         return [value]
 
 

@@ -73,7 +73,7 @@ def join(place: RankTopology, *, init_method: str, device: torch.device, timeout
 
 
 class TorchCommunicator:
-    """See :class:`services.worker.distributed.communicator.Communicator`."""
+    """The `Communicator` over torch.distributed."""
 
     def __init__(self, place: RankTopology, group: dist.ProcessGroup | None, *, capturable: bool = False) -> None:
         """`capturable`: collectives are NCCL's, which can be part of a graph; gloo's wait for the host."""
@@ -117,7 +117,7 @@ class TorchCommunicator:
         return said
 
     def close(self) -> None:
-        """Leaves all groups."""
+        """Leaves all process groups."""
         dist.destroy_process_group()
 
 
@@ -143,7 +143,7 @@ class _Outbox:
 
 
 class TorchTokens:
-    """See :class:`services.worker.distributed.communicator.ExpectedTokens`."""
+    """The `ExpectedTokens` that arrive over torch.distributed."""
 
     def __init__(self, work: dist.Work, tokens: Tensor) -> None:
         self._work = work
@@ -214,5 +214,5 @@ class TorchPipeline:
 
 
 def _tag(number: int, kind: int) -> int:
-    """Of gloo's messages between two ranks: no two that are on their way have the same."""
+    """Tag of a gloo message between two ranks, unique among those in flight."""
     return number % (1 << 20) * 2 + kind

@@ -160,7 +160,7 @@ def _near(config: WorkerConfig, device: torch.device, allowed: Cpus) -> Cpus | N
 
 
 def _pci_addresses() -> list[str]:
-    """Of all GPUs that this process sees, as sysfs names them."""
+    """Addresses of all GPUs that this process sees, in the notation of sysfs."""
     import torch
 
     # torch's stubs do not know these.

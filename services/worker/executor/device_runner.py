@@ -150,7 +150,7 @@ def _moved_back(batch: Batch, rejected: RejectedDrafts) -> Batch:
 
 
 class DeviceStep:
-    """See :class:`services.worker.backend.Step`."""
+    """The `Step` of a device that is launched ahead."""
 
     def __init__(self, runner: DeviceRunner, plan: StepPlan, batch: Batch | None) -> None:
         """`batch` None: there is nothing to compute."""

@@ -111,7 +111,7 @@ class HostRunner(StepRunner):
         return _Inputs(batch, ids, meta, sequences.advance(batch.sampled_indices) if placed else None)
 
     def _new_batch(self, plan: StepPlan) -> Batch | None:
-        """Of any plan; None where there is nothing to compute."""
+        """Builds the batch of a plan from scratch; None if there is nothing to compute."""
         self._reuse.forget()
         sequences = self.rank.sequences
         scheduled = sequences.scheduled(plan.work) if plan.work else None
@@ -213,7 +213,7 @@ class HostStep:
                 raise self._error
 
     def result(self) -> StepOutput:
-        """What it computed. Raises what computing raised."""
+        """The step's output. Raises what computing it raised."""
         with self._under_way:
             if self._error is not None:
                 raise self._error

@@ -54,7 +54,7 @@ def _of_step(parts: RunnerParts, rows: int) -> int:
 
 
 def _of_graphs(graphs: DecodeGraphs) -> int:
-    """Bytes."""
+    """Bytes that the graphs of decode steps will take."""
     device = graphs.device
     caches = graphs.decoder.allocate_kv(_BLOCKS_WHILE_CAPTURING)
     capture = MeasuredCapture(CudaCapture(device), lambda: MemoryReading(_all_free_bytes(device), own_bytes(device)))
@@ -79,7 +79,7 @@ _DEFAULT_MOST_ON_CPU = 4 << 30
 """Main memory belongs to others too; whoever wants more says so."""
 _DEFAULT_SHARE_ON_CPU = 0.25
 _MEAN_FILL_ON_CPU = 0.25
-"""Of the context: sequences seldom fill it, and a block once written stays resident."""
+"""Share of the context that sequences are assumed to fill on average; a block once written stays resident."""
 _MOST_FILLS_ON_GPU = 4
 """A GPU's memory is taken whole, as what sequences leave caches prefixes. But a tiny model's millions of blocks would
 only be work for its scheduler: so many times what all sequences can fill is enough."""
@@ -89,19 +89,19 @@ class KvDemand(Struct, frozen=True, kw_only=True):
     """What keys and values are asked to hold."""
 
     block_bytes: int
-    """Of one block over all layers of this rank."""
+    """Bytes of one block over all layers of this rank."""
     max_num_seqs: int
     max_model_len: int
     explicit_model_len: bool
     """Whether the user asked for that length: then it must fit."""
     given: int | None
-    """Bytes that the user gave; None: a sane share of what there is."""
+    """Bytes that the user set; None: a default share of the free memory."""
     gpu_share: float = 0.9
-    """Of all of a GPU's memory, what this worker may take for everything; no matter where bytes are given."""
+    """Share of the whole GPU memory that this worker may take for everything; ignored if bytes are given."""
 
     @property
     def sequence_bytes(self) -> int:
-        """Of one that fills its context."""
+        """Bytes of a sequence that fills its context."""
         return blocks_for(self.max_model_len) * self.block_bytes
 
 
@@ -144,7 +144,7 @@ class KvSize(Struct, frozen=True):
 
     num_blocks: int
     max_model_len: int
-    """What was asked for, or what fits where nothing was."""
+    """The configured context length, or the one that fits if none was configured."""
 
 
 def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
@@ -176,7 +176,7 @@ def _given(given: int, memory: DeviceMemory) -> int:
 
 
 def _of_gpu(demand: KvDemand, memory: DeviceMemory) -> int:
-    """What is left of this worker's share, as far as others have left it."""
+    """Bytes left of this worker's share of the GPU, as far as other processes have left them."""
     share = int(memory.total * demand.gpu_share)
     left = min(share - memory.held - memory.activations - memory.graphs, memory.usable)
     if left < demand.block_bytes:

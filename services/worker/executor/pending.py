@@ -168,7 +168,7 @@ class PendingSteps:
         self._finish(max((place + 1 for place, need in enumerate(needed) if need), default=0))
 
     def rejected(self, seq_indices: Indices) -> RejectedDrafts | None:
-        """Of `seq_indices` [P], behind the latest step; None: they are as long as they are taken to be."""
+        """The drafts of `seq_indices` [P] that the latest step rejects; None if their lengths are already known."""
         latest = self.latest
         if latest is None or latest.trial is None:
             return None

@@ -80,7 +80,7 @@ class PlanQueue:
         self._skip_void = skip_void
         self._plans: queue.SimpleQueue[QueuedPlan | None] = queue.SimpleQueue()
         self.epoch: Incarnation | None = None
-        """Of the plan that came last: transfers of any other epoch are awaited by nobody."""
+        """Epoch of the newest plan. Nobody waits for transfers of another epoch."""
         self.expected = 0
         """The step that must come next: as many plans of the epoch have arrived."""
         self.results = ResultQueue()

@@ -95,7 +95,7 @@ class RankState:
         return self.decoder.fastest_pass if replaying is None else replaying(self.decoder.forward, self._caches)
 
     def clear(self) -> None:
-        """Forgets every sequence."""
+        """Removes every sequence."""
         self.sequences.clear()
         if self.guided is not None:
             self.guided.clear()

@@ -32,6 +32,7 @@ class StepRunner:
     def __init__(self, rank: RankState) -> None:
         self.rank = rank
         self.card = rank.card
+        """The card of the model that is served."""
         self.num_blocks = rank.num_blocks
         self.device = str(rank.device)
         """PyTorch's name of it: "cpu", "cuda:1"."""

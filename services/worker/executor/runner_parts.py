@@ -40,7 +40,7 @@ class RunnerParts:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Of the model and of what drafts for it."""
+        """Bytes of a KV block, of the model and of the draft model together."""
         return self.decoder.kv_block_bytes + (0 if self.drafter is None else self.drafter.kv_block_bytes)
 
     def runner(

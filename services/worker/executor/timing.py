@@ -66,7 +66,7 @@ class HostClock:
     """The clock of a device that computes when it is launched."""
 
     def mark(self) -> HostMark:
-        """The present moment."""
+        """A mark of the present moment."""
         return HostMark()
 
 
@@ -80,10 +80,10 @@ class Event(Protocol):
         """Whether the device has passed it."""
 
     def synchronize(self) -> None:
-        """Waits until the device has passed it."""
+        """Waits until the device has reached the event."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds."""
+        """Milliseconds from this event to `end_event`."""
 
 
 class CudaMark:

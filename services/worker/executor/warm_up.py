@@ -101,7 +101,7 @@ def _prefills(lengths: list[int], sampling: SamplingOptions = _EVERYTHING) -> St
 
 
 def _scored(lengths: list[int]) -> set[int]:
-    """Those whose prompts are scored: as many as a plan may hold, the shortest ones."""
+    """The sequences whose prompts are scored: as many as a plan may hold, the shortest ones."""
     chosen, rows = set(), 0
     for number in reversed(range(len(lengths))):
         rows += lengths[number]

@@ -49,7 +49,7 @@ MAX_DRIVER_BYTES = 32 << 20
 
 
 class MemoryReading(NamedTuple):
-    """Of a device's memory, in bytes."""
+    """A device's memory in bytes."""
 
     free: int
     own: int

@@ -38,7 +38,7 @@ class Capturable(Protocol):
 
 
 class RankParts(Protocol):
-    """What is known of a rank before it has KV memory."""
+    """What is known of a rank before its KV memory is allocated."""
 
     @property
     def card(self) -> ModelCard:
@@ -46,11 +46,11 @@ class RankParts(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that the rank computes on."""
 
     @property
     def decoder(self) -> Decoder:
-        """Of the model."""
+        """The model's decoder."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -83,7 +83,7 @@ class DecodeGraphs(Struct, frozen=True):
 
     @classmethod
     def of_drafts(cls, parts: RankParts) -> DecodeGraphs | None:
-        """Of the model that drafts, where one does on this rank."""
+        """The graphs of the draft model; None if no draft model runs on this rank."""
         drafter = parts.drafter
         if not isinstance(drafter, HasDecoder) or not _capturable(drafter.decoder.ops):
             return None
@@ -109,14 +109,14 @@ class DecodeGraphs(Struct, frozen=True):
 
 
 class RankGraphs(NamedTuple):
-    """Of the model, and of the model that drafts for it."""
+    """The graphs of the model and of its draft model."""
 
     model: DecodeGraphs | None
     drafts: DecodeGraphs | None
 
     @classmethod
     def of(cls, parts: RankParts) -> RankGraphs:
-        """Of a rank whose decodes are captured."""
+        """The graphs of a rank whose decode steps are captured."""
         return cls(DecodeGraphs.of(parts), DecodeGraphs.of_drafts(parts))
 
     def replaying(self, max_model_len: int) -> tuple[Replaying | None, Replaying | None]:

@@ -10,9 +10,9 @@ from torch import Tensor
 from services.worker.ops.interface import BatchMeta
 
 PADDING_SLOT = -1
-"""Nothing is stored for such a row."""
+"""The slot of a padding row: nothing is stored for it."""
 PADDING_CONTEXT = 0
-"""Such a row reads nothing."""
+"""The context length of a padding row: it reads nothing."""
 
 
 class DecodeInputs:

@@ -53,7 +53,7 @@ class GuidedSequences:
         self._masks.pop(slot, None)
 
     def with_grammar(self, slots: Slots) -> Slots:
-        """Those of `slots` whose sequences have a grammar."""
+        """The slots among `slots` whose sequences have a grammar."""
         return np.array([slot for slot in slots.tolist() if slot in self._matchers], dtype=np.intp)
 
     def jump_forward(self, slot: int, most: int) -> list[int]:

@@ -85,7 +85,7 @@ class GrammarMatcher:
         self._fill(bits[0])
         if was != self.stage:
             metrics.DEAD_ENDS.inc()
-            log.warning("grammar at a dead end", extra={"stops": self._stops})
+            log.warning("no token can continue the grammar", extra={"stops": self._stops})
         if drafts:
             self._fill_ahead(bits, drafts)
 

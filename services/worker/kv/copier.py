@@ -64,12 +64,12 @@ class RankKvCache:
 
     layout: KvLayout
     first_head: int
-    """Of the model's KV heads, the first that this rank holds; `copier` knows the others."""
+    """First of the model's KV heads that this rank holds; `copier` knows how many."""
     num_heads: int
     writes: bool
     """Several ranks may hold the same heads: one of them writes, all read."""
     num_blocks: int
     copier: KvCopier
     first_layer: int
-    """Of the model's layers, the first that this rank holds."""
+    """First of the model's layers that this rank holds."""
     num_layers: int

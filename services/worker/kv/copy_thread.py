@@ -22,7 +22,8 @@ MAX_WAITING_TRANSFERS = 4096
 """Transfers that may wait; the scheduler bounds what it asks for far below, so more is a bug and raises."""
 
 REST_TIMEOUT = 30.0
-"""What is in hand stops within milliseconds; a thread that does not is stuck, and the process must end."""
+"""Seconds for the present transfer to stop. It stops within milliseconds; a thread that does not is stuck, and the
+process must end."""
 
 STOP_TIMEOUT = 2.0
 
@@ -173,7 +174,7 @@ def around(transfers: tuple[Transfer, ...]) -> tuple[tuple[Transfer, ...], tuple
 
 
 MAX_FAILED_REPORTED = 256
-"""Of the failed ones, the newest."""
+"""Most failed transfers in a report; the newest ones are kept."""
 
 
 class TransferLedger:

@@ -25,9 +25,9 @@ from services.worker.kv.plain_copier import slots_as_array
 from services.worker.kv.rank_heads import RankHeads
 
 _STAGED_BYTES = 1 << 20
-"""A quarter of a piece of a transfer: so its parts overlap."""
+"""Bytes of a part: a quarter of a transfer's piece, so that the parts overlap."""
 _WORD = np.dtype("<i4")
-"""What is only copied may be taken for numbers; 16 tokens of any head are a multiple."""
+"""Data that is only copied is treated as 4-byte integers; 16 tokens of any head are a multiple of that."""
 
 Int32s = NDArray[np.int32]
 Caches = list[tuple[Tensor, Tensor]]
@@ -71,7 +71,7 @@ class BlockCopies(Protocol):
 
 
 class CudaKvCopier:
-    """See :class:`services.worker.kv.copier.KvCopier`."""
+    """The `KvCopier` of a GPU: it copies through page-locked memory on a stream of its own."""
 
     def __init__(self, caches: Caches, make_stream: Callable[[Caches], BlockStream] | None = None) -> None:
         """`make_stream`: called on the thread that copies; by default a `CudaBlockStream` on PyTorch's copies."""
@@ -89,7 +89,7 @@ class CudaKvCopier:
 
 
 class _Part(NamedTuple):
-    """As much of a piece as a stage holds."""
+    """The part of a piece that one staging buffer holds."""
 
     blocks: Int32s
     slots: list[int]
@@ -97,7 +97,7 @@ class _Part(NamedTuple):
 
 
 class BoundCudaKvCopier:
-    """See :class:`services.worker.kv.copier.BoundCopier`."""
+    """The `BoundCopier` of a GPU."""
 
     def __init__(self, stream: BlockStream, heads: RankHeads) -> None:
         self._stream = stream

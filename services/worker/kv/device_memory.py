@@ -62,7 +62,8 @@ def peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
 
 
 def _peak_on_cuda(device: torch.device, work: Callable[[], None]) -> int:
-    """Of what PyTorch took from the device, as in `own_bytes`: more than tensors hold, since pieces are left over."""
+    """Peak bytes that PyTorch reserved on the device during `work`. It is more than the tensors hold, because of
+    fragmentation."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -42,9 +42,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 AHEAD_BYTES = 256 << 20
-"""Of blocks beyond the last that was used; the scheduler takes blocks in order."""
+"""Bytes of blocks that are provided beyond the last used one; the scheduler uses blocks in order."""
 PIECE_BYTES = 2 << 20
-"""Provided at a time: less than a millisecond's work, so that nothing waits for it."""
+"""Bytes that are provided at a time: less than a millisecond's work, so that nothing waits for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class PagesAhead:
         try:
             provide(run.address + self._provided * run.block_bytes, count * run.block_bytes, write=True)
         except OSError as error:
-            _log.warning("no memory ahead of its use: %s", error)
+            _log.warning("KV memory is not mapped in advance: %s", error)
             self._runs, self._wanted = (), 0
             return
         self._run = (self._run + 1) % len(self._runs)

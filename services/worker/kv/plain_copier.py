@@ -17,12 +17,12 @@ from services.worker.kv.copier import CacheRun, Copied, Piece
 from services.worker.kv.rank_heads import RankHeads
 
 _WORDS: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2"), 1: np.dtype("u1")}
-"""What is only copied may be taken for numbers that numpy knows."""
+"""Data that is only copied is treated as integers that numpy knows, by element size."""
 _TORCH_WORDS: dict[int, torch.dtype] = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class PlainKvCopier:
-    """See :class:`services.worker.kv.copier.KvCopier`."""
+    """The `KvCopier` of a CPU."""
 
     def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:
         self._caches = [tuple(_as_words(cache) for cache in halves) for halves in caches]
@@ -40,7 +40,7 @@ class PlainKvCopier:
 
 
 class BoundPlainKvCopier:
-    """See :class:`services.worker.kv.copier.BoundCopier`."""
+    """The `BoundCopier` of a CPU."""
 
     def __init__(self, caches: list[tuple[NDArray[np.generic], ...]], heads: RankHeads, dtype: np.dtype[Any]) -> None:
         self._caches = caches
@@ -91,7 +91,7 @@ class BoundPlainKvCopier:
         return "all" if self._heads.unchanged(slots, generations) else "other generation"
 
     def _clear(self, blocks: list[int]) -> None:
-        """What is undefined must be finite: attention multiplies it with 0."""
+        """Zeroes blocks with undefined contents, which must be finite because attention multiplies them by 0."""
         for halves in self._caches:
             for cache in halves:
                 cache[blocks] = 0

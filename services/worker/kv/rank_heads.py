@@ -29,7 +29,7 @@ class RankHeads:
         if not 0 <= first_layer < first_layer + layers <= all_layers:
             raise IndexError(f"layers {first_layer}..{first_layer + layers} of {all_layers}")
         self._first_cells = [head * all_layers + first_layer for head in range(first, first + count)]
-        """Of each head."""
+        """The first cell of each head."""
         start = arena.cells(0, self._first_cells[0], self._first_cells[-1] + layers - self._first_cells[0])
         self.payloads = ctypes.addressof(ctypes.c_char.from_buffer(start))
         """Address of the first of these cells in slot 0."""
@@ -41,7 +41,7 @@ class RankHeads:
 
     @property
     def bytes_of_slot(self) -> int:
-        """Of these cells; others' may lie between them."""
+        """Bytes of this rank's cells in a slot; cells of other ranks may lie between them."""
         return self.count * self.layers * self.arena.geometry.cell_bytes
 
     @property

@@ -28,12 +28,10 @@ _log = logging.getLogger(__name__)
 
 _BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-TRANSFERS = Counter(
-    "baton_worker_transfers_total", "Copies to and from the KV store that are over.", ["kind", "outcome"]
-)
-TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks copied, this rank's share.", ["kind"])
+TRANSFERS = Counter("baton_worker_transfers_total", "Finished transfers to and from the KV store.", ["kind", "outcome"])
+TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks that this rank has copied.", ["kind"])
 TRANSFER_SECONDS = Histogram(
-    "baton_worker_transfer_seconds", "What one transfer took, waiting left out.", ["kind"], buckets=_BUCKETS
+    "baton_worker_transfer_seconds", "Seconds of one transfer, without waiting.", ["kind"], buckets=_BUCKETS
 )
 
 
@@ -134,7 +132,7 @@ class Transfers:
                 if self._bound is None or self._bound[0] is not arena:
                     return
         except (OSError, ArenaError, TransferFailed) as error:
-            _log.info("nothing to map ahead: %s", error)
+            _log.info("arenas are not mapped in advance: %s", error)
 
     def _bind(self, path: Path, wanted: ArenaId | None) -> tuple[MappedArena, BoundCopier, RankHeads]:
         """Lets go of any other arena. Raises OSError, ArenaError, TransferFailed."""

@@ -36,7 +36,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of layers that do not mix."""
+    """Columns of a dense layer's MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

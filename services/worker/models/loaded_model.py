@@ -37,7 +37,7 @@ _SMALL_MODEL = 50_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """What is to be loaded, and how."""
+    """The model to load, and how to load it."""
 
     folder: Path
     device: torch.device
@@ -50,7 +50,7 @@ class LoadSettings:
     communicator: Communicator
     pipeline: Pipeline
     layers: Sequence[int] | None
-    """Of each stage; None: as even as can be."""
+    """Number of layers of each stage; None: spread evenly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ def _decoder(
 
 
 def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) -> AbstractContextManager[TensorSource]:
-    """Those of the checkpoint, or dummy weights."""
+    """The checkpoint's tensors, or dummy weights."""
     if settings.load_format == "dummy":
         return nullcontext(DummyTensors(dtype, settings.device, norm_offset=config.norm_offset))
     return open_checkpoint(settings.folder, dtype, device=settings.device)

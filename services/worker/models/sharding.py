@@ -26,9 +26,9 @@ class LayerShard(Struct, frozen=True):
     """No lower rank holds the same key/value heads."""
     mlp: tuple[int, int]
     experts: tuple[int, int]
-    """Of each expert's columns; (0, 0) where the model has none."""
+    """The columns of each expert that this rank holds, as (start, end); (0, 0) if the model has none."""
     shared_expert: tuple[int, int]
-    """Of the columns of the expert that all tokens go through."""
+    """The columns of the shared expert that this rank holds, as (start, end)."""
     vocab: tuple[int, int]
     padded_vocab: int
     """Words of each rank's share of the embedding and the logits, padding included: the same on every rank."""
@@ -98,7 +98,7 @@ class PipelineStage(Struct, frozen=True):
 
     @property
     def is_first(self) -> bool:
-        """It embeds."""
+        """Whether this stage computes the embedding."""
         return self.index == 0
 
     @property
@@ -126,6 +126,6 @@ def stage_of(config: ModelConfig, index: int, count: int, split: Sequence[int] |
 
 
 def _even(layers: int, count: int) -> list[int]:
-    """What is left over goes to the stages before the last, which has the head besides."""
+    """Layers of each stage; the remainder goes to the stages before the last, which also has the head."""
     size, more = divmod(layers, count)
     return [size + (count - 1 - more <= stage < count - 1) for stage in range(count)]

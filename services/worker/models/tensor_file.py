@@ -65,7 +65,7 @@ class StoredTensor(NamedTuple):
     """Where in which file a tensor lies."""
 
     file: int
-    """Descriptor."""
+    """File descriptor."""
     path: Path
     offset: int
     dtype: torch.dtype

@@ -70,7 +70,7 @@ class DecoderWeights:
     """On the first stage."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor | None
-    """As the head: on the last stage."""
+    """The last norm; None on every stage but the last."""
     head: PackedLinear | None
     first_layer: int = 0
     """Which of the model's layers the first of `layers` is."""

@@ -10,7 +10,7 @@ import torch
 AMPERE = 8
 """Major compute capability of the GPUs whose programs have 99 KiB of shared memory, or 163, and products by warps."""
 HOPPER = 9
-"""And from which products run on whole warp groups (wgmma), and shared memory has 227 KiB."""
+"""Major compute capability from which products run on whole warp groups (wgmma) and shared memory has 227 KiB."""
 
 _MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies, and the least that our kernels are compiled for in tests."""

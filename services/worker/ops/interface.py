@@ -30,7 +30,7 @@ OpsName = Literal["auto", "torch", "native", "triton"]
 CacheDtype = Literal["auto", "fp8"]
 """auto: the model's own; fp8: float8_e4m3fn, half the memory and a little less exact."""
 AttentionName = Literal["auto", "triton", "flash-attn"]
-"""Whose kernels attend on a GPU; auto: ours."""
+"""The attention kernels on a GPU; auto: triton."""
 
 
 class OpsUnavailable(RuntimeError):

@@ -50,7 +50,7 @@ def _ops_called(
 
 
 def _best(device: torch.device, dtype: torch.dtype, cache: CacheDtype, attention: AttentionName) -> Ops:
-    """Those that `device` is fastest with."""
+    """The fastest operations for `device`."""
     try:
         return _native(device, dtype) if device.type == "cpu" else _triton(device, dtype, cache, attention)
     except OpsUnavailable as reason:

@@ -36,7 +36,7 @@ class PagedAttentionStep(NamedTuple):
     softcap: float | None
 
     def decodes(self) -> Iterator[Tensor]:
-        """As many sequences at once as their keys, gathered, may take memory."""
+        """Yields the decode outputs of as many sequences at once as their gathered keys may take memory."""
         most = self.meta.max_context
         _, kv_heads, _, head_dim = self.k_cache.shape
         step = max(1, _MAX_GATHERED // (kv_heads * head_dim * most))

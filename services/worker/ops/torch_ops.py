@@ -40,7 +40,7 @@ class TorchOps:
 
     @property
     def name(self) -> str:
-        """ "torch"."""
+        """The name of this implementation: "torch"."""
         return "torch"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -50,7 +50,7 @@ class TorchOps:
         return PackedLinear(_Linear(weight, bias, self._onednn))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """In x's dtype."""
+        """The product in the dtype of `x`."""
         assert isinstance(packed, _Linear)
         if packed.onednn:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
@@ -200,7 +200,7 @@ class ExpertLinears(NamedTuple):
 
 
 class ExpertRows(NamedTuple):
-    """One expert's rows."""
+    """The rows that chose one expert, and their weights."""
 
     expert: int
     rows: Tensor
@@ -216,7 +216,7 @@ def route(logits: Tensor, chosen: int, renormalised: bool) -> tuple[Tensor, Tens
 
 
 def rows_by_expert(chances: Tensor, experts: Tensor, count: int) -> Iterator[ExpertRows]:
-    """Those of `count` experts that have rows, in ascending order. Waits for the device."""
+    """Yields the rows of each of `count` experts that has any, in ascending order. Waits for the device."""
     chosen = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     rows, sorted_chances = order // chosen, chances.flatten()[order].unsqueeze(1)

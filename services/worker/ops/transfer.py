@@ -50,7 +50,7 @@ def pack_bytes(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[np.uint8], list[
 
 
 def unpack_tensors(together: Tensor, arrays: Sequence[NDArray[Any]], starts: list[int]) -> list[Tensor]:
-    """What was packed of `arrays`, as views of their dtypes."""
+    """Splits packed bytes into tensors with the shapes and dtypes of `arrays`."""
     return [
         together[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
         for array, start in zip(arrays, starts, strict=True)

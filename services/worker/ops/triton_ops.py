@@ -60,7 +60,7 @@ class TritonOps(TorchOps):
 
     @property
     def name(self) -> str:
-        """ "triton"."""
+        """The name of this implementation: "triton"."""
         return "triton"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -144,7 +144,7 @@ class TritonOps(TorchOps):
         return self._attend(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
-        """One launch."""
+        """Verifies drafts in one kernel launch; see `Ops.verify`."""
         return verify(attempt)
 
 

@@ -25,11 +25,11 @@ class LogprobTensors(NamedTuple):
     """The log-probabilities of R rows' tokens, and of other tokens beside them."""
 
     tokens: Tensor
-    """[R] int64"""
+    """[R] int64 the token of each row."""
     own: Tensor
-    """[R]"""
+    """[R] its log-probability."""
     others: Tensor
-    """[R, most] int64"""
+    """[R, most] int64 the other tokens that are reported."""
     values: Tensor
     """[R, most] of the others."""
     counts: NDArray[np.int32]
@@ -38,13 +38,13 @@ class LogprobTensors(NamedTuple):
     """[R] how many tokens are as likely as this one, itself included; None where not asked for."""
 
     def on_host(self) -> LogprobTensors:
-        """The same, see `transfer.to_host`."""
+        """These tensors on the host; see `transfer.to_host`."""
         ranks = None if self.ranks is None else to_host(self.ranks)
         tokens, own, others, values = map(to_host, self[:4])
         return LogprobTensors(tokens, own, others, values, self.counts, ranks)
 
     def entries(self) -> list[TokenLogprobs]:
-        """As messages, of what is on the host."""
+        """The entries as messages. The tensors must be on the host."""
         ranks = [None] * len(self.counts) if self.ranks is None else self.ranks.tolist()
         return [
             TokenLogprobs(token, own, tuple(zip(others[:count], values[:count], strict=True)), rank)
@@ -62,7 +62,7 @@ class RowLogprobs(NamedTuple):
 
 
 def logprobs_by_row(logprobs: tuple[RowLogprobs, ...]) -> dict[int, TokenLogprobs]:
-    """As messages, of what is on the host; by row, for the rows that asked."""
+    """Log-probabilities as messages, by row, for the rows that requested them. The tensors must be on the host."""
     parts = ((rows.tolist(), part.entries()) for rows, part in logprobs)
     return {row: entry for rows, entries in parts for row, entry in zip(rows, entries, strict=True)}
 

@@ -35,14 +35,14 @@ class Feature(IntFlag):
 
     RANDOM = auto()
     TOP = auto()
-    """top_k or top_p."""
+    """The row has a top_k or a top_p."""
     MIN_P = auto()
     PENALTIES = auto()
     BIAS = auto()
     MIN_TOKENS = auto()
     LOGPROBS = auto()
     ALLOWED = auto()
-    """allowed_token_ids."""
+    """The row has allowed_token_ids."""
     BAD_WORDS = auto()
     THINKING = auto()
     """Thinking that has used its budget up, or never began: its end may have to be forced."""
@@ -57,9 +57,9 @@ class SamplingBatch:
     """The parameters of a step's R sampled rows. Read while the step lasts: they lie in the table's arrays."""
 
     features: Feature
-    """Those of all rows together."""
+    """The features that any row uses."""
     by_row: NDArray[np.int32]
-    """[R] each row's own."""
+    """[R] the features that each row uses."""
     position: NDArray[np.int32]
     """[R] output tokens before the one to draw."""
     seq_indices: NDArray[np.intp]
@@ -67,7 +67,7 @@ class SamplingBatch:
     table: ParameterTable
 
     mask: TokenMask | None = None
-    """What grammars allow; of the rows with Feature.GRAMMAR."""
+    """The tokens that grammars allow, for the rows with Feature.GRAMMAR; None without any."""
     rejected: RejectedDrafts | None = None
     """[R] by how much `position` is too high, where the host cannot know."""
 
@@ -76,7 +76,7 @@ class SamplingBatch:
         return np.flatnonzero(self.by_row & int(feature))
 
     def masked(self, mask: TokenMask) -> SamplingBatch:
-        """The same rows, of which `mask` says what some may draw."""
+        """The same rows with a mask of the tokens that some of them may draw."""
         by_row = self.by_row.copy()
         by_row[mask.rows] |= int(Feature.GRAMMAR)
         return replace(self, features=self.features | Feature.GRAMMAR, by_row=by_row, mask=mask)
@@ -103,7 +103,7 @@ class SamplingBatch:
         return candidates.view(-1, rejected.max_count + 1).gather(1, index).squeeze(1)
 
     def part(self, first: int, last: int) -> SamplingBatch:
-        """Those of the rows from `first` up to `last`, which count from 0 then."""
+        """The rows from `first` up to `last`, renumbered from 0."""
         by_row = self.by_row[first:last]
         features = Feature(int(np.bitwise_or.reduce(by_row)))
         mask = None if self.mask is None else self.mask.part(first, last)

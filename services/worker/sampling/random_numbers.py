@@ -51,14 +51,14 @@ class RejectedDrafts(NamedTuple):
     """How many tokens fewer P rows or sequences have than assumed, as drafts were rejected. On the device."""
 
     counts: Tensor
-    """int32 [P]"""
+    """int32 [P] rejected drafts of each row or sequence."""
     max_count: int
-    """None of them is more."""
+    """Upper bound of `counts`."""
 
     def of(self, which: Tensor) -> RejectedDrafts:
-        """Those with these numbers."""
+        """The entries with these numbers."""
         return RejectedDrafts(self.counts.index_select(0, which), self.max_count)
 
     def part(self, first: int, last: int) -> RejectedDrafts:
-        """Those of the rows from `first` up to `last`."""
+        """The entries from `first` up to `last`."""
         return RejectedDrafts(self.counts[first:last], self.max_count)

@@ -39,11 +39,11 @@ class SamplerOutput:
     """What rows drew, where their logits are or on its way to the host."""
 
     tokens: Tensor
-    """[R] int64"""
+    """[R] int64 the sampled token of each row."""
     logprobs: tuple[RowLogprobs, ...] = ()
 
     def on_host(self) -> SamplerOutput:
-        """The same, see `transfer.to_host`."""
+        """This output on the host; see `transfer.to_host`."""
         return SamplerOutput(
             to_host(self.tokens), tuple(RowLogprobs(rows, part.on_host()) for rows, part in self.logprobs)
         )

@@ -16,7 +16,7 @@ ProfileName = Literal["h200", "h100", "a100", "l40s", "l4"]
 BANDWIDTH_SHARE = 0.8
 FLOPS_SHARE = 0.5
 MEMORY_SHARE = 0.9
-"""Of the memory, for weights and KV together; the rest is activations."""
+"""Share of the memory for weights and KV together; the rest is for activations."""
 
 
 class StepCost(Struct, frozen=True):

@@ -92,7 +92,7 @@ class SimBackend:
         """When the device will have computed all that it was given, on `time.perf_counter`'s clock."""
 
     def reset(self) -> None:
-        """Forgets every sequence."""
+        """Removes every sequence."""
         self._held.clear()
         self._scores.clear()
 
@@ -168,7 +168,7 @@ class SimBackend:
         raise ValueError("every printable token is a stop token, and min_tokens bars them all")
 
     def _logprobs(self, token: int, wanted: int) -> TokenLogprobs:
-        """Those of the distribution that is drawn from: every token of the vocabulary alike."""
+        """Log-probabilities of the distribution that is drawn from: all tokens of the vocabulary are equally likely."""
         logprob = -math.log(len(self._vocabulary))
         others = [t for t in self._vocabulary[: wanted + 1] if t != token]
         top = tuple((t, logprob) for t in [token, *others][:wanted])
@@ -212,7 +212,7 @@ def create_sim_backend(
 
 
 def _accepted(sampled: tuple[SampledTokens, ...]) -> tuple[int, ...]:
-    """By draft position."""
+    """How many drafts were accepted, by draft position."""
     longest = max((len(one.tokens) for one in sampled), default=1) - 1
     return tuple(sum(len(one.tokens) > place + 1 for one in sampled) for place in range(longest))
 

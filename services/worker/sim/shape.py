@@ -37,12 +37,12 @@ class _RawGeneration(Struct):
 
 
 class Experts(Struct, frozen=True):
-    """Of a mixture, alike in all layers that have it."""
+    """The experts of a mixture, alike in all layers that have one."""
 
     count: int
     chosen: int
     bytes_each: int
-    """Of one of them, over all layers."""
+    """Bytes of one expert over all layers."""
 
     def idle_bytes(self, tokens: int) -> int:
         """Weights of experts that none of `tokens` tokens goes through, if all are chosen equally often."""
@@ -59,11 +59,11 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_token: int
     flops_per_token: int
-    """Of the matrix multiplications with weights."""
+    """Operations of the matrix products with weights."""
     flops_per_pair: int
-    """Of attention, for each pair of a query and a key, over all layers."""
+    """Operations of attention for each pair of a query and a key, over all layers."""
     flops_per_sample: int
-    """Of the output layer, for each token that is drawn."""
+    """Operations of the output layer for each drawn token."""
     experts: Experts | None = None
 
     def load(self, *, tokens: int, pairs: int, read: int, samples: int) -> StepCost:
@@ -116,11 +116,11 @@ class _Layers(NamedTuple):
     """Columns of MLPs, summed over all layers."""
 
     dense_columns: int
-    """Of those that every token goes through."""
+    """Columns that every token passes through."""
     experts: int
     chosen: int
     expert_columns: int
-    """Of one expert."""
+    """Columns of one expert."""
 
 
 def _layers(raw: _Raw) -> _Layers:

@@ -77,7 +77,7 @@ class TargetModel:
                 raise ModelError(f"{folder}: {name} is {size}, the model's is {own}")
 
     def for_drafts(self) -> TargetModel:
-        """The same model with the operations that drafters run by: in bfloat16, where that is faster."""
+        """The target model with the operations that drafters use: in bfloat16 where that is faster."""
         if not isinstance(self.ops, NativeOps) or (faster := self.ops.for_drafts()) is self.ops:
             return self
         return replace(self, ops=faster, dtype=torch.bfloat16)
@@ -126,7 +126,7 @@ class DrafterCheckpoint:
         return list(self._tensors)
 
     def renamed(self, prefix: str, to: str) -> DrafterCheckpoint:
-        """The same tensors, with `to` for `prefix` in the names that begin so."""
+        """The tensors with `prefix` replaced by `to` in the names that begin with it."""
         changed = {
             to + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
             for name, tensor in self._tensors.items()
@@ -134,7 +134,7 @@ class DrafterCheckpoint:
         return DrafterCheckpoint(self._folder, changed)
 
     def with_default(self, name: str, tensor: Tensor) -> DrafterCheckpoint:
-        """The same tensors, with `tensor` where `name` is missing."""
+        """The tensors, with `tensor` under `name` if that is missing."""
         return DrafterCheckpoint(self._folder, {name: tensor} | self._tensors)
 
     def read(

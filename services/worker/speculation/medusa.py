@@ -31,7 +31,7 @@ _HEAD = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.")
 
 class _MedusaHead(NamedTuple):
     blocks: tuple[PackedLinear, ...]
-    """Those behind the first; each is added to what goes in: x + silu(linear(x))."""
+    """The blocks after the first; each adds its output to its input: x + silu(linear(x))."""
     words: PackedLinear
 
 
@@ -140,7 +140,7 @@ class MedusaProposer:
         return DraftTokens(tokens, np.minimum(request.limits, wanted).astype(np.int32))
 
     def _logits(self, features: Tensor, wanted: int) -> list[Tensor]:
-        """Of the first `wanted` heads."""
+        """Logits of the first `wanted` heads."""
         rows, hidden = features.shape
         states: Tensor = features.unsqueeze(1).expand(rows, len(self._heads.each), hidden)
         if self._heads.first is not None:

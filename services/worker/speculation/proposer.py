@@ -63,11 +63,11 @@ class ComputedStep:
     seq_indices: Indices
     """[n] whose row each is."""
     positions: Int32s
-    """[n]"""
+    """[n] position of each row."""
     kv_slots: Int32s
     """[n] block id * BLOCK_SIZE + offset"""
     meta: BatchMeta
-    """The same for the device. It holds rows of drafts that were rejected, too."""
+    """The batch's metadata on the device. It also has the rows of rejected drafts."""
     features: Tensor | None
     """[n, hidden] the model's last hidden state, normed, of each row; None unless asked for."""
     sampled_indices: Indices
@@ -108,7 +108,7 @@ class Proposer(Protocol):
         """Called when these blocks hold, from here on, what another engine computed."""
 
     def clear(self) -> None:
-        """Forgets every sequence."""
+        """Removes every sequence."""
 
 
 @runtime_checkable

@@ -68,8 +68,8 @@ class VerifiedDrafts(NamedTuple):
 
 
 def verify_batch(ops: Ops, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts:
-    """What is accepted in a batch in which some sequence has drafts: `ids` [n] are its rows' tokens, `drawn` [R] what
-    was drawn behind `rows` (see `sampled_rows`)."""
+    """Verifies the drafts of a batch: `ids` [n] are its rows' tokens, `drawn` [R] the tokens sampled behind `rows` (see
+    `sampled_rows`)."""
     first, counts = to_device_together((batch.first_drawn, batch.drafted), drawn.device)
     attempt = DraftAttempt(drawn, ids, rows, first, counts, int(batch.drafted.max()))
     return VerifiedDrafts(attempt, ops.verify(attempt))

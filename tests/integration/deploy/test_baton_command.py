@@ -194,7 +194,7 @@ def test_down_ends_the_stack_and_what_it_left_can_be_read(tmp_path: Path) -> Non
         assert stack.ended() == 0
         assert stack.nobody_left()
         assert "no stack runs" in one_line_error(baton("ps", run_dir=stack.run_dir))
-        assert "stop asked" in baton("logs", "supervisor", run_dir=stack.run_dir).stdout
+        assert "stop requested" in baton("logs", "supervisor", run_dir=stack.run_dir).stdout
     finally:
         stack.destroy()
 

@@ -13,17 +13,19 @@ from typing import NamedTuple
 FADE = 0.95
 """The factor by which each further step of a kind reduces the weight of earlier ones: about 20 steps count."""
 FADE_MEANWHILE, MIN_FADED_WEIGHT = 0.98, 4.0
-"""The same for a step of the other kind, as long as more than MIN_FADED_WEIGHT steps count."""
+"""The factor by which a step of the other kind reduces the weight of earlier ones, while it is above
+MIN_FADED_WEIGHT."""
 FADE_TOKENS = 0.995
-"""The same for each sequence of any step, of what drafts bring: chance makes that waver far more than time."""
+"""The factor by which each sequence of a step reduces the weight of earlier yields. Yields vary far more than times, so
+more of them are kept."""
 MIN_SPREAD = 0.01
 """Variance of the x values, relative to the square of their mean, below which the slope is not fitted again."""
 MAX_RATIO = 3.0
-"""Of the seconds expected: what takes longer was interrupted, and counts as so much."""
+"""A step that takes more than this multiple of the expected seconds was interrupted; it counts as this multiple."""
 ROUNDS = 3
-"""After which the best rate is found, as good as what it is reckoned from."""
+"""Iterations after which the best rate is accurate enough for its inputs."""
 MIN_WEIGHT = 2.0
-"""Weight of steps from which on something is known of them."""
+"""Weight of steps from which on an estimate counts as known."""
 
 
 class DraftGain(NamedTuple):
@@ -31,9 +33,9 @@ class DraftGain(NamedTuple):
 
     mean: float
     doubt: float
-    """The standard deviation that tokens' chances leave it: of one sequence's yield in one step it is about a token."""
+    """Standard deviation of `mean` that chance leaves; one sequence's yield in one step deviates by about one token."""
     steps: float
-    """It was learnt from, lately."""
+    """Weight of the recent steps that it was learnt from."""
 
 
 class FittedLine:
@@ -44,9 +46,10 @@ class FittedLine:
     def __init__(self) -> None:
         self.weight = self._x = self._y = self._xx = self._xy = 0.0
         self.slope: float | None = None
-        """Not negative. Kept while all points have the same x; None: there never were others."""
+        """Slope of the line, never negative. It is kept while all points have the same x; None until two x were
+        seen."""
         self.alike = 0
-        """Points since the slope was learnt."""
+        """Points since the slope was last fitted."""
 
     def add(self, x: float, y: float) -> None:
         """Adds one point; earlier ones lose weight."""
@@ -72,11 +75,11 @@ class FittedLine:
 
     @property
     def mean(self) -> float:
-        """Of y, over the points as they are weighted; 0 where there are none."""
+        """Weighted mean of y over the points; 0 without points."""
         return self._y / self.weight if self.weight else 0.0
 
     def at(self, x: float) -> float:
-        """The line's y at `x`, as far as it is known; 0 without any points."""
+        """The line's y at `x`; 0 without points."""
         if not self.weight:
             return 0.0
         return self._y / self.weight + (self.slope or 0.0) * (x - self._x / self.weight)
@@ -95,13 +98,13 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self.plain = FittedLine()
-        """Over sequences."""
+        """Seconds of a step without drafts, over its number of sequences."""
         self.extra = FittedLine()
-        """Over drafts: seconds beyond `plain`."""
+        """Seconds beyond `plain`, over the number of drafts."""
         self._sequences = self._accepted = 0.0
 
     def record_plain(self, sequences: int, seconds: float) -> None:
-        """A step without drafts, of so many sequences."""
+        """Records a step without drafts, of so many sequences."""
         if self.plain.covers(sequences):
             seconds = min(seconds, MAX_RATIO * self.plain.at(sequences))
         self.plain.add(sequences, seconds)
@@ -109,7 +112,7 @@ class DraftCosts:
         self._record_tokens(sequences, 0, 0)
 
     def record_drafting(self, sequences: int, drafted: int, accepted: int, seconds: float) -> None:
-        """A step with `drafted` drafts, of which `accepted` were kept, all sequences together."""
+        """Records a step that verified `drafted` drafts and accepted `accepted`, over all sequences."""
         plain = self.plain.at(sequences)
         if self.extra.weight >= MIN_WEIGHT:
             seconds = min(seconds, MAX_RATIO * (plain + max(0.0, self.extra.at(drafted))))
@@ -123,7 +126,7 @@ class DraftCosts:
         self._accepted = self._accepted * left + accepted
 
     def gain(self, sequences: int) -> DraftGain:
-        """What drafting brings in a step of so many sequences. Where none was tried the doubt is infinite."""
+        """What drafting gains in a step of so many sequences. If none was tried, its doubt is infinite."""
         plain = self.plain.at(sequences)
         if plain <= 0.0 or self._sequences < 1.0:
             return DraftGain(0.0, inf, self.extra.weight)

@@ -24,58 +24,57 @@ from services.scheduler.core.planning.draft_costs import DraftCosts, DraftGain
 from services.scheduler.core.sequence import AcceptanceRate, Sequence
 
 ASSUMED_ACCEPTANCE = 0.7
-"""Acceptance that is assumed where nothing was tried yet."""
+"""Acceptance rate that is assumed until drafts were tried."""
 DRAFT_SHARE = 4
-"""Of a step's token budget, drafts take at most one in so many: prompts want some of it, too."""
+"""Drafts take at most the step's token budget divided by this; the rest is for prompts."""
 FULL_DRAFTING_SHARE = 0.75
-"""Share of the requested drafts from which on a step counts as having all of them."""
+"""Share of the requested drafts from which on a step counts as fully drafted."""
 MAX_EQUAL_STEPS = 32
-"""Steps with as many drafts each, after which one has few."""
+"""Consecutive steps with the same number of drafts, after which one step drafts few."""
 MAX_PLAIN_STEPS = 512
 """Steps that wait to be reckoned; those before them would not count any more (`draft_costs.FADE`)."""
 CATCH_UP_STEPS = 16
-"""Steps that drafters may need to catch up after steps in which no drafts were requested."""
+"""Steps that drafters may need to catch up after steps without drafts."""
 MIN_TRIAL_INTERVAL = 64
-"""Steps from one trial to the next, at first."""
+"""Initial number of steps from one trial to the next."""
 MAX_TRIAL_INTERVAL = 1024
-"""The same at the most, unless a trial has cost much."""
+"""Largest number of steps from one trial to the next, unless a trial was expensive."""
 STEPS_PER_LOST_STEP = 64
-"""Steps until the next trial for each that the latest one was worth: so trials take hardly more than a sixtieth of the
-time, however poor what is tried."""
+"""Steps until the next trial, for each step that the latest trial cost: trials take hardly more than a sixtieth of the
+time, however bad drafting is."""
 BACKOFF, STRONG_BACKOFF = 2, 4
-"""After a trial the next one comes so many times later; far later where drafting did poorly beyond doubt."""
+"""Factor on the interval after a trial; the strong one after a trial in which drafting clearly lost."""
 TRIAL_SPEED_UP = 4
-"""After a change of mode the next trial comes so many times sooner."""
+"""Divisor of the interval after a change of mode."""
 PLAIN_TRIAL_STEPS = 4
-"""Steps of a trial not to draft."""
+"""Steps of a trial without drafts."""
 MIN_TRIAL_STEPS, MAX_TRIAL_STEPS = 3, 48
-"""Of a trial to draft, that are learnt from, and all together: it goes on while drafting may pay, for all that is
-known."""
+"""Fewest steps that a trial with drafts learns from, and most steps that it lasts. It continues while drafting may
+still pay."""
 MAX_DOUBT = 0.12
-"""A trial to draft is over when chance leaves no more doubt than this about what drafting brings."""
+"""A trial with drafts ends when the standard deviation of its gain is below this."""
 RESULT_LAG = 4
-"""Steps after a trial until all its results are there."""
+"""Steps after a trial until all its results have arrived."""
 FRESH_STEPS = 40
-"""Steps after a trial in which what it found is still taken for true."""
+"""Steps after a trial in which its findings still count as current."""
 MIN_GAIN = 0.02
-"""Share of a step that drafting must bring for it to become the mode."""
+"""Gain, as a share of a step, from which on drafting becomes the mode."""
 MAX_LOSS_DEVIATIONS = 0.5
-"""Standard deviations by which it must lose, for it to be given up."""
+"""Drafting is given up if it loses by more than this many standard deviations."""
 
 
 class SpeculationController:
-    """Owns the mode that steps are in, to draft or not to, and the trial of the other mode that is under way.
+    """Owns the mode of the steps, drafting or not, and the trial of the other mode.
 
-    The mode that brings more is kept, and the other is tried for a few steps: soon at first, then more and more seldom,
-    as long as trials change nothing. What a trial finds comes in with the results, some steps behind it. No chance is
-    involved.
+    The better mode is kept, and the other one is tried for a few steps: soon at first, then less and less often while
+    trials change nothing. The findings of a trial arrive with the results, some steps later. Nothing is random.
     """
 
     def __init__(self) -> None:
         self.drafting = False
-        """The mode."""
+        """The mode: whether steps draft outside trials."""
         self.left = 0
-        """Steps left of the trial under way, at the most; 0: there is none."""
+        """Steps left of the present trial; 0: there is none."""
         self._wait = MIN_TRIAL_INTERVAL
         self._until = 0
         """Steps until the next trial."""
@@ -83,22 +82,24 @@ class SpeculationController:
         self._lost = 0.0
         """The cost of the present trial to draft, in steps without drafts."""
         self._age = 0
-        """Steps since the latest one."""
+        """Steps since the latest trial."""
         self._plain = 0
-        """Results in a row of steps without drafts."""
+        """Consecutive results of steps without drafts."""
 
     def record_drafting(self) -> None:
-        """The result of a step with drafts."""
+        """Records the result of a step with drafts."""
         self._plain = 0
 
     def record_plain(self) -> None:
-        """The result of a step without drafts. Where more come than a trial has, no sequence wants drafts any more."""
+        """Records the result of a step without drafts. If more come than a trial has, no sequence wants drafts any
+        more."""
         self._plain += 1
         if self.drafting and not self.left and self._plain > PLAIN_TRIAL_STEPS + RESULT_LAG:
             self._change_mode()
 
     def next_drafts(self, gain: DraftGain) -> bool:
-        """Whether the step that is planned now drafts. `gain`: what drafting brings, as far as is known."""
+        """Decides whether the step that is being planned drafts. `gain` is the present estimate of what drafting
+        gains."""
         if not self.left:
             self._age += 1
             self._until -= 1
@@ -114,7 +115,7 @@ class SpeculationController:
         return self._next_trial_step() if self.left else self.drafting
 
     def _judge(self, gain: DraftGain) -> None:
-        """Changes the mode; or, where what it was measured against is old, has that measured again."""
+        """Changes the mode if the other one is better. If the comparison is outdated, starts a trial instead."""
         if gain.mean + MAX_LOSS_DEVIATIONS * gain.doubt >= 0.0 if self.drafting else gain.mean <= MIN_GAIN:
             return
         if self._age > FRESH_STEPS:
@@ -138,12 +139,12 @@ class SpeculationController:
 
 
 def _has_seen_enough(gain: DraftGain) -> bool:
-    """Whether a trial to draft can end."""
+    """Whether a trial with drafts can end."""
     return gain.steps >= MIN_TRIAL_STEPS and (gain.doubt <= MAX_DOUBT or gain.mean + gain.doubt < 0.0)
 
 
 class SpeculationBudget:
-    """Owns the engine's acceptance and what drafting costs; each sequence has an acceptance of its own."""
+    """Owns the engine's acceptance rate and the cost of drafting; each sequence owns its own acceptance rate."""
 
     def __init__(self, max_drafts: int, jump_ahead: int, policy: SpeculationPolicy) -> None:
         self._max_drafts = max_drafts
@@ -155,18 +156,18 @@ class SpeculationBudget:
         self._threshold = 0.0
         self._assumed = ASSUMED_ACCEPTANCE
         self._guesses = False
-        """Whether in the step that is planned others draft than those that a grammar forces."""
+        """Whether sequences draft in the planned step beyond what grammars force."""
         self._min_drafts = 0
-        """Drafts of each sequence in the step that is planned, however little they promise."""
+        """Fewest drafts of each sequence in the planned step, however unlikely their acceptance."""
         self._fixed_lengths: Literal["many", "few"] | None = None
-        """The same, whatever they promise; None: as many as pay."""
+        """Whether every sequence drafts many or few tokens in the planned step, for measuring; None: as many as pay."""
         self._catching_up = CATCH_UP_STEPS
-        """Steps that may pass until drafters are up to date."""
+        """Steps that the drafters may still need to catch up."""
         self._plain_steps: deque[tuple[int, float]] = deque(maxlen=MAX_PLAIN_STEPS)
         """Steps without drafts that are not reckoned yet: their sequences and seconds."""
 
     def start_step(self, decodes: int, budget: int, *, guided: bool) -> int:
-        """A step of `decodes` sequences is planned, with `budget` tokens left: how many drafts it may hold. 0: no
+        """Plans a step of `decodes` sequences with `budget` tokens left. Returns how many drafts it may hold; 0: no
         sequence drafts, and `drafts_for` need not be called. `guided`: whether a sequence has a grammar; only those may
         jump ahead."""
         if not decodes or not (self._jump_ahead if guided else self._max_drafts) or self._policy == "off":
@@ -176,8 +177,8 @@ class SpeculationBudget:
         return max(0, min(budget // DRAFT_SHARE, budget - decodes))
 
     def _choose(self, decodes: int, guided: bool) -> bool:
-        """Whether any sequence drafts in the next step; then it is known which, and how much. What a grammar forces is
-        drafted though guessing does not pay."""
+        """Decides whether any sequence drafts in the next step, and by which rule. Tokens that a grammar forces are
+        drafted even if guessing does not pay."""
         self._reckon_plain_steps()
         costs, controller = self._costs, self._controller
         if not costs.plain.covers(decodes):
@@ -193,14 +194,14 @@ class SpeculationBudget:
         return True
 
     def _set_lengths(self, *, known: bool) -> Literal["many", "few"] | None:
-        """Alternates steps with many and with few drafts until the cost of each draft is known. Later, if all steps are
-        alike, it has few drafts now and again, so that a change of the cost is noticed."""
+        """Alternates steps with many and few drafts until the cost of a draft is known. Later, if all steps have
+        equally many drafts, it lets one step have few, to notice a change of the cost."""
         if not known:
             return "many" if self._controller.left % 2 else "few"
         return "few" if self._costs.extra.alike > MAX_EQUAL_STEPS else None
 
     def drafts_for(self, sequence: Sequence) -> int:
-        """Drafts for its next step, if there is room for them."""
+        """Number of drafts for the sequence's next step, if there is room for them."""
         guided = sequence.generation.grammar is not None
         limit = self._jump_ahead if guided else self._max_drafts
         if not limit or self._policy == "fixed":
@@ -219,14 +220,14 @@ class SpeculationBudget:
         return max(drafts, self._min_drafts)
 
     def record_drafts(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """A step tried `drafted` drafts of one sequence, and `accepted` of them were kept."""
+        """Records that a step verified `drafted` drafts of one sequence and accepted `accepted`."""
         sequence.acceptance.record(drafted, accepted)
         if sequence.generation.grammar is None:
             self._overall.record(drafted, accepted)
 
     def record_step(self, sequences: int, asked: int, drafted: int, seconds: float, yielded: int) -> None:
-        """A step without prompts is over: `asked` drafts were requested, `drafted` were verified, and it took `seconds`
-        from the end of the step before to its own; it yielded `yielded` tokens."""
+        """Records a finished step without prompts: `asked` drafts were requested and `drafted` verified; it took
+        `seconds` from the end of the step before to its own end, and yielded `yielded` tokens."""
         if not self._jump_ahead or not sequences:
             return
         if not asked:
@@ -248,7 +249,7 @@ class SpeculationBudget:
             self._catching_up = CATCH_UP_STEPS
 
     def _caught_up(self, *, full: bool) -> bool:
-        """Whether a step with drafts is one as all that follow will be. The first one never is."""
+        """Whether the step is representative of those that follow. The first step with drafts never is."""
         first = self._catching_up == CATCH_UP_STEPS
         self._catching_up = 0 if full and not first else max(0, self._catching_up - 1)
         return not self._catching_up

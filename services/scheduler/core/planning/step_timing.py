@@ -1,4 +1,4 @@
-"""Which steps are in flight, how long they take, and which were lost: so that the next plan is made in time."""
+"""The steps in flight: how long they take, and which were lost. The next plan is timed by it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from services.scheduler.core.events import RankProgress
 from shared.ids import Incarnation, SequenceId
 
 MIN_REPORT_INTERVAL = 0.4
-"""Seconds between two reports of a rank that are compared; anything that was sent before the first has arrived by
-the second."""
+"""Seconds between two reports of a rank that are compared. Anything sent before the first has arrived by the second."""
 RECENT_STEPS = 8
-"""Steps of a size that are remembered."""
+"""Steps of each size that are remembered."""
 MIN_LEAD = 0.006
-"""Seconds that a plan needs at the most to reach the workers and be prepared: 1 to 2 ms on a quiet machine, and the
-rest for pauses of all processes that have a part in it."""
+"""Seconds before the end of a step by which the next plan must be sent. It takes 1 to 2 ms on a quiet machine to arrive
+and be prepared; the rest covers pauses of the processes involved."""
 MIN_DELAY = 0.001
-"""Seconds that are not worth waiting for: timers are no finer."""
+"""Shorter delays, in seconds, are not worth waiting for: timers are no finer."""
 
 
 class ExpectedResult(NamedTuple):
-    """What is known of a step in flight: tokens drawn for certain and computed at the most, and beyond those what each
-    sequence may yield."""
+    """What is known of a step in flight: how many sequences draw a token, how many tokens it computes at most, and how
+    many extra tokens each sequence may yield."""
 
     samples: int
     tokens: int
@@ -64,7 +63,7 @@ class StepsInFlight:
         return self.issued - self.finished
 
     def issue(self, expected: ExpectedResult, now: float) -> int:
-        """A plan is sent; returns its number."""
+        """Records that a plan is sent; returns its number."""
         self._expected.append(expected)
         if self.issued == self.finished:
             self._awaited_since = now
@@ -72,8 +71,8 @@ class StepsInFlight:
         return self.issued - 1
 
     def finish(self, samples: int, now: float) -> ExpectedResult:
-        """The oldest step in flight has its result. Raises ValueError where a sequence's tokens are missing: it would
-        wait for them for ever."""
+        """Records the result of the oldest step in flight. Raises ValueError if a sequence's tokens are missing, which
+        would wait for them for ever."""
         expected = self._expected.popleft()
         if samples != expected.samples:
             raise ValueError(f"step {self.finished}: {samples} sampled, {expected.samples} were planned")
@@ -84,11 +83,11 @@ class StepsInFlight:
         return expected
 
     def next_due(self, stages: int) -> float:
-        """When the plan behind those in flight should be made, on workers that compute `stages` plans at a time. In
-        the past, where fewer are in flight.
+        """When the next plan should be made, if workers compute `stages` plans at a time. It is in the past if fewer
+        are in flight.
 
-        That is when the last of them is half over, each taken for the shortest of its size lately; and never so late
-        that less than MIN_LEAD is left. At once where a size was not seen yet.
+        The plan is due when the last step in flight is half over, assuming that each takes as long as the shortest
+        recent one of its size, but at least MIN_LEAD before its end. It is due at once if a size was not seen yet.
         """
         ahead = len(self._expected) - (stages - 1)
         sizes = [expected.tokens.bit_length() for expected in islice(self._expected, max(0, ahead))]

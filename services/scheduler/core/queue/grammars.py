@@ -44,13 +44,14 @@ class Grammars:
         self.unsent: OrderedDict[Grammar, dict[SequenceId, Sequence]] = OrderedDict()
         """Grammars that the workers have not been sent yet, and the sequences that wait for each."""
         self.resend: deque[Grammar] = deque()
-        """Grammars that take so long that they are to be sent once more."""
+        """Grammars that take so long that they are sent again."""
         self.compiling: dict[Grammar, _Compilation] = {}
-        """Grammars that the workers have been sent and not answered; written here only, as are those above."""
+        """Grammars that were sent to the workers and are not answered yet; only this class writes it, and those
+        above."""
         self._timeout = timeout
         self._counters = counters
         self._outcomes: RecentEntries[Grammar, str | None] = RecentEntries(MAX_OUTCOMES)
-        """None: compiled."""
+        """The error of each recent grammar; None: it was compiled."""
 
     @property
     def waiting(self) -> dict[SequenceId, Sequence]:

@@ -120,7 +120,7 @@ class EngineRequests:
         outbox: EngineOutbox,
     ) -> None:
         self.held: dict[RequestId, Sequence] = {}
-        """Written here only."""
+        """Every request that this engine holds; only this class writes it."""
         self._validator = validator
         self._max_waiting = max_waiting
         self._tickets = tickets

@@ -1,7 +1,7 @@
-"""Which blocks are being copied between the ranks and the KV store. Numbered from 0 in each epoch.
+"""The blocks that are being copied between the ranks and the KV store. Transfers are numbered from 0 in each epoch.
 
-Nothing else may write to a block of KV memory that is being copied, even if the sequence that needed it ends:
-so each transfer has references of its own, which it keeps until every rank has reported it.
+Nothing else may write to a block of KV memory while it is copied, even if its sequence ends. So each transfer holds
+references of its own until every rank has reported it as done.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shared.messages.worker import Transfer
 from shared.packing import pack, pack_generations
 
 MAX_IN_FLIGHT = 128
-"""Transfers. A report names the newest 256 that failed: of so few in flight it never leaves one out."""
+"""Most transfers in flight. A report names the newest 256 that failed, so with so few in flight it always names all."""
 
 
 class BlockCopy(NamedTuple):
-    """One block on the device, and the slot of the store that it is copied from or to."""
+    """One block on the device, and the store's slot that it is copied from or to."""
 
     block: int
     slot: int
@@ -31,7 +31,7 @@ class BlockCopy(NamedTuple):
 
 
 class TransferOutcome(NamedTuple):
-    """A transfer that every rank has reported; `done`: all of them copied all of it."""
+    """A transfer that every rank has reported; `done`: every rank has copied all of it."""
 
     kind: Literal["load", "save"]
     lease: LeaseId
@@ -44,22 +44,22 @@ class _TransferInFlight:
     lease: LeaseId
     blocks: list[int]
     step: int | None = None
-    """The plan that it is part of; None while that is being made."""
+    """Number of the plan that it is part of; None while that plan is being made."""
 
 
 class BlockTransfers:
-    """Owns the numbering, how far each rank is, and a reference to each block that is being copied."""
+    """Owns the transfers' numbers, each rank's progress, and a reference to each block that is being copied."""
 
     def __init__(self, pool: BlockPool, ranks: int) -> None:
         self._pool = pool
         self._done = [0] * ranks
         self._failed: set[int] = set()
         self.in_flight: deque[_TransferInFlight] = deque()
-        """Those of the plan that is being made included; written here only."""
+        """All transfers that are not over, including those of the plan being made; only this class writes it."""
         self.planned: list[Transfer] = []
-        """Transfers of the plan that is being made; written here only."""
+        """Transfers of the plan that is being made; only this class writes it."""
         self._first = 0
-        """Number of the oldest in flight: every rank has reported all below."""
+        """Number of the oldest transfer in flight: every rank has reported all below it."""
         self._awaited_since = 0.0
 
     @property
@@ -70,7 +70,8 @@ class BlockTransfers:
     def add(
         self, kind: Literal["load", "save"], lease: LeaseId, arena: StoreArena, copies: list[BlockCopy], now: float
     ) -> None:
-        """Into the plan that is being made. All blocks are in use or known to the index; the caller looks at `room`."""
+        """Adds a transfer to the plan that is being made. All blocks must be in use or in the index, and `room` must
+        not be 0."""
         if not self.in_flight:
             self._awaited_since = now
         blocks = [copy.block for copy in copies]
@@ -90,7 +91,7 @@ class BlockTransfers:
         self.in_flight.append(_TransferInFlight(kind, lease, blocks))
 
     def take_planned(self, step: int) -> tuple[Transfer, ...]:
-        """The transfers of the plan that was being made, now that it has the number `step`."""
+        """Returns the transfers of the plan being made and marks them with its number, `step`."""
         planned, self.planned = tuple(self.planned), []
         for transfer in reversed(self.in_flight):
             if transfer.step is not None:
@@ -99,8 +100,8 @@ class BlockTransfers:
         return planned
 
     def record_report(self, report: TransferProgress, now: float) -> Iterator[TransferOutcome]:
-        """A rank has copied so far. Yields the transfers that are over now, in order; the blocks of each are released
-        after the caller has seen it, so that what it indexes meanwhile stays."""
+        """Records a rank's progress. Yields the transfers that are now over, in order. The blocks of each are released
+        only after the caller has processed it, so what it indexes is kept."""
         if not 0 <= report.rank < len(self._done):
             return
         self._failed.update(number for number in report.failed if number >= self._first)
@@ -116,11 +117,12 @@ class BlockTransfers:
             self._pool.release(reversed(transfer.blocks))
 
     def overdue(self, now: float, timeout: float) -> bool:
-        """Whether the oldest transfer could have ended `timeout` seconds ago, and has not."""
+        """Whether the oldest transfer could have ended `timeout` seconds ago but has not."""
         return bool(self.in_flight) and now - self._awaited_since > timeout
 
     def finish_step(self, step: int, now: float) -> None:
-        """A step is computed. The oldest transfer cannot begin before its own plan is, so its time counts from then."""
+        """Records that a step is computed. The oldest transfer begins only after its own plan, so its time counts from
+        then."""
         if self.in_flight:
             own = self.in_flight[0].step
             if own is not None and step <= own:
@@ -128,6 +130,6 @@ class BlockTransfers:
 
     @property
     def blocks(self) -> Iterator[int]:
-        """The block of each reference that is held; a block may come twice."""
+        """The blocks of all references that are held; a block may occur twice."""
         for transfer in self.in_flight:
             yield from transfer.blocks

@@ -29,15 +29,15 @@ gateway that cancels a request soon learns where it is."""
 class _HandOver:
     sequence: Sequence
     leases: set[LeaseId]
-    """Saves that are not over yet."""
+    """Leases of saves that are not over yet."""
     partial: BlockHash | None
     partial_lease: LeaseId | None
     good: bool = True
 
 
 class SettledHandOver(NamedTuple):
-    """A request whose saves are over. Not `good`: blocks are missing in the store, so the request should stay on this
-    engine."""
+    """A request whose saves are over. If it is not `good` blocks are missing in the store, so the request should stay
+    on this engine."""
 
     sequence: Sequence
     partial: BlockHash | None
@@ -45,15 +45,15 @@ class SettledHandOver(NamedTuple):
 
 
 class HandOvers:
-    """Owns which saves each sequence waits for before it is handed over. One epoch's."""
+    """Owns the sequences of one epoch that wait for their saves before they are handed over."""
 
     def __init__(self, saves: Saves) -> None:
         self.waiting: dict[SequenceId, _HandOver] = {}
-        """Written here only."""
+        """The waiting hand-overs by sequence; only this class writes it."""
         self._saves = saves
 
     def start(self, sequence: Sequence) -> None:
-        """All of its tokens are planned: their blocks go to the store at once, the last, partial one too."""
+        """Saves all blocks of a fully planned sequence at once, including the last, partial one."""
         if not self._saves.possible:
             self.waiting[sequence.id] = _HandOver(sequence, set(), None, None, good=False)
             return
@@ -69,14 +69,15 @@ class HandOvers:
         self.waiting[sequence.id] = _HandOver(sequence, leases, partial, lease)
 
     def record_save(self, save: SaveOutcome) -> None:
-        """A save is over, for whichever sequences wait for it."""
+        """Records the end of a save for all sequences that wait for it."""
         for hand_over in self.waiting.values():
             if save.lease in hand_over.leases:
                 hand_over.leases.remove(save.lease)
                 hand_over.good = hand_over.good and save.good
 
     def take_settled(self) -> list[SettledHandOver]:
-        """Those that go now: all is saved and the token is known; or something was not saved, so that they stay."""
+        """Returns and forgets the hand-overs that are settled: all is saved and the token is known, or something could
+        not be saved."""
         ready = [
             each
             for each in self.waiting.values()
@@ -87,8 +88,8 @@ class HandOvers:
         return [SettledHandOver(each.sequence, each.partial, each.good) for each in ready]
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence ended, or stays. Its full blocks are saved nevertheless; its partial one is of no use to
-        others."""
+        """Forgets a sequence that ended or stays. Its full blocks are saved all the same; its partial one is useless to
+        others and is called off."""
         hand_over = self.waiting.pop(sequence.id, None)
         if hand_over is not None and hand_over.partial_lease in hand_over.leases:
             self._saves.call_off(hand_over.partial_lease)
@@ -103,19 +104,20 @@ class _SentRequest:
 
 
 class SentRequests:
-    """Owns where the last requests went that were handed over, so that a cancel that comes here is forwarded. Outlives
-    epochs."""
+    """Owns the destinations of recently handed-over requests, so that cancels that arrive here are forwarded. It
+    outlives epochs."""
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
         self._sent: RecentEntries[RequestId, _SentRequest] = RecentEntries(max_remembered)
 
     def add(self, generation: Generation, engine: EngineId, detokenizer: DetokenizerId) -> None:
-        """The request is sent to `engine`; the one sent longest ago may be forgotten for it."""
+        """Records that the request is sent to `engine`; the oldest entry may be forgotten for it."""
         self._sent[generation.request] = _SentRequest(generation.attempt, engine, detokenizer)
 
     def forward(self, message: Cancel | StopMatched) -> ForwardControl | None:
-        """What to send the engine that has the request, where it is one of these: each time, as a message may be lost.
-        Should the request never have come there, its stream has: a cancel says which."""
+        """The message for the engine that has the request; None if it was not handed over. It is sent again for every
+        cancel, as messages may be lost. If the request itself was lost on its way, the cancel names the detokenizer, so
+        that its stream ends."""
         sent = self._sent.get(message.request)
         if sent is None or sent.attempt > message.attempt:
             return None
@@ -125,7 +127,7 @@ class SentRequests:
         return ForwardControl(sent.engine, message)
 
     def take_back(self, generation: Generation) -> bool:
-        """No engine took it over; whether it is still wanted."""
+        """Forgets a request that no engine took over. Returns whether its client still wants it."""
         sent = self._sent.get(generation.request)
         if sent is None or sent.attempt != generation.attempt:
             return False
@@ -134,7 +136,7 @@ class SentRequests:
 
 
 class HandOverSender:
-    """Owns where requests have gone, and which engines take none at the moment. Outlives epochs."""
+    """Owns which requests were sent where, and which engines take none at present. It outlives epochs."""
 
     def __init__(self, engine: EngineId, store: StoreClient) -> None:
         self._engine = engine
@@ -143,7 +145,7 @@ class HandOverSender:
         self._away: RecentEntries[EngineId, None] = RecentEntries(MAX_REMEMBERED)
 
     def record_peer(self, engine: EngineId, *, takes: bool) -> None:
-        """Another engine begins or ceases to take requests over."""
+        """Records that another engine starts or stops taking requests over."""
         if takes:
             self._away.pop(engine, None)
         else:
@@ -154,12 +156,12 @@ class HandOverSender:
         return engine not in self._away
 
     def possible(self, engine: EngineId) -> bool:
-        """Whether anything can be handed over to `engine`."""
+        """Whether a request can be handed over to `engine` at present."""
         return self._store.attached and engine != self._engine and self.takes_over(engine)
 
     def send(self, settled: SettledHandOver) -> SendHandOver | None:
-        """The request with the token that was drawn and where its blocks are, for the engine that goes on; None where
-        it stays here, because that engine is away or would have to compute what is not saved."""
+        """The message that hands the request over, with its tokens and its blocks' node. None if it stays here, because
+        the engine is away or would have to compute what could not be saved."""
         sequence = settled.sequence
         engine = sequence.transfer.decode_on
         if not settled.good or engine is None or not self.takes_over(engine):

@@ -28,17 +28,17 @@ MAX_LOOKUPS = 3
 LoadDecision = Literal["compute", "look again", "await", "load"]
 """What a sequence that is first in the queue does now. await: others load the same block already."""
 
-LoadState = Literal["asked", "found", "copying", "over"]
+LoadState = Literal["requested", "found", "copying", "over"]
 
 NEXT_LOAD_STATES: dict[LoadState, frozenset[LoadState]] = {
-    "asked": frozenset({"found", "over"}),
+    "requested": frozenset({"found", "over"}),
     "found": frozenset({"copying", "over"}),
     "copying": frozenset({"over"}),
     "over": frozenset(),
 }
 """The states that may follow each state of a load.
 
-asked: the store has not replied. found: it has blocks, which wait for the sequence's turn. copying: they are being
+requested: the store has not replied. found: it has blocks, which wait for the sequence's turn. copying: they are being
 copied. over: nothing is left to be done, and the lease is released, or will be when the store's late reply comes."""
 
 
@@ -57,8 +57,8 @@ class _Load:
     """None: the sequence ended during the copy. If the copy succeeds, its blocks still enter the prefix index."""
     first: int
     lookups: int
-    state: LoadState = "asked"
-    history: list[LoadState] = field(default_factory=lambda: ["asked"])
+    state: LoadState = "requested"
+    history: list[LoadState] = field(default_factory=lambda: ["requested"])
     arena: StoreArena | None = None
     found: list[_FoundBlock] = field(default_factory=list)
     found_at: float = 0.0
@@ -93,7 +93,7 @@ class Loads:
         self.enabled = store.node is not None
         """Whether there is anything to load from; else nothing below need be called."""
         self.lookups: dict[SequenceId, _Load] = {}
-        """The loads in the states `asked` and `found`, by sequence."""
+        """The loads in the states `requested` and `found`, by sequence."""
         self._limits = limits
         self._store = store
         self._memory = memory
@@ -246,7 +246,7 @@ def _wanted(sequence: Sequence, first: int) -> list[BlockHash]:
 
 
 def _found_blocks(hashes: list[BlockHash], found: FindReply) -> list[_FoundBlock]:
-    """Those of `hashes` that were found. Raises ValueError for a reply that does not fit together."""
+    """The leading blocks of `hashes` that the reply contains. Raises ValueError if the reply contradicts itself."""
     slots = unpack(found.slots)
     generations = unpack_generations(found.generations)
     if len(slots) != len(generations):

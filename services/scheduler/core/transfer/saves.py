@@ -1,7 +1,8 @@
-"""Which computed blocks go to the KV store: offered, reserved, copied, committed. Bounded, and dropped beyond it.
+"""Saving computed blocks to the KV store: offered, reserved, copied, committed. Bounded; what exceeds the bounds is not
+saved.
 
-A block on its way needs no reference before it is copied: the prefix index says where its contents are, and where they
-are gone it is not saved. Only a partial block, which has no name there, is given by its number.
+A block that waits to be copied needs no reference: the prefix index knows where its contents are, and if they are gone
+the block is not saved. Only a partial block, which the index does not know, is given by its number.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from shared.packing import unpack, unpack_generations
 from shared.reliability.transitions import extend_history
 
 MAX_BLOCKS = 512
-"""Blocks on their way to the store; at most a quarter of KV memory, since each is kept from other use for a moment."""
+"""Most blocks on their way to the store; also at most a quarter of KV memory, since a block cannot be reused while it
+is copied."""
 MAX_OFFERED = 1024
-"""Blocks that wait to be reserved; what is computed beyond is not saved."""
+"""Most blocks that wait to be reserved; further computed blocks are not saved."""
 MAX_RESERVATIONS = 8
-"""Requests for slots without a reply."""
+"""Most requests for slots that await a reply."""
 MIN_BATCH = 64
-"""Blocks that are worth a request of their own. Fewer wait for more, a moment only."""
+"""Blocks that are worth a request of their own. Fewer wait for more, but only for a moment."""
 MAX_GATHER_SECONDS = 0.05
-"""For which the blocks of decoding sequences are gathered."""
+"""Seconds for which blocks of decoding sequences are gathered into one request."""
 MAX_BLOCKS_BESIDE_DECODES = 32
-"""Blocks that one plan saves while others decode: copying takes memory bandwidth from them."""
+"""Most blocks that one plan saves while sequences decode, because copying takes memory bandwidth from them."""
 
 SaveState = Literal["reserving", "ready", "copying", "committing", "over"]
 
@@ -43,9 +45,10 @@ NEXT_SAVE_STATES: dict[SaveState, frozenset[SaveState]] = {
 }
 """The states that may follow each state of a save.
 
-reserving: the store is asked for slots. ready: it has granted some, and not all of those are in a plan. copying: all
-are, and not every rank has copied them. committing: the store is asked to show them to others. over: the lease is
-released; nothing was copied, or something failed, or the store has answered."""
+reserving: slots are requested from the store. ready: slots are reserved, and some of them are in no plan yet. copying:
+all are in plans, and not every rank has copied them. committing: the store was requested to commit them. over: the
+lease has ended, because the store has replied, nothing was copied, or something failed.
+"""
 
 
 class _ReservedBlock(NamedTuple):
@@ -56,24 +59,24 @@ class _ReservedBlock(NamedTuple):
 
 @dataclass(slots=True)
 class _Save:
-    """What goes to the store under one lease."""
+    """The blocks that are saved under one lease."""
 
     lease: LeaseId
     hashes: list[BlockHash]
     block: int | None = None
-    """Of a partial block: where it is."""
+    """The number of a partial block; None for full blocks, which the prefix index finds."""
     state: SaveState = "reserving"
     history: list[SaveState] = field(default_factory=lambda: ["reserving"])
     arena: StoreArena | None = None
     reserved: deque[_ReservedBlock] = field(default_factory=deque)
-    """Reserved, and not copied yet."""
+    """Blocks with a slot that are not copied yet."""
     reserved_at: float = 0.0
     copied: int = 0
     copying: int = 0
-    """Transfers under way."""
+    """Number of its transfers in flight."""
     failed: bool = False
     complete: bool = True
-    """Whether nothing was left out."""
+    """Whether every block was still there to be copied."""
     wanted: bool = True
 
     def move(self, state: SaveState) -> None:
@@ -83,24 +86,24 @@ class _Save:
 
 
 class SaveOutcome(NamedTuple):
-    """All of a lease's blocks are in the store, or (not `good`) some may be missing."""
+    """The end of a save: all blocks of the lease are in the store or, if not `good`, some may be missing."""
 
     lease: LeaseId
     good: bool
 
 
 class Saves:
-    """Owns what is on its way to the store."""
+    """Owns the blocks on their way to the store."""
 
     def __init__(self, store: StoreClient, memory: BlockAllocator, transfers: BlockTransfers) -> None:
         self.ready: deque[_Save] = deque()
-        """Those with blocks to copy in the next plan; written here only."""
+        """Saves with blocks to copy in the next plan; only this class writes it."""
         self._store = store
         self._memory = memory
         self._transfers = transfers
         self._max_blocks = max(1, min(MAX_BLOCKS, memory.pool.total // 4))
         self._offered: dict[BlockHash, bytes] = {}
-        """Names of blocks, each with its parent's."""
+        """The hash of each offered block and its parent's hash."""
         self._offered_since = 0.0
         self._saves: dict[LeaseId, _Save] = {}
         self._reserving = 0
@@ -110,28 +113,28 @@ class Saves:
 
     @property
     def possible(self) -> bool:
-        """Whether the store can be asked at present."""
+        """Whether the store accepts requests at present."""
         return self._store.attached
 
     @property
     def busy(self) -> bool:
-        """Whether anything is still to be done before all that was offered is saved."""
+        """Whether anything that was offered is not saved yet."""
         return bool(self._offered or self._saves)
 
     @property
     def leases(self) -> set[LeaseId]:
-        """All that are held, or will be once the store has replied."""
+        """All leases that are held, or will be once the store has replied."""
         return set(self._saves)
 
     @property
     def copying(self) -> int:
-        """Transfers under way."""
+        """Number of transfers in flight."""
         return sum(save.copying for save in self._saves.values())
 
     # ---- reserving
 
     def offer(self, blocks: list[NamedBlock], now: float) -> None:
-        """Blocks that the plan which was just made computes. Beyond MAX_OFFERED they are counted as unsaved."""
+        """Offers the blocks that the plan just made computes. Those beyond MAX_OFFERED are counted as unsaved."""
         if not self._store.attached:
             return
         if not self._offered:
@@ -143,7 +146,7 @@ class Saves:
         self._store.counters.blocks_unsaved += len(blocks[room:])
 
     def reserve(self, now: float, *, idle: bool) -> None:
-        """Asks for slots, where enough blocks are gathered, or have been for long enough, or nothing else happens."""
+        """Requests slots if enough blocks are gathered, or have waited long enough, or the engine is idle."""
         while self._offered and self._reserving < MAX_RESERVATIONS:
             count = min(len(self._offered), MIN_BATCH, self._max_blocks - self._blocks)
             due = len(self._offered) >= MIN_BATCH or idle or now - self._offered_since >= MAX_GATHER_SECONDS
@@ -155,7 +158,8 @@ class Saves:
                 self._reserve(batch, bytes([BLOCK_SIZE]) * len(batch), None)
 
     def save_now(self, blocks: list[NamedBlock]) -> set[LeaseId]:
-        """Everything of a sequence that is to be handed over, whatever else is on its way. The leases to wait for."""
+        """Saves all full blocks of a sequence that is to be handed over, ahead of others. Returns the leases to wait
+        for."""
         leases = {self._under_way[block.hash] for block in blocks if block.hash in self._under_way}
         rest = [block for block in blocks if block.hash not in self._under_way]
         for block in rest:
@@ -165,7 +169,7 @@ class Saves:
         return leases
 
     def save_partial(self, name: NamedBlock, tokens: int, block: int) -> LeaseId:
-        """A block that is not full. The caller keeps hold of `block` until the lease is over, or calls it off."""
+        """Saves a block that is not full. The caller must keep `block` until the lease is over, or call it off."""
         return self._reserve([name], bytes([tokens]), block)
 
     def _reserve(self, batch: list[NamedBlock], tokens: bytes, block: int | None) -> LeaseId:
@@ -178,7 +182,7 @@ class Saves:
         return lease
 
     def record_reservation(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> None:
-        """The store has granted slots, or has not; None: it has not replied in time."""
+        """Records the store's reply to a reservation; None: it did not reply in time."""
         save = self._saves.get(lease)
         if save is None:  # of an epoch that is over
             self._store.release(lease)
@@ -196,7 +200,7 @@ class Saves:
     # ---- copying
 
     def plan(self, max_blocks: int, now: float) -> None:
-        """Adds transfers to the plan that is being made, of `max_blocks` together."""
+        """Adds transfers to the plan that is being made, at most `max_blocks` blocks together."""
         while self.ready and max_blocks > 0 and self._transfers.room > 0:
             save = self.ready[0]
             if not self._store.holds(save.lease) or now - save.reserved_at > self._store.usable_seconds:
@@ -208,7 +212,7 @@ class Saves:
                 self._advance(save)
 
     def _copy(self, save: _Save, max_blocks: int, now: float) -> int:
-        """Starts copying some of its blocks; how many."""
+        """Adds some of its blocks to the plan; returns how many."""
         assert save.arena is not None
         copies: list[BlockCopy] = []
         while save.reserved and len(copies) < max_blocks:
@@ -225,7 +229,7 @@ class Saves:
         return len(copies)
 
     def finish_transfer(self, lease: LeaseId, done: bool) -> None:
-        """One of the lease's transfers has ended; `done`: every rank has copied all of it."""
+        """Records the end of one of the lease's transfers; `done`: every rank has copied all of it."""
         save = self._saves[lease]
         save.copying -= 1
         save.failed = save.failed or not done

@@ -30,22 +30,22 @@ from shared.messages.kvstore import (
 from shared.reliability.retry import Backoff, CircuitBreaker
 
 ATTACH_TIMEOUT = 10.0
-"""Seconds; a new arena has to be made."""
+"""Seconds for a reply to Attach; the store may have to make a new arena."""
 ATTACH_RETRY = 1.0
-"""Seconds until a store that refused to attach this engine is asked again."""
+"""Seconds until the next attempt after the store refused to attach this engine."""
 WRITE_TIMEOUT = 1.0
-"""Seconds for a reply that no sequence waits for: to Reserve and Commit."""
+"""Seconds for a reply to Reserve and Commit; no sequence waits for it."""
 ROUND_TRIP_MARGIN = 0.025
-"""Seconds that a reply may be late, beyond the deadline that the store was given: the way there and back."""
+"""Seconds that a reply may take beyond the deadline in the request: the time on the bus."""
 USABLE_SHARE = 0.6
-"""Share of a lease's time in which its blocks are put to use; the rest is for doing so."""
+"""Share of a lease's time in which copies of its blocks may start; the rest is for finishing them."""
 MAX_UNANSWERED = 3
-"""Requests in a row without a reply, over `MIN_SILENCE` at least, after which the store is left alone for a while: its
-answers are waited for. Some may be late because the machine is busy."""
+"""Consecutive requests without a reply, over at least `MIN_SILENCE`, after which the store gets no requests for a
+while. Fewer may only mean that the machine is busy."""
 MIN_SILENCE = 1.0
-"""Seconds."""
+"""Seconds without a reply after which the circuit breaker may open."""
 PAUSES = Backoff(1.0, 16.0)
-"""Seconds without a request; then one more request shows whether the store replies again."""
+"""Seconds without requests; then a single request shows whether the store replies again."""
 
 
 def new_breaker() -> CircuitBreaker:
@@ -54,30 +54,30 @@ def new_breaker() -> CircuitBreaker:
 
 
 class StoreArena(NamedTuple):
-    """Which file blocks are copied to or from."""
+    """The arena file that blocks are copied to or from."""
 
     id: ArenaId
     path: str
 
 
 class StoreClient:
-    """Owns the attachment, the numbers of leases, and which leases count. Outlives the engine's epochs."""
+    """Owns the attachment to the store, the numbers of leases, and which leases are held. It outlives epochs."""
 
     def __init__(self, role: EngineRole, counters: EngineCounters) -> None:
         self.node = role.node
         self.counters = counters
         self._owner = role.owner
         self._incarnation: Incarnation | None = None
-        """The store's present life; None while it is away."""
+        """The store's present incarnation; None while it is away."""
         self._wanted: Attach | None = None
-        """What this engine's workers can share."""
+        """The layout that this engine's workers can share, as an Attach message; None if they cannot."""
         self._attached: AttachReply | None = None
         self._attaching = False
         self._attach_at: float | None = None
         self._breaker = new_breaker()
         self._leases = 0
         self._held: dict[LeaseId, str] = {}
-        """And the layout that each is for."""
+        """The layout of each lease that is held."""
         self._out: list[Output] = []
 
     # ---- who is there
@@ -88,7 +88,8 @@ class StoreClient:
         return self._attached is not None and not self._breaker.is_open
 
     def record_ready(self, incarnation: Incarnation) -> bool:
-        """A store is there, in this life of it; whether it is another one than before, which knows no lease of ours."""
+        """Records that a store runs, with this incarnation. Returns whether it is a new one, which knows no lease of
+        this engine."""
         if incarnation == self._incarnation:
             return False
         self.record_gone()
@@ -99,7 +100,7 @@ class StoreClient:
         return True
 
     def record_gone(self) -> None:
-        """The store is away. Leases are forgotten: its own end has ended them."""
+        """Records that the store is away. Leases are forgotten, as they ended with it."""
         self._incarnation = self._attached = self._attach_at = None
         self._held.clear()
 
@@ -112,7 +113,7 @@ class StoreClient:
         self._attach()
 
     def record_attach(self, request: Attach, reply: KvStoreReply | None, now: float) -> None:
-        """Records whether the store attached this engine; if not, it is asked again in ATTACH_RETRY seconds."""
+        """Records whether the store attached this engine; if not, the next attempt follows in ATTACH_RETRY seconds."""
         self._attaching = False
         if request != self._wanted:
             self._attach()
@@ -214,18 +215,18 @@ class StoreClient:
             self.detach()
 
     def detach(self) -> None:
-        """Attaches again. Leases are ended as they would have been."""
+        """Drops the attachment and attaches again. Leases that are held stay, and are released as usual."""
         self._attached = None
         self._attach()
 
     def take_outputs(self) -> list[Output]:
-        """What is to be sent to the store since the last call, in order."""
+        """The messages for the store since the last call, in order."""
         out, self._out = self._out, []
         return out
 
     def _new_lease(self) -> tuple[LeaseId, str]:
-        """And the layout that it is for."""
-        assert self._attached is not None, "only an attached store is asked"
+        """A new lease and the layout that it is for."""
+        assert self._attached is not None, "leases need an attached store"
         self._leases += 1
         lease = LeaseId(self._leases)
         self._held[lease] = self._attached.layout

@@ -17,7 +17,7 @@ _OPENING = ("additionalProperties", "patternProperties", "propertyNames")
 
 
 class Contradiction(Exception):
-    """Nothing satisfies both."""
+    """No value satisfies both schemas."""
 
 
 def merge_schemas(one: Schema, other: Schema, path: str) -> Schema:

@@ -40,7 +40,7 @@ BY_TYPE["integer"] = BY_TYPE["number"]
 UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ASSERTIONS = frozenset({"type", "enum", "const"}) | COMBINING | frozenset().union(*BY_TYPE.values())
-"""What is enforced. All others are notes to the reader, or `REFUSED`."""
+"""Keywords that are enforced. All others are annotations, or in `REFUSED`."""
 
 REFUSED = (
     "not",

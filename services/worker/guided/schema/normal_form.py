@@ -55,7 +55,7 @@ def _normal_form(schema: Any) -> Schema:
 class _Branch(NamedTuple):
     flat: Schema
     schema: Any
-    """The same to read: as it is where nothing stands beside it, so that references stay what they are."""
+    """The branch for reading; unchanged if nothing stands beside it, so that references are kept."""
     path: str
 
 

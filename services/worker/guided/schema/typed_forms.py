@@ -88,7 +88,7 @@ def _name_schema(names: Any, path: str) -> Schema:
 
 
 def _check_least(counts: Schema, path: str) -> None:
-    """Of names that the model chooses some may be equal, and count once."""
+    """Refuses a minimum of properties, because names that the model chooses may be equal and count once."""
     if counts.get("minProperties", 0) > 1:
         raise refuse(f"{path}.minProperties", "above 1 it is supported only where every property is described")
 
@@ -146,7 +146,7 @@ def _prefix_and_rest(schema: Schema, path: str, read: Read, *, closed: bool) -> 
 
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _LARGEST_DIVISOR = 1024
-"""Of the compiler's."""
+"""The largest `multipleOf` that the compiler supports."""
 
 
 def number_form(schema: Schema, path: str, *, whole: bool) -> Schema | None:

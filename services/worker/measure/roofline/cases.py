@@ -33,11 +33,11 @@ class KernelCase(NamedTuple):
 
     name: str
     work: KernelWork
-    """Of one call."""
+    """Bytes and operations of one call."""
     ours: list[Call]
-    """The same on different memory, one after the other: in a model, too, nothing waits in the caches."""
+    """Equal calls on different memory, to be run one after the other: in a model, too, nothing is in the caches."""
     rival: list[Call]
-    """Empty where torch has nothing of the kind, or ours is torch's."""
+    """Calls of torch's own operation; empty if torch has none, or if ours is torch's."""
     rival_name: str = "torch"
 
 

@@ -20,7 +20,7 @@ from services.worker.ops.native.kernels import NativeKernels
 from services.worker.ops.native.native_ops import NativeOps
 
 _COPIED_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
-"""Of each of the two places: far more than any cache holds."""
+"""Bytes of the source and of the target, far more than any cache holds."""
 _SQUARES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
 _PROBED_STEPS = 200_000
 

@@ -37,7 +37,8 @@ def decode_flops(contexts: Iterable[int], *, heads: int, head_dim: int, window: 
 
 
 def prefill_flops(prefills: Iterable[tuple[int, int]], *, heads: int, head_dim: int, window: int | None = None) -> int:
-    """Of sequences of (rows, context), the rows being the context's last; what the causal mask hides is not counted."""
+    """Operations of sequences of (rows, context), where the rows are the last of the context; what the causal mask
+    hides is not counted."""
     return 4 * heads * head_dim * sum(_seen(rows, context, window) for rows, context in prefills)
 
 

@@ -50,9 +50,9 @@ FAMILIES: dict[str, Callable[[KernelContext], Cases]] = {
 _ROWS = {"cpu": (1, 16, 64), "cuda": (1, 16, 64, 256, 2048)}
 _CONTEXTS = {"cpu": (128, 1024), "cuda": (1024, 4096, 8192)}
 _CEILINGS_SHARE = 0.1
-"""Of the seconds that are given, before the kernels and again behind them."""
+"""Share of the given seconds for measuring the limits, once before and once after the kernels."""
 _ROOM = 0.5
-"""Of the free memory."""
+"""Share of the free memory that the kernels may use."""
 _MIN_BUDGET = 0.02
 """Seconds that a kernel's runs get at the least."""
 
@@ -127,7 +127,7 @@ class _Kernels:
         )
 
     def _timed(self, calls: list[Call], budget: float) -> Timing:
-        """Of one call, in a row of them."""
+        """Times one call, in a series of them."""
 
         def all_calls() -> None:
             for call in calls:

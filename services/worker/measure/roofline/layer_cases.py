@@ -36,7 +36,7 @@ _SDPA = "torch SDPA, not paged"
 
 
 def decode_attention(context: KernelContext) -> Cases:
-    """Of one token for each sequence."""
+    """Attention of one token for each sequence."""
     for length in context.contexts:
         for rows in context.rows:
             shape = _shape(context)
@@ -48,7 +48,7 @@ def decode_attention(context: KernelContext) -> Cases:
 
 
 def prefill_attention(context: KernelContext) -> Cases:
-    """Of whole prompts, one at a time."""
+    """Attention of whole prompts, one at a time."""
     for length in context.contexts:
         shape, rows = _shape(context), [(length, length)]
         work = KernelWork(

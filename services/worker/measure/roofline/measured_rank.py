@@ -42,7 +42,7 @@ from shared.ids import ModelName
 
 _PATIENCE = timedelta(minutes=10)
 _KEPT_FREE = 0.1
-"""Of the memory that is free beside the weights: activations."""
+"""Share of the free memory beside the weights that is kept for activations."""
 _NOISE_ELEMENTS = 1 << 20
 
 
@@ -82,7 +82,7 @@ class MeasuredRank(NamedTuple):
         return self.communicator.minimum(room // self.block_bytes)
 
     def ready(self, blocks: int) -> ModelReady:
-        """What is reported before the first step, for a runner of so many blocks."""
+        """The report before the first step, for a runner of so many blocks."""
         return ModelReady(
             ops=self.model.decoder.ops_name,
             weight_bytes=int(self.traffic.weight_bytes),
@@ -162,7 +162,7 @@ def fill_with_noise(tensor: torch.Tensor) -> None:
 
 
 def _needed_graphs(graphs: DecodeGraphs, batches: set[int]) -> DecodeGraphs:
-    """Of an engine's sizes those that these batches are padded to."""
+    """The graphs of those sizes that these batches are padded to."""
     sizes = {padded_size(batch, graphs.sizes) for batch in batches}
     return replace(graphs, sizes=tuple(sorted(size for size in sizes if size is not None)))
 
@@ -181,7 +181,7 @@ _DEFAULT_SHAPES = {"cpu": "qwen3-0.6b", "cuda": "llama-3.1-8b"}
 
 
 class CannotMeasure(Exception):
-    """What is asked for cannot be measured; the text says what to change."""
+    """The requested measurement is not possible; the text says what to change."""
 
 
 class MeasuredModel(NamedTuple):
@@ -237,7 +237,7 @@ def _folder(shape: str | None, model: str | None) -> Iterator[Path]:
 
 
 def describe_start(measured: MeasuredModel) -> MeasureStarted:
-    """What is reported first: the device, the model, and how busy the machine is."""
+    """The first report: the device, the model, and how busy the machine is."""
     on_cpu = measured.device.type == "cpu"
     return MeasureStarted(
         device="CPU" if on_cpu else torch.cuda.get_device_name(measured.device),

@@ -44,7 +44,7 @@ _BATCHES = {"cpu": (1, 4, 16, 64), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256, 51
 _CONTEXTS = {"cpu": (128, 1024, 4096), "cuda": (128, 1024, 4096, 8192, 32768)}
 _PREFILLS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
 _CEILINGS_SHARE = 0.1
-"""Of the seconds that are given, before the steps and again behind them."""
+"""Share of the given seconds for measuring the limits, once before and once after the steps."""
 _WHOLE_RUNS = 10
 _WORST = 4.0
 """A step is left out where it would not end in time though it ran at a quarter of the limit."""

@@ -41,7 +41,7 @@ class ModelTraffic:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all matrices, every expert included; a tied embedding counts once, as the head."""
+        """Bytes of all matrices, every expert included; a tied embedding counts once, as the head."""
         layers = sum(self._attention(True) + self._attention(False) + self._mlp(each, None) for each in self._layers)
         return self._item * (layers + self._head)
 
@@ -118,7 +118,7 @@ def _seen(case: StepCase, window: int | None) -> int:
 
 
 def _pairs(case: StepCase, window: int | None) -> int:
-    """Of a query and a key, for one sequence."""
+    """Number of pairs of a query and a key, for one sequence."""
     if case.kind == "decode":
         return _seen(case, window)
     rows = case.context

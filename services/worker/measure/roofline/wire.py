@@ -16,7 +16,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 OpsName = Literal["auto", "torch", "native", "triton"]
 CacheDtype = Literal["auto", "fp8"]
 AttentionName = Literal["auto", "triton", "flash-attn"]
-"""As `ops_choice` has them, which imports torch."""
+"""The names in `ops.interface`, repeated here because that module imports torch."""
 Bound = Literal["memory", "compute"]
 
 
@@ -80,7 +80,7 @@ class KernelWork(Struct, frozen=True):
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
+        """Arithmetic intensity: operations per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 

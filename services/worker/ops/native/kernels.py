@@ -15,7 +15,7 @@ from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
-"""`Activation` of linear.h."""
+"""The values of `Activation` in linear.h."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
 VERSION = 7
-"""Of the interface; api.cpp's `baton_version` must say the same."""
+"""Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
-"""`Number` of linear.h."""
+"""The values of `Number` in linear.h."""
 
 OUT_FLOAT, OUT_GATED = 0, 2
 """`Out::kFloat` and `Out::kGated` of linear.h."""

@@ -16,9 +16,9 @@ from services.worker.kv.rank_heads import RankHeads
 from services.worker.ops.native import library
 
 _MIN_CHECKSUM_BYTES = 240
-"""`Checksum::kShortest` of checksum.h."""
+"""The value of `Checksum::kShortest` in checksum.h."""
 _COPIED: tuple[Copied, ...] = ("all", "other generation", "other checksum")
-"""`KvCopied` of kv_copy.h."""
+"""The values of `KvCopied` in kv_copy.h."""
 
 
 class NativeKvCopier:

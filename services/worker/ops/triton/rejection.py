@@ -33,7 +33,7 @@ class RejectionInputs(NamedTuple):
     drafting: Tensor | None
     """q, float32 [Q, K, V]: what each draft was drawn from; None where drafts are certain."""
     drafts: Tensor
-    """int32 [Q, K]"""
+    """int32 [Q, K] draft tokens of each sequence."""
     counts: Tensor
     """int32 [Q] drafts of each sequence."""
     chances: Tensor

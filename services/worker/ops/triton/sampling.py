@@ -27,7 +27,7 @@ AT_ONCE = 32
 """Chunks that a program looks through at once; the first of these stay in its registers."""
 WARPS = 8
 REGISTERS = 128
-"""Of a thread, at most: two programs then fit on an SM, and all rows of a large batch onto an H200 at once."""
+"""Most registers of a thread. Two programs then fit on an SM, and all rows of a large batch onto an H200 at once."""
 
 _ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0, the weight of the likeliest token."""
@@ -290,7 +290,7 @@ def draw_kernel(
 
 
 WORDS = 64
-"""Of bits, for one program."""
+"""Words of mask bits that one program applies."""
 
 
 def apply_bitmask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:

@@ -31,12 +31,12 @@ def test_a_store_tells_how_full_it_is_and_how_often_it_helps() -> None:
     assert sentence(said) == "n1: 32/64 MiB, 32 blocks, 2 pinned, 75% hits, 5 from below"
 
 
-def test_a_store_that_nobody_asked_has_no_rate() -> None:
+def test_a_store_without_lookups_has_no_hit_rate() -> None:
     fresh = msgspec.structs.replace(STORE, hits=0, misses=0, lower_hits=0, pinned=0)
     said = detail(life("kvstore", "kvstore-1", store=fresh))
     assert said is not None
     assert said["hit_rate"] is None
-    assert sentence(said) == "n1: 32/64 MiB, 32 blocks, nothing asked yet"
+    assert sentence(said) == "n1: 32/64 MiB, 32 blocks, no lookups yet"
 
 
 @pytest.mark.parametrize(("node", "shown"), [(None, "decode: "), (NodeId("n1"), "decode at n1: ")])

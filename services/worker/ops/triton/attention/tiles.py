@@ -30,8 +30,8 @@ _MIN_PREFILL_SHARE = 512
 """Tokens of a prefill's share: rows × head size in float32 are written and read again for each."""
 
 _MERGED_TOKENS = 256
-"""Of so many tokens a row's products take as long as its share's 2 · 4 · D bytes, written and read: 512 FLOPs a token
-for each 1 KiB, D = 128, at half of 990 TFLOP/s and 4.3 TB/s."""
+"""With so many tokens the products of a row take as long as writing and reading its share's 2 · 4 · D bytes: 512 FLOPs
+a token for each 1 KiB, D = 128, at half of 990 TFLOP/s and 4.3 TB/s."""
 
 _MAX_WAVES = 4
 """With more waves of programs than these, an almost empty last one costs little: no finer cut is looked for."""
@@ -66,7 +66,8 @@ def packed_rows(group: int) -> int:
 
 @cache
 def decode_tile(head_dim: int, group: int, cache_itemsize: int) -> Tile:
-    """Of decode attention, for any GPU from sm_80 on. Float8 is widened in registers, so it has no larger tiles."""
+    """The tile of decode attention, for any GPU from sm_80 on. Float8 is widened in registers, so it has no larger
+    tiles."""
     width = max(64, padded(head_dim))
     tokens = max(16, min(128, _DECODE_BYTES // (width * max(2, cache_itemsize))))
     # Float32 heads of 256 take more registers than four warps have.

@@ -25,12 +25,12 @@ AT_ONCE = (512, 4096)
 
 
 class Picks(NamedTuple):
-    """Of n rows."""
+    """The experts that n rows have chosen."""
 
     chances: Tensor
-    """float32 [n, chosen]"""
+    """float32 [n, chosen] weight of each chosen expert."""
     experts: Tensor
-    """int32 [n, chosen]"""
+    """int32 [n, chosen] number of each chosen expert."""
 
 
 class SortedPicks(NamedTuple):
@@ -39,7 +39,7 @@ class SortedPicks(NamedTuple):
     picks: Tensor
     """int32 [tiles * rows of a tile]; in padding, the number of picks."""
     tile_experts: Tensor
-    """int32 [tiles]"""
+    """int32 [tiles] the expert of each tile."""
     tiles: Tensor
     """int32 [1]: how many are used."""
 
@@ -192,7 +192,7 @@ _LINE = 32 * 16
 
 
 class ExpertTile(NamedTuple):
-    """Of a product of some rows with some columns of one expert."""
+    """The tile of a product of some rows with some columns of one expert."""
 
     rows: int
     columns: int
@@ -205,7 +205,7 @@ class ExpertTile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Of a row times some columns of its own expert, by one warp, without tensor cores."""
+    """The tile of a row times some columns of its own expert, by one warp, without tensor cores."""
 
     columns: int
     depth: int
@@ -217,12 +217,13 @@ def one_by_one(rows: int, chosen: int, experts: int) -> bool:
 
 
 def up_row_tile(itemsize: int) -> RowTile:
-    """Of the gates, and as many ups."""
+    """The tile of the gates and as many ups."""
     return RowTile(columns=2, depth=_LINE // itemsize)
 
 
 def down_row_tile(itemsize: int) -> RowTile:
-    """Of all chosen experts of a row, one behind the other: few columns, so that one row is work for the whole GPU."""
+    """The tile of all chosen experts of a row, one after the other: few columns, so that one row is work for the whole
+    GPU."""
     return RowTile(columns=2, depth=_LINE // itemsize)
 
 
