@@ -47,7 +47,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         float, Meta(gt=0, description="Seconds that a grammar may take to compile, before its request is refused.")
     ] = 30.0
     step_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds that a step may take, before this process ends and is restarted.")
+        float, Meta(gt=0, description="Maximum seconds of a step before this process ends; slow devices get more.")
     ] = 60.0
 
     role: Annotated[

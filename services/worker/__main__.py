@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from services.worker.actor import WorkerActor
 from services.worker.backend import BackendError
 from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import make_backend
+from services.worker.watchdog import StepHung
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
+from shared.error_groups import innermost
 
 log = logging.getLogger(__name__)
 
 CANNOT_SERVE = 2
 """Exit status, as for settings that cannot be used: a start is given up at once, as the next one would fail, too."""
+
+HUNG = 70
+"""Exit status after a step that never ended."""
 
 
 async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
@@ -31,6 +37,10 @@ def main() -> None:
     except* BackendError as errors:
         log.error("cannot serve", extra={"model": config.model, "reason": str(errors.exceptions[0])})
         raise SystemExit(CANNOT_SERVE) from None
+    except* StepHung as errors:
+        log.critical("step hung", extra={"reason": str(innermost(errors))})
+        logging.shutdown()
+        os._exit(HUNG)  # an orderly exit would wait for the thread that hangs
 
 
 if __name__ == "__main__":

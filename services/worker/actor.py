@@ -17,6 +17,7 @@ from services.worker.executor.compute_thread import ComputeThread
 from services.worker.executor.plan_queue import PlanGap, PlanQueue
 from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
+from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
 from shared.actor import Actor, TopicSubscription
 from shared.bus import Bus
@@ -51,7 +52,7 @@ class WorkerActor(Actor):
         self._backend: Backend | None = None
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
-        self._in_hand = 0
+        self._watchdog = StepWatchdog(identity.min_step_timeout, identity.first_step_timeout)
         self._published = 0
         self._sums = StepSums()
 
@@ -62,6 +63,7 @@ class WorkerActor(Actor):
     async def set_up(self) -> None:
         """Makes the backend, which takes from a second to minutes. Raises BackendError."""
         self._backend = await self._thread.start()
+        self._watchdog.compiles_kernels = self._backend.mode == "launched"
         extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
         log.info("backend ready", extra=extra)
 
@@ -73,7 +75,7 @@ class WorkerActor(Actor):
             case "first" | "next":
                 if arrival == "first":
                     self._published = 0
-                self._in_hand += 1
+                self._watchdog.start(message, time.perf_counter())
                 if message.transfers or arrival == "first":
                     self._ledger.record(message)
                 if message.compile and self._publishes:
@@ -87,11 +89,19 @@ class WorkerActor(Actor):
                 assert_never(arrival)
 
     async def background(self) -> None:
-        """Publishes what comes of plans, transfers and grammars. Raises what computing or copying raised."""
+        """Publishes what comes of plans, transfers and grammars. Raises what computing or copying raised, and StepHung
+        where a step does not end."""
         async with asyncio.TaskGroup() as reports:
             reports.create_task(self._report_steps())
             reports.create_task(self._report_transfers())
             reports.create_task(self._report_grammars())
+            reports.create_task(self._watch_steps())
+
+    async def _watch_steps(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_EVERY)
+            metrics.STEP_DEADLINE.set(self._watchdog.seconds_allowed())
+            self._watchdog.check(time.perf_counter())
 
     async def _report_grammars(self) -> None:
         while True:
@@ -107,7 +117,7 @@ class WorkerActor(Actor):
     async def _report_steps(self) -> None:
         while True:
             plan, output, ended = await self._plans.results.get()
-            self._in_hand -= 1
+            self._watchdog.finish(time.perf_counter(), computed=output is not None)
             if output is None:
                 continue
             output = replace(output, timing=replace(output.timing, answer=max(0.0, time.perf_counter() - ended)))
@@ -133,11 +143,11 @@ class WorkerActor(Actor):
 
     def is_idle(self) -> bool:
         """Whether no plan is in hand and all transfers are over."""
-        return self._in_hand == 0 and self._ledger.pending == 0
+        return not self._watchdog and self._ledger.pending == 0
 
     def load(self) -> int:
         """Number of plans that have been received and not finished."""
-        return self._in_hand
+        return len(self._watchdog)
 
     def worker_report(self) -> WorkerReport | None:
         """What the lifecycle message says of this rank; None before its backend is made."""

@@ -26,6 +26,10 @@ class RankIdentity:
     """Stages of the ranks' pipeline."""
     max_num_seqs: int | None = None
     max_batch_tokens: int | None = None
+    min_step_timeout: float | None = None
+    """Seconds: no deadline of a step is shorter. None: as the device needs it."""
+    first_step_timeout: float = 600.0
+    """Seconds that the first step of all may take."""
     kvstore_dir: Path | None = None
     """None: what it asks to be copied to or from a KV store fails."""
 
@@ -105,6 +109,17 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     ] = False
     max_num_seqs: Annotated[int, Meta(ge=1, description="Maximum sequences in one step."), UpOption("Capacity")] = 256
     max_batch_tokens: Annotated[int, Meta(ge=1, description="Maximum tokens in one step."), UpOption("Capacity")] = 2048
+    min_step_timeout: Annotated[
+        float | None,
+        Meta(
+            gt=0,
+            description="Seconds after which a step may count as hung; slow steps get 10 times their usual time. "
+            "Default: 2, and 20 on a GPU, where kernels may be compiled.",
+        ),
+    ] = None
+    first_step_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds after which the first step of a process counts as hung.")
+    ] = 600.0
     kvstore_dir: Annotated[
         Path | None, Meta(description="Directory of the node's KV store; none: no blocks are shared.")
     ] = None
@@ -183,6 +198,8 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             stages=self.pp,
             max_num_seqs=self.max_num_seqs,
             max_batch_tokens=self.max_batch_tokens,
+            min_step_timeout=self.min_step_timeout,
+            first_step_timeout=self.first_step_timeout,
             kvstore_dir=self.kvstore_dir,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from services.worker.backend import StepOutput
 from shared.messages.lifecycle import StepSums
@@ -21,6 +21,10 @@ PART_SECONDS = Histogram(
     "Seconds of each phase of steps; wait is idle time while there is traffic; answer overlaps the next step.",
     ["part"],
     buckets=_BUCKETS,
+)
+STEP_DEADLINE = Gauge(
+    "baton_worker_step_deadline_seconds",
+    "Seconds that the step in hand may take before the rank ends as hung; 0: none.",
 )
 PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds of pauses: more than 0.25 s without a plan.")
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")

@@ -158,8 +158,8 @@ class EpochState:
     def overdue(self, now: float) -> str | None:
         """The step or transfer that takes so long that the workers count as wedged, if any."""
         timeout = self.limits.step_timeout
-        if self.steps.overdue(now, timeout):
-            return f"step {self.steps.finished} took longer than {timeout:g} s"
+        if (allowed := self.steps.overdue(now, timeout)) is not None:
+            return f"step {self.steps.finished} took longer than {allowed:g} s"
         if self.transfers.in_flight and self.transfers.overdue(now, timeout):
             return f"copying blocks from or to the KV store took longer than {timeout:g} s"
         return None

@@ -36,7 +36,8 @@ class EngineLimits:
     """Delay a plan until the step before is half over (nearly over, if it is short), so that it includes the requests
     that arrive meanwhile."""
     step_timeout: float = 60.0
-    """Seconds that the oldest step in flight may take before the engine counts as stuck."""
+    """Seconds that the oldest step in flight may take before the engine counts as stuck. A slow device gets more
+    (`StepsInFlight.overdue`)."""
     store_deadline: float = 0.015
     """Seconds that a lookup of a new sequence in the KV store may take."""
     remote_deadline: float = 0.5

@@ -314,7 +314,7 @@ async def test_a_compute_error_ends_the_worker(memory_bus: MemoryBus, model: Pat
 
 class Wedged(SimBackend):
     def prepare(self, plan: StepPlan) -> SimStep:
-        time.sleep(1.0)
+        time.sleep(10.0)
         return super().prepare(plan)
 
 

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
 from shared.ids import Incarnation, SequenceId
+from shared.reliability.step_times import StepTimes, deadline_of
 
 MIN_REPORT_INTERVAL = 0.4
 """Seconds between two reports of a rank that are compared. Anything sent before the first has arrived by the second."""
-RECENT_STEPS = 8
-"""Steps of each size that are remembered."""
 MIN_LEAD = 0.006
 """Seconds before the end of a step by which the next plan must be sent. It takes 1 to 2 ms on a quiet machine to arrive
 and be prepared; the rest covers pauses of the processes involved."""
+FIRST_STEP = 10.0
+"""How much longer the first step of an epoch may take than the shortest deadline."""
 MIN_DELAY = 0.001
 """Shorter delays, in seconds, are not worth waiting for: timers are no finer."""
 
@@ -52,7 +53,7 @@ class StepsInFlight:
         self.issued = 0
         self.finished = 0
         self._expected: deque[ExpectedResult] = deque()
-        self._seconds: dict[int, deque[float]] = {}
+        self._times = StepTimes()
         """Of the last steps, by their size in tokens rounded to a power of two."""
         self._awaited_since = 0.0
         self._reports: dict[int, _RankReport] = {}
@@ -76,8 +77,7 @@ class StepsInFlight:
         expected = self._expected.popleft()
         if samples != expected.samples:
             raise ValueError(f"step {self.finished}: {samples} sampled, {expected.samples} were planned")
-        recent = self._seconds.setdefault(expected.tokens.bit_length(), deque(maxlen=RECENT_STEPS))
-        recent.append(now - self._awaited_since)
+        self._times.record(expected.tokens, now - self._awaited_since)
         self.finished += 1
         self._awaited_since = now
         return expected
@@ -90,16 +90,23 @@ class StepsInFlight:
         recent one of its size, but at least MIN_LEAD before its end. It is due at once if a size was not seen yet.
         """
         ahead = len(self._expected) - (stages - 1)
-        sizes = [expected.tokens.bit_length() for expected in islice(self._expected, max(0, ahead))]
-        shortest = [min(self._seconds.get(size, (0.0,))) for size in sizes]
+        shortest = [self._times.shortest(expected.tokens) for expected in islice(self._expected, max(0, ahead))]
         if not shortest or not all(shortest):
             return self._awaited_since
         seconds = sum(shortest) - max(shortest[-1] / 2, MIN_LEAD)
         return self._awaited_since + (seconds if seconds > MIN_DELAY else 0.0)
 
-    def overdue(self, now: float, timeout: float) -> bool:
-        """Whether the oldest step in flight takes longer than `timeout` seconds."""
-        return self.issued > self.finished and now - self._awaited_since > timeout
+    def overdue(self, now: float, shortest: float) -> float | None:
+        """The seconds that the oldest step in flight was allowed, where it has taken longer; None otherwise.
+
+        No deadline is shorter than `shortest` seconds, and the first step's is FIRST_STEP times that. A rank finds out
+        by itself, and sooner, when its device hangs: this is for results that are lost in another way.
+        """
+        if self.issued == self.finished or now - self._awaited_since <= shortest:
+            return None
+        first = FIRST_STEP * shortest
+        allowed = deadline_of(self._times, self._expected[0].tokens, shortest=shortest, unseen=shortest, first=first)
+        return allowed if now - self._awaited_since > allowed else None
 
     def find_loss(self, report: RankProgress, now: float) -> str | None:
         """The loss that a rank's report shows, as a text; None without one.
