@@ -69,9 +69,14 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="Seconds that open requests get to finish when the process stops."),
         UpOption("Run", placed=True),
     ] = 30.0
-    supervisor_fd: Annotated[
-        int | None, Meta(description="File descriptor of a pipe that closes when the supervisor ends.")
+    supervisor_lock: Annotated[
+        str | None, Meta(description="File that is locked for as long as a supervisor lives; none: there is none.")
     ] = None
+    orphan_timeout: Annotated[
+        float,
+        Meta(ge=1, description="Seconds that a stack goes on without its supervisor before it drains and ends."),
+        UpOption("Run", placed=True),
+    ] = 300.0
 
     def nats_options(self) -> NatsOptions:
         """Where the bus is and who this process is there."""

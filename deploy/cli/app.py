@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.up.command",
         "Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer.",
     ),
-    "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack."),
+    "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
     "chat": Listed(USE, "deploy.cli.chat", "Talk to the model in the terminal."),
     "batch": Listed(
         USE,

@@ -11,7 +11,6 @@ import typer
 
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of, running_stack
 from deploy.errors import CommandError
-from deploy.supervisor.background import remove_what_was_left, stop_stack
 from deploy.supervisor.core.plan import SCALABLE
 from deploy.supervisor.operator_bus import ask_admin
 
@@ -21,10 +20,11 @@ def down(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Drain and stop a stack."""
-    where = run_dir_of(name, run_dir)
-    if not remove_what_was_left(where):
-        stop_stack(running_stack(name, run_dir), where, now=now)
+    """Drain and stop a stack, with its supervisor or without one."""
+    from deploy.supervisor.orphans import end_stack
+
+    ended = end_stack(run_dir_of(name, run_dir), now=now)
+    print(ended or f"Stack {running_stack(name, run_dir).name} has been started meanwhile.")
 
 
 def drain(

@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
-from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, running_stack
+from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of, running_stack
 from deploy.errors import CommandError
 from deploy.supervisor.operator_bus import operator_bus
-from deploy.supervisor.state_file import MemberRecord, StackState
+from deploy.supervisor.state_file import MemberRecord, StackState, is_held
 from shared import topics
 from shared.messages.lifecycle import Lifecycle, StoreReport
 
@@ -23,6 +23,10 @@ WIDE = 200
 """Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
 LISTEN_SECONDS = 1.2
 """Seconds; every process sends two messages a second."""
+ORPHANED = (
+    "The supervisor is gone: nothing is restarted, and all ends {seconds:g} s after its end. `baton up` with the same "
+    "options takes over, `baton down` ends."
+)
 
 LatestLifecycles = Mapping[str, Lifecycle]
 
@@ -30,21 +34,25 @@ LatestLifecycles = Mapping[str, Lifecycle]
 def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) -> None:
     """Show every process of a stack: phase, load, uptime."""
     state = running_stack(name, run_dir)
+    supervised = is_held(run_dir_of(name, run_dir))
     lifecycles = asyncio.run(latest_lifecycles(state))
     rows = sorted(
         (_row(member, lifecycles) for member in state.members), key=lambda row: (row["service"], row["instance"])
     )
     if as_json:
-        print(json.dumps(_described(state, rows)))
+        print(json.dumps(_described(state, rows, supervised=supervised)))
     else:
         _print_table(state, rows)
+        if not supervised:
+            print(ORPHANED.format(seconds=state.spec.orphan_timeout))
 
 
-def _described(state: StackState, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _described(state: StackState, rows: list[dict[str, Any]], *, supervised: bool) -> dict[str, Any]:
     return {
         "name": state.name,
         "url": state.url,
         "phase": state.phase,
+        "supervised": supervised,
         "model": state.model,
         "supervisor_pid": state.pid,
         "nats_pid": state.nats_pid,

@@ -47,4 +47,4 @@ def _running_beside(where: Path) -> list[str]:
     """Names of the stacks that run in the usual places."""
     if not where.parent.is_dir():
         return []
-    return sorted(folder.name for folder in where.parent.iterdir() if is_held(folder))
+    return sorted(folder.name for folder in where.parent.iterdir() if read_state(folder) or is_held(folder))

@@ -16,7 +16,6 @@ from typing import BinaryIO
 
 from deploy.errors import CommandError
 from deploy.supervisor.log_files import LogFolder, log_files
-from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.state_file import StackState, is_held, read_state
 
 SHOW_EVERY = 0.1
@@ -80,15 +79,6 @@ def stop_stack(state: StackState, run_dir: Path, *, now: bool) -> None:
         if time.monotonic() > deadline:
             raise CommandError(f"stack {state.name} has not ended within {STOP_TIMEOUT:g} s; try: baton down --now")
         time.sleep(STOP_POLL)
-    print(f"Stack {state.name} stopped.")
-
-
-def remove_what_was_left(run_dir: Path) -> bool:
-    """After a supervisor that was killed: what it had in shared memory. False where it left nothing, or lives."""
-    if not clear_leftovers(run_dir):
-        return False
-    print("No stack runs; what a killed one had left in shared memory is removed.")
-    return True
 
 
 def _ask(pid: int) -> None:

@@ -89,7 +89,6 @@ class CommandExecutor:
             self.rendezvous[process.engine] = f"{host}:{free_port(host)}"
         where = LaunchContext(
             port=gateway_port,
-            supervisor_fd=self._children.pipe,
             rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
             arenas=self._store.arenas,
             redis_url=self._store.redis_url,

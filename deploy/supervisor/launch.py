@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec
 from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.state_file import LOCK
 from shared.messages.lifecycle import Service
 
 EVERY_SERVICE = "*"
@@ -18,9 +19,7 @@ class LaunchContext(NamedTuple):
     """Values that are known only once the stack runs."""
 
     port: int
-    """HTTP port of the gateways."""
-    supervisor_fd: int
-    """Read end of a pipe that closes when the supervisor ends."""
+    """Of the gateways."""
     rendezvous: str | None
     """Address where the ranks of an engine meet, new for each start; None for a process that needs none."""
     arenas: Path | None = None
@@ -41,7 +40,7 @@ class CommandLineOf(Protocol):
 def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
     """`python -m services.X --key=value …`; the user's own settings come last and override the others."""
     settings = {
-        **_common(spec, process, where),
+        **_common(spec, process),
         **_own(spec, process, where),
         **spec.settings.get(EVERY_SERVICE, {}),
         **spec.settings.get(process.service, {}),
@@ -70,11 +69,12 @@ def flags(settings: Mapping[str, str]) -> list[str]:
     return argv
 
 
-def _common(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
+def _common(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
     common = {
         "instance": process.instance,
         "namespace": spec.namespace,
-        "supervisor_fd": str(where.supervisor_fd),
+        "supervisor_lock": str(spec.run_dir / LOCK),
+        "orphan_timeout": f"{spec.orphan_timeout:g}",
         "drain_timeout": f"{spec.drain_timeout:g}",
     }
     if spec.config is not None:

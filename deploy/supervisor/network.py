@@ -21,10 +21,12 @@ class PortTaken(Exception):
 
 
 @contextlib.contextmanager
-def reserved_port(host: str, port: int) -> Iterator[int]:
-    """The port, a free one for 0, kept for sockets with SO_REUSEPORT. Raises PortTaken."""
+def reserved_port(host: str, port: int, *, ours: bool = False) -> Iterator[int]:
+    """The port, a free one for 0, kept for sockets with SO_REUSEPORT. `ours`: gateways of this stack listen there
+    already. Raises PortTaken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    _check_free(family, host, port)
+    if not ours:
+        _check_free(family, host, port)
     with socket.socket(family) as keeper:
         if hasattr(socket, "SO_REUSEPORT"):
             keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,109 +1,167 @@
-"""Processes of this machine: started so that they cannot outlive the supervisor, watched without threads.
+"""Processes of this machine: started so that they outlive the supervisor, and found again by the next one.
 
-On Linux the kernel kills a child when its parent dies (PR_SET_PDEATHSIG), in whatever state it is. Elsewhere a service
-notices by the end of its `--supervisor-fd` pipe, once its event loop runs; foreign programs are wrapped by `tether`.
+Each has the run directory and its name in its environment, so that one that no file knows of is found, too. A pid is
+only used together with the process's start time: a pid alone may by now be somebody else's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PR_SET_PDEATHSIG = 1
-KERNEL_ENDS_CHILDREN = sys.platform == "linux"
+import psutil
+
+RUN_DIR_MARK = "BATON_PROCESS_OF"
+NAME_MARK = "BATON_PROCESS_NAME"
+KILL_DEADLINE = 10.0
+KILL_POLL = 0.01
+
+
+class ProcessIdentity(NamedTuple):
+    """A pid, and which of all the processes that ever had it."""
+
+    pid: int
+    started: float
+    """Clock ticks since boot on Linux, which a change of the clock does not move; Unix seconds elsewhere."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether this process is still there; one that waits to be reaped is not."""
+        return start_time(self.pid) == self.started
+
+
+def start_time(pid: int) -> float | None:
+    """When the process started, as `ProcessIdentity.started` has it; None where there is no such process."""
+    if sys.platform != "linux":
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else float(fields[19])
+
+
+def marked_processes(run_dir: Path) -> Iterator[tuple[str, ProcessIdentity]]:
+    """Name and identity of each process that was started for a run directory and lives; not of their children."""
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(pid) != pid:
+                continue
+            environment, started = psutil.Process(pid).environ(), start_time(pid)
+            if environment.get(RUN_DIR_MARK) == str(run_dir) and started is not None:
+                yield environment[NAME_MARK], ProcessIdentity(pid, started)
 
 
 class Exit(NamedTuple):
-    """A process that has ended, and its status as subprocess gives it: negative for a signal."""
+    """A process that has ended."""
 
     name: str
-    status: int
+    status: int | None
+    """As subprocess gives it: negative for a signal; None where another supervisor had started it."""
+
+
+class _Child(NamedTuple):
+    identity: ProcessIdentity
+    popen: subprocess.Popen[bytes] | None
+    """None: a former supervisor's, which cannot be waited for."""
+
+    def has_ended(self) -> bool:
+        return self.popen.poll() is not None if self.popen is not None else not self.identity.lives
 
 
 class ChildProcesses:
-    """Owns every process that the supervisor started, by name. Not thread-safe; no threads are needed."""
+    """Owns every process of the stack on this machine, by name. Not thread-safe; no threads are needed."""
 
-    def __init__(self, environment: Mapping[str, str], *, kernel_ends_children: bool = KERNEL_ENDS_CHILDREN) -> None:
-        self._environment = dict(environment)
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._pipe_read, self._pipe_write = os.pipe()
-        self._before_exec = _die_with(os.getpid()) if kernel_ends_children else None
-
-    @property
-    def pipe(self) -> int:
-        """The file descriptor, in every child, whose end of file means that the supervisor is gone."""
-        return self._pipe_read
+    def __init__(self, environment: Mapping[str, str], run_dir: Path) -> None:
+        self._environment = {**environment, RUN_DIR_MARK: str(run_dir)}
+        self._children: dict[str, _Child] = {}
 
     def start(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
-        """Starts a process in a session of its own, so that Ctrl-C in the terminal does not reach it; its pid.
+        """Starts a process in a session of its own, so that neither Ctrl-C in the terminal nor the supervisor's end
+        reaches it; its pid. What it says is lost where its log cannot be written.
 
         Raises OSError.
         """
-        with log.open("ab") as output:
+        with _opened(log) as output:
             child = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**self._environment, **environment},
-                pass_fds=(self._pipe_read,),
+                env={**self._environment, **environment, NAME_MARK: name},
                 start_new_session=True,
-                preexec_fn=self._before_exec,
             )
-        self._children[name] = child
+        # Not reaped before `poll`, so its entry is there; that of one that has died already has no time.
+        self._children[name] = _Child(ProcessIdentity(child.pid, start_time(child.pid) or 0.0), child)
         return child.pid
 
+    def adopt(self, name: str, identity: ProcessIdentity) -> None:
+        """Takes over a process of a former supervisor, alive or not."""
+        self._children[name] = _Child(identity, None)
+
+    def identities(self) -> dict[str, ProcessIdentity]:
+        """All processes that are there, or whose end was not yet reported."""
+        return {name: child.identity for name, child in self._children.items()}
+
     def exited(self) -> list[Exit]:
-        """Children that ended since the last call. Processes that they left in their group are killed."""
-        ended = [Exit(name, status) for name, child in self._children.items() if (status := child.poll()) is not None]
-        for name, _ in ended:
+        """Those that ended since the last call. What a process leaves of its group is killed with it."""
+        ended = [name for name, child in self._children.items() if child.has_ended()]
+        found = []
+        for name in ended:
+            child = self._children.pop(name)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._children.pop(name).pid, signal.SIGKILL)
-        return ended
+                os.killpg(child.identity.pid, signal.SIGKILL)
+            found.append(Exit(name, child.popen.returncode if child.popen is not None else None))
+        return found
+
+    def pid(self, name: str) -> int | None:
+        """Of the process of this name; None where none runs."""
+        return None if self.has_ended(name) else self._children[name].identity.pid
 
     def has_ended(self, name: str) -> bool:
         """Whether no process of this name is running."""
         child = self._children.get(name)
-        return child is None or child.poll() is not None
+        return child is None or child.has_ended()
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """To the process alone if it may clean up, to its whole group if it is killed."""
         child = self._children.get(name)
-        if child is None:
+        if child is None or child.has_ended():
             return
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
-                os.killpg(child.pid, number)
+                os.killpg(child.identity.pid, number)
             else:
-                child.send_signal(number)
+                os.kill(child.identity.pid, number)
 
     def kill_all(self) -> None:
-        """The last resort: kills what is left and waits for it."""
-        for name, child in list(self._children.items()):
+        """The last resort: kills what is left and waits for it, KILL_DEADLINE seconds at most."""
+        for name in self._children:
             self.signal(name, signal.SIGKILL)
-            child.wait()
+        deadline = time.monotonic() + KILL_DEADLINE
+        while not all(child.has_ended() for child in self._children.values()) and time.monotonic() < deadline:
+            time.sleep(KILL_POLL)
         self.exited()
 
-    def close(self) -> None:
-        """Closes the pipe, which ends children that watch it."""
-        os.close(self._pipe_write)
-        os.close(self._pipe_read)
 
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """Runs in the child between fork and exec. The library is loaded before the fork."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def before_exec() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before prctl
-            os._exit(1)
-
-    return before_exec
+@contextlib.contextmanager
+def _opened(log: Path) -> Iterator[int]:
+    """The log to append to; nowhere where it cannot be had, as on a full disk."""
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -83,7 +83,9 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     log_level: str
     """Log level of the supervisor itself."""
     drain_timeout: float
-    """Seconds that open requests get to finish when the stack stops."""
+    """Seconds that requests get to finish at the end."""
+    orphan_timeout: float = 300.0
+    """Seconds that everything goes on without a supervisor before it drains and ends."""
     start_timeout: float
     """Seconds within which every process must become ready."""
     step_limit: float = 90.0

@@ -7,11 +7,13 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
+from deploy.supervisor.adoption import LeftStack, end_processes, end_strays, left_stack
 from deploy.supervisor.command_executor import CommandExecutor
 from deploy.supervisor.core.events import (
     AbortStart,
@@ -33,15 +35,20 @@ from deploy.supervisor.core.events import (
 from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
 from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
 from deploy.supervisor.hosts import hosts_of
+from deploy.supervisor.keeper import NAME as KEEPER
+from deploy.supervisor.keeper import keeper_command
 from deploy.supervisor.launch import CommandLineOf, service_command
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.arenas import remove_leftovers
+from deploy.supervisor.servers.nats import NAME as NATS
 from deploy.supervisor.servers.nats import BusAccess
+from deploy.supervisor.servers.redis import NAME as REDIS
 from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import HOST, ServerProcess
 from deploy.supervisor.spec import StackSpec
-from deploy.supervisor.state_file import StackPhase, StackState, held, recorded, write_state
+from deploy.supervisor.state_file import LOCK, StackPhase, StackState, held, recorded, remove_state, write_state
 from shared import topics
 from shared.bus import Bus
 from shared.config import process_environment
@@ -52,6 +59,7 @@ from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
+SERVERS = (NATS, REDIS, KEEPER)
 TICK = 0.2
 LOG_BOUND_EVERY = 5.0
 MAX_LIFECYCLES_QUEUED = 10_000
@@ -78,17 +86,24 @@ class Stack:
         self.supervisor = Supervisor(spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0))
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
-        self.children = ChildProcesses(process_environment())
+        self.children = ChildProcesses(process_environment(), spec.run_dir)
         self._access = BusAccess(spec)
         self._store = StoreAccess(spec)
         self._executor = CommandExecutor(spec, launch, self._access, self._store, self.children, self.logs)
         self._hosts = hosts_of(spec, self.supervisor, self._executor)
+        down = [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(spec.run_dir)]
+        keep = keeper_command(spec.run_dir / LOCK, spec.orphan_timeout, down)
+        self._keeper = ServerProcess(KEEPER, keep, None, self.children, self.logs)
+        self.adopted = 0
+        """Processes that a former supervisor had started, and that this one went on with."""
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
         self._watch_clock = PauseFreeClock()
         self._failure: StartFailed | None = None
         self._started = time.time()
         self._lifecycles: asyncio.Queue[Lifecycle] = asyncio.Queue(MAX_LIFECYCLES_QUEUED)
         self._saved_phase: StackPhase | None = None
+        self._gone: list[str] = []
+        """Processes of the former supervisor that have ended since."""
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self.stop_asked = asyncio.Event()
@@ -114,31 +129,76 @@ class Stack:
         self._handle(StopRequested())
 
     async def run(self, beside: Sequence[Beside] = ()) -> None:
-        """Serves until stopped; `beside` are run meanwhile and cancelled at the end.
+        """Serves until stopped; `beside` are run meanwhile and cancelled at the end. Goes on with what a former
+        supervisor left running.
 
-        Raises StartFailed, NoNatsServer, NoRedisServer, StackRunning, PortTaken, BusError, OSError; whatever was
-        started has ended then.
+        Raises StartFailed, NatsServerUnavailable, RedisServerUnavailable, StackRunning, StackDiffers, PortTaken,
+        BusError, OSError; whatever was started has ended then, unless the stack had been up: that goes on as the
+        next supervisor's.
         """
-        with held(self.spec.run_dir), reserved_port(self.spec.host, self.spec.port) as self.port:
-            self.logs.begin_run()
-            with self.logs.of("supervisor").open("a") as own_log:
+        with held(self.spec.run_dir):
+            left = left_stack(self.spec.run_dir)
+            if left is not None:
+                left.check_same(self.spec)
+            else:
+                end_strays(self.spec.run_dir)
+                remove_state(self.spec.run_dir)
+                self.logs.begin_run()
+            port = self.spec.port if left is None else left.state.port
+            with (
+                reserved_port(self.spec.host, port, ours=left is not None) as self.port,
+                self.logs.of("supervisor").open("a") as own_log,
+            ):
                 set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
-                with self._store.directory():
-                    await self._run_all(beside)
+                await self._run_all(beside, left)
         if self._failure is not None:
             raise self._failure
 
-    async def _run_all(self, beside: Sequence[Beside]) -> None:
+    async def _run_all(self, beside: Sequence[Beside], left: LeftStack | None) -> None:
         try:
-            async with (
-                self._access.server(self.children, self.logs),
-                self._store.server(self.children, self.logs),
-                self._access.connection() as self._bus,
-            ):
+            if left is not None:
+                self._adopt(left)
+            former = left.state if left is not None else None
+            await self._access.start(self.children, self.logs, former)
+            await self._store.start(self.children, self.logs, former)
+            await self._keeper.start(time.monotonic())
+            async with self._access.connection() as self._bus:
                 await self._serve(beside)
-        finally:
-            self.children.kill_all()
-            self.children.close()
+            await self._keeper.end()
+            await self._store.end()
+            await self._access.end()
+        except Exception:
+            if self._is_worth_keeping:
+                log.exception("the supervisor ends, and the stack goes on without it")
+                raise
+            self._end_all()
+            raise
+        except BaseException:
+            self._end_all()
+            raise
+        self._end_all()
+
+    @property
+    def _is_worth_keeping(self) -> bool:
+        return (self.adopted > 0 or self.supervisor.settled) and not self.supervisor.stopping
+
+    def _end_all(self) -> None:
+        self.children.kill_all()
+        remove_leftovers(self.spec.run_dir)
+        remove_state(self.spec.run_dir)
+
+    def _adopt(self, left: LeftStack) -> None:
+        end_processes(list(left.surplus))
+        for name, identity in left.living.items():
+            self.children.adopt(name, identity)
+        self.adopted = len(left.living)
+        self._started = left.state.started
+        self._executor.rendezvous |= left.state.rendezvous
+        self._gone = left.adopted_by(self.supervisor, time.monotonic() + self.spec.drain_timeout)
+        known = {member.process.instance for member in self.supervisor.members()}
+        for name in set(left.living) - known - set(SERVERS):  # started by a scaling that was not written down
+            self.children.signal(name, signal.SIGTERM)
+        log.info("adopted", extra={"living": sorted(left.living), "ended": self._gone})
 
     async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
@@ -153,6 +213,8 @@ class Stack:
                     self._run_hosts,
                     *beside,
                 )
+                for name in self._gone:
+                    self._handle(ProcessExited(InstanceId(name), None))
                 background = [tasks.create_task(each()) for each in waiting]
                 self._wake.set()
                 await self._ended.wait()
@@ -214,7 +276,7 @@ class Stack:
             )
             if name in foreign:
                 foreign[name].exited(time.monotonic())
-            else:
+            elif any(member.process.instance == name for member in self.supervisor.members()):
                 self._watchdog.forget(InstanceId(name))
                 self._handle(ProcessExited(InstanceId(name), status))
         restarted = [server for server in foreign.values() if server.restart_if_due(time.monotonic())]
@@ -222,7 +284,8 @@ class Stack:
             self.save()
 
     def _foreign_servers(self) -> list[ServerProcess]:
-        return [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
+        servers = [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
+        return [*servers, self._keeper]
 
     def _restart_stalled(self) -> None:
         for instance, reason in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
@@ -296,6 +359,14 @@ class Stack:
             arenas=str(self._store.arenas) if self._store.arenas else None,
             started=self._started,
             members=tuple(map(recorded, self.supervisor.members())),
+            processes=self.children.identities(),
+            spec=self.spec,
+            port=self.port,
+            nats_passwords={str(user): password for user, password in nats.passwords.items()} if nats else {},
+            nats_port=nats.port if nats else None,
+            redis_password=redis.password if redis else None,
+            redis_port=redis.port if redis else None,
+            rendezvous=self._executor.rendezvous,
         )
         write_state(self.spec.run_dir, state)
         self._saved_phase = state.phase

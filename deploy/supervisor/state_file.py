@@ -1,4 +1,5 @@
-"""The file by which `baton ps`, `down`, `logs`, `chat` and `drain` find a running stack."""
+"""The file by which `baton ps`, `down`, `logs`, `chat` and `drain` find a running stack, and a new supervisor the old
+one's processes."""
 
 from __future__ import annotations
 
@@ -7,38 +8,71 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import msgspec
 from msgspec import Struct
 
-from deploy.supervisor.core.members import SupervisedProcess
+from deploy.supervisor.core.members import State, SupervisedProcess
+from deploy.supervisor.core.plan import Pool, ProcessSpec, Scalable
+from deploy.supervisor.processes import ProcessIdentity, start_time
+from deploy.supervisor.spec import StackSpec
+from shared.ids import EngineId, InstanceId
+from shared.messages.lifecycle import Service
+from shared.supervision import supervisor_lives
 
 STATE = "state.json"
 LOCK = "lock"
-LOCK_TRIES = 5
+LOCK_TRIES = 20
+"""Several: whoever looks whether a supervisor lives holds the lock for a moment, and all services do so."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 StackPhase = Literal["starting", "ready", "stopping"]
 
 
 class MemberRecord(Struct, frozen=True, kw_only=True):
-    """A process of the stack, as the state file has it."""
+    """A process of the stack, as the state file has it: all that a new supervisor needs to go on with it."""
 
-    service: str
-    instance: str
+    service: Service
+    instance: InstanceId
+    number: int
+    kind: Scalable | None
+    engine: EngineId | None
+    pool: Pool | None
+    rank: int | None
+    device: int | None
     pid: int | None
-    state: str
+    state: State
+    wanted: bool
     restarts: int
+    failures: int
+
+    def member(self) -> SupervisedProcess:
+        """As the supervisor's core has it, but for what only its next lifecycle message says."""
+        process = ProcessSpec(self.service, self.instance, self.number, self.kind, self.engine, self.pool, self.rank)
+        return SupervisedProcess(
+            process,
+            device=self.device,
+            state=self.state,
+            wanted=self.wanted,
+            pid=self.pid,
+            restarts=self.restarts,
+            failures=self.failures,
+        )
 
 
 def recorded(member: SupervisedProcess) -> MemberRecord:
-    """The entry of a process in the state file."""
-    process = member.process
+    """A process as the state file has it."""
     return MemberRecord(
-        service=process.service, instance=process.instance, pid=member.pid, state=member.state, restarts=member.restarts
+        **member.process._asdict(),
+        device=member.device,
+        pid=member.pid,
+        state=member.state,
+        wanted=member.wanted,
+        restarts=member.restarts,
+        failures=member.failures,
     )
 
 
@@ -69,6 +103,23 @@ class StackState(Struct, frozen=True, kw_only=True):
     started: float
     """When the stack was started, in Unix seconds."""
     members: tuple[MemberRecord, ...] = ()
+    processes: Mapping[str, ProcessIdentity] = {}
+    """Every process of the stack by name, servers included."""
+    spec: StackSpec
+    """What the supervisor was to run."""
+    port: int
+    """Of the gateways."""
+    nats_passwords: Mapping[str, str] = {}
+    """Of the embedded server's users; empty where there is none."""
+    nats_port: int | None = None
+    redis_password: str | None = None
+    redis_port: int | None = None
+    rendezvous: Mapping[EngineId, str] = {}
+    """Where the ranks of each engine met."""
+
+    def living(self) -> dict[str, ProcessIdentity]:
+        """Those of `processes` that are still there."""
+        return {name: identity for name, identity in self.processes.items() if identity.lives}
 
 
 class StackRunning(Exception):
@@ -90,53 +141,66 @@ def held(run_dir: Path) -> Iterator[None]:
     with (run_dir / LOCK).open("w") as lock:
         if not _locked(lock):
             raise StackRunning(str(run_dir))
-        (run_dir / STATE).unlink(missing_ok=True)  # of one that was killed: it must not be taken for this one's
-        try:
-            yield
-        finally:
-            (run_dir / STATE).unlink(missing_ok=True)
+        yield
 
 
 def _locked(lock: TextIO) -> bool:
-    """Several tries: a reader that calls `is_held` holds the lock for a moment."""
     for _ in range(LOCK_TRIES):
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        time.sleep(0.05)
+        time.sleep(0.02)
     return False
 
 
 def is_held(run_dir: Path) -> bool:
     """Whether a supervisor lives here; a killed one's lock goes with it, though its state file stays."""
-    try:
-        with (run_dir / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+    return supervisor_lives(run_dir / LOCK)
 
 
 def write_state(run_dir: Path, state: StackState) -> None:
-    """Replaces the file at once; readers see the old or the new one."""
-    write_private(run_dir / f"{STATE}.new", msgspec.json.format(msgspec.json.encode(state)))
+    """Replaces the file at once; readers see the old or the new one. Raises OSError."""
+    write_private(run_dir / f"{STATE}.new", msgspec.json.format(msgspec.json.encode(state, enc_hook=_encoded)))
     (run_dir / f"{STATE}.new").replace(run_dir / STATE)
 
 
+def remove_state(run_dir: Path) -> None:
+    """Nothing of a stack is left here."""
+    (run_dir / STATE).unlink(missing_ok=True)
+
+
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner can read, from its first byte on."""
+    """Writes a file that only its owner can read, from its first byte on. Raises OSError."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
 def read_state(run_dir: Path) -> StackState | None:
-    """The running stack's state; None where no supervisor lives."""
-    if not is_held(run_dir):
+    """The running stack's state, also of one that goes on without its supervisor; None where nothing runs."""
+    state = last_state(run_dir)
+    if state is None:
         return None
+    # A lock may already be that of a new supervisor, which has not removed this file yet.
+    of_supervisor = is_held(run_dir) and start_time(state.pid) is not None
+    return state if of_supervisor or state.living() else None
+
+
+def last_state(run_dir: Path) -> StackState | None:
+    """What a supervisor wrote last, whether anything of it lives or not; None where there is nothing to be read."""
     try:
-        return msgspec.json.decode((run_dir / STATE).read_bytes(), type=StackState)
+        return msgspec.json.decode((run_dir / STATE).read_bytes(), type=StackState, dec_hook=_decoded)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
+
+
+def _encoded(value: Any) -> str:
+    if not isinstance(value, Path):
+        raise NotImplementedError(type(value))
+    return str(value)
+
+
+def _decoded(wanted: type, value: Any) -> Any:
+    if wanted is not Path:
+        raise NotImplementedError(wanted)
+    return Path(value)

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, TopicSubscription
@@ -18,6 +19,7 @@ from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
 from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Phase, Undrain
+from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, PHASE, UNDELIVERED, metrics_server
 from shared.topics import instance_control, lifecycle_of
@@ -237,9 +239,10 @@ def _reply(answer: Any, reply: asyncio.Future[Any]) -> None:
 
 
 def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]], service: str) -> None:
-    """Runs one service process until SIGTERM, SIGINT, or the supervisor's end. What every `__main__` calls last.
+    """Runs one service process until SIGTERM or SIGINT. What every `__main__` calls last.
 
-    `build` makes the actor on a connected bus. Exits with status 1 when no bus answers.
+    It ends by itself a while after its supervisor (`orphan_timeout`). `build` makes the actor on a
+    connected bus. Exits with status 1 when no bus answers.
     """
     set_up_logs(service, config.instance, config.log_level)
     run_loop(_serve(config, build))
@@ -273,13 +276,16 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, runtime.stop)
-        if config.supervisor_fd is not None:
-            _follow_supervisor(config.supervisor_fd, runtime)
+        watch = None
+        if config.supervisor_lock is not None:
+            watch = loop.create_task(_end_as_orphan(Path(config.supervisor_lock), config, runtime))
         try:
             await runtime.run()
             with contextlib.suppress(BusError):
                 await bus.flush()
         finally:
+            if watch is not None:
+                watch.cancel()
             await bus.close()
 
 
@@ -291,22 +297,16 @@ def keep_from_collecting() -> None:
     gc.freeze()
 
 
-def _follow_supervisor(fd: int, runtime: ActorRuntime) -> None:
-    """Ends this process when the supervisor does, however that died: its end of the pipe closes with it.
-
-    No other process still needs this one to drain, and the bus ends too, so the actor stops at once.
-    """
-    loop = asyncio.get_running_loop()
-
-    def supervisor_gone() -> None:
-        if not os.read(fd, 1):
-            loop.remove_reader(fd)
-            log.warning("supervisor gone")
-            runtime.stop()
-            loop.call_later(SUPERVISOR_GONE_GRACE, os._exit, 1)
-
-    loop.add_reader(fd, supervisor_gone)
+async def _end_as_orphan(lock: Path, config: ServiceConfig, runtime: ActorRuntime) -> None:
+    """Ends this process some time after its supervisor, where nobody else did: whoever takes a stack over, be it to end
+    it, holds the lock."""
+    margin = min(config.orphan_timeout, MAX_ORPHAN_MARGIN)
+    await orphaned(lock, config.orphan_timeout + margin)
+    log.warning("no supervisor", extra={"seconds": config.orphan_timeout})
+    runtime.stop()
+    await asyncio.sleep(config.drain_timeout + margin)
+    os._exit(1)
 
 
-SUPERVISOR_GONE_GRACE = 2.0
-"""Seconds an orphan gets for an orderly end."""
+MAX_ORPHAN_MARGIN = 15.0
+"""Seconds beyond the orphan timeout, within which the stack's keeper begins to end everything in order."""

@@ -15,6 +15,7 @@ import msgspec
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
+from deploy.supervisor.adoption import LeftStack, left_stack
 from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.launch import EVERY_SERVICE
 from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory, shared_memory
@@ -53,6 +54,7 @@ def stack_spec(
     clear_leftovers(run_dir)
     store = store_choice(
         memory="0" if hosts else dealt["kvstore_memory"],
+        left=left_stack(run_dir),
         node=dealt["node"],
         redis=stack.redis,
         redis_memory=str(stack.redis_memory),
@@ -81,6 +83,7 @@ def stack_spec(
         config=config.absolute() if config else None,
         log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
         drain_timeout=dealt["drain_timeout"],
+        orphan_timeout=dealt["orphan_timeout"],
         start_timeout=stack.start_timeout,
     )
 
@@ -181,12 +184,18 @@ REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def store_choice(
-    *, memory: str | None, node: str | None, redis: bool, redis_memory: str, redis_url: str | None
+    *,
+    memory: str | None,
+    node: str | None,
+    redis: bool,
+    redis_memory: str,
+    redis_url: str | None,
+    left: LeftStack | None = None,
 ) -> StoreSpec | None:
-    """None: no store. Raises CommandError."""
+    """None: no store. What goes on without a supervisor (`left`) has its memory already. Raises CommandError."""
     if redis and redis_url is not None:
         raise CommandError("--redis starts a server, --redis-url names one: choose", status=2)
-    size = _store_memory(memory)
+    size = _store_memory(memory, left.state.spec if left is not None else None)
     if not size:
         if redis or redis_url is not None:
             raise CommandError("Redis is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
@@ -194,12 +203,12 @@ def store_choice(
     return StoreSpec(node=_node(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
 
 
-def _store_memory(text: str | None) -> int:
-    free = free_memory()
+def _store_memory(text: str | None, left: StackSpec | None) -> int:
+    free, taken = free_memory(), left.store.memory if left is not None and left.counts.kvstore else None
     if text is None:
-        return default_memory(free)
+        return default_memory(free) if left is None else taken or 0
     size = _size("--kvstore-memory", text)
-    if not fits(size, free):
+    if size != taken and not fits(size, free):
         raise CommandError(f"--kvstore-memory {text}: {shared_memory()} has {free / 2**20:.0f} MiB left")
     return size
 

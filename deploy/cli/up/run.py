@@ -19,6 +19,7 @@ from rich.text import Text
 from deploy.cli.gateway_client import wait_until_ready
 from deploy.cli.logs import for_people, parsed
 from deploy.errors import CommandError
+from deploy.supervisor.adoption import StackDiffers
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.network import PortTaken
 from deploy.supervisor.servers.nats import NatsServerUnavailable
@@ -46,6 +47,8 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
         ) from None
+    except StackDiffers as error:
+        raise CommandError(str(error)) from None
     except StartFailed as error:
         raise CommandError(_last_words(error)) from None
     except (NatsServerUnavailable, RedisServerUnavailable, PortTaken, BusError, OSError) as error:
@@ -93,6 +96,8 @@ async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | N
 
 
 def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
+    if stack.adopted:
+        console.print(f"Took over {stack.adopted} processes that went on without their supervisor", highlight=False)
     console.print(
         f"\n[green]Ready[/green] after {seconds:.1f} s: [bold]{stack.url}[/bold]"
         f"  model {stack.spec.served_model_name}\n",

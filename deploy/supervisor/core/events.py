@@ -21,8 +21,8 @@ class ProcessExited(Struct, frozen=True):
     """A process has ended, or could not be started."""
 
     instance: InstanceId
-    status: int
-    """The exit status as subprocess reports it: negative for a signal."""
+    status: int | None
+    """As subprocess gives it: negative for a signal; None where a former supervisor had started it."""
 
 
 class LifecycleReceived(Struct, frozen=True):
@@ -118,7 +118,7 @@ class AbortStart(Struct, frozen=True):
     """The start has failed; the stack must end."""
 
     instance: InstanceId
-    status: int
+    status: int | None
 
 
 Command = StartProcess | TerminateProcess | KillProcess | AnnounceDeath | ReplyToScale | AbortStart

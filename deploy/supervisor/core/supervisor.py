@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import assert_never
 
@@ -80,6 +80,13 @@ class Supervisor:
         self.settled = False
         """Whether all were ready at some moment: before it a failing start is given up, after it never."""
 
+    def adopt(self, members: Iterable[SupervisedProcess], *, settled: bool, requested: Mapping[EngineId, str]) -> None:
+        """Goes on with the processes of a former supervisor instead of those that were planned. `requested` is where
+        the ranks of each engine met."""
+        self._members = {member.process.instance: member for member in members}
+        self._requested = {} if self._counts.leads else dict(requested)
+        self.settled = settled
+
     def members(self) -> Iterator[SupervisedProcess]:
         """All processes, running or waiting, in the order in which they were planned."""
         yield from self._members.values()
@@ -141,7 +148,7 @@ class Supervisor:
 
     # ---- deaths
 
-    def _exited(self, instance: InstanceId, status: int, now: float) -> list[Command]:
+    def _exited(self, instance: InstanceId, status: int | None, now: float) -> list[Command]:
         member = self._members[instance]
         commands: list[Command] = []
         if status != 0 and member.lifecycle is not None and member.phase not in ("stopped", "failed"):

@@ -1,19 +1,18 @@
 """Where the KV store of a stack has its files: shared memory, kept while the stack runs and removed with it.
 
-The directory outlives every process of the stack, so that a store that was killed finds its blocks. Where the
-supervisor itself was killed it stays behind, for the next one of the same run directory, or `baton down`, to remove.
+The directory outlives every process of the stack, the supervisor too, so that a store that was killed finds its blocks,
+and a new supervisor what the stack had.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+from deploy.supervisor.adoption import left_stack
 from deploy.supervisor.state_file import StackRunning, held
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,32 +53,32 @@ def fits(memory: int, free: int) -> bool:
 
 
 def remove_leftovers(run_dir: Path) -> bool:
-    """Removes an arena directory that a killed supervisor left; whether there was one. The caller holds `run_dir`."""
+    """Removes the directory of a stack that has ended; whether there was one. The caller holds `run_dir`."""
     where = directory_of(run_dir)
     if not where.is_symlink() and where.is_dir():
-        shutil.rmtree(where)
+        shutil.rmtree(where, ignore_errors=True)
         return True
     return False
 
 
 def clear_leftovers(run_dir: Path) -> bool:
-    """Removes what a killed supervisor left; whether there was anything. False where one lives: it is no leftover."""
+    """Removes what is left where the supervisor and all processes were killed; whether there was anything. False where
+    one of them lives: it is no leftover."""
     if not directory_of(run_dir).is_dir():
         return False
     try:
         with held(run_dir):
-            return remove_leftovers(run_dir)
+            return left_stack(run_dir) is None and remove_leftovers(run_dir)
     except StackRunning:
         return False
 
 
-@contextlib.contextmanager
-def arenas(run_dir: Path) -> Iterator[Path]:
-    """An empty directory for its owner alone, removed at the end. Raises OSError, also if another user owns it."""
-    remove_leftovers(run_dir)
+def arena_directory(run_dir: Path, *, keep: bool) -> Path:
+    """A directory for its owner alone, which outlives every process of the stack: empty, or with `keep` the one of a
+    supervisor that was killed. Raises OSError, also if another user owns it."""
     where = directory_of(run_dir)
+    if keep and not where.is_symlink() and where.is_dir() and where.stat().st_uid == os.getuid():
+        return where
+    remove_leftovers(run_dir)
     where.mkdir(mode=0o700)
-    try:
-        yield where
-    finally:
-        shutil.rmtree(where, ignore_errors=True)
+    return where

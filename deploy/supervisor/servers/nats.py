@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.servers.nats_config import User, make_passwords, nats_config, passwords_of
+from deploy.supervisor.servers.nats_config import USERS, User, make_passwords, nats_config, passwords_of
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import HostsSpec, StackSpec
-from deploy.supervisor.state_file import write_private
+from deploy.supervisor.state_file import StackState, write_private
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
 
@@ -28,7 +28,7 @@ class NatsServerUnavailable(Exception):
 
 
 def find_binary() -> Path:
-    """Beside this Python first, then on PATH. Raises NoNatsServer."""
+    """Beside this Python first, then on PATH. Raises NatsServerUnavailable."""
     beside = Path(sys.executable).with_name(NAME)
     if beside.is_file():
         return beside
@@ -48,24 +48,28 @@ class NatsServer:
         children: ChildProcesses,
         logs: LogFolder,
         hosts: HostsSpec | None = None,
+        former: StackState | None = None,
     ) -> None:
-        """`hosts`: others join; None: it is for this machine alone."""
+        """`hosts`: others join; None: it is for this machine alone. `former`: what it is to go on as."""
         self.passwords: Mapping[User, str] = passwords_of(hosts.token) if hosts and hosts.token else make_passwords()
+        if former is not None and former.nats_passwords:
+            self.passwords = {user: former.nats_passwords[user] for user in USERS}
         self._config = run_dir / "nats.conf"
         self._namespace = namespace
         self._host = hosts.master if hosts else HOST
-        self._port = hosts.port if hosts else free_port()
+        self.port = hosts.port if hosts else (former.nats_port if former else None) or free_port()
         argv = [str(find_binary()), "-c", str(self._config)]
-        self.process = ServerProcess(NAME, argv, self._port, children, logs, self._host)
+        self.process = ServerProcess(NAME, argv, (self._host, self.port), children, logs)
 
     @property
     def url(self) -> str:
         """Where clients reach it."""
-        return f"nats://{self._host}:{self._port}"
+        return f"nats://{self._host}:{self.port}"
 
     async def start(self, now: float) -> None:
-        """Returns once it listens. Raises NoNatsServer."""
-        write_private(self._config, nats_config(self._host, self._port, self._namespace, self.passwords).encode())
+        """Returns once it listens. Raises NatsServerUnavailable."""
+        if not self.process.is_adopted:
+            write_private(self._config, nats_config(self._host, self.port, self._namespace, self.passwords).encode())
         try:
             await self.process.start(now)
         except ServerNotStarted as error:
@@ -109,17 +113,18 @@ class BusAccess:
             environment["BATON_NATS_USER"], environment["BATON_NATS_PASSWORD"] = credentials
         return environment
 
-    @contextlib.asynccontextmanager
-    async def server(self, children: ChildProcesses, logs: LogFolder) -> AsyncIterator[None]:
-        """The embedded server while the context is open; nothing where there is one outside."""
+    async def start(self, children: ChildProcesses, logs: LogFolder, former: StackState | None) -> None:
+        """Starts the embedded server, or goes on with the one of `former`; nothing where there is one outside. Raises
+        NatsServerUnavailable."""
         if self._spec.outside_bus is not None or self._joins is not None:
-            yield
             return
-        self.embedded = NatsServer(self._spec.run_dir, self._spec.namespace, children, logs, self._spec.hosts)
+        spec = self._spec
+        self.embedded = NatsServer(spec.run_dir, spec.namespace, children, logs, spec.hosts, former)
         await self.embedded.start(time.monotonic())
-        try:
-            yield
-        finally:
+
+    async def end(self) -> None:
+        """Ends the embedded server, where there is one."""
+        if self.embedded is not None:
             await self.embedded.process.end()
 
     @contextlib.asynccontextmanager

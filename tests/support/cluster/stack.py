@@ -11,21 +11,24 @@ It is gone for certain when the context ends, whatever the test did to it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
 from deploy.cli.ps import latest_lifecycles
 from deploy.supervisor.log_files import last_lines, log_files
 from deploy.supervisor.operator_bus import operator_bus
+from deploy.supervisor.processes import marked_processes
 from deploy.supervisor.servers.arenas import remove_leftovers
 from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.bus import Bus
@@ -36,6 +39,10 @@ START_DEADLINE = 120.0
 CHANGE_DEADLINE = 60.0
 STOP_DEADLINE = 20.0
 LOOK_EVERY = 0.02
+ORPHAN_TIMEOUT = "--orphan-timeout=120"
+"""Long enough for a test's next supervisor, short enough that a killed test leaves nothing for long."""
+PR_SET_PDEATHSIG = 1
+_PRCTL: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class RunningStack:
@@ -53,15 +60,23 @@ class RunningStack:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._said = run_dir / "up.out"
         self._pids: set[int] = set()
-        with self._said.open("wb") as output:
-            self.supervisor = subprocess.Popen(
-                [*within, sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv],
+        timeout = [] if any(each.startswith("--orphan-timeout") for each in argv) else [ORPHAN_TIMEOUT]
+        self._argv = [*within, sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv, *timeout]
+        self._environment = {**os.environ, **(environment or {})}
+        self.supervisor = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """It dies with the tests; what it has started ends soon after."""
+        with self._said.open("ab") as output:
+            return subprocess.Popen(
+                self._argv,
                 cwd=REPOSITORY,
-                env={**os.environ, **(environment or {})},
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     # ---- what it is
@@ -73,9 +88,7 @@ class RunningStack:
         while time.monotonic() < deadline:
             state = read_state(self.run_dir)
             if state is not None:
-                self._pids.update(
-                    pid for pid in (state.nats_pid, state.redis_pid, *(m.pid for m in state.members)) if pid is not None
-                )
+                self._pids.update(identity.pid for identity in state.processes.values())
                 return state
             assert self.supervisor.poll() is None, self.last_words()
             time.sleep(LOOK_EVERY)
@@ -159,6 +172,16 @@ class RunningStack:
         self.until(lambda state: any(m.instance == instance and m.pid not in (None, pid) for m in state.members))
         return self.pid(instance)
 
+    def kill_supervisor(self) -> None:
+        """Kills it and waits for its end; everything else goes on."""
+        assert self.state.pid == self.supervisor.pid
+        self.supervisor.kill()
+        self.supervisor.wait()
+
+    def start_supervisor(self) -> None:
+        """The same `baton up` once more; it may still be starting."""
+        self.supervisor = self._started()
+
     def kill_nats(self) -> None:
         """Kills the bus; the supervisor starts it again on the same port."""
         pid = self.state.nats_pid
@@ -207,6 +230,8 @@ class RunningStack:
         for pid in self.leftovers():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for _, identity in marked_processes(self.run_dir):
+            os.kill(identity.pid, signal.SIGKILL)
         remove_leftovers(self.run_dir)
 
     def wait_until_it_serves(self) -> None:
@@ -218,6 +243,13 @@ class RunningStack:
                     return
             time.sleep(LOOK_EVERY)
         raise AssertionError(f"{self.url}/ready did not say 200\n{self.last_words()}")
+
+
+def die_with_parent() -> None:
+    """Runs in a child before it becomes its program: where the kernel can, it is killed when the tests' process ends,
+    however that ends. Only the thread that starts it counts as its parent, so it must be the main one."""
+    if sys.platform == "linux" and threading.current_thread() is threading.main_thread():
+        _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _lives(pid: int) -> bool:

@@ -13,6 +13,7 @@ from deploy.supervisor.core.plan import ProcessSpec
 from deploy.supervisor.launch import LaunchContext, flags, service_command
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack
+from deploy.supervisor.state_file import LOCK
 
 
 def tiny_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
@@ -21,7 +22,8 @@ def tiny_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) ->
         return service_command(spec, process, where)
     settings = {
         "instance": process.instance,
-        "supervisor_fd": str(where.supervisor_fd),
+        "supervisor_lock": str(spec.run_dir / LOCK),
+        "orphan_timeout": f"{spec.orphan_timeout:g}",
         "drain_timeout": f"{spec.drain_timeout:g}",
         "namespace": spec.namespace,
         "metrics_port": "none",

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 
+from deploy.supervisor.processes import ProcessIdentity, marked_processes
 from deploy.supervisor.servers.arenas import remove_leftovers
 from deploy.supervisor.state_file import StackState, read_state
+from tests.support.cluster.stack import die_with_parent
 from tests.support.paths import REPOSITORY
 
 DEADLINE = 90.0
@@ -29,23 +30,38 @@ class TinyStack:
         self._spec = run_dir.with_suffix(".json")
         described = {"name": "tiny", "run_dir": str(run_dir), "model": "/", "served_model_name": "m", "port": 0}
         described |= {"host": "127.0.0.1", "namespace": "baton", "log_level": "info"}
-        described |= {"drain_timeout": 5.0, "start_timeout": 600.0}
+        described |= {"drain_timeout": 5.0, "start_timeout": 600.0, "orphan_timeout": 120.0}
         self._spec.write_bytes(msgspec.json.encode(described | spec))
-        self.process = subprocess.Popen(
+        self._seen: set[ProcessIdentity] = set()
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.support.tiny_stack", str(self._spec)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
-        self._seen: set[int] = set()
+
+    def kill_supervisor(self) -> None:
+        """Kills it and waits for its end; everything else goes on."""
+        assert self.state is not None
+        self.process.kill()
+        self.process.wait()
+
+    def start_supervisor(self) -> None:
+        """Once more; it may still be starting."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process = self._started()
 
     @property
     def state(self) -> StackState | None:
         state = read_state(self.run_dir)
         if state is not None:
-            pids = [member.pid for member in state.members] + [state.nats_pid, state.redis_pid]
-            self._seen.update(pid for pid in pids if pid is not None)
+            self._seen.update(state.processes.values())
         return state
 
     def pid(self, instance: str) -> int | None:
@@ -76,15 +92,20 @@ class TinyStack:
     def ended(self) -> int:
         return self.process.wait(DEADLINE)
 
-    def living(self) -> list[psutil.Process]:
+    def living(self) -> list[ProcessIdentity]:
         """Whatever this stack ever started and is still there."""
-        found = []
-        for pid in self._seen:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        self._seen.update(identity for _, identity in marked_processes(self.run_dir))
+        return [identity for identity in self._seen if identity.lives]
+
+    def kill_everything(self) -> None:
+        """The supervisor first."""
+        self.kill_supervisor()
+        self._kill_living()
+
+    def _kill_living(self) -> None:
+        for identity in self.living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(identity.pid, signal.SIGKILL)
 
     def nobody_left(self) -> bool:
         deadline = time.monotonic() + DEADLINE
@@ -98,6 +119,5 @@ class TinyStack:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        for process in self.living():
-            process.kill()
+        self._kill_living()
         remove_leftovers(self.run_dir)

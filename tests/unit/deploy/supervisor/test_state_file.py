@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from deploy.supervisor.state_file import StackState, held, read_state, write_state
+import msgspec
 
+from deploy.supervisor.core.members import SupervisedProcess
+from deploy.supervisor.core.plan import Counts, all_process_specs
+from deploy.supervisor.processes import ProcessIdentity, start_time
+from deploy.supervisor.spec import EmbeddedRedis, StackSpec, StoreSpec
+from deploy.supervisor.state_file import StackState, held, last_state, read_state, recorded, write_state
+from shared.ids import EngineId, ModelName
+
+SPEC = StackSpec(
+    name="s",
+    run_dir=Path("/r"),
+    model=Path("/m"),
+    served_model_name=ModelName("m"),
+    host="127.0.0.1",
+    port=0,
+    counts=Counts(ranks=2, kvstore=1),
+    store=StoreSpec(redis=EmbeddedRedis(memory=1)),
+    settings={"worker": {"device": "cpu"}},
+    config=Path("/c.toml"),
+    namespace="baton",
+    log_level="info",
+    drain_timeout=1.0,
+    start_timeout=1.0,
+)
 STATE = StackState(
     name="s",
     pid=1,
@@ -20,13 +44,29 @@ STATE = StackState(
     nats_password=None,
     nats_pid=None,
     started=0.0,
+    spec=SPEC,
+    port=8000,
+    rendezvous={EngineId("engine-1"): "h:1"},
 )
 
 
-def test_what_a_killed_supervisor_left_is_not_taken_for_what_its_successor_says(tmp_path: Path) -> None:
+def test_a_state_is_read_as_it_was_written_with_all_that_a_successor_needs(tmp_path: Path) -> None:
+    members = [SupervisedProcess(process, device=1, restarts=2) for process in all_process_specs(SPEC.counts)]
+    state = msgspec.structs.replace(STATE, members=tuple(map(recorded, members)))
+    write_state(tmp_path, state)
+    assert last_state(tmp_path) == state
+    assert [record.member() for record in state.members] == members
+
+
+def test_a_stack_runs_while_its_supervisor_or_one_of_its_processes_lives(tmp_path: Path) -> None:
     write_state(tmp_path, STATE)
-    with held(tmp_path):
-        assert read_state(tmp_path) is None
-        write_state(tmp_path, STATE)
-        assert read_state(tmp_path) == STATE
     assert read_state(tmp_path) is None
+    with held(tmp_path):
+        assert read_state(tmp_path) == STATE
+    started = start_time(os.getpid())
+    assert started is not None
+    for of_this_process, runs in ((started, True), (started - 1, False)):
+        identity = ProcessIdentity(os.getpid(), of_this_process)
+        state = msgspec.structs.replace(STATE, processes={"gateway-1": identity})
+        write_state(tmp_path, state)
+        assert read_state(tmp_path) == (state if runs else None)

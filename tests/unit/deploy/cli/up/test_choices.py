@@ -18,7 +18,7 @@ from deploy.supervisor.launch import LaunchContext, flags, secret_settings, serv
 from deploy.supervisor.spec import StackSpec, StoreSpec
 from shared.ids import NodeId
 
-WHERE = LaunchContext(port=8001, supervisor_fd=5, rendezvous="127.0.0.1:9")
+WHERE = LaunchContext(port=8001, rendezvous="127.0.0.1:9")
 
 
 def spec(**more: object) -> StackSpec:
@@ -55,7 +55,7 @@ def test_every_process_is_a_module_of_this_python_with_its_name_and_its_end_of_t
         assert argv[:2] == [sys.executable, "-m"]
         assert argv[2].startswith("services.")
         assert f"--instance={instance}" in argv
-        assert "--supervisor-fd=5" in argv
+        assert f"--supervisor-lock={spec().run_dir}/lock" in argv
 
 
 def test_the_users_settings_win_over_ours() -> None:

@@ -10,7 +10,7 @@ from deploy.cli.up.choices import store_choice
 from deploy.errors import CommandError
 from deploy.supervisor.servers.arenas import (
     DEFAULT_MEMORY,
-    arenas,
+    arena_directory,
     clear_leftovers,
     default_memory,
     directory_of,
@@ -74,10 +74,13 @@ def test_the_default_leaves_others_half_of_what_is_free() -> None:
 def test_every_run_directory_has_arenas_of_its_own(tmp_path: Path) -> None:
     one, other = tmp_path / "a" / "default", tmp_path / "b" / "default"
     assert directory_of(one) != directory_of(other)
-    with arenas(one) as here:
-        (here / "file").write_bytes(b"x")
-        assert here == directory_of(one)
-        assert not remove_leftovers(other)
+    here = arena_directory(one, keep=False)
+    (here / "file").write_bytes(b"x")
+    assert here == directory_of(one)
+    assert not remove_leftovers(other)
+    assert list(arena_directory(one, keep=True).iterdir()) == [here / "file"]
+    assert not list(arena_directory(one, keep=False).iterdir())
+    assert remove_leftovers(one)
     assert not here.exists()
 
 
@@ -85,10 +88,10 @@ def test_what_a_living_stack_has_is_no_leftover(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert not clear_leftovers(run_dir)
     assert not run_dir.exists()
-    with held(run_dir), arenas(run_dir) as here:
+    here = arena_directory(run_dir, keep=False)
+    with held(run_dir):
         assert not clear_leftovers(run_dir)
         assert here.exists()
-    directory_of(run_dir).mkdir()
     assert clear_leftovers(run_dir)
     assert not here.exists()
 
@@ -99,8 +102,9 @@ def test_somebody_elses_link_in_that_place_is_not_followed(tmp_path: Path) -> No
     (victim / "file").touch()
     directory_of(tmp_path).symlink_to(victim)
     try:
-        with pytest.raises(FileExistsError), arenas(tmp_path):
-            pass
+        for keep in (False, True):
+            with pytest.raises(FileExistsError):
+                arena_directory(tmp_path, keep=keep)
         assert (victim / "file").exists()
     finally:
         directory_of(tmp_path).unlink()
