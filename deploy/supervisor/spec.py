@@ -91,5 +91,5 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     step_limit: float = 90.0
     """Seconds without a finished step after which an engine that has work is restarted; longer than the scheduler's own
     limit."""
-    silence_limit: float = 15.0
+    silence_limit: float = 6.0
     """Seconds without a lifecycle message after which a process that was ready is replaced."""

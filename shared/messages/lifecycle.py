@@ -61,6 +61,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Draft tokens that speculative decoding verified since the start."""
     accepted_tokens: int = 0
     """How many of `drafted_tokens` were accepted."""
+    step_deadline: float = 0.0
+    """Seconds that the step in flight may take before the scheduler counts its workers as stuck; 0 without one."""
 
 
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):

@@ -9,13 +9,16 @@ from msgspec import Struct
 from shared.ids import Incarnation, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
 
+STEP_MARGIN = 1.5
+"""How much longer than its scheduler an engine's step is waited for: the scheduler ends by itself where it can."""
+
 
 class WatchLimits(Struct, frozen=True, kw_only=True):
     """How long a process may make no progress, in seconds."""
 
     step: float = 90.0
     """Seconds that an engine with work in hand may take for a step. The scheduler's own limit is tighter."""
-    silence: float = 15.0
+    silence: float = 6.0
     """Seconds without a word from a process that was ready."""
 
 
@@ -30,6 +33,8 @@ class _WatchedProcess(NamedTuple):
     incarnation: Incarnation
     seen_at: float
     steps: int
+    step_deadline: float
+    """What its scheduler allows the step in flight, in seconds."""
     progressed_at: float
     """When `steps` last changed, or was last without work."""
     was_ready: bool
@@ -58,6 +63,7 @@ class Watchdog:
             incarnation=message.incarnation,
             seen_at=now,
             steps=steps,
+            step_deadline=message.engine.step_deadline if message.engine else 0.0,
             progressed_at=before.progressed_at if before is not None and stands else now,
             was_ready=message.phase == "ready" or (before is not None and before.was_ready),
         )
@@ -77,8 +83,9 @@ class Watchdog:
         watched = self._watched[instance]
         if watched.was_ready and now - watched.seen_at > self._limits.silence:
             return Stall(instance, f"silent for {self._limits.silence:g} s")
-        if now - watched.progressed_at > self._limits.step and watched.seen_at > watched.progressed_at:
-            return Stall(instance, f"work in hand and no step for {self._limits.step:g} s")
+        allowed = max(self._limits.step, STEP_MARGIN * watched.step_deadline)
+        if now - watched.progressed_at > allowed and watched.seen_at > watched.progressed_at:
+            return Stall(instance, f"work in hand and no step for {allowed:g} s")
         return None
 
 

@@ -73,6 +73,8 @@ class EpochSnapshot:
     """How many of the free blocks have cached contents."""
     steps: int
     """Steps that have finished in this epoch."""
+    step_deadline: float
+    """Seconds that the step in flight may take; 0 without one."""
     preemptions: int
 
 

@@ -142,6 +142,7 @@ class EngineCore:
             blocks_free=pool.free,
             blocks_cached=len(pool.cached),
             steps=state.steps.finished,
+            step_deadline=state.steps.seconds_allowed(state.limits.step_timeout),
             preemptions=state.planner.preemption.count,
         )
         return EngineSnapshot(replace(self.counters), len(held), epoch)
@@ -169,6 +170,7 @@ class EngineCore:
             cached_tokens=counters.cached_tokens,
             drafted_tokens=counters.drafted,
             accepted_tokens=sum(counters.accepted),
+            step_deadline=epoch.step_deadline,
         )
 
     @property

@@ -104,9 +104,15 @@ class StepsInFlight:
         """
         if self.issued == self.finished or now - self._awaited_since <= shortest:
             return None
-        first = FIRST_STEP * shortest
-        allowed = deadline_of(self._times, self._expected[0].tokens, shortest=shortest, unseen=shortest, first=first)
+        allowed = self.seconds_allowed(shortest)
         return allowed if now - self._awaited_since > allowed else None
+
+    def seconds_allowed(self, shortest: float) -> float:
+        """The seconds that the oldest step in flight may take, as `overdue` counts them; 0 with none in flight."""
+        if self.issued == self.finished:
+            return 0.0
+        tokens, first = self._expected[0].tokens, FIRST_STEP * shortest
+        return deadline_of(self._times, tokens, shortest=shortest, unseen=shortest, first=first)
 
     def find_loss(self, report: RankProgress, now: float) -> str | None:
         """The loss that a rank's report shows, as a text; None without one.

@@ -10,7 +10,13 @@ CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_i
 
 
 def said(
-    *, steps: int = 0, running: int = 0, waiting: int = 0, phase: Phase = "ready", incarnation: int = 1
+    *,
+    steps: int = 0,
+    running: int = 0,
+    waiting: int = 0,
+    phase: Phase = "ready",
+    incarnation: int = 1,
+    step_deadline: float = 0.0,
 ) -> Lifecycle:
     report = EngineReport(
         model=CARD,
@@ -22,6 +28,7 @@ def said(
         blocks_free=8,
         steps=steps,
         tokens=0,
+        step_deadline=step_deadline,
     )
     return Lifecycle(
         service="scheduler",
@@ -55,6 +62,14 @@ def test_an_engine_that_has_work_and_makes_no_step_is_found_once() -> None:
     assert reasons(dog, 60.0) == []
     assert reasons(dog, 61.0) == ["work in hand and no step for 60 s"]
     assert reasons(dog, 62.0) == []
+
+
+def test_an_engine_whose_scheduler_allows_long_steps_is_given_them() -> None:
+    dog = Watchdog(WatchLimits(step=60, silence=15))
+    for second in range(302):
+        dog.record_lifecycle(said(steps=5, running=1, step_deadline=200.0), float(second))
+    assert reasons(dog, 300.0) == []
+    assert reasons(dog, 301.0) == ["work in hand and no step for 300 s"]
 
 
 def test_waiting_requests_are_work_too() -> None:

@@ -1,0 +1,51 @@
+"""Processes that stand still instead of dying: all of them are replaced, and nothing of the open streams is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, blocks_in_use, client_of, stream_chat
+from tests.support.cluster.stack import RunningStack, running_stack
+
+TOKENS = 150
+STREAMS = 4
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("still"), tp=2, kvstore="0", settings=["worker.threads=1"]) as stack:
+        yield stack
+
+
+async def streams(stack: RunningStack, started: asyncio.Event | None = None) -> list[Streamed]:
+    options = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+    async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
+        chats = (stream_chat(client, stack.model, question, started, **options) for question in QUESTIONS[:STREAMS])
+        return await asyncio.gather(*chats)
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [("tokenizer-1", "coordinator-1", "engine-1-rank1"), ("detokenizer-1", "engine-1")],
+    ids=["tokenizer, coordinator and a rank that another waits for in a collective", "detokenizer and scheduler"],
+)
+@pytest.mark.features("tensor parallel", "re-dispatch")
+async def test_what_stands_still_is_replaced_and_streams_go_on(stack: RunningStack, victims: tuple[str, ...]) -> None:
+    undisturbed = await streams(stack)
+    started = asyncio.Event()
+    disturbed = asyncio.create_task(streams(stack, started))
+    async with asyncio.timeout(DEADLINE):
+        await started.wait()
+    assert not disturbed.done(), "the streams ended before anything happened to them"
+    stopped = {victim: stack.kill(victim, signal.SIGSTOP) for victim in victims}
+    later = await streams(stack)
+    for seen in (await disturbed, later):
+        assert [s.text for s in seen] == [s.text for s in undisturbed]
+        assert [(s.finishes, s.completion_tokens) for s in seen] == [(["length"], TOKENS)] * STREAMS
+    for victim, pid in stopped.items():
+        await asyncio.to_thread(stack.replaced, victim, pid)
+    assert await blocks_in_use(stack) == 0
