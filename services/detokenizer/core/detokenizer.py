@@ -18,7 +18,7 @@ from services.detokenizer.core.actions import (
 from services.detokenizer.core.stream import RequestStream, StreamUpdate
 from services.detokenizer.core.text import TextVocabulary
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
-from shared.messages.detokenizer import NewTokens, OpenStream, TokenBatch
+from shared.messages.detokenizer import NewTokens, OpenStream, PromptLogprobs, StreamMoved, TokenBatch
 from shared.messages.gateway import Delta, Deltas, PromptLogprobsDelta, RequestFailed, RequestRejected, StreamOpened
 from shared.messages.scheduler import Cancel, StopMatched, TokenBatchLost
 from shared.packing import TOKEN_BYTES
@@ -62,13 +62,16 @@ class Detokenizer:
 
     def handle(self, batch: TokenBatch) -> list[Action]:
         """What a batch of tokens comes to: at most one `Deltas` for each gateway, failures and cancels besides; after a
-        gap in its engine's batches, a failure for each request of that engine."""
+        gap in its engine's batches, a failure for each request of that engine. A detokenizer that is started anew joins
+        each engine's batches: that is a gap only where a stream of the batch began before it."""
         engine, former = batch.engine, []
         match self._batches.record(engine, batch.epoch, batch.number):
             case "old epoch":
                 self.counters.stale += 1
                 return []
-            case "gap" | "joined" | "repeated":
+            case "gap" | "repeated":
+                return self._gap(batch)
+            case "joined" if not self._has_all(batch):
                 return self._gap(batch)
             case "new epoch":  # not "first": streams may have moved to an engine before its first batch
                 former = self._fail_former(engine)
@@ -182,6 +185,14 @@ class Detokenizer:
                 request=request, attempt=attempt, kind="invalid_request", message=message, field="stop"
             )
         return None
+
+    def _has_all(self, batch: TokenBatch) -> bool:
+        """Whether every stream in the batch begins in it, or is open here. What came before the batch was then for the
+        process that this one replaces, and its requests have failed with that."""
+        known = {(each.request, each.attempt) for each in batch.opened}
+        known |= {(s.opened.request, s.opened.attempt) for s in self.streams.values() if s.engine == batch.engine}
+        parts: tuple[NewTokens | PromptLogprobs | StreamMoved, ...] = (*batch.entries, *batch.scored, *batch.moved)
+        return bool(known) and known.issuperset((each.request, each.attempt) for each in parts)
 
     # ---- what ends streams
 

@@ -156,7 +156,8 @@ async def test_a_stream_whose_request_never_reached_the_engine_that_it_moved_to_
     await ring.batch(opened=(opened(),), moved=(StreamMoved(R, ONE, other),))
     assert isinstance(await heard(ring.at_gateway), Deltas)
     assert await heard(ring.at_gateway) == RequestFailed(R, ONE, "engine engine-2 never got the request")
-    assert asked == [Probe(R, ONE)] * 4
+    assert set(asked) == {Probe(R, ONE)}
+    assert len(asked) >= 4, "twice it was waiting, twice it was not there"
     assert not ring.actor.core.streams
     await ring.stop()
 

@@ -29,6 +29,7 @@ from shared.messages.scheduler import (
 )
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
+from tests.support.cluster.stall_proof_clock import StallProofClock
 from tests.support.engines.checking_worker import DETOKENIZER, generate
 from tests.support.engines.engine_on_a_bus import ENGINE, EngineOnABus, engine_on_a_bus, make_model, sim_backend
 
@@ -176,6 +177,7 @@ class DroppingBus(MemoryBus):
 
     def __init__(self) -> None:
         super().__init__()
+        self.liveness_now = StallProofClock()  # type: ignore[method-assign]
         self.lose: type | None = None
         self.lost = 0
 

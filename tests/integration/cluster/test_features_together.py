@@ -251,7 +251,7 @@ async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
     "tool calls",
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
-    settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0")
+    settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
     more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
     with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as stack:
         async with asyncio.TaskGroup() as both:

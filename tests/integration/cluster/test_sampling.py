@@ -39,7 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("sampling")
     more = [ALWAYS, *CHUNKED]
-    with running_stack(folder, model=model, prefill=1, decode=1, kvstore="64MiB", more=more) as stack:
+    with running_stack(
+        folder, model=model, prefill=1, decode=1, kvstore="64MiB", settings=["scheduler.store_deadline=5"], more=more
+    ) as stack:
         yield stack
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
@@ -55,11 +58,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyStack]:
 
 
 def test_ps_names_every_process_with_pid_phase_and_uptime(stack: TinyStack) -> None:
-    shown = answered("ps", run_dir=stack.run_dir)
+    shown = ps(stack, lambda shown: {row["phase"] for row in shown["processes"]} == {"ready"})
     assert {row["instance"]: row["pid"] for row in shown["processes"]} == {
         name: stack.pid(name) for name in stack.instances()
     }
-    assert {row["phase"] for row in shown["processes"]} == {"ready"}
     assert all(row["uptime"] >= 0 and row["load"] == 0 for row in shown["processes"])
     assert shown["supervisor_pid"] == stack.process.pid
 
@@ -71,18 +73,22 @@ def test_ps_is_a_table_for_people(stack: TinyStack) -> None:
 
 def test_a_drained_instance_is_draining_until_it_is_undrained(stack: TinyStack) -> None:
     assert answered("drain", "tokenizer-1", "--force", run_dir=stack.run_dir)["asked"] == "drain"
-    assert phase(stack, "tokenizer-1", "draining")
+    ps(stack, lambda shown: phase_in(shown, "tokenizer-1") == "draining")
     assert answered("undrain", "tokenizer-1", run_dir=stack.run_dir)["asked"] == "undrain"
-    assert phase(stack, "tokenizer-1", "ready")
+    ps(stack, lambda shown: phase_in(shown, "tokenizer-1") == "ready")
 
 
-def phase(stack: TinyStack, instance: str, wanted: str) -> bool:
-    """Whether `ps` shows it; a control message is under way for a moment."""
-    for _ in range(20):
-        rows = answered("ps", run_dir=stack.run_dir)["processes"]
-        if next(row["phase"] for row in rows if row["instance"] == instance) == wanted:
-            return True
-    return False
+def ps(stack: TinyStack, condition: Callable[[Any], bool]) -> Any:
+    """What it shows once it is so: control messages are under way for a moment, and a process may be late to speak."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition(shown := answered("ps", run_dir=stack.run_dir)):
+        assert time.monotonic() < deadline, shown
+    return shown
+
+
+def phase_in(shown: Any, instance: str) -> str | None:
+    phase: str | None = next(row["phase"] for row in shown["processes"] if row["instance"] == instance)
+    return phase
 
 
 def test_draining_somebody_unknown_names_the_known(stack: TinyStack) -> None:
@@ -141,10 +147,16 @@ async def test_any_nats_program_can_operate_the_stack_with_what_nats_env_says(st
     options = NatsOptions(servers=(known["NATS_URL"],), user=known["NATS_USER"], password=known["NATS_PASSWORD"])
     bus = await connect(options)
     try:
-        answer = json.loads(await bus.request_raw("admin.list", b"", DEADLINE))
+        async with asyncio.timeout(DEADLINE):  # whoever was late to speak is not listed for a moment
+            while not stack.instances() <= await listed(bus):
+                await asyncio.sleep(0.1)
     finally:
         await bus.close()
-    assert {each["instance"] for each in answer["instances"]} >= stack.instances()
+
+
+async def listed(bus: Bus) -> set[str]:
+    answer = json.loads(await bus.request_raw("admin.list", b"", DEADLINE))
+    return {each["instance"] for each in answer["instances"]}
 
 
 def test_doctor_finds_the_running_stack_s_bus(stack: TinyStack) -> None:

@@ -281,6 +281,29 @@ def test_an_engine_that_was_never_heard_from_its_first_batch_on_has_a_gap(bench:
     assert bench.batch() == []
 
 
+def test_who_is_started_anew_joins_an_engines_batches_where_streams_begin(bench: Bench) -> None:
+    first = bench.batch(skip=5, opened=(opened(R),), entries=(NewTokens(R, ONE, 0, ids("a")),))
+    assert first == [deltas(0, Delta(R, ONE, 0, ids("a"), "a"), opened=(StreamOpened(R, ONE, 40, 16),))]
+    assert bench.batch(entries=(NewTokens(R, ONE, 1, ids("b")),)) == [deltas(1, Delta(R, ONE, 1, ids("b"), "b"))]
+    assert bench.core.counters.gaps == 0
+
+
+def test_who_is_started_anew_joins_an_engines_batches_where_a_stream_moves_to_it(bench: Bench) -> None:
+    bench.batch(skip=5, opened=(opened(R),), moved=(StreamMoved(R, ONE, OTHER),))
+    assert bench.batch(OTHER, skip=3, entries=(NewTokens(R, ONE, 0, ids("a")),)) == [
+        deltas(1, Delta(R, ONE, 0, ids("a"), "a"))
+    ]
+
+
+def test_who_is_started_anew_and_missed_the_beginning_of_one_stream_has_a_gap(bench: Bench) -> None:
+    entries = (NewTokens(R, ONE, 0, ids("a")), NewTokens(S, ONE, 7, ids("b")))
+    reason = "detokenizer detokenizer-1 missed tokens of engine engine-1"
+    assert bench.batch(skip=5, opened=(opened(R),), entries=entries) == [
+        ToGateway(GATEWAY, RequestFailed(R, ONE, reason)),
+        ToEngine(ENGINE, TokenBatchLost(HERE)),
+    ]
+
+
 def test_a_missed_token_of_one_request_fails_that_request_alone(bench: Bench) -> None:
     bench.batch(opened=(opened(R), opened(S)))
     entries = (NewTokens(R, ONE, 1, ids("a")), NewTokens(S, ONE, 0, ids("b")))
