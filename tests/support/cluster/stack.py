@@ -35,7 +35,7 @@ from shared.bus import Bus
 from shared.messages.lifecycle import Lifecycle
 from tests.support.paths import REPOSITORY
 
-START_DEADLINE = 120.0
+START_DEADLINE = 200.0
 CHANGE_DEADLINE = 60.0
 STOP_DEADLINE = 20.0
 LOOK_EVERY = 0.02
