@@ -10,7 +10,9 @@ from pathlib import Path
 
 from deploy.cli import machine_checks
 from deploy.cli.gateway_client import wait_until_ready
+from deploy.cli.logs import shown_lines
 from deploy.cli.machine_checks import Finding, fail, ok, warn
+from deploy.cli.ps import failure_sentence, is_failed, latest_lifecycles
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of
 from deploy.errors import CommandError
 from deploy.supervisor.network import PortTaken, reserved_port
@@ -63,6 +65,8 @@ def checks(run_dir: Path) -> Sequence[Check]:
         lambda: port(run_dir),
         lambda: bus(run_dir),
         lambda: gateway(run_dir),
+        lambda: supervisor(run_dir),
+        lambda: services(run_dir),
     )
 
 
@@ -127,3 +131,33 @@ def gateway(run_dir: Path) -> Finding:
     if asyncio.run(wait_until_ready(state.url, READY_WITHIN)):
         return ok("gateway", f"{state.url} is ready, model {state.model}")
     return fail("gateway", f"{state.url}/ready does not say 200", "baton ps shows who is missing, baton logs why")
+
+
+def supervisor(run_dir: Path) -> Finding:
+    """Whether the running stack has its supervisor, and whether that can do all that it should."""
+    state = read_state(run_dir)
+    if state is None:
+        return ok("supervisor", "no stack runs")
+    if not is_held(run_dir):
+        return fail(
+            "supervisor", "it is gone, and the stack goes on without it", "baton up takes over, baton down ends"
+        )
+    if state.problems:
+        return warn("supervisor", "; ".join(state.problems), "make room on the disk, or see what baton ps shows")
+    return ok("supervisor", f"process {state.pid}")
+
+
+def services(run_dir: Path) -> Finding:
+    """Whether a process of the running stack keeps dying, and what it said last."""
+    state = read_state(run_dir)
+    if state is None:
+        return ok("services", "no stack runs")
+    lifecycles = asyncio.run(latest_lifecycles(state))
+    said: list[str] = []
+    for member in state.members:
+        if is_failed(member, lifecycles.get(member.instance)):
+            failure = {"deaths": member.failures, "status": member.status}
+            said += [failure_sentence(member.instance, failure), *shown_lines(member.instance, member.last_lines)]
+    if said:
+        return fail("services", "\n".join(said), "baton logs SERVICE shows more")
+    return ok("services", f"{len(state.members)} processes, none of which keeps dying")

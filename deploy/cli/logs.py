@@ -190,6 +190,12 @@ def _print(line: LogLine, as_json: bool, coloured: bool) -> None:
     print(for_people(line, coloured))
 
 
+def shown_lines(instance: str, lines: Iterable[str]) -> list[str]:
+    """Lines of an instance's log as `baton logs` shows them, indented, for use below a heading."""
+    found = (parsed(instance, line, "") for line in lines)
+    return [f"  {line.text if line.fields is None else for_people(line, False)}" for line in found]
+
+
 def for_people(line: LogLine, coloured: bool) -> str:
     """`10:21:05.040 engine-1         stop requested  seconds=3`; a line that is not JSON is kept as it is."""
     fields = line.fields

@@ -18,6 +18,8 @@ from msgspec import Struct
 
 from deploy.supervisor.servers import arenas
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
+from deploy.supervisor.state_file import SHARED_MEMORY
+from deploy.supervisor.state_file import shared_memory as files_in_memory
 
 
 class Finding(NamedTuple):
@@ -159,9 +161,9 @@ def memory() -> Finding:
 
 def shared_memory() -> Finding:
     """Where the KV store has its blocks, and torch what its processes share."""
-    if not arenas.SHARED_MEMORY.is_dir():
-        return warn("/dev/shm", "not there", f"the KV store's files go to {arenas.shared_memory()}, on disk perhaps")
-    usage = shutil.disk_usage(arenas.SHARED_MEMORY)
+    if not SHARED_MEMORY.is_dir():
+        return warn("/dev/shm", "not there", f"the KV store's files go to {files_in_memory()}, on disk perhaps")
+    usage = shutil.disk_usage(SHARED_MEMORY)
     store = arenas.default_memory(usage.free)
     detail = f"{_gib(usage.free)} free of {_gib(usage.total)}; KV store {store / 2**20:.0f} MiB by default"
     if store < arenas.DEFAULT_MEMORY:

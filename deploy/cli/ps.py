@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from deploy.cli.logs import shown_lines
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of, running_stack
 from deploy.errors import CommandError
 from deploy.supervisor.operator_bus import operator_bus
@@ -43,8 +44,7 @@ def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) ->
         print(json.dumps(_described(state, rows, supervised=supervised)))
     else:
         _print_table(state, rows)
-        if not supervised:
-            print(ORPHANED.format(seconds=state.spec.orphan_timeout))
+        _print_troubles(state, rows, supervised=supervised)
 
 
 def _described(state: StackState, rows: list[dict[str, Any]], *, supervised: bool) -> dict[str, Any]:
@@ -57,6 +57,7 @@ def _described(state: StackState, rows: list[dict[str, Any]], *, supervised: boo
         "supervisor_pid": state.pid,
         "nats_pid": state.nats_pid,
         "redis_pid": state.redis_pid,
+        "problems": list(state.problems),
         "processes": rows,
     }
 
@@ -95,10 +96,30 @@ def _row(member: MemberRecord, lifecycles: LatestLifecycles) -> dict[str, Any]:
         "memory": _resident(member.pid),
         "metrics_port": life.metrics_port if life else None,
         "detail": detail(life),
+        "failure": _failure(member) if is_failed(member, life) else None,
     }
 
 
+def _failure(member: MemberRecord) -> dict[str, Any]:
+    return {"deaths": member.failures, "status": member.status, "last_lines": list(member.last_lines)}
+
+
+def is_failed(member: MemberRecord, life: Lifecycle | None) -> bool:
+    """Whether it keeps dying, and is not ready just now."""
+    return member.failed and (life is None or life.phase != "ready")
+
+
+def failure_sentence(instance: str, failure: Mapping[str, Any]) -> str:
+    """What happened to a process that keeps dying."""
+    return (
+        f"{instance} died {failure['deaths']} times in a row (last exit status {failure['status']}) and is tried again "
+        "once a minute"
+    )
+
+
 def _phase(member: MemberRecord, life: Lifecycle | None) -> str:
+    if is_failed(member, life):
+        return "failed"
     if member.state != "running":
         return {"waiting": "restarting", "ending": "ending"}[member.state]
     return life.phase if life else "silent"
@@ -141,6 +162,17 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
         f"[bold]{state.name}[/bold] {state.phase}  {state.url}  model {state.model}", highlight=False, soft_wrap=True
     )
     console.print(table)
+
+
+def _print_troubles(state: StackState, rows: list[dict[str, Any]], *, supervised: bool) -> None:
+    for row in rows:
+        if row["failure"] is not None:
+            lines = shown_lines(row["instance"], row["failure"]["last_lines"])
+            print("\n".join(["", f"{failure_sentence(row['instance'], row['failure'])}. Its last lines:", *lines]))
+    for problem in state.problems:
+        print(f"\n{problem}")
+    if not supervised:
+        print("\n" + ORPHANED.format(seconds=state.spec.orphan_timeout))
 
 
 def _shown(value: object) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 MAX_LOG_BYTES = 16 * 2**20
 """Bytes. A larger file is copied to `.1`, which replaces the former one, and emptied: what a process has open stays
 valid. Lines written between the copy and the emptying are lost."""
+
+MIN_FREE_BYTES = 64 * 1024
 
 
 class LogFolder:
@@ -20,7 +24,7 @@ class LogFolder:
         self._previous = run_dir / "logs.previous"
 
     def begin_run(self) -> None:
-        """Makes an empty folder; the one of the run before becomes `logs.previous`."""
+        """Makes an empty folder; the one of the run before becomes `logs.previous`. Raises OSError."""
         if self.folder.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.folder.rename(self._previous)
@@ -30,16 +34,55 @@ class LogFolder:
         """The log file of an instance, whether it is there or not."""
         return self.folder / f"{instance}.log"
 
-    def bound(self) -> None:
-        """Rotates every file that has grown too large."""
+    @contextlib.contextmanager
+    def stream(self, instance: str) -> Iterator[TextIO]:
+        """The log file of this process itself, to append to; nowhere where it cannot be had."""
+        flags = os.O_WRONLY | os.O_APPEND
+        try:
+            fd = os.open(self.of(instance), flags | os.O_CREAT, 0o600)
+        except OSError:
+            fd = os.open(os.devnull, flags)
+        file = os.fdopen(fd, "a")
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def bound(self) -> str | None:
+        """Rotates every file that has grown too large; what kept it from being kept, or None. Where there is no room
+        for a copy, the lines are lost: the file is emptied all the same."""
+        problem = None
         for path in self.folder.glob("*.log"):
-            if path.stat().st_size > MAX_LOG_BYTES:
-                shutil.copyfile(path, path.with_suffix(".log.1"))
-                os.truncate(path, 0)
+            try:
+                if path.stat().st_size > MAX_LOG_BYTES:
+                    problem = _rotate(path) or problem
+            except OSError as error:
+                problem = f"{path.name}: {error.strerror}"
+        return problem
 
     def last_lines(self, instance: str, count: int = 12) -> list[str]:
         """At most the last `count` lines of an instance's log; none where there is no log."""
         return last_lines(self.of(instance), count)
+
+
+def _rotate(path: Path) -> str | None:
+    older, problem = path.with_suffix(".log.1"), None
+    try:
+        shutil.copyfile(path, older)
+    except OSError as error:
+        problem = f"{path.name} was emptied without a copy: {error.strerror}"
+        older.unlink(missing_ok=True)
+    os.truncate(path, 0)
+    return problem
+
+
+def full_disk(folder: Path) -> str | None:
+    """A sentence where there is no room for logs; None where there is."""
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(folder).free) < MIN_FREE_BYTES:
+            return f"{folder}: {free / 1024:.0f} KiB left on the disk; log lines are lost"
+    return None
 
 
 def last_lines(path: Path, count: int) -> list[str]:
@@ -48,7 +91,7 @@ def last_lines(path: Path, count: int) -> list[str]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 65_536))
             return file.read().decode(errors="replace").splitlines()[-count:]
-    except FileNotFoundError:
+    except OSError:
         return []
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -32,13 +32,14 @@ from deploy.supervisor.core.events import (
     StopRequested,
     TerminateProcess,
 )
+from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
 from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
 from deploy.supervisor.hosts import hosts_of
 from deploy.supervisor.keeper import NAME as KEEPER
 from deploy.supervisor.keeper import keeper_command
 from deploy.supervisor.launch import CommandLineOf, service_command
-from deploy.supervisor.log_files import LogFolder
+from deploy.supervisor.log_files import LogFolder, full_disk
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.arenas import remove_leftovers
@@ -48,7 +49,16 @@ from deploy.supervisor.servers.redis import NAME as REDIS
 from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import HOST, ServerProcess
 from deploy.supervisor.spec import StackSpec
-from deploy.supervisor.state_file import LOCK, StackPhase, StackState, held, recorded, remove_state, write_state
+from deploy.supervisor.state_file import (
+    LOCK,
+    MemberRecord,
+    StackPhase,
+    StackState,
+    held,
+    recorded,
+    remove_state,
+    write_state,
+)
 from shared import topics
 from shared.bus import Bus
 from shared.config import process_environment
@@ -101,7 +111,11 @@ class Stack:
         self._failure: StartFailed | None = None
         self._started = time.time()
         self._lifecycles: asyncio.Queue[Lifecycle] = asyncio.Queue(MAX_LIFECYCLES_QUEUED)
-        self._saved_phase: StackPhase | None = None
+        self._saved: tuple[StackPhase, Collection[InstanceId]] | None = None
+        self._save_problem: str | None = None
+        self._log_problem: str | None = None
+        self._last_lines: dict[str, tuple[str, ...]] = {}
+        """Of the log of each process that died, as they were then."""
         self._gone: list[str] = []
         """Processes of the former supervisor that have ended since."""
         self._wake = asyncio.Event()
@@ -147,8 +161,11 @@ class Stack:
             port = self.spec.port if left is None else left.state.port
             with (
                 reserved_port(self.spec.host, port, ours=left is not None) as self.port,
-                self.logs.of("supervisor").open("a") as own_log,
+                self.logs.stream("supervisor") as own_log,
             ):
+                logging.raiseExceptions = (
+                    False  # a line that cannot be written is not worth a traceback on the terminal
+                )
                 set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
                 await self._run_all(beside, left)
         if self._failure is not None:
@@ -266,7 +283,7 @@ class Stack:
             self._handle(ClockTick())
             if time.monotonic() - bounded_at > LOG_BOUND_EVERY:
                 bounded_at = time.monotonic()
-                self.logs.bound()
+                self._look_after_disk()
 
     def _reap(self) -> None:
         foreign = {server.name: server for server in self._foreign_servers()}
@@ -274,6 +291,7 @@ class Stack:
             log.log(
                 logging.INFO if self.supervisor.stopping else logging.WARNING, "ended", extra=_of(name, status=status)
             )
+            self._last_lines[name] = tuple(self.logs.last_lines(name))
             if name in foreign:
                 foreign[name].exited(time.monotonic())
             elif any(member.process.instance == name for member in self.supervisor.members()):
@@ -312,11 +330,14 @@ class Stack:
             self._execute(command)
         if commands and self._hosts is not None:
             self._hosts.changed.set()
-        if commands or isinstance(event, ProcessExited | ProcessStarted) or self.phase != self._saved_phase:
+        if commands or isinstance(event, ProcessExited | ProcessStarted) or self._is_news():
             self.save()
         if self.supervisor.stopping and self.supervisor.is_empty:
             self._ended.set()
         return commands
+
+    def _is_news(self) -> bool:
+        return (self.phase, self.supervisor.failed()) != self._saved
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -338,8 +359,28 @@ class Stack:
             for _ in range(2):
                 self._handle(StopRequested())
 
+    def _recorded(self, member: SupervisedProcess, failed: Collection[InstanceId]) -> MemberRecord:
+        instance = member.process.instance
+        return recorded(member, failed=instance in failed, last_lines=self._last_lines.get(instance, ()))
+
+    def _problems(self) -> tuple[str, ...]:
+        """What cannot be done at present, for `baton ps`."""
+        found = [self._log_problem] if self._log_problem else []
+        found += [f"{each.name} died {each.failures} times in a row" for each in self._foreign_servers() if each.failed]
+        return tuple(found)
+
+    def _look_after_disk(self) -> None:
+        """Best effort: nothing here ends the supervisor."""
+        problem = self.logs.bound() or full_disk(self.spec.run_dir)
+        if problem != self._log_problem:
+            log.warning("logs", extra={"problem": problem})
+        changed, self._log_problem = problem != self._log_problem, problem
+        if changed or self._save_problem is not None:
+            self.save()
+
     def save(self) -> None:
-        """Writes the state file."""
+        """Writes the state file as well as can be."""
+        failed = self.supervisor.failed()
         user, password = self._access.credentials("operator") or (None, None)
         nats, redis = self._access.embedded, self._store.redis
         state = StackState(
@@ -358,7 +399,9 @@ class Stack:
             redis_pid=redis.process.pid if redis else None,
             arenas=str(self._store.arenas) if self._store.arenas else None,
             started=self._started,
-            members=tuple(map(recorded, self.supervisor.members())),
+            written=time.time(),
+            problems=self._problems(),
+            members=tuple(self._recorded(member, failed) for member in self.supervisor.members()),
             processes=self.children.identities(),
             spec=self.spec,
             port=self.port,
@@ -368,8 +411,14 @@ class Stack:
             redis_port=redis.port if redis else None,
             rendezvous=self._executor.rendezvous,
         )
-        write_state(self.spec.run_dir, state)
-        self._saved_phase = state.phase
+        try:
+            problem = write_state(self.spec.run_dir, state)
+        except OSError as error:
+            problem = f"nowhere: {error.strerror}"
+        if problem != self._save_problem:
+            log.warning("state file", extra={"problem": problem})
+        self._save_problem = problem
+        self._saved = (state.phase, failed)
 
 
 def _of(process: str, **more: object) -> dict[str, object]:

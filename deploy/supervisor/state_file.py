@@ -7,8 +7,10 @@ import contextlib
 import fcntl
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -48,6 +50,13 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     wanted: bool
     restarts: int
     failures: int
+    """Deaths in a row."""
+    status: int | None
+    """Exit status of the last death."""
+    failed: bool = False
+    """It keeps dying: pauses between restarts are long by now, and somebody should look."""
+    last_lines: tuple[str, ...] = ()
+    """Of the log of one that failed, as they were at its last death."""
 
     def member(self) -> SupervisedProcess:
         """As the supervisor's core has it, but for what only its next lifecycle message says."""
@@ -60,10 +69,11 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
             pid=self.pid,
             restarts=self.restarts,
             failures=self.failures,
+            status=self.status,
         )
 
 
-def recorded(member: SupervisedProcess) -> MemberRecord:
+def recorded(member: SupervisedProcess, *, failed: bool = False, last_lines: tuple[str, ...] = ()) -> MemberRecord:
     """A process as the state file has it."""
     return MemberRecord(
         **member.process._asdict(),
@@ -73,6 +83,9 @@ def recorded(member: SupervisedProcess) -> MemberRecord:
         wanted=member.wanted,
         restarts=member.restarts,
         failures=member.failures,
+        status=member.status,
+        failed=failed,
+        last_lines=last_lines if failed else (),
     )
 
 
@@ -102,6 +115,10 @@ class StackState(Struct, frozen=True, kw_only=True):
     """The KV store's directory; None without a store."""
     started: float
     """When the stack was started, in Unix seconds."""
+    written: float = 0.0
+    """When this was written, in Unix seconds."""
+    problems: tuple[str, ...] = ()
+    """What the supervisor cannot do at present, for people to read."""
     members: tuple[MemberRecord, ...] = ()
     processes: Mapping[str, ProcessIdentity] = {}
     """Every process of the stack by name, servers included."""
@@ -120,6 +137,21 @@ class StackState(Struct, frozen=True, kw_only=True):
     def living(self) -> dict[str, ProcessIdentity]:
         """Those of `processes` that are still there."""
         return {name: identity for name, identity in self.processes.items() if identity.lives}
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def shared_memory() -> Path:
+    """Where files lie in memory; a directory for temporary ones on systems that have no such place."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def directory_of(run_dir: Path) -> Path:
+    """One for each run directory, by its name and a digest of its path."""
+    where = run_dir.expanduser().absolute()
+    digest = blake2b(os.fsencode(where), digest_size=6).hexdigest()
+    return shared_memory() / f"baton-{where.name[:64]}-{os.getuid()}-{digest}"
 
 
 class StackRunning(Exception):
@@ -158,15 +190,41 @@ def is_held(run_dir: Path) -> bool:
     return supervisor_lives(run_dir / LOCK)
 
 
-def write_state(run_dir: Path, state: StackState) -> None:
-    """Replaces the file at once; readers see the old or the new one. Raises OSError."""
-    write_private(run_dir / f"{STATE}.new", msgspec.json.format(msgspec.json.encode(state, enc_hook=_encoded)))
-    (run_dir / f"{STATE}.new").replace(run_dir / STATE)
+def write_state(run_dir: Path, state: StackState) -> str | None:
+    """Replaces the file at once; readers see the old or the new one. Where the disk takes none, it lies in shared
+    memory and says so; what it says, or None. Raises OSError where neither can be."""
+    try:
+        _replace(run_dir / STATE, state)
+    except OSError as error:
+        problem = f"{run_dir / STATE} cannot be written ({error.strerror}); it lies in shared memory"
+        _replace(_fallback(run_dir), msgspec.structs.replace(state, problems=(*state.problems, problem)))
+        return problem
+    with contextlib.suppress(OSError):
+        _fallback(run_dir).unlink(missing_ok=True)
+    return None
 
 
 def remove_state(run_dir: Path) -> None:
     """Nothing of a stack is left here."""
-    (run_dir / STATE).unlink(missing_ok=True)
+    for path in (run_dir / STATE, _fallback(run_dir)):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, state: StackState) -> None:
+    new = path.with_name(f"{path.name}.new")
+    try:
+        write_private(new, msgspec.json.format(msgspec.json.encode(state, enc_hook=_encoded)))
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def _fallback(run_dir: Path) -> Path:
+    arenas = directory_of(run_dir)
+    return arenas.with_name(f"{arenas.name}-{STATE}")
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -188,9 +246,17 @@ def read_state(run_dir: Path) -> StackState | None:
 
 def last_state(run_dir: Path) -> StackState | None:
     """What a supervisor wrote last, whether anything of it lives or not; None where there is nothing to be read."""
+    found = [state for path in (run_dir / STATE, _fallback(run_dir)) if (state := _read(path)) is not None]
+    return max(found, key=lambda state: state.written, default=None)
+
+
+def _read(path: Path) -> StackState | None:
     try:
-        return msgspec.json.decode((run_dir / STATE).read_bytes(), type=StackState, dec_hook=_decoded)
-    except (FileNotFoundError, msgspec.DecodeError):
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():  # anybody may write into shared memory
+                return None
+            return msgspec.json.decode(file.read(), type=StackState, dec_hook=_decoded)
+    except (OSError, msgspec.DecodeError):
         return None
 
 

@@ -6,6 +6,7 @@ The order in which the core took its events is known nowhere else: on the bus se
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -24,6 +25,9 @@ from shared.journals.journal import JournalWriter
 
 KIND = "decisions"
 DIGEST_BYTES = 16
+MAX_JOURNALS = 16
+"""Of one engine in a folder; the oldest is removed for another."""
+DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 log = logging.getLogger(__name__)
 
@@ -105,16 +109,11 @@ class DecisionJournal:
     """Owns the journal of one core and wraps the core: events are handled through it."""
 
     def __init__(self, settings: JournalSettings, start: EngineStart, core: EngineCore) -> None:
-        """Creates the journal, and renames an earlier one of the same path to `.before`. Raises OSError."""
+        """Creates the journal, and renames an earlier one of the same path to `.before`.
+        Raises OSError, but not for a full disk: then nothing is recorded."""
         self._core = core
         self._contents = settings.contents
-        path = settings.file(start)
-        if path.is_file():  # of an earlier start, which may hold the failure that is to be looked into
-            path.replace(path.with_name(f"{path.name}.before"))
-        self._writer: JournalWriter | None = JournalWriter(
-            path, KIND, start, written_by=version("baton-serve"), limit=settings.limit
-        )
-        log.info("decisions are recorded", extra={"journal": str(path)})
+        self._writer = _begun(settings, start)
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Handles an event by the core. If the core raises, the event is on disk before the process ends."""
@@ -150,3 +149,28 @@ class DecisionJournal:
         if writer is not None:
             with contextlib.suppress(OSError):
                 writer.close()
+
+
+def _begun(settings: JournalSettings, start: EngineStart) -> JournalWriter | None:
+    """None if the disk cannot take a journal: serving goes on without one. Raises OSError for a path that is none."""
+    path = settings.file(start)
+    try:
+        if path.is_file():  # of an earlier start, which may hold the failure that is to be looked into
+            path.replace(path.with_name(f"{path.name}.before"))
+        if settings.path.is_dir():
+            _drop_oldest(settings.path, start.engine)
+        writer = JournalWriter(path, KIND, start, written_by=version("baton-serve"), limit=settings.limit)
+    except OSError as error:
+        if error.errno not in DISK_TROUBLE:
+            raise
+        log.error("the journal cannot be written", extra={"journal": str(path), "error": str(error)})
+        return None
+    log.info("decisions are recorded", extra={"journal": str(path)})
+    return writer
+
+
+def _drop_oldest(folder: Path, engine: EngineId) -> None:
+    """An engine that keeps dying begins a journal each time: room for one more is made."""
+    found = sorted(folder.glob(f"{engine}-{'[0-9a-f]' * 16}.journal"), key=lambda path: path.stat().st_mtime)
+    for path in found[: max(0, len(found) + 1 - MAX_JOURNALS)]:
+        path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ walk through the file, and a cut is seen without decoding. The first record is t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
@@ -72,7 +73,11 @@ class JournalWriter:
         self.size = self._held_bytes
         """Bytes, held back or written."""
         self.full = False
-        self.flush()
+        try:
+            self.flush()
+        except OSError:
+            self._file.close()
+            raise
 
     def add(self, body: bytes) -> None:
         """Adds one record; left out, and `full` from then on, where the limit would be passed. Raises OSError."""
@@ -90,9 +95,19 @@ class JournalWriter:
         """Writes what is held back. Raises OSError."""
         held, self._held, self._held_bytes = b"".join(self._held), [], 0
         view = memoryview(held)
-        while view:
-            view = view[self._file.write(view) :]
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError:
+            self._end_at_last_record(self.size - len(held))
+            raise
         self._flushed_at = time.monotonic()
+
+    def _end_at_last_record(self, size: int) -> None:
+        """What was written in part would hide everything behind it."""
+        self.full, self.size = True, size
+        with contextlib.suppress(OSError):
+            self._file.truncate(size)
 
     def close(self) -> None:
         """Writes what is held back and closes the file. Safe to call again."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.supervisor.servers.arenas import directory_of
-from deploy.supervisor.state_file import is_held, read_state
+from deploy.supervisor.state_file import directory_of, is_held, read_state
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
 

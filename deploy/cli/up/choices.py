@@ -18,9 +18,10 @@ from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
 from deploy.supervisor.core.plan import POOLS, Counts
 from deploy.supervisor.launch import EVERY_SERVICE
-from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory, shared_memory
+from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory
 from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import EmbeddedRedis, HostsSpec, OutsideBus, OutsideRedis, StackSpec, StoreSpec
+from deploy.supervisor.state_file import shared_memory
 from services.worker.distributed.binding import available_cores
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
 from shared.config import ServiceConfig

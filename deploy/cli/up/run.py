@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.cli.gateway_client import wait_until_ready
-from deploy.cli.logs import for_people, parsed
+from deploy.cli.logs import shown_lines
 from deploy.errors import CommandError
 from deploy.supervisor.adoption import StackDiffers
 from deploy.supervisor.core.members import SupervisedProcess
@@ -57,9 +57,7 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
 
 def _last_words(failed: StartFailed) -> str:
     """The last lines of the log, as `baton logs` shows them."""
-    lines = (parsed(failed.instance, line, "") for line in failed.last_lines)
-    shown = (line.text if line.fields is None else for_people(line, False) for line in lines)
-    return "\n".join([failed.heading, *(f"  {line}" for line in shown)])
+    return "\n".join([failed.heading, *shown_lines(failed.instance, failed.last_lines)])
 
 
 async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | None) -> None:

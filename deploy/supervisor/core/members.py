@@ -37,10 +37,13 @@ class SupervisedProcess:
     due: float = 0.0
     """When a waiting member may start, in seconds of the supervisor's clock."""
     deadline: float | None = None
-    """When an ending member is killed; None while it is not ending."""
-    spawned: float = 0.0
+    """When an ending member is killed."""
+    ready_since: float | None = None
+    """When the present program was first ready."""
     failures: int = 0
-    """Consecutive deaths."""
+    """Deaths in a row."""
+    status: int | None = None
+    """Exit status of the last of them."""
     restarts: int = 0
     lifecycle: Lifecycle | None = None
 
@@ -79,9 +82,11 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
 
     first_pause: float = 0.25
     """Seconds before the second restart in a row."""
-    max_pause: float = 10.0
+    max_pause: float = 60.0
     healthy_after: float = 30.0
-    """Seconds of life after which earlier failures are forgotten."""
+    """Seconds of being ready after which earlier failures are forgotten; how long it took to start does not count."""
+    failures_until_failed: int = 6
+    """Deaths in a row after which a process counts as failed: it is still tried again, and people are told."""
     failures_at_start: int = 3
     """Deaths in a row during start-up after which the start is given up."""
 

@@ -91,6 +91,11 @@ class Supervisor:
         """All processes, running or waiting, in the order in which they were planned."""
         yield from self._members.values()
 
+    def failed(self) -> frozenset[InstanceId]:
+        """Who has died so often in a row that somebody should look, and is not ready now."""
+        limit = self._policy.failures_until_failed
+        return frozenset(name for name, m in self._members.items() if m.failures >= limit and not m.is_ready)
+
     @property
     def stopping(self) -> bool:
         """Whether a stop of the stack was requested."""
@@ -118,7 +123,7 @@ class Supervisor:
                 self._members[instance].pid = pid
                 return ()
             case LifecycleReceived(lifecycle):
-                self._record_lifecycle(lifecycle)
+                self._record_lifecycle(lifecycle, now)
                 return ()
             case ProcessExited(instance, status):
                 return self._exited(instance, status, now)
@@ -141,10 +146,12 @@ class Supervisor:
         found = (self._members.get(instance) for instance in instances)
         return [member for member in found if member is not None and member.state == "running"]
 
-    def _record_lifecycle(self, lifecycle: Lifecycle) -> None:
+    def _record_lifecycle(self, lifecycle: Lifecycle, now: float) -> None:
         member = self._members.get(lifecycle.instance)
         if member is not None and member.state != "waiting" and member.pid == lifecycle.pid:
             member.lifecycle = lifecycle
+            if member.is_ready and member.ready_since is None:
+                member.ready_since = now
 
     # ---- deaths
 
@@ -153,13 +160,14 @@ class Supervisor:
         commands: list[Command] = []
         if status != 0 and member.lifecycle is not None and member.phase not in ("stopped", "failed"):
             commands.append(AnnounceDeath(msgspec.structs.replace(member.lifecycle, phase="failed")))
-        own_fault = member.state == "running"
+        own_fault, ready_since = member.state == "running", member.ready_since
         self._mark_gone(member)
         if not member.wanted:
             del self._members[instance]
             return commands
         member.restarts += 1
-        member.due = now + (self._count_failure(member, now) if own_fault else 0.0)
+        member.status = status
+        member.due = now + (self._count_failure(member, ready_since, now) if own_fault else 0.0)
         if member.process.service == "worker":
             commands += self._kill(self._running_ranks(member.process.engine), now)
         if not self.settled and (status == BAD_SETTINGS_STATUS or member.failures >= self._policy.failures_at_start):
@@ -168,10 +176,10 @@ class Supervisor:
 
     def _mark_gone(self, member: SupervisedProcess) -> None:
         member.move("waiting")
-        member.pid = member.lifecycle = member.deadline = None
+        member.pid = member.lifecycle = member.deadline = member.ready_since = None
 
-    def _count_failure(self, member: SupervisedProcess, now: float) -> float:
-        if now - member.spawned >= self._policy.healthy_after:
+    def _count_failure(self, member: SupervisedProcess, ready_since: float | None, now: float) -> float:
+        if ready_since is not None and now - ready_since >= self._policy.healthy_after:
             member.failures = 0
         member.failures += 1
         return self._policy.pause(member.failures)
@@ -212,7 +220,7 @@ class Supervisor:
         commands: list[Command] = []
         for member in self._members.values():
             if member.state == "waiting" and member.due <= now and self._may_start(member, now):
-                commands += self._start(member, now)
+                commands += self._start(member)
         return commands
 
     def _may_start(self, member: SupervisedProcess, now: float) -> bool:
@@ -223,13 +231,12 @@ class Supervisor:
             return False
         return all(m.state == "waiting" and m.due <= now for m in self._ranks_of(member.process.engine))
 
-    def _start(self, member: SupervisedProcess, now: float) -> list[Command]:
+    def _start(self, member: SupervisedProcess) -> list[Command]:
         group = self._ranks_of(member.process.engine) if member.process.service == "worker" else [member]
         if member.process.engine is not None:
             self._unanswered.discard(member.process.engine)
         for one in group:
             one.move("running")
-            one.spawned = now
         return [StartProcess(one.process, position == 0, one.device) for position, one in enumerate(group)]
 
     # ---- ends

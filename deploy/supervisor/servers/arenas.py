@@ -8,32 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from hashlib import blake2b
 from pathlib import Path
 
 from deploy.supervisor.adoption import left_stack
-from deploy.supervisor.state_file import StackRunning, held
+from deploy.supervisor.state_file import StackRunning, directory_of, held, shared_memory
 
-SHARED_MEMORY = Path("/dev/shm")
 DEFAULT_MEMORY = 512 * 2**20
 MIN_MEMORY = 16 * 2**20
 MAX_SHARE = 0.5
 """Share of the free shared memory that a store may take if no size was chosen; torch needs some, too."""
 HEADER_BYTES = 1 * 2**20
 """Bytes reserved for the files' own headers."""
-
-
-def shared_memory() -> Path:
-    """The directory for files in shared memory; the one for temporary files on systems without it."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def directory_of(run_dir: Path) -> Path:
-    """The store's directory, unique for each run directory: its name and a digest of its path."""
-    where = run_dir.expanduser().absolute()
-    digest = blake2b(os.fsencode(where), digest_size=6).hexdigest()
-    return shared_memory() / f"baton-{where.name[:64]}-{os.getuid()}-{digest}"
 
 
 def free_memory() -> int:

@@ -53,8 +53,14 @@ class ServerProcess:
         self._logs = logs
         self._policy = RestartPolicy()
         self._started_at = 0.0
-        self._failures = 0
+        self.failures = 0
+        """Deaths in a row."""
         self._due: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it died so often in a row that somebody should look."""
+        return self.failures >= self._policy.failures_until_failed
 
     @property
     def is_adopted(self) -> bool:
@@ -88,9 +94,9 @@ class ServerProcess:
     def exited(self, now: float) -> None:
         """It died: it starts again when due."""
         if now - self._started_at >= self._policy.healthy_after:
-            self._failures = 0
-        self._failures += 1
-        self._due = now + self._policy.pause(self._failures)
+            self.failures = 0
+        self.failures += 1
+        self._due = now + self._policy.pause(self.failures)
         self.pid = None
 
     def restart_if_due(self, now: float) -> bool:

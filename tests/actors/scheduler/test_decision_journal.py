@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.core.events import Event, WorkersReady
 from services.scheduler.core.limits import EngineLimits, EngineRole
-from services.scheduler.journal import EVENTS, Decision, DecisionJournal, EngineStart, JournalSettings
+from services.scheduler.journal import EVENTS, MAX_JOURNALS, Decision, DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.replay import replay
 from services.worker.sim.tokens import SimSpeculation
 from shared.bus.memory_bus import MemoryBus
@@ -19,6 +19,7 @@ from shared.journals.journal import Journal, JournalError, framed
 from shared.messages.scheduler import StepFinished
 from tests.support.engines.checking_worker import TIMING, card, generate
 from tests.support.engines.engine_on_a_bus import engine_on_a_bus, make_model, sim_backend
+from tests.support.small_disk import fill, small_disk
 
 PROMPT = list(range(2, 20))
 
@@ -148,6 +149,31 @@ def test_a_new_start_keeps_the_journal_of_the_one_before(tmp_path: Path) -> None
         "engine-1-0000000000000001.journal": 1,
         "engine-1-0000000000000002.journal": 2,
     }
+
+
+def engine_start(epoch: int) -> EngineStart:
+    return EngineStart(EngineId("engine-1"), Incarnation(epoch), EngineLimits(), EngineRole())
+
+
+def test_an_engine_that_starts_again_and_again_keeps_its_newest_journals_only(tmp_path: Path) -> None:
+    for epoch in range(MAX_JOURNALS + 3):
+        start = engine_start(epoch)
+        DecisionJournal(JournalSettings(tmp_path), start, start.core()).close()
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [f"engine-1-{epoch:016x}.journal" for epoch in range(3, MAX_JOURNALS + 3)]
+
+
+def test_on_a_full_disk_an_engine_serves_without_a_journal(tmp_path: Path) -> None:
+    start = engine_start(1)
+    with small_disk(tmp_path) as disk:
+        fill(disk)
+        journal = DecisionJournal(JournalSettings(disk / "j"), start, start.core())
+        alone = start.core()
+        for event in (WorkersReady(card(), num_blocks=64), generate("r", prompt=[5, 6, 7], max_tokens=4)):
+            assert journal.handle(event, 1.0) == alone.handle(event, 1.0)
+        journal.close()
+    with pytest.raises(FileNotFoundError):
+        DecisionJournal(JournalSettings(tmp_path / "nowhere" / "j"), start, start.core())
 
 
 async def test_when_and_how_much_is_drafted_is_decided_again(memory_bus: MemoryBus, tmp_path: Path) -> None:

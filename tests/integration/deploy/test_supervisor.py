@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,8 +21,7 @@ import pytest
 import redis
 
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.servers.arenas import directory_of
-from deploy.supervisor.state_file import StackState, is_held
+from deploy.supervisor.state_file import StackState, directory_of, is_held
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
@@ -29,6 +29,7 @@ from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleReply, ScaleResult
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
+from tests.support.small_disk import fill, small_disk
 from tests.support.tiny_stack.running import DEADLINE, TinyStack
 
 Start = Callable[..., TinyStack]
@@ -345,3 +346,69 @@ def test_a_run_directory_and_a_port_belong_to_one_stack(start: Start) -> None:
     second = start(port=port)
     assert second.ended() != 0
     assert f"port {port}" in second.said()
+
+
+def baton(stack: TinyStack, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *argv, "--run-dir", str(stack.run_dir)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+def test_a_service_that_keeps_dying_is_shown_as_failed_with_its_last_words_until_it_lives(
+    start: Start, tmp_path: Path
+) -> None:
+    obstacle = tmp_path / "obstacle"
+    stack = start(settings={"tokenizer": {"fail_beside": str(obstacle), "status": "5"}})
+    stack.ready()
+    obstacle.touch()
+    os.kill(stack.pid("tokenizer-1") or 0, signal.SIGKILL)
+    stack.until(lambda state: any(m.failed for m in state.members))
+    (row,) = [row for row in json.loads(baton(stack, "ps", "--json").stdout)["processes"] if row["failure"]]
+    assert (row["instance"], row["phase"], row["failure"]["status"]) == ("tokenizer-1", "failed", 5)
+    assert "the file is there" in row["failure"]["last_lines"]
+    assert "the file is there" in baton(stack, "ps").stdout
+    done = baton(stack, "doctor")
+    assert done.returncode == 1
+    assert "tokenizer-1 died" in done.stdout
+    assert "the file is there" in done.stdout
+    obstacle.unlink()
+    stack.until(lambda state: not any(m.failed for m in state.members))
+    assert all(row["phase"] == "ready" for row in json.loads(baton(stack, "ps", "--json").stdout)["processes"])
+
+
+def test_a_full_disk_is_reported_and_ends_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        check_full_disk(disk)
+
+
+def check_full_disk(disk: Path) -> None:
+    stack = TinyStack(disk / "run")
+    try:
+        before = stack.ready()
+        filling = fill(disk)
+        os.kill(stack.pid("tokenizer-1") or 0, signal.SIGKILL)
+        stack.until(lambda state: state.phase == "ready" and state.problems != ())
+        after = stack.until(lambda state: all(m.pid for m in state.members))
+        assert after.pid == before.pid
+        assert stack.pid("tokenizer-1") not in (None, next(m.pid for m in before.members if m.service == "tokenizer"))
+        told = json.loads(baton(stack, "ps", "--json").stdout)
+        assert "No space left on device" in " ".join(told["problems"])
+        assert {row["phase"] for row in told["processes"]} == {"ready"}
+        assert "No space left" in baton(stack, "doctor").stdout
+
+        pids = {name: stack.pid(name) for name in stack.instances()}
+        stack.kill_supervisor()
+        stack.start_supervisor()
+        stack.until(lambda state: state.pid == stack.process.pid)
+        assert {name: stack.pid(name) for name in stack.instances()} == pids
+
+        filling.unlink()
+        stack.until(lambda state: state.problems == ())
+        assert json.loads((stack.run_dir / "state.json").read_bytes())["pid"] == stack.process.pid
+    finally:
+        stack.destroy()

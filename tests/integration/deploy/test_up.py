@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.supervisor.servers.arenas import SHARED_MEMORY, directory_of
-from deploy.supervisor.state_file import StackState, is_held, read_state
+from deploy.supervisor.state_file import SHARED_MEMORY, StackState, directory_of, is_held, read_state
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import CHANGE_DEADLINE, LOOK_EVERY, START_DEADLINE, RunningStack, running_stack
 from tests.support.paths import REPOSITORY

@@ -9,6 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 from msgspec import Meta
@@ -21,6 +22,7 @@ from shared.messages.lifecycle import Service
 
 class TinyConfig(ServiceConfig, frozen=True, kw_only=True):
     fail: Annotated[str, Meta(description="Ends at start, with these words.")] = ""
+    fail_beside: Annotated[str, Meta(description="Ends so while this file is there.")] = ""
     status: Annotated[int, Meta(description="Exit status of that end.")] = 1
     import_seconds: Annotated[float, Meta(description="Blocks this long before anything else.")] = 0.0
     redis_url: Annotated[str | None, Meta(description="As a store is told it; nobody asks there.")] = None
@@ -49,8 +51,8 @@ class TinyActor(Actor):
 def main(service: str, argv: list[str]) -> None:
     config = load_config(service, TinyConfig, argv)
     time.sleep(config.import_seconds)
-    if config.fail:
-        print(config.fail, file=sys.stderr)
+    if config.fail or (config.fail_beside and Path(config.fail_beside).exists()):
+        print(config.fail or "the file is there", file=sys.stderr)
         raise SystemExit(config.status)
     run_service(config, lambda bus: TinyActor(bus, cast(Service, service), config), service)
 

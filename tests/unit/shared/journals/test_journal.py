@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from shared.journals.journal import Journal, JournalError, JournalWriter, framed
+from tests.support.small_disk import fill, small_disk
 
 
 def written(path: Path, records: list[bytes], limit: int | None = None) -> JournalWriter:
@@ -72,3 +73,20 @@ def test_above_its_limit_a_journal_takes_no_more(tmp_path: Path) -> None:
     assert path.stat().st_size == writer.size == size + 3 * 105
     with Journal(path) as journal:
         assert list(journal) == [b"x" * 100] * 3
+
+
+def test_a_journal_on_a_full_disk_ends_with_its_last_whole_record_for_good(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        path = disk / "j"
+        writer = JournalWriter(path, "traffic", None, written_by="test")
+        filling = fill(disk)
+        with pytest.raises(OSError, match="No space"):
+            writer.add(bytes(100_000))
+        filling.unlink()
+        assert writer.full
+        writer.add(b"too late")
+        writer.close()
+        with Journal(path) as journal:
+            assert all(record == bytes(100_000) for record in journal)
+            assert not journal.torn
+        assert path.stat().st_size == writer.size

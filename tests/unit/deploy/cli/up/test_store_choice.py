@@ -13,12 +13,11 @@ from deploy.supervisor.servers.arenas import (
     arena_directory,
     clear_leftovers,
     default_memory,
-    directory_of,
     remove_leftovers,
 )
 from deploy.supervisor.servers.redis import redis_config
 from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StoreSpec
-from deploy.supervisor.state_file import held
+from deploy.supervisor.state_file import directory_of, held
 from shared.ids import NodeId
 
 

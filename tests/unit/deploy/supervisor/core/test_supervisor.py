@@ -156,7 +156,7 @@ def test_pauses_grow_while_a_process_keeps_dying_and_are_bounded() -> None:
             pause += 0.25
             commands = stack.tick(0.25)
         waited.append(pause)
-    assert waited == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0, 10.0]
+    assert waited == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 
 
 def test_a_long_life_is_a_new_beginning() -> None:
@@ -164,8 +164,34 @@ def test_a_long_life_is_a_new_beginning() -> None:
     stack.ends("tokenizer-1")
     stack.ends("tokenizer-1")
     stack.tick(1.0)
+    stack.says("tokenizer-1", "ready")
     stack.tick(31.0)
     assert started(stack.ends("tokenizer-1")) == {"tokenizer-1"}
+
+
+def test_how_long_a_start_takes_is_no_life() -> None:
+    stack = Simulation().all_ready()
+    for _ in range(6):
+        stack.ends("tokenizer-1", 1)
+        stack.tick(61.0)
+        stack.says("tokenizer-1", "starting")
+        stack.tick(300.0)
+    assert stack.supervisor.failed() == {"tokenizer-1"}
+
+
+def test_who_keeps_dying_has_failed_until_it_is_ready() -> None:
+    stack = Simulation().all_ready()
+    for _ in range(5):
+        stack.ends("tokenizer-1", 3)
+        stack.tick(61.0)
+    assert not stack.supervisor.failed()
+    stack.ends("tokenizer-1", 3)
+    assert stack.supervisor.failed() == {"tokenizer-1"}
+    assert next(m.status for m in stack.supervisor.members() if m.process.instance == "tokenizer-1") == 3
+    assert started(stack.tick(61.0)) == {"tokenizer-1"}
+    assert stack.supervisor.failed() == {"tokenizer-1"}
+    stack.says("tokenizer-1", "ready")
+    assert not stack.supervisor.failed()
 
 
 def test_a_start_that_fails_three_times_is_given_up() -> None:
@@ -186,7 +212,7 @@ def test_after_the_start_nothing_is_ever_given_up() -> None:
     stack = Simulation().all_ready()
     for _ in range(20):
         assert not [c for c in stack.ends("gateway-1", BAD_SETTINGS_STATUS) if isinstance(c, AbortStart)]
-        stack.tick(11.0)
+        stack.tick(61.0)
 
 
 # ---- engines
