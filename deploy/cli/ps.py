@@ -19,6 +19,7 @@ from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import MemberRecord, StackState, is_held
 from shared import topics
 from shared.messages.lifecycle import Lifecycle, StoreReport
+from shared.protocol import incompatibility
 
 WIDE = 200
 """Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
@@ -198,6 +199,8 @@ def duration(seconds: float | None) -> str:
 
 def detail(life: Lifecycle | None) -> dict[str, Any] | None:
     """For scripts; None where there is nothing special."""
+    if life is not None and (why := incompatibility(life.protocols)) is not None:
+        return {"incompatible": why}
     if life is not None and life.engine is not None:
         engine = life.engine
         return {
@@ -237,6 +240,8 @@ def sentence(detail: dict[str, Any] | None) -> str:
     """An instance's details in words, for the table."""
     if detail is None:
         return ""
+    if "incompatible" in detail:
+        return f"ignored by the others: {detail['incompatible']}"
     if "running" in detail:
         return _engine_sentence(detail)
     if "slots" in detail:

@@ -11,11 +11,12 @@ from services.scheduler.core.events import WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.kvstore import KvLayout
 from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
+from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
 
 
 class UnequalRanks(NamedTuple):
-    """The ranks are all there, but were started with different settings; they will not work together."""
+    """The ranks are all there, but were started with different settings or releases; they will not work together."""
 
     difference: str
 
@@ -59,6 +60,9 @@ class WorkerRanks:
         size = self._world_size or reports[0].world_size
         if set(by_rank) != set(range(size)):
             return None
+        spoken = {life.protocol for life in by_rank.values()}
+        if spoken != {PROTOCOL}:
+            return UnequalRanks(f"the ranks speak protocol {sorted(spoken)}, their scheduler {PROTOCOL}")
         cards = {_comparable(report) for report in reports}
         if len(cards) > 1:
             return UnequalRanks(" / ".join(sorted(map(str, cards))))

@@ -18,7 +18,10 @@ from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, Topi
 from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
+from shared.ids import Incarnation
 from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Phase, Undrain
+from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility
+from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, PHASE, UNDELIVERED, metrics_server
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT = 0.5
 IDLE_POLL = 0.02
 MAX_PAUSE_REPORTED = 1.0
+MAX_INCOMPATIBLE = 1024
+"""Incompatible processes that are remembered, so that each is logged once."""
 
 
 class ActorRuntime:
@@ -58,6 +63,8 @@ class ActorRuntime:
         self._started = time.time()
         self._stop = asyncio.Event()
         self._handled = HANDLED.labels(actor.service)
+        self._incompatible: RecentEntries[Incarnation, str] = RecentEntries(MAX_INCOMPATIBLE)
+        """Processes whose lifecycle messages are dropped, and why."""
 
     @property
     def phase(self) -> Phase:
@@ -132,6 +139,8 @@ class ActorRuntime:
                 case Undelivered():
                     await self.actor.handle_undelivered(message)
                     await self._follow_actor()
+                case Lifecycle() if self._is_incompatible(message):
+                    pass
                 case Tick() | Lifecycle():
                     await self.actor.handle(message)
                     await self._follow_actor()
@@ -142,6 +151,14 @@ class ActorRuntime:
             self._busy = False
             self._progress += 1
             self._handled.inc()
+
+    def _is_incompatible(self, message: Lifecycle) -> bool:
+        """Whether the sender's release cannot work with ours: for the actor it does not exist. Logged once."""
+        why = incompatibility(message.protocols)
+        if why is not None and message.incarnation not in self._incompatible:
+            self._incompatible[message.incarnation] = why
+            log.error("incompatible release", extra={"from": message.instance, "reason": why})
+        return why is not None
 
     async def _control(self, message: InstanceControl) -> None:
         match message:
@@ -222,6 +239,8 @@ class ActorRuntime:
             worker=actor.worker_report(),
             store=actor.store_report(),
             tokenizer=actor.tokenizer_report(),
+            min_protocol=MIN_PROTOCOL,
+            protocol=PROTOCOL,
         )
 
 

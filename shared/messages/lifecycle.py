@@ -11,6 +11,7 @@ from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
 from shared.messages.dialects import Dialect
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import TransferProgress
+from shared.protocol import SpokenProtocols
 
 Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
 Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
@@ -166,6 +167,15 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     worker: WorkerReport | None = None
     store: StoreReport | None = None
     tokenizer: TokenizerReport | None = None
+    min_protocol: int = 1
+    """The oldest version of the messages that the process understands; see `shared.protocol`."""
+    protocol: int = 1
+    """The newest version that it understands."""
+
+    @property
+    def protocols(self) -> SpokenProtocols:
+        """The versions of the messages that the process understands."""
+        return SpokenProtocols(self.min_protocol, self.protocol)
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=True):

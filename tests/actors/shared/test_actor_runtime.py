@@ -15,6 +15,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
 from shared.messages.lifecycle import Drain, Lifecycle, Phase, Undrain
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched
+from shared.protocol import PROTOCOL
 from shared.reliability.transitions import IllegalTransition
 
 ENGINE = EngineId("engine-1")
@@ -137,6 +138,35 @@ async def test_an_actor_whose_dependency_is_missing_is_not_ready(stack: Stack) -
     stack.actor.phase = "ready"
     await stack.bus.publish(topics.lifecycle_of("worker", worker.instance), worker)
     await stack.until("ready")
+    await stack.stop()
+
+
+async def test_processes_of_a_release_that_cannot_work_with_ours_do_not_exist_for_an_actor(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    def life(instance: str, **protocols: int) -> Lifecycle:
+        return Lifecycle(
+            service="worker",
+            instance=InstanceId(instance),
+            incarnation=Incarnation(len(instance)),
+            phase="ready",
+            pid=1,
+            host="here",
+            started=0.0,
+            **protocols,  # type: ignore[arg-type]
+        )
+
+    for message in (
+        life("too-new", min_protocol=98, protocol=99),
+        life("too-new", min_protocol=98, protocol=99),
+        life("newer-but-fine", min_protocol=PROTOCOL, protocol=99),
+    ):
+        await stack.bus.publish(topics.lifecycle_of("worker", message.instance), message)
+    async with asyncio.timeout(60):
+        assert (await stack.actor.heard.get()).instance == "newer-but-fine"
+    refused = [record for record in caplog.records if record.message == "incompatible release"]
+    assert len(refused) == 1
+    assert "its release is too new" in refused[0].reason  # type: ignore[attr-defined]
     await stack.stop()
 
 

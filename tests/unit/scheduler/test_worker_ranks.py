@@ -11,6 +11,7 @@ from services.scheduler.core.events import (
 from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.lifecycle import Lifecycle, Phase, WorkerReport
+from shared.protocol import PROTOCOL
 from tests.support.engines.checking_worker import card
 
 ENGINE = EngineId("e")
@@ -29,6 +30,7 @@ def life(
     dtype: str = "float32",
     engine: EngineId = ENGINE,
     seqs: int | None = None,
+    protocol: int = PROTOCOL,
 ) -> Lifecycle:
     return Lifecycle(
         service="worker",
@@ -38,6 +40,7 @@ def life(
         pid=1,
         host="h",
         started=0.0,
+        protocol=protocol,
         worker=WorkerReport(
             engine=engine,
             rank=rank,
@@ -48,6 +51,13 @@ def life(
             max_num_seqs=seqs,
         ),
     )
+
+
+def test_ranks_of_another_release_do_not_work_under_this_scheduler() -> None:
+    ranks = WorkerRanks(ENGINE, None)
+    ranks.record_lifecycle(life(0, protocol=1), 0.0)
+    ranks.record_lifecycle(life(1), 0.0)
+    assert ranks.assemble() == UnequalRanks(f"the ranks speak protocol [1, {PROTOCOL}], their scheduler {PROTOCOL}")
 
 
 def test_ranks_are_complete_when_all_are_ready_and_count_with_the_least_of_each() -> None:
