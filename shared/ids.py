@@ -26,6 +26,9 @@ Attempt = NewType("Attempt", int)
 SequenceId = NewType("SequenceId", int)
 """A sequence's number inside one engine; reused only after its release was sent to the worker."""
 
+GrammarKey = NewType("GrammarKey", bytes)
+"""Names a grammar by its contents, see :attr:`shared.messages.generation.Grammar.key`."""
+
 Incarnation = NewType("Incarnation", int)
 """Differs between two starts of the same instance; also the epoch of whatever that process numbers."""
 

@@ -44,8 +44,12 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(description="Number of drafts. dynamic: as many as pay; fixed: as many as possible; off: none."),
     ] = "dynamic"
     compile_timeout_s: Annotated[
-        float, Meta(gt=0, description="Seconds that a grammar may take to compile, before its request is refused.")
-    ] = 30.0
+        float, Meta(gt=0, description="Seconds that a grammar may wait to be compiled; then its request is refused.")
+    ] = 60.0
+    max_grammars: Annotated[
+        int,
+        Meta(ge=1, description="Compiled grammars that are kept, a process each; where all are in use, others wait."),
+    ] = 64
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="Maximum seconds of a step before this process ends; slow devices get more.")
     ] = 60.0
@@ -103,6 +107,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             plan_late=self.plan_late,
             speculation=self.speculation,
             compile_timeout=self.compile_timeout_s,
+            max_grammars=self.max_grammars,
             step_timeout=self.step_timeout_s,
             store_deadline=self.store_deadline,
             remote_deadline=self.remote_deadline,

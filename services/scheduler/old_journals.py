@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from shared.messages.generation import Grammar
+
 RENAMED: dict[str, str] = {
     "Abandon": "AbandonStream",
     "AskStore": "SendStoreRequest",
@@ -43,6 +45,8 @@ MESSAGE_FIELDS = frozenset({"answer", "generate", "message", "question", "releas
 TRACE_IN_GENERATION, TRACE_IN_OPEN_STREAM = 15, 13
 """Where version 1 had a field for the client's trace context, which was carried along and never read."""
 OPENED_IN_BATCH = 3
+NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
+"""Where plans and replies name grammars; `forget` is new in version 3."""
 
 _FORMER = {today: former for former, today in RENAMED.items()}
 _FORMER_FIELDS = {today: former for former, today in RENAMED_FIELDS.items()}
@@ -67,10 +71,40 @@ class JournalNames:
         return name, content
 
 
-class FormerNames(JournalNames):
+class WholeGrammars(JournalNames):
+    """Version 2: workers and plans had whole grammars where they have keys today (docs/adr/0020). Owns the grammars
+    that were compiled, to put them back into plans."""
+
+    def __init__(self) -> None:
+        self._grammars: dict[bytes, Any] = {}
+
+    def event(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """What was compiled, by its key; other events as they are."""
+        if name != "GrammarCompiled":
+            return name, content
+        event = _decode(content)
+        grammar = event[GRAMMAR_IN_REPLY]
+        event[GRAMMAR_IN_REPLY] = key = msgspec.convert(grammar, Grammar).key
+        self._grammars[key] = grammar
+        return name, _encode(event)
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """A plan with whole grammars, and without its newest field; other outputs as they are."""
+        if name != "SendPlan":
+            return name, content
+        output = _decode(content)
+        del output["plan"][FORGET_IN_PLAN]
+        for new in output["plan"][NEW_IN_PLAN]:
+            if new[GRAMMAR_IN_NEW] is not None:
+                new[GRAMMAR_IN_NEW] = self._grammars[new[GRAMMAR_IN_NEW][0]]
+        return name, _encode(output)
+
+
+class FormerNames(WholeGrammars):
     """Names of version 1. Owns the trace contexts that its requests came with, to put them back into what follows."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._traces: dict[tuple[str, int], str | None] = {}
 
     def start(self, about: bytes) -> bytes:
@@ -86,11 +120,11 @@ class FormerNames(JournalNames):
             for field in MESSAGE_FIELDS & event.keys():
                 self._to_today(event[field])
             event = _renamed_fields(event, RENAMED_FIELDS)
-        return RENAMED.get(name, name), _encode(event)
+        return super().event(RENAMED.get(name, name), _encode(event))
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """The output with its former names, and with the trace context of its request."""
-        output = _renamed_fields(_decode(content), _FORMER_FIELDS)
+        output = _renamed_fields(_decode(super().output(name, content)[1]), _FORMER_FIELDS)
         for field in MESSAGE_FIELDS & output.keys():
             self._to_former(output[field])
         for opened in output["batch"][OPENED_IN_BATCH] if "batch" in output else ():
@@ -122,4 +156,10 @@ def _renamed_fields(value: Any, names: dict[str, str]) -> Any:
 
 def names_of(version: int) -> JournalNames:
     """How a journal of this version spells what today's code knows under other names."""
-    return FormerNames() if version == 1 else JournalNames()
+    match version:
+        case 1:
+            return FormerNames()
+        case 2:
+            return WholeGrammars()
+        case _:
+            return JournalNames()

@@ -78,9 +78,9 @@ class WorkerActor(Actor):
                 self._watchdog.start(message, time.perf_counter())
                 if message.transfers or arrival == "first":
                     self._ledger.record(message)
-                if message.compile and self._publishes:
+                if (message.compile or message.forget) and self._publishes:
                     assert self._backend is not None, "messages come behind set_up"
-                    self._grammars.request(self._backend.grammars, message.epoch, message.compile)
+                    self._grammars.request(self._backend.grammars, message)
             case "repeated":
                 log.warning("plan received twice", extra={"step": message.step})
             case PlanGap(expected):
@@ -101,7 +101,9 @@ class WorkerActor(Actor):
         while True:
             await asyncio.sleep(CHECK_EVERY)
             metrics.STEP_DEADLINE.set(self._watchdog.seconds_allowed())
-            self._watchdog.check(time.perf_counter())
+            grammars = None if self._backend is None else self._backend.grammars
+            excused = grammars is not None and grammars.awaited
+            self._watchdog.check(time.perf_counter(), excused=excused)
 
     async def _report_grammars(self) -> None:
         while True:
@@ -132,6 +134,7 @@ class WorkerActor(Actor):
                     drafted=output.drafted,
                     accepted=output.accepted,
                     scored=output.scored,
+                    failed=output.failed,
                 )
                 await self.bus.publish(self._results, finished)
             self._sums = metrics.record_step(plan, output, self._sums)
@@ -140,6 +143,8 @@ class WorkerActor(Actor):
         """Ends both threads, or leaves one behind that does not end within its STOP_TIMEOUT."""
         await self._thread.stop()
         await self._copies.stop()
+        if self._backend is not None and self._backend.grammars is not None:
+            await asyncio.to_thread(self._backend.grammars.close)
 
     def is_idle(self) -> bool:
         """Whether no plan is in hand and all transfers are over."""

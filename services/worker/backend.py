@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from msgspec import Struct
 
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import SampledTokens, SequencePromptLogprobs, StepTiming
+from shared.messages.scheduler import SampledTokens, SequenceFailed, SequencePromptLogprobs, StepTiming
 from shared.messages.worker import StepPlan
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class StepOutput(Struct, frozen=True):
     """How many sequences accepted their first draft token, their second, and so on."""
     scored: tuple[SequencePromptLogprobs, ...] = ()
     """Log-probabilities of prompt tokens that the step computed."""
+    failed: tuple[SequenceFailed, ...] = ()
+    """Sequences whose grammar is followed no longer: what was drawn for them means nothing."""
     ended: float | None = None
     """When the device was done, on `time.perf_counter`'s clock; None: when this came out."""
     began: float | None = None

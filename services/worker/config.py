@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from services.worker.guided.limits import GrammarLimits
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.config import ModelServiceConfig
@@ -145,6 +146,18 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description='Speculative decoding, e.g. {"method": "ngram", "num_speculative_tokens": 4}.'),
         UpOption("Model"),
     ] = None
+    grammar_compile_s: Annotated[
+        float, Meta(gt=0, description="Seconds of processor time that a client's grammar may take to compile.")
+    ] = 10.0
+    grammar_step_ms: Annotated[
+        float,
+        Meta(
+            gt=0, description="Milliseconds of processor time for each token under a grammar, on average over bursts."
+        ),
+    ] = 20.0
+    grammar_memory: Annotated[
+        ByteSize, Meta(ge=2**24, description="Memory that the process of a client's grammar may take.")
+    ] = 256 * 2**20
     sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim models.")] = "h200"
     sim_step_ms: Annotated[
         float | None, Meta(ge=0, description="Fixed duration of every simulated step; 0 is allowed."), UpOption("Model")
@@ -211,6 +224,10 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         """The address where the ranks meet, in torch.distributed's notation."""
         assert self.rendezvous is not None, "checked at the start"
         return self.rendezvous if "://" in self.rendezvous else f"tcp://{self.rendezvous}"
+
+    def grammar_limits(self) -> GrammarLimits:
+        """What a client's grammar may cost."""
+        return GrammarLimits(self.grammar_compile_s, self.grammar_memory, self.grammar_step_ms / 1000)
 
     def accelerator(self) -> Accelerator:
         """The simulated one: a named profile, with whatever was set by itself."""

@@ -58,9 +58,10 @@ class StepWatchdog:
             self._times.record(_tokens(plan), now - self._began)
         self._begin(now)
 
-    def check(self, now: float) -> None:
-        """Called every CHECK_EVERY seconds. Raises StepHung where the oldest plan in hand is past its deadline."""
-        self._counted += min(now - self._checked, LONGEST_COUNTED)
+    def check(self, now: float, *, excused: bool = False) -> None:
+        """Called every CHECK_EVERY seconds. Raises StepHung where the oldest plan in hand is past its deadline. The time
+        since the last call does not count where it is `excused`: the step waits for what has a deadline of its own."""
+        self._counted += 0.0 if excused else min(now - self._checked, LONGEST_COUNTED)
         self._checked = now
         if self._in_hand and self._counted > (allowed := self.seconds_allowed()):
             plan = self._in_hand[0]

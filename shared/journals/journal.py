@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 FORMAT = "baton-journal"
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 """1: before message classes were renamed (docs/adr/0015)."""
 BUFFER_BYTES = 64 * 1024
 """The most bytes that are buffered before they are written."""

@@ -6,8 +6,18 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, InstanceId, NodeId, RequestId, SequenceId
-from shared.messages.generation import Generation, Grammar, TokenLogprobs
+from shared.ids import (
+    Attempt,
+    DetokenizerId,
+    EngineId,
+    GrammarKey,
+    Incarnation,
+    InstanceId,
+    NodeId,
+    RequestId,
+    SequenceId,
+)
+from shared.messages.generation import Generation, TokenLogprobs
 
 
 class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
@@ -117,6 +127,20 @@ class SequencePromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
+GrammarFault = Literal["refused", "busy", "lost"]
+"""What a grammar's error means. refused: it is beyond a limit, or no grammar; it would be again. busy: too much else is
+being compiled; later it may be. lost: the process that held it has ended, by no fault of its own."""
+
+
+class SequenceFailed(Struct, frozen=True, array_like=True):
+    """A sequence whose grammar is followed no longer: what the step drew for it is nobody's."""
+
+    sequence: SequenceId
+    error: str
+    """The client reads it."""
+    fault: GrammarFault
+
+
 class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """worker → scheduler: this step is computed; only sequences whose work had `sample` set are in `sampled`."""
 
@@ -130,6 +154,7 @@ class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True)
     """By draft position: how many sequences accepted their first draft token, their second, and so on."""
     scored: tuple[SequencePromptLogprobs, ...] = ()
     """Prompt log-probabilities, for sequences with `SamplingOptions.prompt_logprobs`."""
+    failed: tuple[SequenceFailed, ...] = ()
 
 
 class StepMissed(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -157,9 +182,10 @@ class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
     """worker → scheduler: a grammar of `StepPlan.compile` is ready, or cannot be compiled."""
 
     epoch: Incarnation
-    grammar: Grammar
+    grammar: GrammarKey
     error: str | None = None
     """Why it cannot be compiled, and where, in words for the client; None if it is ready."""
+    fault: GrammarFault = "refused"
 
 
 WorkerResult = StepFinished | StepMissed | TransferProgress | GrammarCompiled

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import ArenaId, Incarnation, SequenceId
+from shared.ids import ArenaId, GrammarKey, Incarnation, SequenceId
 from shared.messages.generation import Grammar, SamplingOptions
 
 MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN = 512
@@ -15,6 +15,15 @@ logits on the device, as wide as the vocabulary; other prompt tokens take none."
 MAX_PROMPT_LOGPROBS_PER_PLAN = 16_384
 """Most log-probabilities of prompt tokens in the result of one plan: each token's own and its most likely ones', a few
 bytes each."""
+
+
+class GrammarRef(Struct, frozen=True, array_like=True):
+    """A grammar that the workers have compiled: an earlier plan had it in `compile`, and it was answered without an
+    error. Its text is never sent again, however many sequences follow it."""
+
+    key: GrammarKey
+    after: str = ""
+    """See `Grammar.after`."""
 
 
 class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
@@ -33,9 +42,8 @@ class NewSequence(Struct, frozen=True, array_like=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that may not be drawn before `min_tokens` (end-of-sequence ids included unless ignored)."""
-    grammar: Grammar | None = None
-    """Grammar of the output; None without one. An earlier plan had it in `compile`, and it was compiled without an
-    error."""
+    grammar: GrammarRef | None = None
+    """Grammar of the output; None without one."""
 
 
 class SequenceWork(Struct, frozen=True, array_like=True, gc=False):
@@ -91,3 +99,5 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     transfers: tuple[Transfer, ...] = ()
     compile: tuple[Grammar, ...] = ()
     """Compile these beside the steps; the rank that samples answers each with `GrammarCompiled`."""
+    forget: tuple[GrammarKey, ...] = ()
+    """Compiled grammars that no sequence follows any more."""

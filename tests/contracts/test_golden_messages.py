@@ -19,6 +19,7 @@ from shared.ids import (
     DetokenizerId,
     EngineId,
     GatewayId,
+    GrammarKey,
     Incarnation,
     InstanceId,
     LeaseId,
@@ -122,6 +123,7 @@ MESSAGES: list[Any] = [
         sampled=(scheduler.SampledTokens(SequenceId(0), (9,), (LOGPROBS,)),),
         timing=scheduler.StepTiming(wait=0.0, prepare=0.125, forward=0.25, sample=0.5),
         scored=(scheduler.SequencePromptLogprobs(SequenceId(1), 1, (RANKED,)),),
+        failed=(scheduler.SequenceFailed(SequenceId(2), "it takes too long", "refused"),),
     ),
     scheduler.GenerateRequest(
         GENERATION,
@@ -135,7 +137,7 @@ MESSAGES: list[Any] = [
     scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),
     scheduler.GrammarCompiled(
         epoch=Incarnation(1),
-        grammar=generation.Grammar("regex", "a(", after="</think>"),
+        grammar=generation.Grammar("regex", "a(", after="</think>").key,
         error="regex, character 2: ( is not closed",
     ),
     worker.StepPlan(
@@ -150,6 +152,7 @@ MESSAGES: list[Any] = [
                 computed=0,
                 blocks=b"\2\0\0\0",
                 sampling=SAMPLING,
+                grammar=worker.GrammarRef(GrammarKey(HASH), "</think>"),
             ),
         ),
         work=(worker.SequenceWork(SequenceId(0), 1, b"", True),),
@@ -164,6 +167,8 @@ MESSAGES: list[Any] = [
                 generations=b"\1\0\0\0\0\0\0\0",
             ),
         ),
+        compile=(generation.Grammar("regex", "a+", after="</think>"),),
+        forget=(GrammarKey(HASH),),
     ),
     detokenizer.TokenBatch(
         engine=E,

@@ -241,7 +241,7 @@ class EngineCore:
             case StepMissed():
                 lost = f"{event.worker} never received step {event.expected}"
             case GrammarCompiled():
-                state.requests.record_grammars(state.grammars.record_reply(event.grammar, event.error, now))
+                state.requests.record_grammars(state.grammars.record_reply(event, now))
             case TransferProgress():
                 state.record_transfers(event, now)
         if lost is not None:  # workers and engine may disagree on everything: a new epoch

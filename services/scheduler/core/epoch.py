@@ -53,7 +53,7 @@ class EpochState:
         self.loads = Loads(self.limits, store, self.memory, self.transfers)
         self.saves = Saves(store, self.memory, self.transfers)
         self.hand_overs = HandOvers(self.saves)
-        self.grammars = Grammars(limits.compile_timeout, store.counters)
+        self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
         self.planner = StepPlanner(
             self.limits,
@@ -131,7 +131,8 @@ class EpochState:
             new=tuple([new_sequence(*start) for start in step.started]),
             work=tuple(step.work),
             transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
-            compile=step.compile,
+            compile=step.grammars.compile,
+            forget=step.grammars.forget,
         )
         self._outbox.add(SendPlan(plan))
 

@@ -45,8 +45,10 @@ class EngineLimits:
     reply."""
 
     speculation: SpeculationPolicy = "dynamic"
-    compile_timeout: float = 30.0
-    """Seconds that the workers may take to compile a grammar."""
+    compile_timeout: float = 60.0
+    """Seconds that the workers may take to compile a grammar, waiting for others included."""
+    max_grammars: int = 64
+    """Compiled grammars that the workers hold, each in a process of its own; where all are in use, others wait."""
 
     def __post_init__(self) -> None:
         if min(self.max_running, self.max_waiting) < 1 or self.run_ahead not in (0, 1, 2):

@@ -10,7 +10,7 @@ from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_has
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
 from shared.messages.generation import FinishReason, SamplingOptions
 from shared.messages.scheduler import GenerateRequest
-from shared.messages.worker import SequenceWork
+from shared.messages.worker import GrammarRef, SequenceWork
 from shared.packing import pack, unpack
 from shared.reliability.transitions import extend_history
 
@@ -209,6 +209,7 @@ class Sequence:
         "detokenizer",
         "drawn_in",
         "generation",
+        "grammar",
         "history",
         "id",
         "list_bytes",
@@ -223,12 +224,15 @@ class Sequence:
     def __init__(self, generate: GenerateRequest, queue_key: QueueKey, limit: int, stops: frozenset[int]) -> None:
         generation = generate.generation
         self.generation = generation
+        grammar = generation.grammar
+        self.grammar = None if grammar is None else GrammarRef(grammar.key, grammar.after)
+        """As the workers know it; its text is in `generation`."""
         self.detokenizer: DetokenizerId = generate.detokenizer
         self.queue_key = queue_key
         self.id = SequenceId(queue_key.ticket)
         """The same after a preemption: the workers receive the release before they receive the sequence again."""
-        self.list_bytes = _list_bytes(generation.sampling)
-        """Bytes of its sampling parameters' lists on the wire."""
+        self.list_bytes = _list_bytes(generation.sampling, len(stops))
+        """Bytes of its lists of parameters on the wire."""
         self.decode_work = SequenceWork(self.id, 1, b"", True)
         """The work of a decode step that needs no new block. It is always the same, so it is made once."""
         self.phase: SequencePhase = "waiting"
@@ -262,7 +266,8 @@ class Sequence:
         return self.generation.sampling.prompt_logprobs is not None and not self.tokens.produced
 
 
-def _list_bytes(sampling: SamplingOptions) -> int:
+def _list_bytes(sampling: SamplingOptions, stops: int) -> int:
     """An upper bound: a token takes up to 5 bytes, a word's frame 3, a bias 15."""
     words = sum(3 + 5 * len(word) for word in sampling.bad_words)
-    return 5 * len(sampling.allowed_token_ids or ()) + 15 * len(sampling.logit_bias) + words
+    ids = stops + len(sampling.allowed_token_ids or ()) + len(sampling.logprob_token_ids or ())
+    return 5 * ids + 15 * len(sampling.logit_bias) + words

@@ -95,6 +95,7 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             enforce_eager=config.enforce_eager,
             kv_cache_dtype=config.kv_cache_dtype,
             attention=config.attention,
+            grammar_limits=config.grammar_limits(),
         )
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None

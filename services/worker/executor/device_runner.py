@@ -124,6 +124,7 @@ class DeviceRunner(StepRunner):
         choices = batch.choices
         if rank.guided:
             self._pending.finish_for(rank.guided.with_grammar(batch.sampled_indices))
+            rank.request_masks(batch)
             choices = rank.masked(batch)
         logits, scored = split_logits(batch, logits)
         drawn = self.sample(batch, logits, choices, self._history)
@@ -140,6 +141,7 @@ class DeviceRunner(StepRunner):
             generations=rank.sequences.generations[batch.sampled_indices],
             marks=StepMarks(begun, forwarded, self._clock.mark()),
             trial=trial,
+            failed=rank.guided.take_failed() if rank.guided else (),
         )
         self._pending.add(step.launched, rank.sequences.assume(batch.sampled_indices, batch.drafted))
 
@@ -178,5 +180,5 @@ class DeviceStep:
             forward=marks.forwarded.seconds_since(marks.begun),
             sample=marks.over.seconds_since(marks.forwarded),
         )
-        output = step_output(self.plan, timing, launched.batch, verdict, launched.scored)
+        output = step_output(self.plan, timing, launched.batch, verdict, launched.scored, launched.failed)
         return msgspec.structs.replace(output, ended=marks.over.when(), began=marks.begun.when())

@@ -33,7 +33,7 @@ from services.worker.executor.runner import StepRunner, step_output
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
-from shared.messages.scheduler import StepTiming
+from shared.messages.scheduler import SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
 
 
@@ -137,8 +137,11 @@ class HostRunner(StepRunner):
         batch, ids, meta, _ = step.inputs
         if self._on_cpu:
             np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
+        rank.request_masks(batch)  # made on another core meanwhile
         logits, features = rank.forward(ids, meta)
-        choices = rank.masked(batch) if rank.guided else batch.choices
+        choices = rank.masked(batch)
+        if rank.guided:
+            step.failed = rank.guided.take_failed()
         if not self._on_cpu:
             torch.cuda.synchronize(rank.device)
         forwarded = time.perf_counter()
@@ -187,6 +190,7 @@ class HostStep:
         self.verdict: AcceptedTokens | None = None
         """None on ranks that draw nothing."""
         self.scored = ScoredPromptRows()
+        self.failed: tuple[SequenceFailed, ...] = ()
         self.timing = StepTiming(wait=0.0, prepare=0.0, forward=0.0, sample=0.0)
         self.computed = False
         self._runner = runner
@@ -218,4 +222,4 @@ class HostStep:
             if self._error is not None:
                 raise self._error
         batch = None if self.inputs is None else self.inputs.batch
-        return step_output(self.plan, self.timing, batch, self.verdict, self.scored)
+        return step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed)

@@ -26,6 +26,7 @@ from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, accepted_counts
 from shared.ids import SequenceId
+from shared.messages.scheduler import SequenceFailed
 from shared.messages.worker import SequenceWork
 
 STEPS_PER_STAGE = 2
@@ -112,6 +113,8 @@ class LaunchedBatch:
     marks: StepMarks
     trial: VerifiedDrafts | None
     """None where nobody has drafts: it is known then how long its sequences are behind it."""
+    failed: tuple[SequenceFailed, ...] = ()
+    """Sequences whose grammar is followed no longer."""
 
     def verdict(self) -> AcceptedTokens:
         """Waits until the device is done."""

@@ -80,7 +80,7 @@ class RankState:
             num_blocks=num_blocks,
             vocab_size=card.vocab_size,
         )
-        self.guided = None if grammars is None else GuidedSequences(grammars, card.vocab_size)
+        self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(
             drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
         )
@@ -132,12 +132,17 @@ class RankState:
         """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""
         return verify_batch(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
 
+    def request_masks(self, batch: Batch) -> None:
+        """Has made what `masked` needs. Best called before the device computes."""
+        if batch.choices is not None and self.guided:
+            drafts = self.sequences.drafts(batch.sampled_indices, int(batch.drafted.max(initial=0)))
+            self.guided.request_masks(batch.sampled_indices, batch.drafted, drafts)
+
     def masked(self, batch: Batch) -> SamplingBatch | None:
-        """How to draw, with what grammars allow, where any sequence has one. Best called while the device computes."""
+        """How to draw, with what grammars allow; behind `request_masks`. Best called while the device computes."""
         if batch.choices is None or self.guided is None:
             return batch.choices
-        drafts = self.sequences.drafts(batch.sampled_indices, int(batch.drafted.max(initial=0)))
-        mask = self.guided.mask(batch.sampled_indices, batch.drafted, drafts)
+        mask = self.guided.masks()
         return batch.choices if mask is None else batch.choices.masked(mask)
 
 

@@ -20,7 +20,7 @@ from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.sampler import SamplerOutput, sample
 from services.worker.speculation.verification import AcceptedTokens
-from shared.messages.scheduler import SampledTokens, StepTiming
+from shared.messages.scheduler import SampledTokens, SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
 
 
@@ -64,7 +64,12 @@ class StepRunner:
 
 
 def step_output(
-    plan: StepPlan, timing: StepTiming, batch: Batch | None, verdict: AcceptedTokens | None, scored: ScoredPromptRows
+    plan: StepPlan,
+    timing: StepTiming,
+    batch: Batch | None,
+    verdict: AcceptedTokens | None,
+    scored: ScoredPromptRows,
+    failed: tuple[SequenceFailed, ...] = (),
 ) -> StepOutput:
     """The messages of what a step drew. `batch` None: there was nothing to compute. `verdict` None: on ranks that draw
     nothing."""
@@ -72,12 +77,12 @@ def step_output(
         return StepOutput(_complete(plan, ()), timing)
     drafted, prompts = int(batch.drafted.sum()), scored.messages() if scored.parts else ()
     if verdict is None:
-        return StepOutput((), timing, drafted, (), prompts)
+        return StepOutput((), timing, drafted, (), prompts, failed)
     accepted = verdict.by_position(batch) if drafted else ()
     sampled = verdict.sampled(batch)
     if len(sampled) != sum(work.sample for work in plan.work):
         sampled = _complete(plan, sampled)
-    return StepOutput(sampled, timing, drafted, accepted, prompts)
+    return StepOutput(sampled, timing, drafted, accepted, prompts, failed)
 
 
 def _complete(plan: StepPlan, sampled: tuple[SampledTokens, ...]) -> tuple[SampledTokens, ...]:

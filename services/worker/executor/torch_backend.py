@@ -16,8 +16,9 @@ from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, p
 from services.worker.executor.runner_parts import Runner, RunnerParts
 from services.worker.executor.warm_up import warm_up, warm_up_shapes
 from services.worker.graphs.choice import NO_GRAPHS, RankGraphs, why_eager
-from services.worker.guided.compiler import GrammarCompiler
 from services.worker.guided.library import GrammarLibrary
+from services.worker.guided.limits import DEFAULT_LIMITS, GrammarLimits
+from services.worker.guided.protocol import ServerSettings
 from services.worker.models.config import ModelError
 from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadFormat, LoadSettings, load_model
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
@@ -55,6 +56,7 @@ def create_backend(
     enforce_eager: bool = False,
     kv_cache_dtype: CacheDtype = "auto",
     attention: AttentionName = "auto",
+    grammar_limits: GrammarLimits = DEFAULT_LIMITS,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
@@ -88,7 +90,7 @@ def create_backend(
     limits = f"steps of {max_num_seqs} and {max_batch_tokens}, decodes {'captured' if eager is None else 'run eagerly'}"
     check_agreement(communicator, f"{loaded.fingerprint}, {limits}")
     with _enough_memory("what drafts was loaded: use more ranks"):
-        parts = _parts(loaded, model_name, max_num_seqs, speculation)
+        parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
     demand = KvDemand(
@@ -106,7 +108,11 @@ def create_backend(
 
 
 def _parts(
-    loaded: LoadedModel, name: ModelName, max_num_seqs: int, speculation: SpeculationSettings | None
+    loaded: LoadedModel,
+    name: ModelName,
+    max_num_seqs: int,
+    speculation: SpeculationSettings | None,
+    limits: GrammarLimits,
 ) -> RunnerParts:
     """With grammars and a drafter on the ranks that need them. Raises ModelError."""
     folder, config, wanted = loaded.settings.folder, loaded.config, loaded.settings
@@ -120,6 +126,7 @@ def _parts(
             *(loaded.torch_dtype, loaded.max_model_len, communicator.world_size),
         )
         drafter = open_drafter(speculation, target) if communicator.rank == 0 else None
+    following = ServerSettings(str(folder), config.vocab_size, tuple(config.eos_token_ids), limits)
     return RunnerParts(
         card=loaded.card(name),
         device=wanted.device,
@@ -128,7 +135,7 @@ def _parts(
         max_num_seqs=max_num_seqs,
         communicator=communicator,
         pipeline=pipeline,
-        grammars=GrammarLibrary(GrammarCompiler(folder, config.vocab_size, config.eos_token_ids)) if samples else None,
+        grammars=GrammarLibrary(following) if samples else None,
         drafter=drafter,
         drafting=drafting,
     )

@@ -1,4 +1,4 @@
-"""From a grammar to what a matcher runs on, with xgrammar. Slow; belongs on a thread of its own.
+"""From a grammar to what a matcher runs on, with xgrammar. Slow and without bounds: belongs in a process of its own.
 
 xgrammar is imported here, and late: it brings a part of transformers, two seconds that most engines need not spend.
 """
@@ -34,15 +34,21 @@ _CHECK = re.compile(r"^Check failed: \(.*?\)(?: is false)?: ")
 class GrammarCompiler:
     """Owns the vocabulary as xgrammar sees it, read when it is first needed. Any thread may use it."""
 
-    def __init__(self, folder: Path, vocab_size: int, stops: tuple[int, ...]) -> None:
+    def __init__(self, folder: Path | str, vocab_size: int, stops: tuple[int, ...]) -> None:
         """`stops` end a sequence; ids of `vocab_size` and above never do."""
-        self._folder = folder
+        self._folder = Path(folder)
         self.vocab_size = vocab_size
         self.stops = tuple(token for token in stops if token < vocab_size)
         self._loading = Lock()
         self._tokens: TokenBytes | None = None
         self._spelling: TokenPieces | None = None
         self._backends: dict[bool, xgrammar.GrammarCompiler] = {}
+
+    def load(self) -> None:
+        """Reads the vocabulary, as `compile` would when it is first called. Raises GrammarRefused."""
+        self.spelling()
+        for with_special in (False, True):
+            self._backend(with_special=with_special)
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """What matchers of `grammar` run on. Takes milliseconds to seconds. Raises GrammarRefused."""

@@ -1,8 +1,13 @@
-"""The grammars of the sequences that a rank holds: masks before a draw, the next state behind it, and forced drafts."""
+"""The grammars of the sequences that a rank holds: masks before a draw, the next state behind it, and forced drafts.
+
+A grammar is followed in its own process (`host.py`), which works while the device computes: it is told what was drawn,
+asked for masks before the forward pass, and read behind it. Where it fails, its sequences do, and no others.
+"""
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,91 +15,182 @@ from numpy.typing import NDArray
 from services.worker.batch.batch import DraftTokens
 from services.worker.guided import metrics
 from services.worker.guided.library import GrammarLibrary
-from services.worker.guided.matcher import Bits, GrammarMatcher, allows
-from services.worker.sampling.masks import TokenMask, mask_words
+from services.worker.guided.processes import GrammarGone, GrammarProcess
+from services.worker.guided.protocol import Accept, Fill, StartMatching, StopMatching
+from services.worker.sampling.masks import TokenMask
 from services.worker.speculation.proposer import DraftRequest, StatelessProposer
+from shared.ids import SequenceId
+from shared.messages.scheduler import GrammarFault, SequenceFailed
 from shared.messages.worker import NewSequence
-from shared.packing import unpack
+from shared.packing import pack, unpack
 
 Int32s = NDArray[np.int32]
-Slots = NDArray[np.intp]
+Indices = NDArray[np.intp]
+
+
+@dataclass(seq_indices=True)
+class _Guided:
+    sequence: SequenceId
+    number: int
+    """As its grammar's process knows it."""
+    process: GrammarProcess
 
 
 class GuidedSequences:
-    """Owns the matchers, by slot. Belongs to the compute thread of the rank that samples; without grammars it costs
-    nothing."""
+    """Owns which sequences follow a grammar, by their index. Belongs to the rank that samples: one thread asks for masks
+    and drafts, another may add and release sequences meanwhile. Without grammars it costs nothing."""
 
-    def __init__(self, library: GrammarLibrary, vocab_size: int) -> None:
+    def __init__(self, library: GrammarLibrary) -> None:
         self._library = library
-        self._words = mask_words(vocab_size)
-        self._matchers: dict[int, GrammarMatcher] = {}
-        self._masks: dict[int, Bits] = {}
-        """[1 + drafts, words] the rows that each sequence's next tokens are drawn under."""
+        self._guided: dict[int, _Guided] = {}
+        self._numbers = 0
+        self._asked: list[tuple[GrammarProcess, dict[int, int]]] = []
+        """Whom masks were requested of, and of each of its numbers the first row of logits."""
+        self._failed: list[SequenceFailed] = []
+        """Not reported yet."""
 
     def __len__(self) -> int:
-        return len(self._matchers)
+        return len(self._guided) or len(self._failed)
 
     def clear(self) -> None:
         """Forgets every sequence and its grammar."""
-        self._matchers.clear()
-        self._masks.clear()
+        for seq_index in list(self._guided):
+            self.release(seq_index)
+        self._asked.clear()
+        self._failed.clear()
 
-    def add(self, slot: int, new: NewSequence) -> None:
+    def add(self, seq_index: int, new: NewSequence) -> None:
         """A new sequence; what it has put out already is replayed."""
         if new.grammar is None:
             return
-        matcher = self._library.matcher(new.grammar, new.stop_token_ids)
-        matcher.replay(unpack(new.tokens)[new.prompt_length :])
-        self._matchers[slot] = matcher
+        process = self._library.process(new.grammar.key)
+        if process is None:
+            self._failed.append(SequenceFailed(new.sequence, "its grammar is not compiled here", "lost"))
+            return
+        self._numbers += 1
+        self._guided[seq_index] = _Guided(new.sequence, self._numbers, process)
+        output = pack(unpack(new.tokens)[new.prompt_length :])
+        try:
+            process.send(StartMatching(self._numbers, new.stop_token_ids, new.grammar.after, output))
+        except GrammarGone as gone:
+            self._fail(process, gone)
 
-    def release(self, slot: int) -> None:
-        """Forgets the sequence in `slot`, whether or not it has a grammar."""
-        self._matchers.pop(slot, None)
-        self._masks.pop(slot, None)
+    def release(self, seq_index: int) -> None:
+        """Forgets the sequence in `seq_index`, whether or not it has a grammar."""
+        guided = self._guided.pop(seq_index, None)
+        if guided is not None:
+            try:
+                guided.process.send(StopMatching(guided.number))
+            except GrammarGone as gone:
+                self._fail(guided.process, gone)
 
-    def with_grammar(self, slots: Slots) -> Slots:
-        """The slots among `slots` whose sequences have a grammar."""
-        return np.array([slot for slot in slots.tolist() if slot in self._matchers], dtype=np.intp)
+    def take_failed(self) -> tuple[SequenceFailed, ...]:
+        """The sequences that are followed no longer, each once. What is drawn for them means nothing."""
+        failed, self._failed = tuple(self._failed), []
+        return failed
 
-    def jump_forward(self, slot: int, most: int) -> list[int]:
-        """Tokens that the sequence will probably go on with, as its grammar leaves it no other text."""
-        matcher = self._matchers.get(slot)
-        return [] if matcher is None else matcher.jump_forward(most)
+    def with_grammar(self, seq_indices: Indices) -> Indices:
+        """Those of `seq_indices` whose sequences have a grammar."""
+        return np.array([seq_index for seq_index in seq_indices.tolist() if seq_index in self._guided], dtype=np.intp)
 
-    def mask(self, slots: Slots, drafted: Int32s, drafts: Int32s) -> TokenMask | None:
-        """What may be drawn next by those sequences that a grammar binds. Best called while the device computes.
+    def jump_forward(self, seq_indices: Indices, limits: list[int]) -> list[tuple[int, ...]]:
+        """Tokens that each sequence will probably go on with, as its grammar leaves no other text: up to `limits`."""
+        places: dict[int, int] = {}
+        wanted: defaultdict[GrammarProcess, list[tuple[int, int]]] = defaultdict(list)
+        for place, (seq_index, most) in enumerate(zip(seq_indices.tolist(), limits, strict=True)):
+            if most and (guided := self._guided.get(seq_index)) is not None:
+                wanted[guided.process].append((guided.number, most))
+                places[guided.number] = place
+        forced: list[tuple[int, ...]] = [()] * len(seq_indices)
+        self._library.awaited = bool(wanted)
+        for process, numbers in wanted.items():
+            try:
+                answers = process.jump_forward(numbers)
+            except GrammarGone as gone:
+                self._fail(process, gone)
+                continue
+            for (number, _), tokens in zip(numbers, answers, strict=True):
+                forced[places[number]] = tokens
+        self._library.awaited = False
+        return forced
 
-        slots [Q]; drafts [Q, K], `drafted` [Q] of each row. The mask is of rows that lie 1 + `drafted` for each
+    def request_masks(self, seq_indices: Indices, drafted: Int32s, drafts: Int32s) -> None:
+        """Has masks made of what may be drawn next; to be followed by `masks`. Best called before the device computes.
+
+        seq_indices [Q]; drafts [Q, K], `drafted` [Q] of each row. The masks are of rows that lie 1 + `drafted` for each
         sequence, one behind the other.
         """
-        if not self._matchers:
-            return None
-        begun = time.perf_counter()
-        rows: list[NDArray[np.intp]] = []
-        bits: list[Bits] = []
         first = (np.cumsum(drafted + 1) - (drafted + 1)).tolist()
-        for place, slot in enumerate(slots.tolist()):
-            matcher, count = self._matchers.get(slot), int(drafted[place])
-            if matcher is None or not (matcher.binds or count):
-                continue
-            own = np.empty((1 + count, self._words), dtype=np.int32)
-            matcher.fill(own, drafts[place, :count].tolist())
-            self._masks[slot] = own
-            rows.append(np.arange(first[place], first[place] + 1 + count))
-            bits.append(own)
-        metrics.MASK_SECONDS.inc(time.perf_counter() - begun)
-        metrics.MASKS.inc(sum(map(len, bits)))
-        return TokenMask(np.concatenate(rows), np.concatenate(bits)) if rows else None
+        wanted: defaultdict[GrammarProcess, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        rows: dict[int, int] = {}
+        for place, seq_index in enumerate(seq_indices.tolist()):
+            if (guided := self._guided.get(seq_index)) is not None:
+                wanted[guided.process].append((guided.number, tuple(drafts[place, : int(drafted[place])].tolist())))
+                rows[guided.number] = first[place]
+        for process, sequences in wanted.items():
+            try:
+                process.send(Fill(tuple(sequences)))
+            except GrammarGone as gone:
+                self._fail(process, gone)
+            else:
+                self._asked.append((process, {number: rows[number] for number, _ in sequences}))
 
-    def accept(self, slots: Slots, counts: Int32s, tokens: Int32s) -> None:
-        """The tokens just drawn: the first `counts` [Q] of each row of `tokens` [Q, K + 1]. Raises MatcherBroken."""
-        if not self._matchers:
-            return
-        for place, slot in enumerate(slots.tolist()):
-            if (matcher := self._matchers.get(slot)) is not None:
-                mask = self._masks.pop(slot, None)
-                for ahead, token in enumerate(tokens[place, : counts[place]].tolist()):
-                    matcher.accept(token, allowed=mask is not None and allows(mask[ahead], token))
+    def masks(self) -> TokenMask | None:
+        """What was requested; waits for it. Best called while the device computes."""
+        asked, self._asked = self._asked, []
+        rows: list[NDArray[np.intp]] = []
+        bits: list[Int32s] = []
+        self._library.awaited = bool(asked)
+        for process, first in asked:
+            try:
+                filled, masks = process.filled()
+            except GrammarGone as gone:
+                self._fail(process, gone)
+                continue
+            rows += [np.arange(first[number], first[number] + count) for number, count in filled.bound]
+            if len(masks):
+                bits.append(masks)
+            for number, error in filled.failed:
+                self._fail_one(process, number, error)
+            metrics.MASK_SECONDS.inc(filled.seconds)
+            metrics.MASKS.inc(len(masks))
+            metrics.DEAD_ENDS.inc(filled.dead_ends)
+            metrics.BROKEN.inc(filled.broken)
+        self._library.awaited = False
+        if not rows:
+            return None
+        places, masked = np.concatenate(rows), np.concatenate(bits)
+        order = np.argsort(places)
+        return TokenMask(places[order], masked[order])
+
+    def accept(self, seq_indices: Indices, counts: Int32s, tokens: Int32s) -> None:
+        """The tokens just drawn: the first `counts` [Q] of each row of `tokens` [Q, K + 1]."""
+        drawn: defaultdict[GrammarProcess, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        for place, seq_index in enumerate(seq_indices.tolist()):
+            if (guided := self._guided.get(seq_index)) is not None:
+                drawn[guided.process].append((guided.number, tuple(tokens[place, : counts[place]].tolist())))
+        for process, sequences in drawn.items():
+            try:
+                process.send(Accept(tuple(sequences)))
+            except GrammarGone as gone:
+                self._fail(process, gone)
+
+    def _fail(self, process: GrammarProcess, gone: GrammarGone) -> None:
+        """All sequences that follow a grammar whose process is gone."""
+        for seq_index, guided in list(self._guided.items()):
+            if guided.process is process:
+                self._end(seq_index, gone.error, gone.fault)
+
+    def _fail_one(self, process: GrammarProcess, number: int, error: str) -> None:
+        for seq_index, guided in list(self._guided.items()):
+            if guided.process is process and guided.number == number:
+                self._end(seq_index, error, "refused")
+
+    def _end(self, seq_index: int, error: str, fault: GrammarFault) -> None:
+        guided = self._guided.pop(seq_index, None)
+        if guided is not None:
+            self._failed.append(SequenceFailed(guided.sequence, error, fault))
+            metrics.FAILED.labels(fault).inc()
 
 
 # Jump-forward drafts: where a grammar leaves one text only, that text is drafted in the tokens that the model would
@@ -119,10 +215,7 @@ class JumpForwardProposer(StatelessProposer):
         if not len(self._guided):
             return DraftTokens.none(len(request.seq_indices))
         limits = np.minimum(request.limits, MAX_JUMP_FORWARD).tolist()
-        forced = [
-            self._guided.jump_forward(slot, most) if most else []
-            for slot, most in zip(request.seq_indices.tolist(), limits, strict=True)
-        ]
+        forced = self._guided.jump_forward(request.seq_indices, limits)
         counts = np.array([len(tokens) for tokens in forced], dtype=np.int32)
         drafts = np.zeros((len(forced), int(counts.max(initial=0))), dtype=np.int32)
         for row, tokens in enumerate(forced):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.guided import metrics
 from services.worker.sampling.masks import mask_bits
 
 if TYPE_CHECKING:
     import xgrammar
-
-log = logging.getLogger(__name__)
 
 Bits = NDArray[np.int32]
 Stage = Literal["free", "binding", "ending", "ended"]
@@ -64,6 +60,7 @@ class GrammarMatcher:
         """Free: the output's last bytes. Binding: its last token's."""
         self._stages: list[Stage] = ["free" if after else "binding"]
         """All that it went through, the present one last."""
+        self._dead_end = self._broken = False
 
     @property
     def stage(self) -> Stage:
@@ -84,8 +81,7 @@ class GrammarMatcher:
         was = self.stage
         self._fill(bits[0])
         if was != self.stage:
-            metrics.DEAD_ENDS.inc()
-            log.warning("no token can continue the grammar", extra={"stops": self._stops})
+            self._dead_end = True
         if drafts:
             self._fill_ahead(bits, drafts)
 
@@ -96,9 +92,18 @@ class GrammarMatcher:
         if allowed:
             raise MatcherBroken(f"token {token} was allowed and is not accepted")
         # Something stronger than the grammar has chosen it. The stream is beyond repair; the process is not.
-        metrics.BROKEN.inc()
-        log.error("token outside of its grammar", extra={"token": token})
+        self._broken = True
         self._enter("ending")
+
+    def take_dead_end(self) -> bool:
+        """Whether nothing was left but to end, since this was asked last."""
+        was, self._dead_end = self._dead_end, False
+        return was
+
+    def take_broken(self) -> bool:
+        """Whether a token was taken that the grammar does not allow, since this was asked last."""
+        was, self._broken = self._broken, False
+        return was
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Takes what an earlier engine, or this one before a preemption, has drawn."""

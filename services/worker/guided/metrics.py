@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 COMPILED = Counter("baton_worker_grammars_total", "Grammars compiled, by outcome.", ["outcome"])
 COMPILE_SECONDS = Histogram(
@@ -16,3 +16,9 @@ DEAD_ENDS = Counter(
     "baton_worker_grammar_dead_ends_total", "Sequences ended because no token could continue their grammar."
 )
 BROKEN = Counter("baton_worker_grammar_broken_total", "Sequences with a token that their grammar forbids: a bug.")
+PROCESSES = Gauge("baton_worker_grammar_processes", "Grammars that are held compiled, each in a process of its own.")
+FAILED = Counter(
+    "baton_worker_grammar_failures_total",
+    "Sequences whose grammar was followed no longer, by what became of it.",
+    ["fault"],
+)

@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from shared.ids import Incarnation
-from shared.messages.generation import Grammar
 from shared.messages.scheduler import GrammarCompiled
+from shared.messages.worker import StepPlan
 
 if TYPE_CHECKING:  # behind it is torch, which a simulated worker does without
     from services.worker.guided.library import CompileResult, GrammarLibrary
@@ -20,14 +20,21 @@ class CompileOutbox:
 
     def __init__(self) -> None:
         self._results: asyncio.Queue[GrammarCompiled] = asyncio.Queue()
+        self._epoch: Incarnation | None = None
         self._loop = asyncio.get_running_loop()
 
-    def request(self, library: GrammarLibrary | None, epoch: Incarnation, grammars: tuple[Grammar, ...]) -> None:
-        """Has `grammars` compiled, for `epoch`."""
-        for grammar in grammars:
+    def request(self, library: GrammarLibrary | None, plan: StepPlan) -> None:
+        """Has the grammars of `plan` compiled, and others forgotten."""
+        epoch = plan.epoch
+        if library is not None:
+            library.forget(plan.forget)
+        for grammar in plan.compile:
             if library is None:
-                self._results.put_nowait(GrammarCompiled(epoch=epoch, grammar=grammar, error=NOT_HERE))
+                self._results.put_nowait(GrammarCompiled(epoch=epoch, grammar=grammar.key, error=NOT_HERE))
             else:
+                if epoch != self._epoch:
+                    self._epoch = epoch
+                    library.start_epoch()
                 library.request(grammar, lambda outcome: self._post(epoch, outcome))
 
     async def next_result(self) -> GrammarCompiled:
@@ -35,7 +42,8 @@ class CompileOutbox:
         return await self._results.get()
 
     def _post(self, epoch: Incarnation, outcome: CompileResult) -> None:
-        compiled = GrammarCompiled(epoch=epoch, grammar=outcome.grammar, error=outcome.error)
+        grammar, error, fault = outcome
+        compiled = GrammarCompiled(epoch=epoch, grammar=grammar, error=error, fault=fault)
         try:
             self._loop.call_soon_threadsafe(self._results.put_nowait, compiled)
         except RuntimeError:  # the loop is closed: the process is ending

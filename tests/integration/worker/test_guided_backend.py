@@ -58,7 +58,7 @@ def looking_up(path: Path) -> GuidedEngine:
 
 def closing(engine: GuidedEngine) -> tuple[tuple[int, float], ...]:
     """A leaning to tokens that end strings and lists: random weights would go on for ever."""
-    pieces = engine.library.compiler.spelling().pieces
+    pieces = engine.compiler.spelling().pieces
     ends = [token for token, piece in enumerate(pieces) if piece[:1] in (b'"', b"]", b"}")]
     return tuple((token, 4.0) for token in [*ends, *engine.stops])
 
@@ -161,7 +161,7 @@ def test_state_rebuilt_by_replay_equals_the_live_one(
 def test_everything_else_that_a_request_asks_for_holds_beside_the_grammar(engine: GuidedEngine) -> None:
     """And where both cannot hold, the grammar does."""
     digits = Grammar("regex", "[0-9]{4}")
-    pieces = engine.library.compiler.spelling().pieces
+    pieces = engine.compiler.spelling().pieces
     of = {piece: token for token, piece in reversed(list(enumerate(pieces)))}
     asked: dict[str, Any] = {
         "penalties": {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 50.0},
@@ -211,7 +211,7 @@ def test_a_grammar_binds_behind_its_mark(engine: GuidedEngine) -> None:
     behind = Grammar("regex", "[0-9]{3}", after=mark)
     drawn = [engine.add([11, seed], behind, SamplingOptions(seed=seed, temperature=1.5), 120) for seed in range(24)]
     engine.run()
-    pieces = engine.library.compiler.spelling().pieces
+    pieces = engine.compiler.spelling().pieces
     texts = [[pieces[token].decode(errors="replace") for token in sequence.output] for sequence in drawn]
     bound = ["".join(text[place + 1 :]) for text in texts if (place := first_with(mark, text)) is not None]
     assert any(text.endswith("</s>") for text in bound)

@@ -22,6 +22,7 @@ from tests.integration.worker.test_speculation import Oracle
 from tests.support.models.tiny_drafters import make_draft, make_eagle, make_medusa
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.paths import DEMO_MODEL
+from tests.support.worker.compiled_grammars import compile_now
 from tests.support.worker.delayed_device import LateClock, WithoutWaiting
 from tests.support.worker.guided_engine import guided_backend, tiny_model
 from tests.support.worker.launched_rank import DriverAhead, launching
@@ -276,7 +277,7 @@ def write(driver: Driver, backend: HostRunner) -> list[list[int]]:
     sequences = []
     for number, grammar in enumerate((FORCING, None, digits, FORCING, None)):
         if grammar is not None:
-            backend.grammars.compiled(grammar)
+            compile_now(backend.grammars, grammar)
         sampling = SamplingOptions(seed=number, temperature=float(number % 2))
         sequences.append(driver.add([5, 17, 31 + number], 40, sampling=sampling, stop_token_ids=stops, grammar=grammar))
     for _ in range(11):

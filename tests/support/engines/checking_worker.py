@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from shared.blocks import BLOCK_SIZE, hash_chain
-from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId, SequenceId
+from shared.ids import (
+    Attempt,
+    DetokenizerId,
+    EngineId,
+    GatewayId,
+    GrammarKey,
+    Incarnation,
+    ModelName,
+    RequestId,
+    SequenceId,
+)
 from shared.messages.generation import Generation, Grammar, SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import (
@@ -143,7 +153,7 @@ class HonestWorker:
         self._accepts = accepts
         self.compiling: list[Grammar] = []
         """Those that were requested, and are not answered."""
-        self._compiled: set[Grammar] = set()
+        self._compiled: set[GrammarKey] = set()
         self._store = store
         self._done = [0] * ranks
         self._failed: set[int] = set()
@@ -162,8 +172,9 @@ class HonestWorker:
             assert new.sequence not in self._held, "a sequence is sent twice"
             assert new.computed < len(unpack(new.tokens)), "nothing is left to compute"
             assert len(unpack(new.blocks)) == -(-new.computed // BLOCK_SIZE)
-            assert new.grammar is None or new.grammar in self._compiled, "its grammar was never compiled"
+            assert new.grammar is None or new.grammar.key in self._compiled, "its grammar was never compiled"
             self._held[new.sequence] = _Held(unpack(new.tokens), unpack(new.blocks), new.computed)
+        self._compiled -= set(plan.forget)
         self.compiling += [grammar for grammar in plan.compile if grammar not in self.compiling]
         accepted = [self._accepts(work.speculate) if self._accepts else 0 for work in plan.work]
         each = list(zip(plan.work, accepted, strict=True))
@@ -181,8 +192,8 @@ class HonestWorker:
         assert self._expected is not None
         grammar = self.compiling.pop(0)
         if error is None:
-            self._compiled.add(grammar)
-        return GrammarCompiled(epoch=Incarnation(self._expected[0]), grammar=grammar, error=error)
+            self._compiled.add(grammar.key)
+        return GrammarCompiled(epoch=Incarnation(self._expected[0]), grammar=grammar.key, error=error)
 
     def _check_order(self, plan: StepPlan) -> None:
         if self._expected is None or self._expected[0] != plan.epoch:

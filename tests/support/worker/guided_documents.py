@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.guided.compiler import GrammarCompiler
-from services.worker.guided.library import GrammarLibrary
-from services.worker.guided.matcher import GrammarMatcher
+from services.worker.guided.matcher import GrammarMatcher, make_matcher
 from services.worker.sampling.masks import mask_words
 from shared.messages.generation import Grammar
 from tests.support.models.tiny_tokenizers import byte_level, write_model
@@ -69,10 +68,15 @@ class RandomWriter:
         eos = tokenizer.token_to_id(EOS)
         assert eos is not None
         self.eos = eos
-        self.library = GrammarLibrary(GrammarCompiler(folder, self.vocab_size, (self.eos,)))
+        self.folder = folder
+        self.compiler = GrammarCompiler(folder, self.vocab_size, (self.eos,))
         self.tokenizer = tokenizer
-        self._pieces = self.library.compiler.spelling().pieces
+        self._pieces = self.compiler.spelling().pieces
         self._closing = np.array([piece[:1] in (b'"', b"]", b"}", b",") for piece in self._pieces])
+
+    def matcher(self, grammar: Grammar, stops: tuple[int, ...]) -> GrammarMatcher:
+        """A new matcher, in this process."""
+        return make_matcher(self.compiler.compile(grammar), stops, grammar.after, self.compiler.spelling())
 
     def allowed(self, matcher: GrammarMatcher) -> Indices:
         """The tokens that may follow."""
@@ -82,7 +86,7 @@ class RandomWriter:
 
     def write(self, grammar: Grammar, random: Random, most: int = 150) -> tuple[list[int], bytes | None]:
         """(tokens, their text, None where it was cut)."""
-        matcher = self.library.matcher(grammar, (self.eos,))
+        matcher = self.matcher(grammar, (self.eos,))
         tokens: list[int] = []
         while len(tokens) < most:
             allowed = self.allowed(matcher)

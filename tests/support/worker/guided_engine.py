@@ -6,10 +6,12 @@ from pathlib import Path
 
 from services.worker.executor.host_runner import HostRunner
 from services.worker.speculation.settings import SpeculationSettings
+from shared.ids import GrammarKey
 from shared.messages.generation import Grammar, SamplingOptions
 from shared.messages.worker import StepPlan
 from tests.support.models.tiny_models import make_model
 from tests.support.models.tiny_tokenizers import byte_level, write_model
+from tests.support.worker.compiled_grammars import compile_now, compiler_of
 from tests.support.worker.guided_documents import EOS
 from tests.support.worker.plan_driver import Driver, Sequence
 from tests.support.worker.tiny_backend import tiny_backend
@@ -62,7 +64,9 @@ class GuidedEngine:
         self.driver = StoppingDriver(backend, speculate=speculate, epoch=1)
         assert backend.grammars is not None
         self.library = backend.grammars
-        self._pieces = self.library.compiler.spelling().pieces
+        self.compiler = compiler_of(self.library.settings)
+        self._pieces = self.compiler.spelling().pieces
+        self._used: set[GrammarKey] = set()
 
     def add(
         self,
@@ -73,8 +77,9 @@ class GuidedEngine:
         min_tokens: int = 0,
         output: list[int] | None = None,
     ) -> Sequence:
+        """Raises GrammarRefused."""
         if grammar is not None:
-            self.library.compiled(grammar)
+            self._used.add(compile_now(self.library, grammar).key)
         return self.driver.add(
             [*prompt, *(output or [])],
             most,
@@ -89,6 +94,8 @@ class GuidedEngine:
         self.driver.run()
         self.drafted += self.driver.drafted
         self.backend.reset()
+        self.library.forget(self._used)
+        self._used.clear()
         self.driver = StoppingDriver(self.backend, speculate=self.driver.speculate, epoch=1)
 
     def text(self, sequence: Sequence) -> str | None:

@@ -14,7 +14,7 @@ from shared.blocks import BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import Grammar, SamplingOptions, TokenLogprobs
 from shared.messages.scheduler import SequencePromptLogprobs
-from shared.messages.worker import NewSequence, SequenceWork, StepPlan
+from shared.messages.worker import GrammarRef, NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
 
 GREEDY = SamplingOptions(seed=0, temperature=0.0)
@@ -169,7 +169,7 @@ class Driver:
             sampling=sequence.sampling,
             min_tokens=sequence.min_tokens,
             stop_token_ids=sequence.stop_token_ids,
-            grammar=sequence.grammar,
+            grammar=None if sequence.grammar is None else GrammarRef(sequence.grammar.key, sequence.grammar.after),
         )
 
     def _work(self, sequence: Sequence, count: int) -> SequenceWork:

@@ -77,8 +77,8 @@ class StepPlanner:
         if self._saves.ready:
             self._saves.plan(MAX_BLOCKS_BESIDE_DECODES if step.decodes else MAX_BLOCKS, now)
         if self._grammars.unsent or self._grammars.resend:
-            step.compile = self._grammars.take(step.bytes_left, now)
-        if not step.work and not self._transfers.planned and not step.compile:
+            step.grammars = self._grammars.take(step.bytes_left, now)
+        if not step.work and not self._transfers.planned and not step.grammars.compile:
             return None
         if self._micro_batches is not None:
             self._micro_batches.record_plan(step.work, queues.by_id)

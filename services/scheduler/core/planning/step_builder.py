@@ -7,10 +7,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from services.scheduler.core.limits import EngineLimits
+from services.scheduler.core.queue.grammars import GrammarOrders
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import blocks_for
 from shared.ids import SequenceId
-from shared.messages.generation import Grammar
 from shared.messages.worker import (
     MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN,
     MAX_PROMPT_LOGPROBS_PER_PLAN,
@@ -34,11 +34,11 @@ class StepBuilder:
         "_max_new_bytes",
         "_new_bytes",
         "budget",
-        "compile",
         "decodes",
         "drafts",
         "extras",
         "filled",
+        "grammars",
         "handing",
         "logprobs",
         "samples",
@@ -66,8 +66,8 @@ class StepBuilder:
         self.started: list[StartedSequence] = []
         self.handing: list[Sequence] = []
         """Sequences whose only token it draws: the next ones come from another engine."""
-        self.compile: tuple[Grammar, ...] = ()
-        """Grammars that the workers compile beside it."""
+        self.grammars = GrammarOrders((), ())
+        """What the workers compile beside it, and forget."""
         self.filled: list[Sequence] = []
         """Sequences that may have filled a block."""
 
@@ -108,5 +108,5 @@ def new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         sampling=sampling,
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(tokens.stops)),
-        grammar=generation.grammar,
+        grammar=sequence.grammar,
     )

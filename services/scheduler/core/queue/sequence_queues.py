@@ -90,10 +90,9 @@ class SequenceQueues:
         """Adds a new sequence to the waiting queue; or outside it while its grammar is compiled, or while the store
         searches for its blocks."""
         self.by_id[sequence.id] = sequence
-        grammar = sequence.generation.grammar
-        if grammar is not None:
+        if sequence.grammar is not None:
             self.guided += 1
-            if not self._grammars.ready(grammar):
+            if not self._grammars.start_use(sequence.grammar.key):
                 sequence.move("compiling")
                 self.compiling[sequence.id] = sequence
                 self._grammars.wait(sequence)
@@ -196,7 +195,9 @@ class SequenceQueues:
             self._loads.forget(sequence)
         self.release(sequence)
         del self.by_id[sequence.id]
-        self.guided -= sequence.generation.grammar is not None
+        if sequence.grammar is not None:
+            self.guided -= 1
+            self._grammars.end_use(sequence.grammar.key)
         sequence.move("ended")
 
     def release(self, sequence: Sequence) -> None:

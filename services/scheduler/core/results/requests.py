@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, assert_never
 
 from services.scheduler.core.limits import QueuePolicy
 from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
@@ -17,7 +17,8 @@ from shared.ids import RequestId
 from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.lifecycle import ModelCard
-from shared.messages.scheduler import Cancel, GenerateRequest, StopMatched
+from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
+from shared.messages.worker import GrammarRef
 from shared.packing import TOKEN_BYTES, unpack
 
 OVERLOADED_RETRY = 1.0
@@ -143,7 +144,7 @@ class EngineRequests:
             self.end(held, tell_detokenizer=True)
         validated = self._validator.validate(generate, next(self._tickets))
         if isinstance(validated, Sequence):
-            answer = self._refusal(generation)
+            answer = self._refusal(generation, validated.grammar)
             if answer is None:
                 self._accept(validated)
                 return
@@ -151,18 +152,12 @@ class EngineRequests:
             answer = validated
         self._outbox.refuse(generate, answer)
 
-    def _refusal(self, generation: Generation) -> RequestRejected | None:
+    def _refusal(self, generation: Generation, grammar: GrammarRef | None) -> RequestRejected | None:
         """Why a valid request cannot be accepted."""
-        if generation.grammar is not None and (error := self._grammars.error(generation.grammar)) is not None:
-            return _uncompilable(generation, error)
+        if grammar is not None and (error := self._grammars.error(grammar.key)) is not None:
+            return _refused_grammar(generation, error)
         if self._queues.queued >= self._max_waiting:
-            return RequestRejected(
-                request=generation.request,
-                attempt=generation.attempt,
-                kind="overloaded",
-                message=f"{self._max_waiting} requests are waiting already, and no more may",
-                retry_after=OVERLOADED_RETRY,
-            )
+            return _overloaded(generation, f"{self._max_waiting} requests are waiting already, and no more may")
         return None
 
     def _accept(self, sequence: Sequence) -> None:
@@ -205,16 +200,46 @@ class EngineRequests:
             self._outbox.send_to_gateway(generation, RequestFailed(generation.request, generation.attempt, reason))
 
     def record_grammars(self, outcomes: list[GrammarOutcome]) -> None:
-        """Sequences whose grammar is compiled wait for their turn; those whose grammar cannot be are rejected."""
-        for sequence, error in outcomes:
+        """Sequences whose grammar is compiled wait for their turn; those whose grammar is not end."""
+        for sequence, error, fault in outcomes:
             if error is None:
                 self._queues.finish_compiling(sequence)
             else:
-                self.end(sequence, tell_detokenizer=True)
-                self._outbox.send_to_gateway(sequence.generation, _uncompilable(sequence.generation, error))
+                self._end_guided(sequence, error, fault)
+
+    def record_failed(self, failed: SequenceFailed) -> None:
+        """The ranks follow the sequence's grammar no longer: it ends, and what they drew for it is dropped. One that
+        has ended already is no error."""
+        sequence = self._queues.by_id.get(failed.sequence)
+        if sequence is not None and sequence.grammar is not None:
+            self._grammars.record_failure(sequence.grammar.key, failed.error, failed.fault)
+            self._end_guided(sequence, failed.error, failed.fault)
+
+    def _end_guided(self, sequence: Sequence, error: str, fault: GrammarFault) -> None:
+        """With the answer that `fault` asks for: nothing helps, another time, or another attempt."""
+        self.end(sequence, tell_detokenizer=True)
+        generation = sequence.generation
+        answer: RequestRejected | RequestFailed
+        match fault:
+            case "refused":
+                answer = _refused_grammar(generation, error)
+            case "busy":
+                answer = _overloaded(generation, error)
+            case "lost":
+                answer = RequestFailed(generation.request, generation.attempt, error)
+            case _:
+                assert_never(fault)
+        self._outbox.send_to_gateway(generation, answer)
 
 
-def _uncompilable(generation: Generation, error: str) -> RequestRejected:
+def _overloaded(generation: Generation, message: str) -> RequestRejected:
+    request, attempt = generation.request, generation.attempt
+    return RequestRejected(
+        request=request, attempt=attempt, kind="overloaded", message=message, retry_after=OVERLOADED_RETRY
+    )
+
+
+def _refused_grammar(generation: Generation, error: str) -> RequestRejected:
     """Which of the client's fields the grammar came from, the gateway knows."""
     request, attempt = generation.request, generation.attempt
     return RequestRejected(request=request, attempt=attempt, kind="invalid_request", message=error, field="grammar")

@@ -42,6 +42,8 @@ class StepResults:
     def record(self, result: StepFinished, expected: ExpectedResult) -> None:
         """Takes in the result of a step of which so much was expected. Raises WrongYield. Tokens of sequences that have
         ended meanwhile were computed for nothing, and are dropped."""
+        for failed in result.failed:
+            self._requests.record_failed(failed)
         by_id = self._queues.by_id
         yielded = len(result.sampled)
         if expected.extras:  # before tokens are learnt, so that `length` and `planned` are bounds again

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from services.scheduler.core.events import Output, TimePassed, WorkersLost, WorkersReady
 from services.scheduler.core.limits import EngineLimits
-from services.scheduler.core.queue.grammars import MAX_COMPILING, MAX_OUTCOMES
+from services.scheduler.core.queue.grammars import MAX_COMPILING
 from shared.ids import Attempt, Incarnation, RequestId
 from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.generation import Grammar
-from shared.messages.scheduler import Cancel, GenerateRequest, GrammarCompiled, StopMatched
+from shared.messages.scheduler import (
+    Cancel,
+    GenerateRequest,
+    GrammarCompiled,
+    GrammarFault,
+    SequenceFailed,
+    StopMatched,
+)
+from shared.messages.worker import GrammarRef
 from tests.support.engines.checking_worker import card, generate, right_output
 from tests.support.engines.single_engine import EPOCH, PROMPT, Ring, told
 
@@ -23,7 +33,7 @@ def guided(name: str, grammar: Grammar = DIGITS) -> GenerateRequest:
 
 
 def compiled(grammar: Grammar, error: str | None = None, epoch: Incarnation = EPOCH) -> GrammarCompiled:
-    return GrammarCompiled(epoch=epoch, grammar=grammar, error=error)
+    return GrammarCompiled(epoch=epoch, grammar=grammar.key, error=error)
 
 
 def asked(ring: Ring) -> list[Grammar]:
@@ -46,7 +56,7 @@ def test_a_plan_that_holds_nothing_else_asks_for_the_grammar_and_the_request_wai
     ring.step()
     assert not ring.plans
     ring.send(ring.worker.compile())
-    assert ring.plans[0].new[0].grammar == DIGITS
+    assert ring.plans[0].new[0].grammar == GrammarRef(DIGITS.key)
     ring.finish()
     assert ring.output_of("a") == right_output(guided("a"), ring.context)[0]
 
@@ -74,7 +84,7 @@ def test_a_grammar_is_sent_once_for_all_that_need_it_and_not_again() -> None:
     ring.finish()
     assert all(len(ring.output_of(name)) == 5 for name in "abcd")
     ring.send(guided("e"))
-    assert [new.grammar for plan in ring.plans for new in plan.new] == [DIGITS]
+    assert [new.grammar for plan in ring.plans for new in plan.new] == [GrammarRef(DIGITS.key)]
     assert asked(ring) == []
     ring.finish()
 
@@ -123,7 +133,9 @@ def test_an_answer_that_never_comes_is_asked_for_again_and_then_given_up() -> No
     ring.now = 29.0
     assert asked(ring) == []
     ring.now = 31.0
-    assert rejected(ring.send(TimePassed())) == [("a", "invalid_request", "it does not compile within 30 s")]
+    (refusal,) = rejected(ring.send(TimePassed()))
+    assert refusal[:2] == ("a", "overloaded"), "what it waited for were others"
+    assert "within 30 s" in refusal[2]
 
 
 def test_an_answer_to_the_second_question_is_as_good_as_one_to_the_first() -> None:
@@ -209,16 +221,90 @@ def test_a_plan_holds_no_more_text_than_fits_the_bus() -> None:
     assert max(sizes) == 1
 
 
-def test_outcomes_are_remembered_for_the_last_ones_used() -> None:
-    ring = Ring()
-    ring.send(compiled(DIGITS))
-    for number in range(MAX_OUTCOMES - 1):
-        ring.send(compiled(Grammar("regex", f"a{{{number}}}")))
-    assert ring.engine.epoch_state is not None
-    assert ring.engine.epoch_state.grammars.ready(DIGITS)
-    ring.send(compiled(SCHEMA))
-    assert ring.engine.epoch_state.grammars.ready(DIGITS), "used just now"
-    assert not ring.engine.epoch_state.grammars.ready(Grammar("regex", "a{0}"))
+def pattern(number: int) -> Grammar:
+    return Grammar("regex", f"a{{{number}}}")
+
+
+def test_the_workers_hold_so_many_grammars_and_forget_the_one_used_longest_ago() -> None:
+    ring = Ring(EngineLimits(max_grammars=2))
+
+    def run(name: str, grammar: Grammar) -> None:
+        ring.send(guided(name, grammar))
+        while ring.worker.compiling or ring.plans:
+            ring.finish()
+            if ring.worker.compiling:
+                ring.send(ring.worker.compile())
+
+    for number, grammar in enumerate((pattern(0), pattern(1), pattern(0))):
+        run(f"r{number}", grammar)
+    ring.send(guided("new", pattern(2)))
+    assert [plan.forget for plan in ring.plans if plan.compile] == [(pattern(1).key,)]
+    ring.finish()
+    ring.send(ring.worker.compile())
+    ring.finish()
+    assert len(ring.output_of("new")) == 5
+    ring.send(guided("again", pattern(1)))
+    assert asked(ring) == [pattern(1)]
+
+
+def test_where_all_grammars_are_in_use_the_next_one_waits() -> None:
+    ring = Ring(EngineLimits(max_grammars=1, run_ahead=0))
+    ring.send(guided("a", pattern(0)))
+    ring.finish()
+    ring.send(ring.worker.compile())
+    ring.send(guided("b", pattern(1)))
+    assert asked(ring) == []
+    ring.finish()
+    assert len(ring.output_of("a")) == 5
+    assert ring.worker.compiling == [pattern(1)], "a's has made room"
+    ring.send(ring.worker.compile())
+    ring.finish()
+    assert len(ring.output_of("b")) == 5
+
+
+def test_many_sequences_with_one_long_grammar_make_small_plans() -> None:
+    ring = Ring(EngineLimits(max_running=128))
+    long = Grammar("regex", "a" * 120_000)
+    for number in range(128):
+        ring.send(guided(f"r{number}", long))
+    sizes = []
+    while ring.plans or ring.worker.compiling:
+        if ring.plans:
+            sizes.append(len(msgspec.msgpack.encode(ring.plans[0])))
+            ring.step()
+        else:
+            ring.send(ring.worker.compile())
+    assert sum(sizes) < 3 * 120_000
+    assert len(ring.output_of("r127")) == 5
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"), [("refused", "invalid_request"), ("busy", "overloaded"), ("lost", "failed")]
+)
+def test_a_sequence_whose_grammar_fails_in_a_step_ends_and_what_was_drawn_for_it_is_dropped(
+    fault: GrammarFault, answer: str
+) -> None:
+    ring = Ring(EngineLimits(run_ahead=0))
+    ring.send(guided("a"))
+    ring.finish()
+    ring.send(generate("b", PROMPT, max_tokens=5, ignore_eos=True))
+    ring.send(ring.worker.compile())
+    ring.step()
+    (plan,) = ring.plans
+    sequence = ring.engine.requests[RequestId("a")].id
+    had = ring.output_of("a")
+    result = ring.worker.step(ring.plans.pop(0))
+    assert sequence in [work.sequence for work in plan.work]
+    words = told(ring.send(replace(result, failed=(SequenceFailed(sequence, "it takes too long", fault),))))
+    (word,) = words
+    assert isinstance(word, RequestRejected | RequestFailed)
+    assert (word.kind if isinstance(word, RequestRejected) else "failed") == answer
+    assert ring.output_of("a") == had
+    ring.finish()
+    assert len(ring.output_of("b")) == 5
+    again = told(ring.send(guided("c")))
+    assert [type(word) for word in again] == ([RequestRejected] if fault == "refused" else [])
+    assert asked(ring) == ([DIGITS] if fault == "lost" else []), "its process is gone"
 
 
 def test_what_was_waited_is_counted() -> None:

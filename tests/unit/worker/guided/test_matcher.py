@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import queue
-import threading
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from services.worker.guided.compiler import GrammarCompiler
-from services.worker.guided.guided_sequences import GuidedSequences
-from services.worker.guided.library import MAX_STUCK, CompileResult, GrammarLibrary
-from services.worker.guided.matcher import GrammarMatcher, MatcherBroken, allows
+from services.worker.guided.matcher import GrammarMatcher, MatcherBroken, allows, make_matcher
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.sampling.masks import mask_words
-from shared.ids import SequenceId
-from shared.messages.generation import Grammar, SamplingOptions
-from shared.messages.worker import NewSequence
-from shared.packing import pack
+from shared.messages.generation import Grammar
 from tests.support.models.tiny_tokenizers import (
     byte_fallback,
     byte_level,
@@ -45,12 +37,12 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> RandomWriter:
 @pytest.fixture(scope="module")
 def byte(writer: RandomWriter) -> dict[bytes, int]:
     """Token by its bytes."""
-    pieces = writer.library.compiler.spelling().pieces
+    pieces = writer.compiler.spelling().pieces
     return {piece: token for token, piece in reversed(list(enumerate(pieces))) if piece}
 
 
 def matcher_of(writer: RandomWriter, grammar: Grammar, *more_stops: int) -> GrammarMatcher:
-    return writer.library.matcher(grammar, (writer.eos, *more_stops))
+    return writer.matcher(grammar, (writer.eos, *more_stops))
 
 
 def take(matcher: GrammarMatcher, byte: dict[bytes, int], text: str) -> None:
@@ -153,7 +145,7 @@ def test_no_token_leads_out_of_utf8(writer: RandomWriter, byte: dict[bytes, int]
     matcher = matcher_of(writer, Grammar("regex", "[^a]{2}"))
     assert not {byte.get(bytes([value])) for value in (0xC0, 0xC1, 0xF5, 0xFF)} & set(writer.allowed(matcher))
     matcher.accept(byte[b"\xed"], allowed=True)
-    pieces = writer.library.compiler.spelling().pieces
+    pieces = writer.compiler.spelling().pieces
     assert {pieces[token][0] for token in writer.allowed(matcher)} == set(range(0x80, 0xA0))
 
 
@@ -186,7 +178,7 @@ def test_a_draft_that_cannot_be_drawn_ends_the_look_ahead(writer: RandomWriter, 
 
 def test_forced_tokens_spell_what_alone_can_follow(writer: RandomWriter, byte: dict[bytes, int]) -> None:
     matcher = matcher_of(writer, COMPACT)
-    pieces = writer.library.compiler.spelling().pieces
+    pieces = writer.compiler.spelling().pieces
     forced = b"".join(pieces[token] for token in matcher.jump_forward(32))
     assert b'{"name": "'.startswith(forced)
     assert len(forced) > 4
@@ -219,8 +211,9 @@ def test_vocabularies_of_every_kind_can_be_guided(tmp_path: Path, tokenizer: Tok
     size = tokenizer.get_vocab_size(with_added_tokens=True) + 40
     eos = tokenizer.token_to_id("</s>")
     assert eos is not None
-    library = GrammarLibrary(GrammarCompiler(tmp_path, size, (eos,)))
-    matcher = library.matcher(Grammar("choice", '["the lazy dog", "he"]'), (eos,))
+    compiler = GrammarCompiler(tmp_path, size, (eos,))
+    compiled = compiler.compile(Grammar("choice", '["the lazy dog", "he"]'))
+    matcher = make_matcher(compiled, (eos,), "", compiler.spelling())
     random, out, bits = Random(1), b"", np.empty((1, mask_words(size)), dtype=np.int32)
     while matcher.stage == "binding":
         matcher.fill(bits)
@@ -228,92 +221,14 @@ def test_vocabularies_of_every_kind_can_be_guided(tmp_path: Path, tokenizer: Tok
         assert max(allowed) < size - 40, "ids that are no token cannot be drawn"
         token = random.choice(allowed)
         matcher.accept(token, allowed=True)
-        out += library.compiler.spelling().of(token) if token != eos else b""
+        out += compiler.spelling().of(token) if token != eos else b""
     assert out in (b"the lazy dog", b"he")
 
 
 def test_a_vocabulary_that_spells_no_bytes_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, wordpiece())
-    library = GrammarLibrary(GrammarCompiler(tmp_path, 200, (1,)))
     with pytest.raises(GrammarRefused, match="does not spell bytes"):
-        library.compiled(OBJECT)
-
-
-def told(library: GrammarLibrary, *grammars: Grammar) -> list[CompileResult]:
-    outcomes: list[CompileResult] = []
-    all_told = threading.Event()
-
-    def tell(outcome: CompileResult) -> None:
-        outcomes.append(outcome)
-        if len(outcomes) == len(grammars):
-            all_told.set()
-
-    for grammar in grammars:
-        library.request(grammar, tell)
-    assert all_told.wait(60)
-    return outcomes
-
-
-def test_whoever_asks_hears_whether_a_grammar_compiles(writer: RandomWriter) -> None:
-    good, bad = Grammar("regex", "[0-9]{3}"), Grammar("regex", "a(b")
-    behind = Grammar("regex", "[0-9]{3}", after="</think>")
-    outcomes = {outcome.grammar: outcome.error for outcome in told(writer.library, good, bad, behind)}
-    assert outcomes == {
-        good: None,
-        bad: "Regex parsing error at position 4: The parenthesis is not closed.",
-        behind: None,
-    }
-    assert told(writer.library, good) == [CompileResult(good, None)]
-
-
-def test_what_was_forgotten_is_compiled_again(writer: RandomWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.guided.library.MAX_KEPT", 2)
-    first = writer.library.compiled(Grammar("regex", "first"))
-    for number in range(3):
-        writer.library.compiled(Grammar("regex", f"other{number}"))
-    assert writer.library.compiled(Grammar("regex", "first")) is not first
-
-
-def test_no_more_is_compiled_while_too_much_waits(writer: RandomWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.guided.library.MAX_WAITING", 0)
-    (outcome,) = told(writer.library, Grammar("regex", "never seen"))
-    assert outcome.error is not None
-    assert "try again later" in outcome.error
-
-
-class SlowCompiler(GrammarCompiler):
-    """Compiles what is `slow` only when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(), 64, ())
-        self.go_on = threading.Event()
-        self.begun = threading.Semaphore(0)
-
-    def compile(self, grammar: Grammar) -> Any:
-        if grammar.text.startswith("slow"):
-            self.begun.release()
-            assert self.go_on.wait(60)
-        raise GrammarRefused(f"tried {grammar.text}")
-
-
-def test_grammars_that_take_very_long_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.worker.guided.library.STUCK_TIMEOUT", 0.0)
-    compiler = SlowCompiler()
-    library = GrammarLibrary(compiler)
-    late: queue.SimpleQueue[CompileResult] = queue.SimpleQueue()
-    for number in range(MAX_STUCK):
-        library.request(Grammar("regex", f"slow{number}"), late.put)
-        assert compiler.begun.acquire(timeout=60)
-        if number < MAX_STUCK - 1:
-            quick = Grammar("regex", f"quick{number}")
-            assert told(library, quick) == [CompileResult(quick, f"tried quick{number}")]
-    (refused,) = told(library, Grammar("regex", "one too many"))
-    assert "try later" in (refused.error or "")
-    compiler.go_on.set()
-    assert sorted(late.get(timeout=60).grammar.text for _ in range(MAX_STUCK)) == [f"slow{n}" for n in range(MAX_STUCK)]
-    quick = Grammar("regex", "quick again")
-    while (outcome := told(library, quick)[0]).error != "tried quick again":
-        assert "try later" in (outcome.error or "")
+        GrammarCompiler(tmp_path, 200, (1,)).compile(OBJECT)
 
 
 def test_broken_texts_of_every_kind_are_refused(writer: RandomWriter) -> None:
@@ -329,32 +244,6 @@ def test_broken_texts_of_every_kind_are_refused(writer: RandomWriter) -> None:
         Grammar("json", json.dumps({"items": {"type": "foo"}})),
     ):
         with pytest.raises(GrammarRefused) as refused:
-            writer.library.compiled(grammar)
+            writer.compiler.compile(grammar)
         assert str(refused.value)
         assert "/project/cpp" not in str(refused.value), "no client cares for the library's sources"
-
-
-def test_slots_without_a_grammar_have_no_mask(writer: RandomWriter) -> None:
-    guided = GuidedSequences(writer.library, writer.vocab_size)
-
-    def new(number: int, grammar: Grammar | None) -> NewSequence:
-        return NewSequence(
-            sequence=SequenceId(number),
-            tokens=pack([1]),
-            prompt_length=1,
-            computed=0,
-            blocks=b"",
-            sampling=SamplingOptions(seed=0),
-            stop_token_ids=(writer.eos,),
-            grammar=grammar,
-        )
-
-    nobody, alone = np.zeros(2, dtype=np.int32), np.zeros((2, 0), dtype=np.int32)
-    guided.add(0, new(0, None))
-    assert guided.mask(np.array([0, 1]), nobody, alone) is None
-    guided.add(1, new(1, OBJECT))
-    mask = guided.mask(np.array([0, 1]), nobody, alone)
-    assert mask is not None
-    assert mask.rows.tolist() == [1]
-    guided.release(1)
-    assert guided.mask(np.array([0, 1]), nobody, alone) is None

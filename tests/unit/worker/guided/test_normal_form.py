@@ -31,7 +31,7 @@ def test_no_document_that_a_schema_rules_out_fits_its_grammar(writer: RandomWrit
     compiled = 0
     for case in cases():
         try:
-            grammar = writer.library.compiler.compile(case.grammar())
+            grammar = writer.compiler.compile(case.grammar())
         except GrammarRefused:
             continue
         compiled += 1
@@ -47,7 +47,7 @@ def test_every_document_written_under_a_grammar_satisfies_the_schema(writer: Ran
     written = cut = 0
     for case in cases():
         try:
-            writer.library.compiler.compile(case.grammar())
+            writer.compiler.compile(case.grammar())
         except GrammarRefused:
             continue
         for number in range(DOCUMENTS):
@@ -63,7 +63,7 @@ def test_every_document_written_under_a_grammar_satisfies_the_schema(writer: Ran
 
 def test_every_schema_that_people_write_compiles(writer: RandomWriter) -> None:
     for case in practical():
-        writer.library.compiler.compile(case.grammar())
+        writer.compiler.compile(case.grammar())
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -117,7 +117,7 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=lambda value: str(value)[:60])
 def test_what_cannot_be_enforced_is_refused_with_its_place(writer: RandomWriter, schema: Any, reason: str) -> None:
     with pytest.raises(GrammarRefused) as refused:
-        writer.library.compiler.compile(Grammar("json", json.dumps(schema)))
+        writer.compiler.compile(Grammar("json", json.dumps(schema)))
     assert reason in str(refused.value)
 
 

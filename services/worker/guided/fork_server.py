@@ -1,0 +1,134 @@
+"""`python -m services.worker.guided.fork_server FD SETTINGS`: starts a process for each grammar of a rank.
+
+It loads xgrammar and the vocabulary once, seconds that are then shared by all: a grammar's process is a fork, in
+milliseconds, with a few MB of its own. This process runs nothing of a client's. One thread, so that forking is safe.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+
+import msgspec
+
+from services.worker.guided.compiler import GrammarCompiler
+from services.worker.guided.host import GrammarHost, OutOfMemory, confine
+from services.worker.guided.protocol import (
+    MAX_CONTROL_BYTES,
+    OUT_OF_MEMORY,
+    Channel,
+    Exited,
+    Fork,
+    ServerLoaded,
+    ServerSettings,
+    Signal,
+    ToServer,
+)
+from services.worker.guided.schema.keywords import GrammarRefused
+
+
+class ForkServer:
+    """Owns the grammars' processes of one rank, and ends with it."""
+
+    def __init__(self, control: socket.socket, settings: ServerSettings) -> None:
+        """`control`: a socket that keeps messages apart."""
+        self._control = control
+        self._limits = settings.limits
+        self._compiler = GrammarCompiler(settings.folder, settings.vocab_size, settings.stops)
+        self._numbers: dict[int, int] = {}
+        """By process id."""
+        self._decode = msgspec.msgpack.Decoder(ToServer).decode
+        self._pid = os.getpid()
+
+    def run(self) -> None:
+        """Until the rank closes `control`, or is gone."""
+        self._control.send(msgspec.msgpack.encode(ServerLoaded(self._load_error())))
+        gc.collect()
+        gc.freeze()
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if wake in ready:
+                wake.recv(MAX_CONTROL_BYTES)
+                self._reap()
+            if self._control in ready and not self._obey():
+                break
+        for pid in self._numbers:
+            os.kill(pid, signal.SIGKILL)
+
+    def _load_error(self) -> str | None:
+        try:
+            self._compiler.load()
+        except GrammarRefused as refused:
+            return str(refused)
+        return None
+
+    def _obey(self) -> bool:
+        """False where the rank is gone."""
+        data, ends, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
+        if not data:
+            return False
+        match self._decode(data):
+            case Fork(number):
+                self._fork(number, socket.socket(fileno=ends[0]))
+            case Signal(number, sent):
+                for pid, known in self._numbers.items():
+                    if known == number:
+                        os.kill(pid, sent)
+        return True
+
+    def _fork(self, number: int, end: socket.socket) -> None:
+        pid = os.fork()
+        if pid:
+            self._numbers[pid] = number
+            end.close()
+            return
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            confine(self._limits, self._pid)
+            GrammarHost(Channel(end), self._compiler, self._limits).run()
+            status = 0
+        except OutOfMemory:
+            status = OUT_OF_MEMORY
+        except BaseException:  # nothing of the server's may run on in here
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                number = self._numbers.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                self._control.send(msgspec.msgpack.encode(Exited(number, max(0, -code), max(0, code))))
+
+
+def main() -> None:
+    """Serves the rank that has started this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank drains, and ends us
+    settings = msgspec.json.decode(sys.argv[2], type=ServerSettings)
+    with suppress(ConnectionError):
+        ForkServer(socket.socket(fileno=int(sys.argv[1])), settings).run()
+
+
+if __name__ == "__main__":
+    main()
