@@ -59,8 +59,8 @@ class StepWatchdog:
         self._begin(now)
 
     def check(self, now: float, *, excused: bool = False) -> None:
-        """Called every CHECK_EVERY seconds. Raises StepHung where the oldest plan in hand is past its deadline. The time
-        since the last call does not count where it is `excused`: the step waits for what has a deadline of its own."""
+        """Called every CHECK_EVERY seconds. Raises StepHung where the oldest plan in hand is past its deadline.
+        Time since the last call does not count where it is `excused`: the step waits for what has its own deadline."""
         self._counted += 0.0 if excused else min(now - self._checked, LONGEST_COUNTED)
         self._checked = now
         if self._in_hand and self._counted > (allowed := self.seconds_allowed()):

@@ -1,4 +1,4 @@
-"""`python -m services.worker.guided.fork_server FD SETTINGS`: starts a process for each grammar of a rank.
+"""A process that starts a process for each grammar of a rank, see `processes.ServerLink`.
 
 It loads xgrammar and the vocabulary once, seconds that are then shared by all: a grammar's process is a fork, in
 milliseconds, with a few MB of its own. This process runs nothing of a client's. One thread, so that forking is safe.
@@ -123,12 +123,8 @@ class ForkServer:
 
 
 def main() -> None:
-    """Serves the rank that has started this process."""
+    """Serves the rank that has started this process. Arguments: the descriptor of `control`, and `ServerSettings`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank drains, and ends us
     settings = msgspec.json.decode(sys.argv[2], type=ServerSettings)
     with suppress(ConnectionError):
         ForkServer(socket.socket(fileno=int(sys.argv[1])), settings).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,7 @@ Int32s = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
 
-@dataclass(seq_indices=True)
+@dataclass(slots=True)
 class _Guided:
     sequence: SequenceId
     number: int
@@ -37,8 +37,8 @@ class _Guided:
 
 
 class GuidedSequences:
-    """Owns which sequences follow a grammar, by their index. Belongs to the rank that samples: one thread asks for masks
-    and drafts, another may add and release sequences meanwhile. Without grammars it costs nothing."""
+    """Owns which sequences follow a grammar, by their index. Belongs to the rank that samples: one thread asks for
+    masks and drafts, another may add and release sequences meanwhile. Without grammars it costs nothing."""
 
     def __init__(self, library: GrammarLibrary) -> None:
         self._library = library

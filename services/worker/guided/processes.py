@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
@@ -60,12 +59,10 @@ class ServerLink:
         """Starts it; it has loaded when `loaded` is no longer None."""
         self.limits = settings.limits
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", f"{__package__}.fork_server", str(theirs.fileno())]
+        start = f"import sys; sys.path[:] = sys.argv[3:]; from {__package__}.fork_server import main; main()"
+        arguments = (str(theirs.fileno()), msgspec.json.encode(settings).decode(), *sys.path)
         self._process = subprocess.Popen(
-            [*command, msgspec.json.encode(settings).decode()],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            [sys.executable, "-c", start, *arguments], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )
         theirs.close()
         self.loaded: ServerLoaded | None = None

@@ -84,3 +84,12 @@ def test_a_device_whose_kernels_are_compiled_is_given_more_time() -> None:
     watchdog.finish(0.01, computed=True)
     watchdog.start(plan(1), 1.0)
     assert watchdog.seconds_allowed() == 0.5, "a setting is taken as it is"
+
+
+def test_time_that_has_a_deadline_of_its_own_does_not_count() -> None:
+    watchdog = warm()
+    watchdog.start(plan(1), 5.0)
+    for check in range(1, 100):
+        watchdog.check(5.0 + check * 0.25, excused=True)
+    with pytest.raises(StepHung):
+        watch(watchdog, 30.0, 30.0 + SHORTEST + LONGEST_COUNTED)
