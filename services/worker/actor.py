@@ -53,6 +53,8 @@ class WorkerActor(Actor):
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
         self._watchdog = StepWatchdog(identity.min_step_timeout, identity.first_step_timeout)
+        self._gap: StepMissed | None = None
+        """The plan that is missing and was reported."""
         self._published = 0
         self._sums = StepSums()
 
@@ -69,10 +71,12 @@ class WorkerActor(Actor):
 
     async def handle(self, message: StepPlan) -> None:
         """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
-        sent `StepMissed`, and a rank of several raises RankOutOfStep."""
+        sent `StepMissed`, and sends it again. If it begins a new epoch instead, a rank of several raises
+        RankOutOfStep."""
         arrival = self._plans.submit(message)
         match arrival:
             case "first" | "next":
+                self._check_gap(message)
                 if arrival == "first":
                     self._published = 0
                 self._watchdog.start(message, time.perf_counter())
@@ -82,9 +86,9 @@ class WorkerActor(Actor):
                     assert self._backend is not None, "messages come behind set_up"
                     self._grammars.request(self._backend.grammars, message)
             case "repeated":
-                log.warning("plan received twice", extra={"step": message.step})
+                log.info("plan received twice", extra={"step": message.step})
             case PlanGap(expected):
-                await self._report_missed(message, expected)
+                await self._report_missed(StepMissed(worker=self.instance, epoch=message.epoch, expected=expected))
             case _:
                 assert_never(arrival)
 
@@ -178,10 +182,17 @@ class WorkerActor(Actor):
             sums=self._sums,
         )
 
-    async def _report_missed(self, plan: StepPlan, expected: int) -> None:
+    async def _report_missed(self, missed: StepMissed) -> None:
+        if missed == self._gap:
+            return  # reported; if that is lost, too, the lifecycle message shows how far this rank is
+        self._gap = missed
         metrics.MISSED.inc()
-        log.error("plan missing", extra={"epoch": plan.epoch, "expected": expected, "came": plan.step})
-        missed = StepMissed(worker=self.instance, epoch=plan.epoch, expected=expected)
+        log.error("plan missing", extra={"epoch": missed.epoch, "expected": missed.expected})
         await self.bus.publish(self._results, missed)
-        if self._identity.world_size > 1:
-            raise RankOutOfStep(f"expected step {expected}, came {plan.step}")
+
+    def _check_gap(self, plan: StepPlan) -> None:
+        """A plan has come that can be computed. Raises RankOutOfStep where it is of a new epoch, as other ranks may be
+        waiting for this one in the step that it missed."""
+        gap, self._gap = self._gap, None
+        if gap is not None and gap.epoch != plan.epoch and self._identity.world_size > 1:
+            raise RankOutOfStep(f"step {gap.expected} of epoch {gap.epoch} never came")

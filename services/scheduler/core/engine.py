@@ -26,6 +26,7 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.scheduler.core.planning.step_timing import MissedPlan
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHandOver
@@ -239,7 +240,7 @@ class EngineCore:
             case _ if event.epoch != state.steps.epoch:
                 pass
             case StepMissed():
-                lost = f"{event.worker} never received step {event.expected}"
+                lost = state.send_again(MissedPlan(event.worker, event.expected))
             case GrammarCompiled():
                 state.requests.record_grammars(state.grammars.record_reply(event, now))
             case TransferProgress():

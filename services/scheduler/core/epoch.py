@@ -5,6 +5,7 @@ It plans steps as far ahead as allowed, processes their results, and moves block
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from services.scheduler.core.events import RankProgress, SendPlan, WorkersReady
@@ -13,7 +14,7 @@ from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.planning.planner import StepPlanner
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
-from services.scheduler.core.planning.step_timing import ExpectedResult, StepsInFlight
+from services.scheduler.core.planning.step_timing import ExpectedResult, MissedPlan, StepsInFlight
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.results.requests import EngineRequests, RequestValidator
@@ -27,6 +28,9 @@ from shared.ids import Incarnation
 from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
 from shared.messages.scheduler import StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
+
+MAX_SENDINGS = 3
+"""How often a plan is sent again to a rank that missed it, before everything starts again."""
 
 
 class EngineStuck(AssertionError):
@@ -78,6 +82,11 @@ class EpochState:
         )
         self.steps = StepsInFlight(epoch)
         self._plans_ahead = self.limits.plans_ahead
+        self._sent: deque[StepPlan] = deque()
+        """The plans in flight, oldest first."""
+        self._last_missed: int | None = None
+        self._sendings = 0
+        """How often the plan of step `_last_missed` was sent again."""
         self._counters = store.counters
         self._outbox = outbox
         self._results = StepResults(self.memory, self.queues, self.requests, speculation, outbox, store.counters)
@@ -134,7 +143,23 @@ class EpochState:
             compile=step.grammars.compile,
             forget=step.grammars.forget,
         )
+        self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
+
+    def send_again(self, missed: MissedPlan) -> str | None:
+        """Sends a plan that a rank missed again, with those behind it, which that rank dropped. Returns why everything
+        has to start again where the plan is not in flight or was sent too often.
+
+        Ranks that have received the plans drop them.
+        """
+        self._sendings = self._sendings + 1 if missed.step == self._last_missed else 1
+        self._last_missed = missed.step
+        again = [plan for plan in self._sent if plan.step >= missed.step]
+        if not again or again[0].step != missed.step or self._sendings > MAX_SENDINGS:
+            return f"{missed.rank} never received step {missed.step}"
+        for plan in again:
+            self._outbox.add(SendPlan(plan))
+        return None
 
     def finish_step(self, result: StepFinished, now: float) -> str | None:
         """Takes in a step's result, unless it is old. Returns why everything has to start again, where one before it
@@ -145,6 +170,7 @@ class EpochState:
         if result.step > steps.finished:
             return f"the result of step {steps.finished} never came"
         expected = steps.finish(len(result.sampled), now)
+        self._sent.popleft()
         if self.transfers.in_flight:
             self.transfers.finish_step(result.step, now)
         self._results.record(result, expected)
@@ -154,7 +180,8 @@ class EpochState:
         """Takes in how far a rank is. Returns what it shows to be lost, if anything."""
         if report.transfers is not None and report.transfers.epoch == self.steps.epoch:
             self.record_transfers(report.transfers, now)
-        return self.steps.find_loss(report, now)
+        loss = self.steps.find_loss(report, now)
+        return self.send_again(loss) if isinstance(loss, MissedPlan) else loss
 
     def overdue(self, now: float) -> str | None:
         """The step or transfer that takes so long that the workers count as wedged, if any."""

@@ -29,6 +29,7 @@ from shared.messages.scheduler import (
 )
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
 from shared.packing import pack
+from shared.protocol import PROTOCOL
 from tests.support.cluster.stall_proof_clock import StallProofClock
 from tests.support.engines.checking_worker import DETOKENIZER, generate
 from tests.support.engines.engine_on_a_bus import ENGINE, EngineOnABus, engine_on_a_bus, make_model, sim_backend
@@ -189,9 +190,8 @@ class DroppingBus(MemoryBus):
         await super().publish(topic, message, confirm=confirm)
 
 
-@pytest.mark.parametrize("lost", [StepPlan, StepFinished])
 @pytest.mark.parametrize("run_ahead", [0, 2])
-async def test_a_lost_plan_or_result_is_noticed_and_the_engine_goes_on(model: Path, lost: type, run_ahead: int) -> None:
+async def test_a_lost_plan_is_sent_again_and_no_request_notices(model: Path, run_ahead: int) -> None:
     """With run_ahead 0 nothing follows that would show the gap; the worker's reports do."""
     bus = DroppingBus()
     async with engine_on_a_bus(bus, EngineLimits(run_ahead=run_ahead)) as engine:
@@ -199,7 +199,25 @@ async def test_a_lost_plan_or_result_is_noticed_and_the_engine_goes_on(model: Pa
         await engine.ready()
         await engine.generate(generate("a", PROMPT, max_tokens=400))
         await engine.until(lambda: bool(engine.notes.entries), "the first token")
-        bus.lose = lost
+        bus.lose = StepPlan
+        await engine.finished("a")
+        assert bus.lost == 1
+        assert len(engine.notes.output_of("a")) == 400
+        assert engine.notes.final == []
+        assert len(set(engine.free_blocks)) == 1
+    await bus.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+async def test_a_lost_result_is_noticed_and_the_engine_goes_on(model: Path, run_ahead: int) -> None:
+    """With run_ahead 0 nothing follows that would show the gap; the worker's reports do."""
+    bus = DroppingBus()
+    async with engine_on_a_bus(bus, EngineLimits(run_ahead=run_ahead)) as engine:
+        engine.add_worker(lambda: sim_backend(model, step_seconds=0.001))
+        await engine.ready()
+        await engine.generate(generate("a", PROMPT, max_tokens=400))
+        await engine.until(lambda: bool(engine.notes.entries), "the first token")
+        bus.lose = StepFinished
         await engine.until(lambda: bool(engine.notes.final), "the request fails")
         assert bus.lost == 1
         before = engine.notes.output_of("a")
@@ -242,15 +260,16 @@ async def test_a_worker_says_which_plan_never_came(memory_bus: MemoryBus, model:
 
 
 async def test_a_rank_of_several_that_missed_a_plan_ends(memory_bus: MemoryBus, model: Path) -> None:
-    """The others wait for it inside that step, and nothing it could say would help them."""
+    """Where the plan does not come and a new epoch begins instead: the others may wait for it inside that step."""
     engine = EngineOnABus(memory_bus)
     worker = engine.add_worker(lambda: sim_backend(model), rank=1, world_size=2)
     runtime, task = engine.runtimes[worker]
     await engine.until(lambda: runtime.actor.worker_report() is not None, "the backend is loaded")
-    await memory_bus.publish(topics.engine_steps(ENGINE), StepPlan(epoch=Incarnation(1), step=1))
+    for epoch, step in ((1, 1), (1, 0), (1, 2), (2, 0)):
+        await memory_bus.publish(topics.engine_steps(ENGINE), StepPlan(epoch=Incarnation(epoch), step=step))
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(task, 60)
-    assert raised.group_contains(RankOutOfStep, match="expected step 0, came 1")
+    assert raised.group_contains(RankOutOfStep, match="step 1 of epoch 1 never came")
 
 
 async def test_plans_that_nobody_takes_fail_their_requests(memory_bus: MemoryBus, model: Path) -> None:
@@ -268,6 +287,7 @@ async def test_plans_that_nobody_takes_fail_their_requests(memory_bus: MemoryBus
             pid=1,
             host="h",
             started=0.0,
+            protocol=PROTOCOL,
             worker=report,
         )
         await engine.until(lambda: ENGINE in engine.notes.lives, "the scheduler is there")

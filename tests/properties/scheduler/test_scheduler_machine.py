@@ -245,12 +245,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.tell(message(which))
 
     @precondition(lambda self: self.plans)
-    @rule(seldom=SELDOM)
-    def a_plan_is_lost(self, seldom: bool) -> None:
+    @rule(seldom=SELDOM, at=st.integers(0, 4))
+    def a_plan_is_lost(self, seldom: bool, at: int) -> None:
         if not seldom:
             return
-        missed = self.plans[0]
-        self.plans.clear()
+        at %= len(self.plans)
+        missed = self.plans[at]
+        del self.plans[at:]  # the worker drops those behind it
         self.tell(StepMissed(worker=InstanceId("w"), epoch=missed.epoch, expected=missed.step))
 
     @precondition(lambda self: len(self.plans) > 1)

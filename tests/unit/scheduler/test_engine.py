@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler.core.epoch import MAX_SENDINGS
 from services.scheduler.core.events import (
     DetokenizerGone,
     EndProcess,
@@ -369,10 +370,28 @@ def test_batches_to_each_detokenizer_are_numbered_from_zero() -> None:
     assert numbers == {DETOKENIZER: [0, 1, 2], other: [0, 1, 2]}
 
 
-def test_a_missed_step_fails_everything_and_begins_a_new_epoch() -> None:
+def missed(step: int) -> StepMissed:
+    return StepMissed(worker=InstanceId("w"), epoch=EPOCH, expected=step)
+
+
+def test_a_missed_plan_is_sent_again_with_those_behind_it() -> None:
+    ring = Ring()
+    sent = plans(ring.send(generate("a", PROMPT)))
+    assert [plan.step for plan in sent] == [0, 1]
+    assert plans(ring.send(missed(0))) == sent
+    assert plans(ring.send(missed(1))) == sent[1:]
+    ring.plans = sent
+    while ring.plans:
+        ring.step()
+    assert told(ring.send(TimePassed())) == []
+
+
+def test_a_plan_that_is_missed_too_often_fails_everything_and_begins_a_new_epoch() -> None:
     ring = Ring()
     ring.send(generate("a", PROMPT))
-    outputs = ring.send(StepMissed(worker=InstanceId("w"), epoch=EPOCH, expected=1))
+    for _ in range(MAX_SENDINGS):
+        assert told(ring.send(missed(1))) == []
+    outputs = ring.send(missed(1))
     assert [m.request for m in told(outputs)] == ["a"]
     assert [o.batch.epoch for o in outputs if isinstance(o, SendTokens)] == [EPOCH]
     assert ring.send(StepMissed(worker=InstanceId("w2"), epoch=EPOCH, expected=1)) == []
@@ -385,7 +404,7 @@ def test_a_missed_step_fails_everything_and_begins_a_new_epoch() -> None:
 def test_a_result_of_an_old_epoch_is_ignored() -> None:
     ring = Ring()
     ring.send(generate("a", PROMPT))
-    ring.send(StepMissed(worker=InstanceId("w"), epoch=EPOCH, expected=1))
+    ring.send(missed(7))
     assert ring.send(StepFinished(epoch=EPOCH, step=0, sampled=(), timing=TIMING)) == []
 
 
@@ -410,7 +429,11 @@ def test_a_last_plan_that_never_arrived_shows_in_the_second_report() -> None:
     assert ring.send(RankProgress(0, EPOCH, received=1, published=0)) == []
     ring.now = 0.1
     assert ring.send(RankProgress(0, EPOCH, received=1, published=0)) == [], "too soon after the first"
-    ring.now = 0.5
+    for report in range(MAX_SENDINGS):
+        ring.now = 0.5 * (report + 1)
+        again = ring.send(RankProgress(0, EPOCH, received=1, published=0))
+        assert [plan.step for plan in plans(again)] == [1]
+    ring.now += 0.5
     (failed,) = told(ring.send(RankProgress(0, EPOCH, received=1, published=0)))
     assert failed == RequestFailed(RequestId("a"), Attempt(1), "rank 0 never received step 1")
 

@@ -32,6 +32,13 @@ class ExpectedResult(NamedTuple):
     prefills: bool
 
 
+class MissedPlan(NamedTuple):
+    """A plan that a rank has not received."""
+
+    rank: str
+    step: int
+
+
 class _RankReport(NamedTuple):
     at: float
     issued: int
@@ -114,8 +121,8 @@ class StepsInFlight:
         tokens, first = self._expected[0].tokens, FIRST_STEP * shortest
         return deadline_of(self._times, tokens, shortest=shortest, unseen=shortest, first=first)
 
-    def find_loss(self, report: RankProgress, now: float) -> str | None:
-        """The loss that a rank's report shows, as a text; None without one.
+    def find_loss(self, report: RankProgress, now: float) -> MissedPlan | str | None:
+        """The loss that a rank's report shows: a plan, or (a text) a result; None without one.
 
         A gap is seen when the next message comes; but with as many plans in flight as may be, none does. So each
         report is compared with how things stood at the one before: plans issued by then must have arrived by
@@ -128,7 +135,7 @@ class StepsInFlight:
         received, published = (report.received, report.published) if current else (0, 0)
         self._reports[report.rank] = _RankReport(now, self.issued, published)
         if before is not None and received < before.issued:
-            return f"rank {report.rank} never received step {received}"
+            return MissedPlan(f"rank {report.rank}", received)
         if before is not None and self.finished < before.published:
             return f"the result of step {self.finished} never came"
         return None
