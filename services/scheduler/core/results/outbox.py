@@ -21,6 +21,8 @@ from shared.reliability.recent import AttemptFence
 
 CONTEXT_TOKENS = 8
 """Prompt tokens sent along, so that the first output token is decoded with the text before it."""
+MAX_OPENED_CHARS = 2**20
+"""Characters of stop strings in the openings of one message, or one opening with more: a message must fit the bus."""
 MAX_FENCED = 8192
 """Requests whose ended attempts are remembered. A message is late by seconds, not by thousands of requests."""
 
@@ -84,7 +86,8 @@ class TokenStreams:
         return pending
 
     def flush(self) -> list[Output]:
-        """Returns one batch for each detokenizer that has new tokens or events.
+        """Returns a batch for each detokenizer that has new tokens or events; several where many open with long stop
+        strings.
 
         A request's opening alone makes no batch: it is sent with the first tokens, as a message of its own while the
         prompt is computed would cost more than it is worth.
@@ -94,13 +97,16 @@ class TokenStreams:
             if not (pending.entries or pending.abandoned or pending.moved or pending.scored):
                 continue
             del self._pending[detokenizer]
-            number = self._numbers.get(detokenizer, 0)
-            self._numbers[detokenizer] = number + 1
+            *first, last = _parts(pending.opened) if pending.opened else [()]
+            for opened in first:
+                number = self._next_number(detokenizer)
+                opening = TokenBatch(engine=self._engine, epoch=self._epoch, number=number, opened=opened)
+                batches.append(SendTokens(detokenizer, opening))
             batch = TokenBatch(
                 engine=self._engine,
                 epoch=self._epoch,
-                number=number,
-                opened=tuple(pending.opened),
+                number=self._next_number(detokenizer),
+                opened=last,
                 entries=tuple(pending.entries),
                 abandoned=tuple(pending.abandoned),
                 moved=tuple(pending.moved),
@@ -108,6 +114,11 @@ class TokenStreams:
             )
             batches.append(SendTokens(detokenizer, batch))
         return batches
+
+    def _next_number(self, detokenizer: DetokenizerId) -> int:
+        number = self._numbers.get(detokenizer, 0)
+        self._numbers[detokenizer] = number + 1
+        return number
 
 
 class EngineOutbox:
@@ -193,6 +204,20 @@ def token_entry(
         tokens[-1] if asked_to_stop else None,
         logprobs,
     )
+
+
+def _parts(opened: list[OpenStream]) -> list[tuple[OpenStream, ...]]:
+    """At least one part, in order; MAX_OPENED_CHARS each."""
+    parts: list[list[OpenStream]] = [[]]
+    chars = 0
+    for stream in opened:
+        own = sum(map(len, stream.stop))
+        if parts[-1] and chars + own > MAX_OPENED_CHARS:
+            parts.append([])
+            chars = 0
+        parts[-1].append(stream)
+        chars += own
+    return [tuple(part) for part in parts]
 
 
 def _open_stream(sequence: Sequence) -> OpenStream:
