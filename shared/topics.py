@@ -158,6 +158,11 @@ def instance_control(instance: InstanceId) -> Topic[lifecycle.InstanceControl]:
     return Topic(f"instance.{instance}.control", lifecycle.InstanceControl)
 
 
+def name_claims(instance: InstanceId) -> Topic[lifecycle.NameClaim]:
+    """a process that starts → the one that has its name, which answers with a NameHolder."""
+    return Topic(f"instance.{instance}.claim", lifecycle.NameClaim)
+
+
 def rank_assignments() -> Topic[supervisor.RankAssignment]:
     """first host's supervisor → the other hosts' supervisors: which ranks shall run. Once a second, and on changes."""
     return Topic("supervisor.ranks.wanted", supervisor.RankAssignment)

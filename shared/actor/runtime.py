@@ -18,22 +18,35 @@ from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, Topi
 from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
-from shared.ids import Incarnation
-from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, Phase, Undrain
+from shared.ids import Incarnation, InstanceId
+from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, NameClaim, NameHolder, Phase, Undrain
 from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility
 from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, PHASE, UNDELIVERED, metrics_server
-from shared.topics import instance_control, lifecycle_of
+from shared.topics import instance_control, lifecycle_of, name_claims
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.5
+CLAIM_TIMEOUT = 1.0
+NAME_TAKEN_STATUS = 2
+"""As for other settings that cannot be used: starting it again at once would not help."""
 IDLE_POLL = 0.02
 MAX_PAUSE_REPORTED = 1.0
 MAX_INCOMPATIBLE = 1024
 """Incompatible processes that are remembered, so that each is logged once."""
+
+
+class NameTaken(Exception):
+    """Another process has this one's name on the bus; the text names it."""
+
+    def __init__(self, instance: InstanceId, holder: NameHolder) -> None:
+        super().__init__(
+            f"{instance}: process {holder.pid} on {holder.host} has this name already; give another --instance, or "
+            "another --namespace to a second stack on the same bus"
+        )
 
 
 class ActorRuntime:
@@ -76,7 +89,8 @@ class ActorRuntime:
         self._stop.set()
 
     async def run(self) -> None:
-        """Serves until `stop`. An exception of the actor (a bug) publishes `failed` and is raised again."""
+        """Serves until `stop`. Raises NameTaken. A bug of the actor publishes `failed` and is raised again."""
+        await self._claim_name()
         self._bus.on_undelivered(self._receive_undelivered)
         await self._subscribe_all()
         try:
@@ -102,6 +116,19 @@ class ActorRuntime:
         finally:
             for subscription in self._internal:
                 await subscription.stop()
+
+    async def _claim_name(self) -> None:
+        """Before anything is published or received under this name: peers would take two processes of one name for one
+        that starts anew all the time."""
+        topic = name_claims(self.actor.instance)
+        with contextlib.suppress(BusError):  # the name is free, or its holder hangs and is about to be replaced
+            holder = await self._bus.request(topic, NameClaim(self.incarnation), NameHolder, CLAIM_TIMEOUT)
+            raise NameTaken(self.actor.instance, holder)
+        self._internal.append(await self._bus.serve(topic, self._answer_claim))
+
+    async def _answer_claim(self, claim: NameClaim) -> NameHolder:
+        log.warning("another process wants this name", extra={"incarnation": claim.incarnation})
+        return NameHolder(self.incarnation, os.getpid(), socket.gethostname())
 
     async def _subscribe_all(self) -> None:
         self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._inbox.put))
@@ -300,6 +327,10 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             watch = loop.create_task(_end_as_orphan(Path(config.supervisor_lock), config, runtime))
         try:
             await runtime.run()
+        except NameTaken as error:
+            log.error("name taken", extra={"error": str(error)})
+            raise SystemExit(NAME_TAKEN_STATUS) from None
+        else:
             with contextlib.suppress(BusError):
                 await bus.flush()
         finally:

@@ -187,3 +187,17 @@ class Undrain(Struct, frozen=True, array_like=True, tag=True):
 
 
 InstanceControl = Drain | Undrain
+
+
+class NameClaim(Struct, frozen=True, array_like=True):
+    """A process that starts asks whether another one has its name; nobody answers if the name is free."""
+
+    incarnation: Incarnation
+
+
+class NameHolder(Struct, frozen=True, array_like=True):
+    """The process that has the name."""
+
+    incarnation: Incarnation
+    pid: int
+    host: str

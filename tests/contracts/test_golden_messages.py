@@ -268,6 +268,8 @@ MESSAGES: list[Any] = [
     kv_events.KvEvents(source=SOURCE, epoch=Incarnation(1), number=0, stored=HASH, removed=HASH, cleared=True),
     kv_events.KvDumpRequest(InstanceId("coordinator-1")),
     kv_events.KvDump(source=SOURCE, epoch=Incarnation(1), number=-1, part=0, parts=1, hashes=HASH),
+    lifecycle.NameClaim(Incarnation(1)),
+    lifecycle.NameHolder(Incarnation(1), 7, "h"),
 ]
 
 

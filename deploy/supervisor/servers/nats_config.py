@@ -46,6 +46,7 @@ _PROBES = topics.engine_probes(EngineId(_ANY)).subject
 _TOKENS = topics.detokenizer_tokens(DetokenizerId(_ANY)).subject
 _DELTAS = topics.gateway_inbox(GatewayId(_ANY)).subject
 _INSTANCES = topics.instance_control(InstanceId(_ANY)).subject
+_CLAIMS = topics.name_claims(InstanceId(_ANY)).subject
 _LIFECYCLES = topics.lifecycles().subject
 _SCALING = topics.scaling().subject
 _RANKS_WANTED = topics.rank_assignments().subject
@@ -108,8 +109,8 @@ def _service(
     service: Service, *, publish: tuple[str, ...], subscribe: tuple[str, ...], micro: bool = False
 ) -> Permissions:
     return Permissions(
-        publish=(*publish, topics.lifecycle_of(service, InstanceId(_ANY)).subject),
-        subscribe=(*subscribe, _LIFECYCLES, _INSTANCES),
+        publish=(*publish, topics.lifecycle_of(service, InstanceId(_ANY)).subject, _CLAIMS),
+        subscribe=(*subscribe, _LIFECYCLES, _INSTANCES, _CLAIMS),
         micro=micro,
     )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from shared import topics
-from shared.actor import Actor, ActorRuntime, LifecycleTable, Tick, TopicSubscription
+from shared.actor import Actor, ActorRuntime, LifecycleTable, NameTaken, Tick, TopicSubscription
 from shared.bus import Undelivered
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
@@ -202,3 +203,20 @@ def test_an_illegal_phase_is_refused_with_its_history() -> None:
     table.move("stopped")
     with pytest.raises(IllegalTransition, match="starting → ready → stopped → ready"):
         table.move("ready")
+
+
+async def test_a_name_that_another_process_has_is_refused_before_anybody_hears_of_it(stack: Stack) -> None:
+    heard: list[Lifecycle] = []
+
+    async def note(message: Lifecycle) -> None:
+        heard.append(message)
+
+    await stack.bus.subscribe(topics.lifecycles(), note)
+    second = ActorRuntime(Recorder(stack.bus), drain_timeout=1.0)
+    with pytest.raises(NameTaken, match=f"engine-1: process {os.getpid()} on "):
+        await second.run()
+    assert {message.incarnation for message in heard} <= {stack.runtime.incarnation}
+    await stack.stop()
+    successor = Stack(stack.bus)
+    await successor.start()
+    await successor.stop()
