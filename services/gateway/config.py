@@ -49,6 +49,13 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     allow_request_template: Annotated[
         bool, Meta(description="Accept chat templates from clients (`chat_template`).")
     ] = False
+    enable_prefix_caching: Annotated[
+        bool,
+        Meta(description="Reuse computed blocks of earlier prompts; a request may say no for itself."),
+        UpOption("KV store"),
+    ] = True
+    """The gateway marks every request; engines, KV stores and routers keep and look for no block of a request that is
+    marked so."""
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic"],
         Meta(description="Format of the model's tool calls; auto: found in its chat template."),
@@ -92,6 +99,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             max_stop=self.max_stop,
             max_logprobs=self.max_logprobs,
             allow_request_template=self.allow_request_template,
+            allow_prefix_caching=self.enable_prefix_caching,
         )
 
     def parsers(self) -> ParserChoice:

@@ -123,6 +123,7 @@ class RequestTable:
                 priority=generation.priority,
                 arrival=arrival,
                 cache_salt=generation.cache_salt,
+                prefix_caching=generation.prefix_caching,
                 grammar=grammar.grammar if grammar is not None else None,
                 bad_words=generation.bad_words,
                 truncate_prompt_tokens=generation.truncate_prompt_tokens,

@@ -49,7 +49,7 @@ OFFLINE_DEFAULTS: dict[str, dict[str, object]] = {
 
 
 class EngineArguments(TypedDict, total=False):
-    """The arguments of `LLM` that are settings of its workers, which say their defaults, units and limits."""
+    """The arguments of `LLM` that are settings of its services, which say their defaults, units and limits."""
 
     served_model_name: str | None
     dtype: str
@@ -63,6 +63,7 @@ class EngineArguments(TypedDict, total=False):
     max_batch_tokens: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    enable_prefix_caching: bool
 
 
 class ServiceConfigs(NamedTuple):
@@ -90,6 +91,7 @@ def service_configs(
         if size < 1:
             raise InvalidRequest(f"{name}: {size} is not allowed; it must be at least 1", name)
     world_size = math.prod(sizes.values())
+    gateway = {"enable_prefix_caching": given.pop("enable_prefix_caching", None)}
     names = {"model": model, "served_model_name": model_name(model, arguments.get("served_model_name"))}
     worker = {
         **given,
@@ -111,7 +113,7 @@ def service_configs(
         )
 
     return ServiceConfigs(
-        gateway=made("gateway", GatewayConfig, "gateway-1", {}),
+        gateway=made("gateway", GatewayConfig, "gateway-1", gateway),
         tokenizer=made("tokenizer", TokenizerConfig, "tokenizer-1", names),
         coordinator=made("coordinator", CoordinatorConfig, "coordinator-1", {}),
         scheduler=made("scheduler", SchedulerConfig, ENGINE, scheduler),

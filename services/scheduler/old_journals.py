@@ -44,6 +44,8 @@ MESSAGE_FIELDS = frozenset({"answer", "generate", "message", "question", "releas
 
 TRACE_IN_GENERATION, TRACE_IN_OPEN_STREAM = 15, 13
 """Where version 1 had a field for the client's trace context, which was carried along and never read."""
+GENERATION_FIELDS = 18
+"""Of `Generation` in version 1, the trace context not counted; later fields are left out of what is compared."""
 OPENED_IN_BATCH = 3
 NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3."""
@@ -143,6 +145,7 @@ class FormerNames(WholeGrammars):
     def _to_former(self, message: Any) -> None:
         if message[0] == "GenerateRequest":
             generation = message[1]
+            del generation[GENERATION_FIELDS:]
             generation.insert(TRACE_IN_GENERATION, self._traces.get((generation[0], generation[1])))
         message[0] = _FORMER.get(message[0], message[0])
 

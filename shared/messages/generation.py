@@ -97,7 +97,7 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     prompt_length: int
     """Tokens of the prompt; whatever follows in `tokens` is output of earlier attempts."""
     block_hashes: bytes
-    """16 bytes for each full block of `tokens`."""
+    """16 bytes for each full block of `tokens`; empty without `prefix_caching`."""
     sampling: SamplingOptions
     stopping: StopConditions
     sent_chars: int = 0
@@ -116,6 +116,9 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
     thinking: Thinking | None = None
     """Whether a chat's prompt ends inside or behind the model's reasoning; None if it ends with neither mark."""
+    prefix_caching: bool = True
+    """Whether its blocks may come from a cache (the engine's own, or a KV store) and go into one. If not, they have no
+    hashes, so nobody can look for them or keep them."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

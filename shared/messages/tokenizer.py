@@ -74,6 +74,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Keep at most this many of the prompt's last tokens; None: keep all."""
     keep_markup: bool = False
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
+    prefix_caching: bool = True
+    """See `Generation.prefix_caching`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -39,6 +39,11 @@ class Offer(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     @property
+    def is_on_by_default(self) -> bool:
+        """Whether it is a switch that is on unless `--no-…` turns it off."""
+        return self.setting.default is True
+
+    @property
     def repeated(self) -> bool:
         """Whether the option is given once per value."""
         return bool(self.setting.plain_type == tuple[str, ...])
@@ -68,9 +73,10 @@ def _offered() -> Iterable[tuple[str, Setting]]:
 
 
 def parameter(offer: Offer, panel: str | None) -> inspect.Parameter:
-    """The option as a parameter for typer: keyword only, None unless given (a switch: False)."""
+    """The option as a parameter for typer: keyword only, None unless given (a switch that is off by default: False)."""
     setting, plain = offer.setting, offer.setting.plain_type
-    names = (offer.flag,) if plain is bool else ()
+    on = offer.is_on_by_default
+    names = (f"{offer.flag}/--no-{offer.flag.removeprefix('--')}",) if on else (offer.flag,) if plain is bool else ()
     number = plain in (int, float) and not setting.is_bytes
     shown = offer.option.unset or setting.default_text
     info = typer.Option(
@@ -83,8 +89,9 @@ def parameter(offer: Offer, panel: str | None) -> inspect.Parameter:
         show_default=shown if shown and plain is not bool else False,
     )
     text: Any = list[str] if offer.repeated else plain if number or setting.choices or plain is bool else str
-    annotation = Annotated[bool, info] if plain is bool else Annotated[text | None, info]
-    default = False if plain is bool else None
+    switch = plain is bool and not on
+    annotation = Annotated[bool, info] if switch else Annotated[text | None, info]
+    default = False if switch else None
     return inspect.Parameter(offer.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -102,7 +109,11 @@ def with_options(command: Callable[..., None], offered: Iterable[Offer], panel: 
 def given(typed: Mapping[str, Any]) -> dict[str, Any]:
     """The values that were typed, without options that were not given. Raises CommandError for a value that is not
     allowed."""
-    values = {name: value for name, value in typed.items() if value is not None and value is not False and value != []}
+    values = {
+        name: value
+        for name, value in typed.items()
+        if value is not None and value != [] and (value is not False or offers()[name].is_on_by_default)
+    }
     for name, value in values.items():
         offer = offers()[name]
         for _, setting in offer.targets:
@@ -136,5 +147,7 @@ def service_settings(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         offer = offers()[name]
         for service, setting in offer.targets if not offer.option.placed else ():
             if service != STACK:
-                found.setdefault(service, {})[setting.name] = str(value).lower() if value is True else str(value)
+                found.setdefault(service, {})[setting.name] = (
+                    str(value).lower() if isinstance(value, bool) else str(value)
+                )
     return found

@@ -102,7 +102,10 @@ class PromptPrefix(NamedTuple):
 
     @classmethod
     def of(cls, generation: Generation) -> PromptPrefix:
-        """Leaves out a block that ends with the last token: that token is always computed, to draw the next from."""
+        """Leaves out a block that ends with the last token: that token is always computed, to draw the next from. There
+        are none in a request without prefix caching."""
+        if not generation.prefix_caching:
+            return cls(generation.model, b"", 0)
         blocks = (len(generation.tokens) // TOKEN_BYTES - 1) // BLOCK_SIZE
         end = blocks * HASH_BYTES
         return cls(generation.model, generation.block_hashes[end - HASH_BYTES : end] if blocks else b"", blocks)

@@ -85,10 +85,11 @@ class Router:
         too. A prompt whose log-probabilities are requested is computed as a whole."""
         tokens = len(generation.tokens) // TOKEN_BYTES
         scored = generation.sampling.prompt_logprobs is not None and tokens == generation.prompt_length
-        reusable = 0 if scored else (tokens - 1) // BLOCK_SIZE
+        computed = scored or not generation.prefix_caching
+        reusable = 0 if computed else (tokens - 1) // BLOCK_SIZE
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
         prefix = PromptPrefix.of(generation)
-        shares = self._config.router_policy == "kv" and not scored
+        shares = self._config.router_policy == "kv" and not computed
         expected = self._expected.engine_for(prefix, now) if shares else None
         return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens), hits, expected)
 
@@ -146,8 +147,11 @@ class Router:
         """The engine that prefills, with what reuse, and the engine that decodes; None where the request is better
         kept in one place, which would have the reuse `local`.
 
-        Blocks pass through KV stores, so both engines need one on their node.
+        Blocks pass through KV stores by their names, so both engines need one on their node, and a request without
+        prefix caching stays in one place.
         """
+        if not request.generation.prefix_caching:
+            return None
         config, left = self._config, request.tokens - local.blocks * BLOCK_SIZE
         large_share = left >= config.disaggregate_share * request.tokens
         if left < config.disaggregate_tokens and not (large_share and left >= config.disaggregate_least):

@@ -39,6 +39,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
     max_bad_word_chars: int = 256
     max_beams: int = 16
     allow_request_template: bool = False
+    allow_prefix_caching: bool = True
 
 
 class StreamOptions(NamedTuple):
@@ -110,6 +111,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    prefix_caching: bool = True
+    """Whether blocks of its prompts may come from a cache and go into one."""
     output_grammar: OutputGrammar | None = None
     """What the output must match."""
     parser_options: ParserOptions | None = None
@@ -213,6 +216,7 @@ class CommonFields(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -86,6 +86,7 @@ def generation_request(
         skip_special_tokens=fields.skip_special_tokens is not False,
         priority=fields.priority or 0,
         cache_salt=fields.cache_salt,
+        prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
         **own,
     )
 

@@ -94,7 +94,8 @@ def _check_sequence(sequence: Sequence, introduced: bool, max_reserved: int) -> 
     else:
         most = blocks_for(tokens.planned + (max_reserved if sequence.phase == "decoding" else 0))
         _hold(blocks_for(tokens.planned) <= full <= most, f"{name}: holds blocks that it has no tokens for")
-    _hold(len(tokens.hashes) == known // BLOCK_SIZE, f"{name}: hashes")
+    hashed = known // BLOCK_SIZE if sequence.generation.prefix_caching else 0
+    _hold(len(tokens.hashes) == hashed, f"{name}: hashes")
     if sequence.phase in ("waiting", "compiling", "seeking", "returning"):
         _hold(full == 0, f"{name}: holds blocks while it waits")
         _hold(not introduced, f"{name}: the workers know it while it waits")

@@ -83,6 +83,7 @@ class TokenState:
     """
 
     __slots__ = (
+        "_hashed",
         "_salt",
         "hashes",
         "known",
@@ -104,17 +105,18 @@ class TokenState:
         self.stops = stops
         self.known = array("I", unpack(generation.tokens))
         self.hashes: list[BlockHash] = list(split_hashes(generation.block_hashes))
-        """One hash for each full block of known tokens."""
+        """One hash for each full block of known tokens; none at all for a sequence that is not to be cached."""
         self.length = len(self.known)
         self.planned = 0
         self._salt = generation.cache_salt
+        self._hashed = generation.prefix_caching
 
     def learn(self, token: int) -> FinishReason | None:
         """Adds the value of the next token. Returns the finish reason if the sequence ends with it, else None."""
         known = self.known
         known.append(token)
         count = len(known)
-        if count % BLOCK_SIZE == 0:
+        if self._hashed and count % BLOCK_SIZE == 0:
             parent = self.hashes[-1] if self.hashes else root_hash(self._salt)
             self.hashes.append(next_hash(parent, pack(known[-BLOCK_SIZE:])))
         if token in self.stops and count > self.min_length:

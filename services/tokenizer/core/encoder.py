@@ -91,7 +91,7 @@ class PromptEncoder:
                 model=message.model,
                 tokens=tokens,
                 prompt_length=len(ids),
-                block_hashes=b"".join(hash_chain(tokens, message.cache_salt)),
+                block_hashes=b"".join(hash_chain(tokens, message.cache_salt)) if message.prefix_caching else b"",
                 sampling=sampling,
                 stopping=message.stopping,
                 sent_chars=message.sent_chars,
@@ -103,6 +103,7 @@ class PromptEncoder:
                 grammar=adapt_grammar(message.grammar, thinking),
                 keep_markup=message.keep_markup,
                 thinking=thinking,
+                prefix_caching=message.prefix_caching,
             )
         )
 

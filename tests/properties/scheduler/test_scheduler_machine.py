@@ -135,6 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         detokenizer=st.sampled_from(DETOKENIZERS),
         salt=st.sampled_from([None, None, None, "s"]),
+        cached=st.sampled_from([True, True, True, False]),
         grammar=st.sampled_from([None, None, None, *GOOD, BAD]),
     )
     def a_request_comes(
@@ -148,6 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         detokenizer: DetokenizerId,
         salt: str | None,
+        cached: bool,
         grammar: Grammar | None,
     ) -> None:
         request = generate(
@@ -161,6 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
             detokenizer=detokenizer,
             arrival=self.tick,
             cache_salt=salt,
+            prefix_caching=cached,
             grammar=grammar,
         )
         self.post(request)
@@ -196,6 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
                 priority=old.priority,
                 arrival=old.arrival,
                 cache_salt=old.cache_salt,
+                prefix_caching=old.prefix_caching,
                 grammar=old.grammar,
                 detokenizer=data.draw(st.sampled_from(DETOKENIZERS)),
             )

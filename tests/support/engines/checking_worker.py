@@ -66,6 +66,7 @@ def generate(
     arrival: float = 0.0,
     priority: int = 0,
     cache_salt: str | None = None,
+    prefix_caching: bool = True,
     decode_on: EngineId | None = None,
     grammar: Grammar | None = None,
     **stopping: object,
@@ -79,13 +80,14 @@ def generate(
         model=ModelName("m"),
         tokens=tokens,
         prompt_length=len(prompt),
-        block_hashes=b"".join(hash_chain(tokens, cache_salt)),
+        block_hashes=b"".join(hash_chain(tokens, cache_salt)) if prefix_caching else b"",
         sampling=SamplingOptions(seed=0),
         stopping=StopConditions(**stopping),  # type: ignore[arg-type]
         priority=priority,
         arrival=arrival,
         cache_salt=cache_salt,
         grammar=grammar,
+        prefix_caching=prefix_caching,
     )
     return GenerateRequest(generation, detokenizer, decode_on)
 

@@ -16,6 +16,7 @@ from services.scheduler.core.events import (
     WorkersReady,
 )
 from services.scheduler.core.limits import EngineLimits
+from shared.blocks import BlockHash
 from shared.ids import Attempt, DetokenizerId, InstanceId, RequestId
 from shared.messages.detokenizer import AbandonStream, NewTokens
 from shared.messages.gateway import RequestFailed, RequestRejected
@@ -121,6 +122,35 @@ def test_the_salt_of_a_prompt_shorter_than_a_block_salts_its_output_too() -> Non
     assert plan.new[0].computed == 0
     (plan, *_) = plans(ring.send(generate("c", second_turn, max_tokens=1, cache_salt="x")))
     assert plan.new[0].computed == 32
+
+
+def named_blocks(ring: Ring) -> dict[BlockHash, int]:
+    assert ring.engine.epoch_state is not None
+    return dict(ring.engine.epoch_state.memory.index.block_of)
+
+
+def test_a_sequence_without_prefix_caching_neither_finds_blocks_nor_leaves_any() -> None:
+    ring = Ring()
+    ring.send(generate("a", PROMPT, max_tokens=30, ignore_eos=True))
+    ring.finish()
+    named = named_blocks(ring)
+    (plan, *_) = plans(ring.send(generate("b", PROMPT, max_tokens=30, ignore_eos=True, prefix_caching=False)))
+    assert plan.new[0].computed == 0
+    ring.finish()
+    assert ring.output_of("b") == ring.output_of("a")
+    assert named_blocks(ring) == named
+    other = [token + 1 for token in PROMPT]
+    ring.send(generate("c", other, max_tokens=30, ignore_eos=True, prefix_caching=False))
+    ring.finish()
+    assert named_blocks(ring) == named
+
+
+def test_sequences_without_prefix_caching_compute_equal_prompts_each_for_itself() -> None:
+    ring = Ring()
+    for request in ("a", "b"):
+        ring.send(generate(request, PROMPT, max_tokens=1, prefix_caching=False))
+    computed = [new.computed for plan in ring.plans for new in plan.new]
+    assert computed == [0, 0]
 
 
 def test_a_newcomer_waits_until_all_of_its_prompt_fits_beside_a_block_for_each_that_runs() -> None:

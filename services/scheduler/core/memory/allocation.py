@@ -96,7 +96,7 @@ class BlockAllocator:
         """Names the blocks whose tokens are all known and planned, so that others may share them. Called once the plan
         is made: only later plans may build on them."""
         tokens, table = sequence.tokens, sequence.blocks
-        full = min(len(tokens.known), tokens.planned) // BLOCK_SIZE
+        full = min(len(tokens.hashes), tokens.planned // BLOCK_SIZE)
         for i in range(table.indexed, full):
             named = self.index.add(tokens.hashes[i], table.numbers[i])
             if named and self._for_store:

@@ -71,7 +71,8 @@ class RequestValidator:
         count, rest = divmod(len(generation.tokens), TOKEN_BYTES)
         if rest or not 0 < generation.prompt_length <= count:
             raise _InvalidRequest("prompt", "the prompt must hold at least one token")
-        if len(generation.block_hashes) != count // BLOCK_SIZE * HASH_BYTES:
+        hashed = count // BLOCK_SIZE if generation.prefix_caching else 0
+        if len(generation.block_hashes) != hashed * HASH_BYTES:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
@@ -162,7 +163,8 @@ class EngineRequests:
 
     def _accept(self, sequence: Sequence) -> None:
         other = sequence.transfer.decode_on
-        if other is not None and not self._sender.possible(other):
+        # A hand-over passes through a KV store, by the names of blocks.
+        if other is not None and not (sequence.generation.prefix_caching and self._sender.possible(other)):
             sequence.transfer.stay()
         self.held[sequence.generation.request] = sequence
         self._queues.add(sequence)

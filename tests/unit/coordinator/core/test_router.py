@@ -219,6 +219,32 @@ def test_nothing_is_expected_of_another_prompt_or_policy() -> None:
     assert place(core, "s").generate.predicted_cached == 0
 
 
+def uncached(request: str) -> Route:
+    return Route(replace(route(request, prompt=PROMPT).generation, prefix_caching=False, block_hashes=b""))
+
+
+def test_a_request_without_prefix_caching_goes_where_least_is_to_do_and_draws_nobody_after_it() -> None:
+    core = coordinator(big("a"), big("b", waiting=2), holds("b", prefix(20)))
+    (action,) = core.route(uncached("r"), at(1.0))
+    assert isinstance(action, PlaceRequest)
+    assert (action.engine, action.generate.predicted_cached) == ("a", 0)
+    core = coordinator(big("a"), big("b"))
+    placed = [core.route(uncached(name), at(1.0))[0] for name in ("r", "s")]
+    assert [(each.engine, each.generate.predicted_cached) for each in placed if isinstance(each, PlaceRequest)] == [
+        ("a", 0),
+        ("b", 0),
+    ]
+
+
+def test_a_request_without_prefix_caching_is_not_handed_over() -> None:
+    engines = big("p", role="prefill", node="n"), big("d", role="decode", node="n")
+    core = coordinator(*engines, routing=CoordinatorConfig(disaggregate_tokens=0))
+    assert place(core, "q").generate.decode_on == "d"
+    (action,) = core.route(uncached("r"), at(1.0))
+    assert isinstance(action, PlaceRequest)
+    assert (action.engine, action.generate.decode_on) == ("d", None)
+
+
 def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole_wherever_it_goes() -> None:
     core = coordinator(big("a"), big("b", waiting=2), holds("b", prefix(20)))
     asked = route("r", prompt=PROMPT)

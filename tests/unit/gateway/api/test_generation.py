@@ -25,14 +25,14 @@ OTHER = msgspec.structs.replace(CARD, name=ModelName("other"))
 USER = {"role": "user", "content": "hi"}
 
 
-def chat(**fields: Any) -> GenerationRequest:
+def chat(limits: RequestLimits | None = None, **fields: Any) -> GenerationRequest:
     body = {"model": "demo", "messages": [USER]} | fields
-    return read_chat(msgspec.json.encode(body), [CARD], RequestLimits())
+    return read_chat(msgspec.json.encode(body), [CARD], limits or RequestLimits())
 
 
-def completion(**fields: Any) -> GenerationRequest:
+def completion(limits: RequestLimits | None = None, **fields: Any) -> GenerationRequest:
     body = {"model": "demo", "prompt": "hi"} | fields
-    return read_completion(msgspec.json.encode(body), [CARD], RequestLimits())
+    return read_completion(msgspec.json.encode(body), [CARD], limits or RequestLimits())
 
 
 def refusal(read: Any, *arguments: Any, **fields: Any) -> RequestError:
@@ -97,6 +97,18 @@ def test_every_field_arrives() -> None:
     assert (stopping.ignore_eos, stopping.include_stop) == (True, True)
     assert (job.n, job.seed, job.priority, job.cache_salt, job.skip_special_tokens) == (2, -3, -2, "s", False)
     assert job.stream == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "asked", "cached"),
+    [(True, None, True), (True, True, True), (True, False, False), (False, None, False), (False, True, False)],
+)
+def test_prefixes_are_cached_unless_the_request_or_the_stack_says_no(
+    allowed: bool, asked: bool | None, cached: bool
+) -> None:
+    limits = RequestLimits(allow_prefix_caching=allowed)
+    assert completion(limits=limits, enable_prefix_caching=asked).prefix_caching is cached
+    assert chat(limits=limits, enable_prefix_caching=asked).prefix_caching is cached
 
 
 def test_max_completion_tokens_goes_before_max_tokens() -> None:

@@ -142,6 +142,11 @@ def test_a_request_is_passed_on_whole_with_its_tokens_packed_and_hashed(encoding
     )
 
 
+def test_blocks_of_a_request_without_prefix_caching_have_no_names(encoding: PromptEncoder) -> None:
+    generation = routed(encoding, TokenPrompt(pack(range(10, 80))), prefix_caching=False)
+    assert (generation.block_hashes, generation.prefix_caching) == (b"", False)
+
+
 @pytest.mark.parametrize(
     ("prompt", "field"),
     [

@@ -11,6 +11,7 @@ from deploy.cli.up.options import given, offers, placed, service_settings, stack
 from deploy.errors import CommandError
 from deploy.supervisor.launch import flags
 from deploy.supervisor.settings import StackSettings
+from services.gateway.config import GatewayConfig
 from services.worker.config import WorkerConfig
 from shared.config import load_config
 
@@ -42,6 +43,15 @@ def test_what_is_said_of_a_gpu_reaches_the_worker() -> None:
     assert argv == ["--enforce-eager", "--gpu-memory-utilization=0.5"]
     config = load_config("worker", WorkerConfig, ["--model=m", "--engine=e", *argv], environment={})
     assert (config.enforce_eager, config.gpu_memory_utilization, config.kv_cache_dtype) == (True, 0.5, "auto")
+
+
+@pytest.mark.parametrize("typed", [None, True, False])
+def test_a_switch_that_is_on_by_default_can_be_turned_off(typed: bool | None) -> None:
+    told = service_settings(given({"enable_prefix_caching": typed})).get("gateway", {})
+    assert told == ({} if typed is None else {"enable_prefix_caching": str(typed).lower()})
+    assert load_config("gateway", GatewayConfig, flags(told), environment={}).enable_prefix_caching is (
+        typed is not False
+    )
 
 
 def test_what_speaks_to_every_service_does_and_what_the_supervisor_places_is_not_passed_on() -> None:
