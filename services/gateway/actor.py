@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 
 from services.gateway.config import GatewayConfig
 from services.gateway.core.cluster import REQUIRED_SERVICES
-from services.gateway.http.app import build_app
+from services.gateway.http.app import body_context, build_app
+from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.server import HttpServer
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.request_table import RequestTable
@@ -40,6 +42,8 @@ class Gateway(Actor):
         self._gateway = GatewayId(self.instance)
         self.requests = RequestTable(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
         self._config = config
+        self._bodies = config.body_limits()
+        self._parsers: list[BodyParser] = []
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
             self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
@@ -50,13 +54,16 @@ class Gateway(Actor):
         """Returns the application that answers HTTP requests. Without `parsers` chats are answered with what the model
         wrote."""
         config = self._config
+        # Without a port there is one caller, whose bodies delay nobody else.
+        body_parser = BodyParser(partial(body_context, self.requests, parsers), beside=self._listens)
+        self._parsers.append(body_parser)
         return build_app(
             self.requests,
             config.stream_settings(),
-            max_body=config.max_body,
+            bodies=self._bodies,
+            parser=body_parser,
             keys=config.api_keys,
             cors_origins=config.cors_origins,
-            parsers=parsers,
         )
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -115,6 +122,8 @@ class Gateway(Actor):
         """Fails what is still open, and closes all connections."""
         self.requests.stop()
         await self.server.close(CLOSE_TIMEOUT)
+        for parser in self._parsers:
+            await parser.close()
 
     def is_idle(self) -> bool:
         """Whether no response is open."""

@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from services.gateway.api.generation import RequestLimits
 from services.gateway.core.open_request import RetryPolicy
+from services.gateway.http.body_budget import BodyBudget
+from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import StreamSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from shared.config import ServiceConfig
@@ -15,6 +17,9 @@ from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 Seconds = Annotated[float, Meta(gt=0)]
 Positive = Annotated[int, Meta(ge=1)]
+
+BODY_PATIENCE = 5.0
+"""Seconds that a body waits for room: longer than a burst takes to be read, shorter than clients' timeouts."""
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -43,6 +48,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     max_body: Annotated[ByteSize, Meta(description="Size of a request's body; a larger one is refused with 413.")] = (
         16 * 2**20
     )
+    max_bodies: Annotated[
+        ByteSize,
+        Meta(description="Bytes of the bodies of all open requests; beyond it requests wait 5 s for room, then 503."),
+    ] = 512 * 2**20
+    body_s: Annotated[Seconds, Meta(description="Seconds that a client may take to send a body; then 408.")] = 60.0
+    body_stall_s: Annotated[Seconds, Meta(description="Seconds without a byte of an unfinished body; then 408.")] = 10.0
     max_choices: Annotated[Positive, Meta(description="Sequences of one request: prompts times n.")] = 128
     max_stop: Annotated[Positive, Meta(description="Stop strings in one request.")] = 16
     max_logprobs: Annotated[int, Meta(ge=0, le=1000, description="Upper bound of `logprobs` and `top_logprobs`.")] = 20
@@ -81,6 +92,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where no body of `max_body` bytes would ever find room."""
+        if self.max_bodies < 2 * self.max_body:
+            raise ValueError(f"max_bodies {self.max_bodies}: it must be at least twice max_body ({self.max_body})")
+
     def policy(self) -> RetryPolicy:
         """Returns the deadlines and the limits of retries."""
         return RetryPolicy(
@@ -101,6 +117,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             allow_request_template=self.allow_request_template,
             allow_prefix_caching=self.enable_prefix_caching,
         )
+
+    def body_limits(self) -> BodyLimits:
+        """Returns the limits of reading bodies, with a new budget for all of them."""
+        return BodyLimits(self.max_body, self.body_s, self.body_stall_s, BodyBudget(self.max_bodies, BODY_PATIENCE))
 
     def parsers(self) -> ParserChoice:
         """Returns how outputs are parsed."""

@@ -22,6 +22,7 @@ DISCONNECTS = Counter(
     "baton_gateway_disconnects_total", "Requests whose client disconnected or did not read its response.", ["why"]
 )
 OPEN = Gauge("baton_gateway_open_requests", "Open requests, by whether an engine has them.", ["state"])
+BODY_BYTES = Gauge("baton_gateway_body_bytes", "Bytes that the bodies of open requests hold.")
 STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
 
 

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, assert_never
 
 from services.gateway.api.chat import AssistantMessage
@@ -58,6 +59,8 @@ class RequestTable:
         self.tokenizer = TokenizerClient(bus)
         self._routes: dict[RequestId, tuple[GenerationResponse, ChoiceState]] = {}
         self._responses: set[GenerationResponse] = set()
+        self._arriving = 0
+        """Requests whose bodies are being read."""
 
     def __len__(self) -> int:
         return len(self._supervisor)
@@ -80,8 +83,18 @@ class RequestTable:
         """Raises RequestError where so many more sequences cannot be taken now."""
         if not self.accepting:
             raise RequestError(503, "this gateway is draining", retry_after=1.0)
-        if len(self._supervisor) + sequences > self._max_open:
+        if len(self._supervisor) + self._arriving + sequences > self._max_open:
             raise RequestError(429, f"{self._max_open} requests are open, which is the limit", retry_after=1.0)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Admits a request before its body is read, and counts it as open meanwhile. Raises RequestError."""
+        self.admit(1)
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
 
     async def open(
         self,

@@ -33,6 +33,7 @@ OFFLINE_DEFAULTS: dict[str, dict[str, object]] = {
         "max_connections": NO_LIMIT,
         "max_choices": 4096,
         "max_body": 2**30,
+        "max_bodies": 2**50,
         "max_logprobs": 100,
         "allow_request_template": True,
         "placement_s": 600,

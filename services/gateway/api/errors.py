@@ -81,6 +81,8 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 MAX_DEPTH = 64
 """Levels of nested arrays and objects in a field that is forwarded unchanged."""
+MAX_VALUES = 65_536
+"""Values within such a field."""
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -93,16 +95,23 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _malformed(body, error) from None
 
 
-def check_depth(field: str, value: Any, depth: int = 0) -> None:
-    """Raises RequestError 400 for a value nested so deeply that a later encoder might fail on it."""
-    if depth > MAX_DEPTH:
-        raise invalid(field, f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return
-    for item in value:
-        check_depth(field, item, depth + 1)
+def check_depth(field: str, value: Any, max_values: int | None = MAX_VALUES) -> None:
+    """Raises RequestError 400 for a value nested so deeply that a later encoder might fail on it, or of so many values
+    that whoever takes it on would be held up."""
+    level, depth, count = [value], 0, 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise invalid(field, f"nested too deeply; at most {MAX_DEPTH} levels are allowed")
+        if max_values is not None and count > max_values:
+            raise invalid(field, f"too many values; at most {max_values} are allowed")
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+        count += len(below)
+        level, depth = below, depth + 1
 
 
 def _mistyped(body: bytes, text: str) -> RequestError:

@@ -105,12 +105,9 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
         raise invalid("continue_final_message", "not allowed together with add_generation_prompt")
     if fields.chat_template is not None and not limits.allow_request_template:
         raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
-    for name, value in (
-        ("messages", given),
-        ("tools", fields.tools),
-        ("chat_template_kwargs", fields.chat_template_kwargs),
-    ):
-        check_depth(name, value)
+    check_depth("messages", given, max_values=None)  # forwarded as bytes
+    check_depth("tools", fields.tools)
+    check_depth("chat_template_kwargs", fields.chat_template_kwargs)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
     return ChatPrompt(
         messages=msgspec.json.encode(messages),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,14 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.gateway.api.chat import read_chat
-from services.gateway.api.completions import read_completion
 from services.gateway.api.errors import RequestError
+from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
+from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.request_table import RequestTable
-from shared.ids import ModelName
-from shared.messages.dialects import Dialect
 
 log = logging.getLogger(__name__)
 
@@ -30,28 +27,22 @@ def build_app(
     table: RequestTable,
     settings: StreamSettings,
     *,
-    max_body: int,
+    bodies: BodyLimits,
+    parser: BodyParser,
     keys: Sequence[str],
     cors_origins: Sequence[str],
-    parsers: ParserChoice | None,
 ) -> Starlette:
-    """Returns the ASGI application. `keys`: the API keys, none for no check; `parsers`: how chats' outputs are
-    parsed; None: not at all."""
-    info = InfoEndpoints(table, max_body)
+    """Returns the ASGI application. `keys`: the API keys, none for no check."""
+    info = InfoEndpoints(table, parser)
     secrets = [key.encode() for key in keys]
 
-    dialect_of: Callable[[ModelName], Dialect] | None = (
-        None if parsers is None else lambda name: parsers.dialect(table.cluster.dialect(name))
-    )
-    chat = partial(read_chat, dialect_of=dialect_of)
-
     def route(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
-        return Route(path, Endpoint(handler, () if public else secrets), methods=[method])
+        return Route(path, Endpoint(handler, () if public else secrets, bodies), methods=[method])
 
     return Starlette(
         routes=[
-            route("POST", "/v1/chat/completions", GenerationEndpoint(table, chat, settings, max_body)),
-            route("POST", "/v1/completions", GenerationEndpoint(table, read_completion, settings, max_body)),
+            route("POST", "/v1/chat/completions", GenerationEndpoint(table, "chat", parser, settings)),
+            route("POST", "/v1/completions", GenerationEndpoint(table, "completion", parser, settings)),
             route("GET", "/v1/models", info.models),
             route("GET", "/v1/models/{name:path}", info.model),
             route("POST", "/tokenize", info.tokenize),
@@ -67,6 +58,15 @@ def build_app(
         middleware=_cors(cors_origins),
         exception_handlers={HTTPException: _not_found, Exception: _bug},
     )
+
+
+def body_context(table: RequestTable, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
+    """Returns what a body that has arrived is read with. `parsers`: how chats' outputs are parsed; None: not at all."""
+    cards = table.cluster.models()
+    dialects = None
+    if parsers is not None:
+        dialects = {card.name: parsers.dialect(table.cluster.dialect(card.name)) for card in cards}
+    return BodyContext(kind, cards, table.limits, dialects)
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -8,19 +8,20 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError
+from services.gateway.http.body_budget import BodyBudget
 from services.gateway.metrics import ERRORS
 
 EXTENSION = "baton.connection"
 """Key in the ASGI scope's extensions under which the connection is found."""
 JSON = b"application/json"
-BODY_TIMEOUT = 60.0
-"""Seconds that a client may take to send a body."""
+READ_BYTES = 256 * 2**10
+"""Bytes that a connection may take in before its endpoint asks for more; as many are leased before each read."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -29,6 +30,17 @@ LINGER_BYTES = 64 * 2**20
 """How long, and how much of, a refused body is still read."""
 
 Headers = Iterable[tuple[bytes, bytes]]
+
+
+class BodyLimits(NamedTuple):
+    """Limits of reading a request's body."""
+
+    max_bytes: int
+    timeout: float
+    """Seconds that a client may take to send it, time that it waits for room not included."""
+    stall_timeout: float
+    """Seconds that may pass without any byte."""
+    budget: BodyBudget
 
 
 class ClientConnection(Protocol):
@@ -53,8 +65,10 @@ class ClientConnection(Protocol):
 class Call:
     """Owns one request and its response, as ASGI passes them between uvicorn and an endpoint."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
         self.scope, self._receive, self.send = scope, receive, send
+        self._limits = limits
+        self._lease = limits.budget.lease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
         self._body_read = False
         """Whether the body has been read to its end."""
@@ -67,25 +81,45 @@ class Call:
         """Returns a header by its lower-case name."""
         return self._headers.get(name)
 
-    async def body(self, limit: int) -> bytes:
-        """Returns the body. Raises RequestError: 413 above `limit` bytes, 408 where the client is too slow, 400 where
-        it left."""
-        declared = self._headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > limit:
-            raise _too_large(limit)
+    async def body(self) -> bytes:
+        """Returns the body. What it holds of the budget, it holds until `close`.
+
+        Raises RequestError: 413 where it is too large, which a declared length shows before anything is read; 408 where
+        the client is too slow; 503 where other bodies leave no room; 400 where the client left.
+        """
+        most = self._limits.max_bytes
+        declared = self._headers.get(b"content-length", b"")
+        length = min(int(declared[:20]), most + 1) if declared.isdigit() else None
+        if length is not None and length > most:
+            raise _too_large(most)
         parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT):
-                while not self._body_read:
-                    part = await self._part()
-                    size += len(part)
-                    if size > limit:
-                        raise _too_large(limit)
-                    parts.append(part)
-        except TimeoutError:
-            raise RequestError(408, f"the body did not arrive within {BODY_TIMEOUT:g} s") from None
+        size, seconds = 0, self._limits.timeout
+        while not self._body_read:
+            await self._lease.take(min(size + READ_BYTES, most if length is None else length))
+            part, seconds = await self._part_in_time(seconds)
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+        self._lease.shrink(size)
         return b"".join(parts)
+
+    def close(self) -> None:
+        """Gives back what the body holds of the budget: the request has ended."""
+        self._lease.close()
+
+    async def _part_in_time(self, seconds: float) -> tuple[bytes, float]:
+        """The next piece of the body, and how many of the `seconds` for all of it are left. Raises RequestError."""
+        loop = asyncio.get_running_loop()
+        began, stall = loop.time(), self._limits.stall_timeout
+        try:
+            async with asyncio.timeout(min(seconds, stall)):
+                part = await self._part()
+        except TimeoutError:
+            if stall < seconds:
+                raise RequestError(408, f"nothing of the body came for {stall:g} s") from None
+            raise RequestError(408, f"the body did not arrive within {self._limits.timeout:g} s") from None
+        return part, max(0.0, seconds - (loop.time() - began))
 
     async def _part(self) -> bytes:
         """The next piece of the body. Raises RequestError where the client has left."""

@@ -53,6 +53,20 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         super().on_headers_complete()
+        self.flow.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a piece of the body, and no more before the endpoint asks for it: what waits for admission, or for
+        room, does not fill the memory."""
+        super().on_body(body)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.flow.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """The body has arrived: reads on, as only a reading connection shows that its client leaves."""
+        super().on_message_complete()
+        if not self.pipeline:
+            self.flow.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         """Counts the bytes of a head, and closes the connection with a 431 above the limit."""

@@ -13,17 +13,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError, abbreviated
-from services.gateway.api.generation import GenerationRequest, RequestLimits, StreamOptions
-from services.gateway.api.prompts import read_detokenize, read_tokenize
+from services.gateway.api.generation import GenerationRequest, StreamOptions
 from services.gateway.api.response import GenerationResponse, ResponseHeader, ResponseWriter, response_body
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
-from services.gateway.http.call import Call
+from services.gateway.http.body_parser import BodyParser
+from services.gateway.http.call import BodyLimits, Call
 from services.gateway.http.streaming import SseFrames, StreamWriter
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import PromptDetails
@@ -47,19 +47,21 @@ class Endpoint:
     500, as
     one client's request must not end the streams of all others."""
 
-    def __init__(self, handler: Handler, keys: Sequence[bytes]) -> None:
+    def __init__(self, handler: Handler, keys: Sequence[bytes], limits: BodyLimits) -> None:
         """Without `keys` everybody may call it."""
-        self._handler, self._keys = handler, keys
+        self._handler, self._keys, self._limits = handler, keys, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
-        call = Call(scope, receive, send)
+        call = Call(scope, receive, send, self._limits)
         try:
             if self._keys:
                 self._authorize(call)
             await self._handler(call)
         except RequestError as error:
             await call.refuse(error)
+        finally:
+            call.close()
 
     def _authorize(self, call: Call) -> None:
         """Raises RequestError 401 without a valid key. Compares with every key, so that the time does not depend on
@@ -87,18 +89,17 @@ class GenerationEndpoint:
     def __init__(
         self,
         table: RequestTable,
-        read: Callable[[bytes, list[ModelCard], RequestLimits], GenerationRequest],
+        kind: Literal["chat", "completion"],
+        parser: BodyParser,
         settings: StreamSettings,
-        max_body: int,
     ) -> None:
-        """`read` parses the body."""
-        self._table, self._read, self._settings, self._max_body = table, read, settings, max_body
+        self._table, self._kind, self._parser, self._settings = table, kind, parser, settings
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
         table = self._table
-        table.admit(1)
-        generation = self._read(await call.body(self._max_body), table.cluster.models(), table.limits)
+        with table.arriving():
+            generation: GenerationRequest = await self._parser.read(self._kind, await call.body())
         table.admit(generation.sequences)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
@@ -206,8 +207,8 @@ class GenerationEndpoint:
 class InfoEndpoints:
     """Answers everything but generation: models, tokens, health, metrics, version."""
 
-    def __init__(self, table: RequestTable, max_body: int) -> None:
-        self._table, self._max_body = table, max_body
+    def __init__(self, table: RequestTable, parser: BodyParser) -> None:
+        self._table, self._parser = table, parser
 
     async def live(self, call: Call) -> None:
         """`/live`: 200 as long as the process answers at all."""
@@ -253,7 +254,8 @@ class InfoEndpoints:
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
         table = self._table
-        card, question = read_tokenize(await call.body(self._max_body), table.cluster.models(), table.limits)
+        with table.arriving():
+            card, question = await self._parser.read("tokenize", await call.body())
         encoded = await table.tokenizer.ask(card, question, EncodeReply)
         tokens = unpack(encoded.tokens)
         await call.respond_json(
@@ -267,7 +269,8 @@ class InfoEndpoints:
 
     async def detokenize(self, call: Call) -> None:
         """`/detokenize`: the text of token ids. Raises RequestError."""
-        card, question = read_detokenize(await call.body(self._max_body), self._table.cluster.models())
+        with self._table.arriving():
+            card, question = await self._parser.read("detokenize", await call.body())
         decoded = await self._table.tokenizer.ask(card, question, DecodeReply)
         await call.respond_json({"prompt": decoded.text})
 

@@ -1,0 +1,222 @@
+"""Reads bodies as requests: small ones at once, large ones in a process beside the event loop.
+
+16 MiB of JSON take up to 10 s where they have many values, and the decoder alone holds the interpreter's lock for 2 s
+of them, so a thread would delay every open stream. The process has limits of its own and may be killed; it ends with
+its standard input, so it never outlives the gateway. What it answers is small: prompts are packed there. Without large
+bodies there is no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copyreg
+import os
+import pickle
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, BinaryIO, Literal
+
+from msgspec import Struct
+
+from services.gateway.api.chat import read_chat
+from services.gateway.api.completions import read_completion
+from services.gateway.api.errors import RequestError
+from services.gateway.api.generation import RequestLimits
+from services.gateway.api.prompts import read_detokenize, read_tokenize
+from shared.ids import ModelName
+from shared.messages.dialects import Dialect
+from shared.messages.lifecycle import ModelCard
+
+ALWAYS_INLINE_BYTES = 8 * 2**10
+MAX_INLINE_BYTES = 256 * 2**10
+MAX_INLINE_VALUES = 4096
+"""Bodies within both limits are read on the event loop: 10 ms at the most, usually 1 ms. A value costs up to 2.3 µs, a
+byte of text 4 ns."""
+MAX_PROCESSES = 2
+MAX_MEMORY = 4 * 2**30
+"""Bytes of address space of each process: 16 MiB of empty lists take 0.5 GiB."""
+QUEUE_TIMEOUT = 30.0
+"""Seconds that a large body waits for a process."""
+PARSE_TIMEOUT = 60.0
+"""Seconds that a process may take; 6 times what 16 MiB take at most on one processor."""
+TOO_MUCH_MEMORY = "body: reading it takes too much memory; send fewer values in it"
+LENGTH_BYTES = 8
+"""Size of the number before each message on a pipe."""
+
+BodyKind = Literal["chat", "completion", "tokenize", "detokenize"]
+
+
+class BodyContext(Struct, frozen=True):
+    """What a body is read with."""
+
+    kind: BodyKind
+    cards: list[ModelCard]
+    limits: RequestLimits
+    dialects: dict[ModelName, Dialect] | None
+    """The format of each model's tool calls and reasoning; None: outputs are not parsed."""
+
+    def dialect_of(self) -> Callable[[ModelName], Dialect] | None:
+        """Returns how a model's dialect is found; None where outputs are not parsed."""
+        return None if self.dialects is None else self.dialects.__getitem__
+
+
+class Refused(Struct, frozen=True):
+    """An error of the client's, on its way from the process."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | None
+    retry_after: float | None
+
+
+def read_body(body: bytes, context: BodyContext) -> Any:
+    """Returns the request that a body makes. Raises RequestError."""
+    match context.kind:
+        case "chat":
+            return read_chat(body, context.cards, context.limits, context.dialect_of())
+        case "completion":
+            return read_completion(body, context.cards, context.limits)
+        case "tokenize":
+            return read_tokenize(body, context.cards, context.limits)
+        case "detokenize":
+            return read_detokenize(body, context.cards)
+
+
+def is_small(body: bytes) -> bool:
+    """Whether a body is read so fast that other requests do not notice."""
+    if len(body) <= ALWAYS_INLINE_BYTES:
+        return True
+    return len(body) <= MAX_INLINE_BYTES and sum(map(body.count, (b",", b"[", b"{"))) <= MAX_INLINE_VALUES
+
+
+class BodyParser:
+    """Owns the processes that read large bodies; `MAX_PROCESSES` at most, started when they are needed."""
+
+    def __init__(self, context_of: Callable[[BodyKind], BodyContext], *, beside: bool = True) -> None:
+        """`context_of` gives what a body is read with now. Not `beside`: all bodies are read on the event loop."""
+        self._context_of, self._beside = context_of, beside
+        self._idle: list[Process] = []
+        self._slots = asyncio.Semaphore(MAX_PROCESSES)
+
+    async def read(self, kind: BodyKind, body: bytes) -> Any:
+        """Returns the request that a body makes. Raises RequestError, 503 where no process is free in time."""
+        context = self._context_of(kind)
+        if not self._beside or is_small(body):
+            return read_body(body, context)
+        try:
+            async with asyncio.timeout(QUEUE_TIMEOUT):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise RequestError(503, "too many large bodies are being read; try again", retry_after=1.0) from None
+        try:
+            return await self._read_beside(body, context)
+        finally:
+            self._slots.release()
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _read_beside(self, body: bytes, context: BodyContext) -> Any:
+        process = self._idle.pop() if self._idle else await _start()
+        try:
+            async with asyncio.timeout(PARSE_TIMEOUT):
+                answer = await _ask(process, pickle.dumps(context), body)
+            self._idle.append(process)
+        except TimeoutError:
+            text = f"the body was not read within {PARSE_TIMEOUT:g} s; send fewer values in it"
+            raise RequestError(503, text, retry_after=1.0) from None
+        except (EOFError, ConnectionError):
+            if await process.wait() < 0:  # the kernel killed it, as memory ended
+                raise RequestError(400, TOO_MUCH_MEMORY, param="body") from None
+            raise
+        finally:
+            if process not in self._idle:
+                await _end(process)
+        if isinstance(answer, Refused):
+            raise RequestError(
+                answer.status, answer.message, param=answer.param, code=answer.code, retry_after=answer.retry_after
+            )
+        return answer
+
+
+async def _start() -> Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from services.gateway.http.body_parser import main; main()",
+        stdin=PIPE,
+        stdout=PIPE,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials
+    )
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.communicate()  # waits, and closes the pipes
+
+
+async def _ask(process: Process, *parts: bytes) -> Any:
+    """Sends the parts of one request, and returns the answer. Raises EOFError or ConnectionError where the process
+    ends."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for part in parts:
+        process.stdin.write(len(part).to_bytes(LENGTH_BYTES))
+        process.stdin.write(part)
+        await process.stdin.drain()
+    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES))
+    return pickle.loads(await process.stdout.readexactly(size))
+
+
+def _limit_this_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when it ends
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return
+    with contextlib.suppress(OSError, ValueError):  # macOS knows the limit and takes none
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+
+
+def _read_part(source: BinaryIO) -> bytes:
+    """The next part; empty where the gateway has ended."""
+    return source.read(int.from_bytes(source.read(LENGTH_BYTES)))
+
+
+def _answer(body: bytes, context: BodyContext) -> bytes:
+    try:
+        return pickle.dumps(read_body(body, context))
+    except RequestError as error:
+        return pickle.dumps(Refused(error.status, error.message, error.param, error.code, error.retry_after))
+    except MemoryError:
+        return pickle.dumps(Refused(400, TOO_MUCH_MEMORY, "body", None, None))
+
+
+def _proxy(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    """A read-only mapping: pickle does not know the type by its name."""
+    return MappingProxyType(items)
+
+
+def serve(source: BinaryIO, target: BinaryIO) -> None:
+    """The process: answers requests until its input ends. A bug ends it, with a traceback on standard error."""
+    while context := _read_part(source):
+        answer = _answer(_read_part(source), pickle.loads(context))
+        target.write(len(answer).to_bytes(LENGTH_BYTES))
+        target.write(answer)
+        target.flush()
+
+
+def main() -> None:
+    """Runs the process. It is not run as a module, which would be `__main__` and give its classes another name."""
+    _limit_this_process()
+    copyreg.pickle(MappingProxyType, lambda proxy: (_proxy, (dict(proxy),)))
+    with contextlib.suppress(BrokenPipeError):
+        serve(sys.stdin.buffer, sys.stdout.buffer)
