@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-slow test-gpu test-compose lint fmt proto bench wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-faults test-slow test-gpu test-compose lint fmt proto bench wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,8 +52,11 @@ down: setup ## end a stack that `baton up --detach` started
 	@$(BIN)/baton down $(ARGS)
 
 # Several processes (tests/conftest.py); each takes whole files: what their tests share is made once. One: ARGS="-n 0".
-test: $(DEV) $(KERNELS) ## all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(DEV) $(KERNELS) ## all tests but the slow ones and those of faults
+	$(BIN)/python -m pytest -m "not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or are sent hostile input
+	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile tests/faults $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
 	$(BIN)/python -m pytest -m slow $(ARGS)

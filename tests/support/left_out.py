@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 COMMANDS = {"tests/integration/deploy/test_compose.py": "make test-compose"}
-"""Lanes with a target of their own; every other slow test runs with `make test-slow`."""
+"""Files with a target of their own; every other slow test runs with `make test-slow`."""
+LANES = {"slow": "make test-slow", "faults": "make test-faults"}
+"""By marker; the first one that a test has counts."""
 
 
 class LeftOutReport:
@@ -18,29 +20,35 @@ class LeftOutReport:
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        """By command and file."""
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        """Counts the slow ones: what `-k` or a node id leaves out is the caller's own choice."""
-        self._counts.update(item.nodeid.partition("::")[0] for item in items if item.get_closest_marker("slow"))
+        """Counts those of a lane: what `-k` or a node id leaves out is the caller's own choice."""
+        for item in items:
+            lane = next((command for marker, command in LANES.items() if item.get_closest_marker(marker)), None)
+            if lane is not None:
+                file = item.nodeid.partition("::")[0]
+                self._counts[COMMANDS.get(file, lane), file] += 1
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Hands a worker process's counts to the controller."""
         output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["left_out"] = dict(self._counts)
+            output["left_out"] = [(*key, count) for key, count in self._counts.items()]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Takes the counts of a worker process that ended."""
         if not self._counts:
-            self._counts.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+            for command, file, count in getattr(node, "workeroutput", {}).get("left_out", []):
+                self._counts[command, file] += count
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """One line for each command that runs what was left out."""
         lanes: dict[str, Counter[str]] = {}
-        for file, count in self._counts.items():
-            lanes.setdefault(COMMANDS.get(file, "make test-slow"), Counter())[file] += count
+        for (command, file), count in self._counts.items():
+            lanes.setdefault(command, Counter())[file] += count
         if lanes:
             terminalreporter.section("slow lanes left out")
         for command, files in sorted(lanes.items()):
