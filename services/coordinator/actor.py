@@ -46,7 +46,7 @@ class CoordinatorActor(Actor):
         self._clock = clock
         # Different names start the rotation at different engines.
         turn = zlib.crc32(instance.encode())
-        self.core = Coordinator(instance, config, turn=turn, since=bus.liveness_now())
+        self.core = Coordinator(instance, config, turn=turn)
         self._totals = PublishedTotals()
         self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout)
 

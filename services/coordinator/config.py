@@ -20,10 +20,6 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
         int, Meta(ge=0, description="Requests that may wait for an engine; the next one is refused with 429.")
     ] = 1024
     queue_timeout: Annotated[float, Meta(gt=0, description="Seconds that a request may wait for an engine.")] = 60.0
-    expect_engine: Annotated[
-        float,
-        Meta(ge=0, description="Seconds after an engine's last heartbeat in which its model is still expected back."),
-    ] = 15.0
     engine_fill: Annotated[
         Annotated[float, Meta(ge=1)] | None,
         Meta(

@@ -83,6 +83,17 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     silence_s: Annotated[Seconds, Meta(description="Seconds without output after which the engine is probed.")] = 2.0
     placement_s: Annotated[Seconds, Meta(description="Seconds to place a request, before the next attempt.")] = 5.0
     queue_s: Annotated[Seconds, Meta(description="Seconds that a request may wait for an engine; then 503.")] = 120.0
+    wait_for_engines_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60,
+            description="Seconds that new requests wait while no engine of their model is ready; then 503.",
+        ),
+        UpOption("Capacity"),
+    ] = 2.0
+    """The same holds while there is no tokenizer, coordinator or detokenizer. At most a coordinator's `queue_timeout`,
+    as it keeps no request for longer."""
     request_s: Annotated[Seconds, Meta(description="Seconds that a request may take in all.")] = 3600.0
     keep_alive_s: Annotated[Seconds, Meta(description="Seconds of silence after which a stream gets a comment.")] = 15.0
     unread_limit: Annotated[
@@ -103,6 +114,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             silence_s=self.silence_s,
             placement_s=self.placement_s,
             queue_s=self.queue_s,
+            wait_for_engines_s=self.wait_for_engines_s,
             request_s=self.request_s,
             attempts=self.attempts,
             attempts_in_all=max(self.attempts, RetryPolicy().attempts_in_all),

@@ -30,7 +30,7 @@ from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIE
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
 from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge
-from shared.ids import GatewayId, RequestId
+from shared.ids import GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.dialects import THINKING_MARKS
 from shared.messages.gateway import Delta, GatewayMessage, PromptLogprobsDelta, RequestRejected, StreamOpened
@@ -51,7 +51,7 @@ class RequestTable:
         self.limits = limits
         self.timeout = policy.request_s
         """Seconds that an answer may take in all."""
-        self.cluster = ClusterView()
+        self.cluster = ClusterView(policy.wait_for_engines_s)
         self.accepting = True
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
         self._supervisor = RequestSupervisor(policy)
@@ -73,14 +73,16 @@ class RequestTable:
     # For the endpoints.
 
     def not_serving(self) -> str | None:
-        """Returns why requests cannot be served at the moment, or None."""
+        """Returns why new requests are refused at the moment, or None."""
         if not self._bus.connected:
             return "the bus is away"
-        missing = self.cluster.missing
-        return f"no {' and no '.join(missing)} is ready" if missing else None
+        absence = self.cluster.absence(None, self._bus.liveness_now())
+        return absence and absence.reason
 
-    def admit(self, sequences: int) -> None:
-        """Raises RequestError where so many more sequences cannot be taken now."""
+    def admit(self, sequences: int, model: ModelName | None = None) -> None:
+        """Raises RequestError where so many more sequences for `model`, or for any, cannot be taken now."""
+        if (absence := self.cluster.absence(model, self._bus.liveness_now())) is not None:
+            raise RequestError(503, f"the request could not be served: {absence.reason}", retry_after=1.0)
         if not self.accepting:
             raise RequestError(503, "this gateway is draining", retry_after=1.0)
         if len(self._supervisor) + self._arriving + sequences > self._max_open:
@@ -143,7 +145,7 @@ class RequestTable:
                 keep_markup=parser is not None,
                 thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
             )
-            effects += self._supervisor.open(message, now)
+            effects += self._supervisor.open(message, now, accepted=meters is not None)
         response = GenerationResponse(
             header,
             choices,
@@ -226,6 +228,9 @@ class RequestTable:
         alive_now = self._bus.liveness_now()
         for gone in self.cluster.expire(alive_now):
             await self._perform(self._supervisor.instance_silent(gone.last, gone.reason, alive_now))
+        for card in self.cluster.models():
+            if (absence := self.cluster.absence(card.name, alive_now)) is not None:
+                await self._perform(self._supervisor.refuse_unserved(card.name, absence, alive_now))
         await self._perform(self._supervisor.tick(alive_now))
         for response in self._responses:
             if not response.ended.done():

@@ -45,12 +45,11 @@ class Coordinator:
         config: CoordinatorConfig,
         *,
         turn: int = 0,
-        since: float = 0.0,
     ) -> None:
-        """`turn`, `since`: see EngineFleet."""
+        """`turn`: see EngineFleet."""
         self._instance = instance
         self.config = config
-        self.fleet = EngineFleet(instance, config, turn, since)
+        self.fleet = EngineFleet(instance, config, turn)
         self.sources = KvSources(config.router_index_blocks)
         self.queue = PlacementQueue()
         self._expected = ExpectedPrompts()
@@ -120,14 +119,13 @@ class Coordinator:
         return self._place_queued(at) if life.service in ("scheduler", "detokenizer") else []
 
     def time_passed(self, at: Moment) -> list[Action]:
-        """Forgets silent instances, rejects requests that waited for too long or for what will not come, notifies the
-        gateways of the others."""
+        """Forgets silent instances, rejects requests that waited for too long, notifies the gateways of the others."""
         for silent in self.fleet.expire(at):
             self.sources.forget(silent)
         self.sources.tidy()
         actions = self._place_queued(at)
         for queued in list(self.queue):
-            actions += self._reject_hopeless(queued, at) or self._notify_queued(queued, at)
+            actions += self._reject_overdue(queued, at) or self._notify_queued(queued, at)
         return actions
 
     def record_announcement(self, made: PlacementMade, at: Moment) -> None:
@@ -170,7 +168,7 @@ class Coordinator:
             return actions
         if full:
             return [*actions, *self._reject(queued, "overloaded", "the queue for an engine is full", at)]
-        return [*actions, *(self._reject_hopeless(queued, at) or self._notify_queued(queued, at))]
+        return [*actions, *(self._reject_overdue(queued, at) or self._notify_queued(queued, at))]
 
     def _place_queued(self, at: Moment) -> list[Action]:
         return [action for model in self.queue.models() for action in self._place_queued_for(model, at)]
@@ -216,16 +214,13 @@ class Coordinator:
         length = self.fleet.max_model_len(generation.model)
         return None if length is None or fits(generation, length) else _context_exceeded(generation, length)
 
-    def _reject_hopeless(self, queued: QueuedRequest, at: Moment) -> list[Action]:
-        """Rejects a request that has waited for too long, or for what is not expected any more."""
-        model = queued.generation.model
-        missing = self.fleet.missing(model)
-        if missing is not None and not self.fleet.is_expected(model, at):
-            return self._reject(queued, "unavailable", missing, at)
+    def _reject_overdue(self, queued: QueuedRequest, at: Moment) -> list[Action]:
+        """Rejects a request that has waited for too long. How long a new request waits while nobody can serve it, its
+        gateway decides."""
         if at.now - queued.since <= self.config.queue_timeout:
             return []
         waited = f"waited {self.config.queue_timeout:g} s"
-        if missing is not None:
+        if (missing := self.fleet.missing(queued.generation.model)) is not None:
             return self._reject(queued, "unavailable", f"{waited}, but {missing}", at)
         return self._reject(queued, "overloaded", f"{waited}, but every engine is full", at)
 

@@ -106,10 +106,10 @@ class EngineFleet:
     """Owns the registry, what was placed since the last reports, and which instances turned out to be unreachable.
 
     `turn` is where the rotation among equals starts; it should differ between coordinators, so that they do not
-    all begin with the same engine. `since`: the liveness clock at the start.
+    all begin with the same engine.
     """
 
-    def __init__(self, instance: InstanceId, config: CoordinatorConfig, turn: int, since: float) -> None:
+    def __init__(self, instance: InstanceId, config: CoordinatorConfig, turn: int) -> None:
         self.registry = Registry()
         self.turn = turn
         """Goes up by one with each placement."""
@@ -119,13 +119,9 @@ class EngineFleet:
         self._rank = 0
         """The place of this coordinator among all of them, by name."""
         self._config = config
-        self._since = since
         self._reservations = Reservations(SETTLE_SECONDS)
         self._unreachable: set[InstanceId] = set()
         """Engines to which a request could not be delivered."""
-        self._models_seen: dict[ModelName, float] = {}
-        """When an engine or a rank last published that it serves this model; see `_detokenizer_seen`."""
-        self._detokenizer_seen: float | None = None
         self._engines: dict[InstanceId, EngineLoad] = {}
         """Every engine that is alive and has published what it serves."""
         self._ready: dict[ModelName, list[EngineLoad]] = {}
@@ -149,14 +145,10 @@ class EngineFleet:
                 self._record_engine(life.instance)
                 self._reservations.reported(life.instance, at.now)
             case "detokenizer":
-                self._detokenizer_seen = at.alive
                 self._list_detokenizers()
                 self._reservations.reported(life.instance, at.now)
             case "coordinator":
                 self._count_coordinators()
-        for report in (life.engine, life.worker):
-            if report is not None:
-                self._models_seen[report.model.name] = at.alive
         return gone.last.instance if gone is not None else None
 
     def expire(self, at: Moment) -> list[InstanceId]:
@@ -170,9 +162,6 @@ class EngineFleet:
             self._clear_engine_caches()
             self._list_detokenizers()
             self._count_coordinators()
-        for model, seen in list(self._models_seen.items()):
-            if not self._recent(seen, at):
-                del self._models_seen[model]
         return silent
 
     def mark_unreachable(self, engine: EngineId) -> None:
@@ -234,16 +223,6 @@ class EngineFleet:
         if not self.ready(model):
             return f"no engine for the model {model!r} is ready"
         return None if self._detokenizers else "no detokenizer is ready"
-
-    def is_expected(self, model: ModelName, at: Moment) -> bool:
-        """Whether waiting makes sense: what the model needs was seen recently, or an engine starts that has yet to say
-        what it serves. Until this coordinator has listened for long enough, everything is expected."""
-        if self._recent(self._since, at):
-            return True
-        engine = self._recent(self._models_seen.get(model), at) or any(
-            life.engine is None for life in self.registry.all("scheduler", "starting")
-        )
-        return engine and self._recent(self._detokenizer_seen, at)
 
     def has_room(self, model: ModelName) -> bool:
         """Whether some engine of `model` takes one more; a quick no for a long queue."""
@@ -322,9 +301,6 @@ class EngineFleet:
 
     def _list_detokenizers(self) -> None:
         self._detokenizers = list(self.registry.all("detokenizer", "ready"))
-
-    def _recent(self, seen: float | None, at: Moment) -> bool:
-        return seen is not None and at.alive - seen <= self._config.expect_engine
 
     def _count_coordinators(self) -> None:
         """This coordinator is counted even before it receives its own lifecycle message."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from shared.ids import ModelName
 from shared.messages.dialects import Dialect
 from shared.messages.lifecycle import Lifecycle, ModelCard, Service
@@ -9,19 +12,37 @@ from shared.registry import InstanceGone, Registry
 
 REQUIRED_SERVICES: tuple[Service, ...] = ("tokenizer", "coordinator", "scheduler", "detokenizer")
 MODEL_MEMORY_S = 600.0
-"""Seconds that a model stays known after its last engine's last heartbeat: requests for it wait instead of failing."""
+"""Seconds that a model stays known after its last engine's last heartbeat: requests for it wait, or get 503 and not
+404."""
+HEARTBEAT_S = 0.5
+"""Seconds between two lifecycle messages of an instance."""
+
+ServiceKind = tuple[Service, ModelName | None]
+"""A service; engines by the model that they serve."""
+
+
+class Absence(NamedTuple):
+    """That requests for a model cannot be served, and have not been for longer than they are to wait."""
+
+    reason: str
+    since: float
+    """Until when they could be served, in seconds; -inf: never yet."""
 
 
 class ClusterView:
-    """Owns the registry of instances and the models' cards."""
+    """Owns the registry of instances and the models' cards, and until when each kind of service was ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 0.0) -> None:
+        """`wait_s`: seconds that new requests wait for what is missing."""
+        self._wait_s = wait_s
         self._registry = Registry()
         self._cards: dict[ModelName, tuple[ModelCard, float]] = {}
         self._dialects: dict[ModelName, Dialect] = {}
         """The dialect of each model, from its tokenizers' lifecycles; kept as long as the model's card."""
-        self.missing: tuple[Service, ...] = REQUIRED_SERVICES
-        """The services without a ready instance; requests can be served when it is empty."""
+        self._ready: set[ServiceKind] = set()
+        """What has an instance that is ready."""
+        self._served_until: dict[ServiceKind, float] = {}
+        """Until when each was known to be ready: until its next heartbeat was due, or until it said otherwise."""
 
     def record_lifecycle(self, message: Lifecycle, now: float) -> InstanceGone | None:
         """Takes an instance's lifecycle message. Returns the instance that it ends or replaces, if any."""
@@ -30,7 +51,11 @@ class ClusterView:
         if message.tokenizer is not None:
             self._dialects[message.tokenizer.model] = message.tokenizer.dialect
         gone = self._registry.record_lifecycle(message, now)
-        self._update_missing()
+        before = self._ready
+        self._update_ready()
+        self._served_until |= dict.fromkeys(before - self._ready, now)
+        if message.phase == "ready":
+            self._served_until[_kind(message)] = now + HEARTBEAT_S
         return gone
 
     def expire(self, now: float) -> list[InstanceGone]:
@@ -39,14 +64,27 @@ class ClusterView:
         for name in old:
             del self._cards[name]
             self._dialects.pop(name, None)
+            self._served_until.pop(("scheduler", name), None)
         gone = self._registry.expire(now)
         if gone:
-            self._update_missing()
+            self._update_ready()
         return gone
 
-    def _update_missing(self) -> None:
-        ready = {message.service for message in self._registry.all(phase="ready")}
-        self.missing = tuple(service for service in REQUIRED_SERVICES if service not in ready)
+    def _update_ready(self) -> None:
+        self._ready = {_kind(message) for message in self._registry.all(phase="ready")}
+
+    def absence(self, model: ModelName | None, now: float) -> Absence | None:
+        """Returns why new requests for `model` are refused; None where they can be served, or could be a moment ago, so
+        that they wait. Without a `model`: why those for any model are."""
+        if model is None and self._cards:
+            absences = [self.absence(name, now) for name in self._cards]
+            return None if None in absences else absences[0]
+        kinds = [(service, model if service == "scheduler" else None) for service in REQUIRED_SERVICES]
+        missing = [kind for kind in kinds if kind not in self._ready]
+        since = min((self._served_until.get(kind, -math.inf) for kind in missing), default=math.inf)
+        if now - since <= self._wait_s:
+            return None
+        return Absence(f"no {' and no '.join(service for service, _ in missing)} is ready", since)
 
     def models(self) -> list[ModelCard]:
         """Returns the cards of all known models."""
@@ -61,3 +99,7 @@ class ClusterView:
         """Returns a model's card; None where it is unknown."""
         entry = self._cards.get(name)
         return entry[0] if entry else None
+
+
+def _kind(message: Lifecycle) -> ServiceKind:
+    return message.service, None if message.engine is None else message.engine.model.name

@@ -56,6 +56,8 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     """How long tokenizer and coordinator may take to place a request; doubled with each try."""
     queue_s: float = 120.0
     """How long a request may be without an engine, in one stretch."""
+    wait_for_engines_s: float = 2.0
+    """How long a new request waits while no engine of its model, or nothing else that it needs, is ready."""
     request_s: float = 3600.0
     """How long a request may take in all."""
     attempts: int = 6
@@ -95,6 +97,8 @@ class OpenRequest:
     """Output tokens that the client has."""
     chars: int = 0
     avoid: tuple[EngineId, ...] = ()
+    accepted: bool = False
+    """Whether an engine has had it, or it continues what one has had: then it waits for the next engine."""
     usage_sent: bool = False
     prompt_tokens: int | None = None
     """Number of prompt tokens; None until the stream is opened."""
@@ -139,6 +143,7 @@ class OpenRequest:
     def place(self, engine: EngineId | None, detokenizer: DetokenizerId, now: float) -> None:
         """Records where the attempt is computed; `engine` is None where that is not known yet."""
         self.apply("place")
+        self.accepted = True
         self.engine, self.detokenizer, self.last_message_at = engine, detokenizer, now
         self.silent_tries = 0
 

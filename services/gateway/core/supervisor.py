@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, assert_never
 
+from services.gateway.core.cluster import Absence
 from services.gateway.core.effects import (
     AttemptRetry,
     CancelAttempt,
@@ -16,7 +17,7 @@ from services.gateway.core.effects import (
     ProbeEngine,
 )
 from services.gateway.core.open_request import OpenRequest, RetryPolicy
-from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
+from shared.ids import Attempt, DetokenizerId, EngineId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import (
     Deltas,
@@ -79,9 +80,9 @@ class RequestSupervisor:
         """Returns how many open requests no engine has yet."""
         return sum(r.state != "placed" for r in self._open.values())
 
-    def open(self, tokenize: Tokenize, now: float) -> list[Effect]:
-        """Opens a new request and dispatches its first attempt."""
-        request = OpenRequest(tokenize, now, now, now)
+    def open(self, tokenize: Tokenize, now: float, *, accepted: bool = False) -> list[Effect]:
+        """Opens a new request and dispatches its first attempt. `accepted`: it continues an answer that has begun."""
+        request = OpenRequest(tokenize, now, now, now, accepted=accepted)
         self._open[tokenize.request] = request
         return [DispatchAttempt(request.message())]
 
@@ -93,6 +94,20 @@ class RequestSupervisor:
         effects = self._release(current, now)
         current.apply("end")
         return effects
+
+    def refuse_unserved(self, model: ModelName, absence: Absence, now: float) -> list[Effect]:
+        """Ends the requests for `model` that came when nobody could serve them any more. Those that came before, or
+        that an engine has had, wait on."""
+        unserved = [
+            request
+            for request in self._open.values()
+            if request.tokenize.model == model and not request.accepted and request.opened_at >= absence.since
+        ]
+        return [
+            effect
+            for request in unserved
+            for effect in (*self._release(request, now), *self._give_up(request, absence.reason))
+        ]
 
     def handle(self, message: GatewayMessage, now: float) -> list[Effect]:
         """Takes a message of another service. Messages about ended requests and earlier attempts are dropped."""

@@ -100,7 +100,7 @@ class GenerationEndpoint:
         table = self._table
         with table.arriving():
             generation: GenerationRequest = await self._parser.read(self._kind, await call.body())
-        table.admit(generation.sequences)
+        table.admit(generation.sequences, generation.model.name)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await open_searches(table.tokenizer, generation)
@@ -215,11 +215,11 @@ class InfoEndpoints:
         await call.respond_json({"status": "alive"})
 
     async def health(self, call: Call) -> None:
-        """`/health`: 200 only if requests can be served, otherwise 503 with the reason."""
+        """`/health`: 503 with the reason while new requests are refused as nobody can serve them, otherwise 200."""
         await self._respond_status(call, self._table.not_serving())
 
     async def ready(self, call: Call) -> None:
-        """`/ready`: 200 only if this gateway accepts requests and they can be served, otherwise 503 with the reason."""
+        """`/ready`: 503 with the reason while new requests are refused, otherwise 200."""
         reason = self._table.not_serving() if self._table.accepting else "this gateway is draining"
         await self._respond_status(call, reason)
 

@@ -41,9 +41,7 @@ class Placement(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.count = 0
-        self.core = Coordinator(
-            InstanceId("coordinator-1"), CoordinatorConfig(queue_limit=4, queue_timeout=5, expect_engine=3)
-        )
+        self.core = Coordinator(InstanceId("coordinator-1"), CoordinatorConfig(queue_limit=4, queue_timeout=5))
         self.engines = {name: SimulatedEngine() for name in ENGINES}
         self.ends: Counter[str] = Counter()
         self.open: set[str] = set()

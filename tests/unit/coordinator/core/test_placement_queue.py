@@ -15,7 +15,7 @@ from shared.messages.scheduler import GenerateRequest
 from tests.support.engines.coordinator_events import GATEWAY, at, detokenizer, engine, life, route, summary
 
 FULL = engine("a", waiting=8)
-CONFIG = CoordinatorConfig(queue_limit=2, queue_timeout=10, expect_engine=5)
+CONFIG = CoordinatorConfig(queue_limit=2, queue_timeout=10)
 
 
 def coordinator(*lives: Lifecycle, config: CoordinatorConfig = CONFIG) -> Coordinator:
@@ -113,15 +113,19 @@ def test_the_gateway_is_notified_again_and_again_that_its_request_waits() -> Non
     assert core.time_passed(at(2.0)) == [NotifyGateway(GATEWAY, RequestQueued(RequestId("r"), Attempt(1)))]
 
 
-def test_a_model_that_nobody_ever_served_is_unavailable_once_everybody_had_time_to_be_heard() -> None:
+def test_a_request_for_which_nobody_is_there_waits_like_any_other_and_then_hears_why() -> None:
     core = coordinator()
     assert summary(core.route(route("r"), at(1))) == [("queued", "r")]
-    assert summary(core.time_passed(at(4))) == [("queued", "r")]
-    assert summary(core.time_passed(at(5.1))) == [("rejected", "r", "unavailable")]
-    assert summary(core.route(route("s"), at(6))) == [("rejected", "s", "unavailable")]
+    core.lifecycle(engine("a", "draining"), at(2))
+    assert summary(core.time_passed(at(11))) == [("queued", "r")]
+    (action,) = core.time_passed(at(11.1))
+    assert isinstance(action, NotifyGateway)
+    assert isinstance(action.message, RequestRejected)
+    assert action.message.kind == "unavailable"
+    assert action.message.message == "waited 10 s, but no engine for the model 'demo/model' is ready"
 
 
-def test_a_lost_engine_is_expected_back_for_a_while() -> None:
+def test_an_engine_that_comes_back_finds_its_requests() -> None:
     core = coordinator()
     core.lifecycle(engine("a"), at(20))
     core.lifecycle(detokenizer(), at(20))
@@ -129,31 +133,16 @@ def test_a_lost_engine_is_expected_back_for_a_while() -> None:
     core.lifecycle(detokenizer(), at(22))
     assert summary(core.route(route("r"), at(22))) == [("queued", "r")]
     assert summary(core.lifecycle(engine("a", incarnation=2), at(23))) == [("place", "r", "a")]
-    core.lifecycle(engine("a", "stopped", incarnation=2), at(24))
-    core.lifecycle(detokenizer(), at(29))
-    core.route(route("s"), at(29))
-    assert summary(core.time_passed(at(29.5))) == [("rejected", "s", "unavailable")]
-
-
-def test_an_engine_that_has_yet_to_say_what_it_serves_may_be_the_one() -> None:
-    core = coordinator()
-    core.lifecycle(life("scheduler", "a", "starting"), at(20))
-    core.lifecycle(detokenizer(), at(20))
-    assert summary(core.route(route("r"), at(20))) == [("queued", "r")]
 
 
 def test_without_a_detokenizer_requests_wait_and_then_hear_why() -> None:
     core = coordinator(engine("a"))
     assert summary(core.route(route("r"), at(1))) == [("queued", "r")]
-    (action,) = core.time_passed(at(5.5))
+    core.lifecycle(engine("a"), at(11))
+    (action,) = core.time_passed(at(11.5))
     assert isinstance(action, NotifyGateway)
     assert isinstance(action.message, RequestRejected)
-    assert action.message.message == "no engine for the model 'demo/model' is ready"  # it fell silent meanwhile
-    core.lifecycle(engine("a"), at(6))
-    (action,) = core.route(route("s"), at(6))
-    assert isinstance(action, NotifyGateway)
-    assert isinstance(action.message, RequestRejected)
-    assert action.message.message == "no detokenizer is ready"
+    assert action.message.message == "waited 10 s, but no detokenizer is ready"
 
 
 def test_a_withdrawn_request_is_neither_kept_nor_taken_later() -> None:

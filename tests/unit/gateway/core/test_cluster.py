@@ -1,10 +1,10 @@
-"""What the gateway knows of the others: models, and whether the ring can serve."""
+"""What the gateway knows of the others: models, and whether new requests for them can be served."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, ClusterView
+from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, Absence, ClusterView
 from shared.ids import InstanceId, ModelName
 from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard
 from tests.unit.gateway.core.test_supervisor import life
@@ -19,26 +19,58 @@ def engine(instance: str = "engine-1") -> Lifecycle:
     return replace(life("scheduler", instance), engine=REPORT)
 
 
-def test_the_ring_serves_when_one_of_each_service_is_ready() -> None:
-    ring = ClusterView()
-    assert ring.missing == REQUIRED_SERVICES
+def whole(cluster: ClusterView, now: float, *absent: str) -> None:
     for service in REQUIRED_SERVICES:
-        assert service in ring.missing
-        ring.record_lifecycle(life(service, f"{service}-1"), 0.0)
-    assert ring.missing == ()
-    ring.record_lifecycle(replace(life("scheduler", "scheduler-1"), phase="draining"), 0.1)
-    assert ring.missing == ("scheduler",)
-    ring.record_lifecycle(life("scheduler", "scheduler-2"), 0.2)
-    assert ring.missing == ()
+        if service not in absent:
+            cluster.record_lifecycle(engine() if service == "scheduler" else life(service, f"{service}-1"), now)
 
 
-def test_whoever_is_silent_is_missing() -> None:
-    ring = ClusterView()
-    for service in REQUIRED_SERVICES:
-        ring.record_lifecycle(life(service, f"{service}-1"), 0.0)
-    ring.record_lifecycle(life("tokenizer", "tokenizer-1"), 1.5)
-    assert {gone.last.service for gone in ring.expire(2.5)} == set(REQUIRED_SERVICES) - {"tokenizer"}
-    assert ring.missing == ("coordinator", "scheduler", "detokenizer")
+def reason(cluster: ClusterView, now: float, model: ModelName | None = None) -> str | None:
+    absence = cluster.absence(model, now)
+    return absence and absence.reason
+
+
+def test_requests_are_refused_until_one_of_each_service_is_ready() -> None:
+    cluster = ClusterView(wait_s=2.0)
+    assert reason(cluster, 0.0) == "no tokenizer and no coordinator and no scheduler and no detokenizer is ready"
+    whole(cluster, 0.0, "coordinator")
+    assert reason(cluster, 0.0) == reason(cluster, 0.0, CARD.name) == "no coordinator is ready"
+    whole(cluster, 0.0)
+    assert reason(cluster, 0.0) is reason(cluster, 0.0, CARD.name) is None
+    assert reason(cluster, 0.0, ModelName("other")) == "no scheduler is ready"
+
+
+def test_requests_wait_for_a_drained_engine_and_are_then_refused() -> None:
+    cluster = ClusterView(wait_s=2.0)
+    whole(cluster, 0.0)
+    cluster.record_lifecycle(replace(engine(), phase="draining"), 0.1)
+    whole(cluster, 1.9, "scheduler")
+    cluster.record_lifecycle(replace(engine(), phase="draining"), 1.9)
+    assert cluster.absence(CARD.name, 2.1) is None
+    assert cluster.absence(CARD.name, 2.2) == cluster.absence(None, 2.2) == Absence("no scheduler is ready", 0.1)
+    cluster.record_lifecycle(replace(engine("engine-2"), phase="starting"), 2.3)
+    assert reason(cluster, 2.3) == "no scheduler is ready"
+    cluster.record_lifecycle(engine("engine-2"), 2.4)
+    assert reason(cluster, 2.4) is None
+
+
+def test_requests_for_one_model_do_not_wait_for_engines_of_another() -> None:
+    cluster = ClusterView(wait_s=0.0)
+    whole(cluster, 0.0)
+    other = replace(CARD, name=ModelName("other"))
+    cluster.record_lifecycle(replace(engine("engine-2"), engine=replace(REPORT, model=other)), 0.0)
+    cluster.record_lifecycle(replace(engine(), phase="draining"), 0.1)
+    assert reason(cluster, 0.2, CARD.name) == "no scheduler is ready"
+    assert reason(cluster, 0.2, other.name) is reason(cluster, 0.2) is None
+
+
+def test_what_is_silent_was_there_until_its_next_heartbeat_was_due() -> None:
+    cluster = ClusterView(wait_s=2.0)
+    whole(cluster, 0.0)
+    whole(cluster, 1.5, "scheduler")
+    assert [gone.last.service for gone in cluster.expire(2.5)] == ["scheduler"]
+    assert cluster.absence(CARD.name, 2.5) is None
+    assert cluster.absence(CARD.name, 2.6) == Absence("no scheduler is ready", 0.5)
 
 
 def test_a_model_outlives_its_engines_for_a_while() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from services.gateway.core.cluster import Absence
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, ProbeEngine
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.supervisor import RequestSupervisor
@@ -100,6 +101,33 @@ def streaming(tokens: int = 2) -> Watched:
     for position in range(tokens):
         assert len(watched.delta(position, 1.0)) == 1
     return watched
+
+
+ABSENCE = Absence("no scheduler is ready", 0.0)
+MODEL = ModelName("demo")
+
+
+def test_a_request_that_came_when_nobody_was_there_is_refused() -> None:
+    watched = Watched()
+    watched.supervision.handle(RequestQueued(R, Attempt(1)), 0.1)
+    withdraw, rejected = watched.supervision.refuse_unserved(MODEL, ABSENCE, 2.1)
+    assert withdraw == Withdraw(R, Attempt(1))
+    assert isinstance(rejected, RequestRejected)
+    assert (rejected.kind, rejected.retry_after) == ("unavailable", 1.0)
+    assert rejected.message == "the request could not be served: no scheduler is ready"
+    assert R not in watched.supervision
+
+
+def test_requests_from_before_or_for_other_models_or_that_an_engine_has_had_are_not_refused() -> None:
+    watched = Watched()
+    assert watched.supervision.refuse_unserved(MODEL, ABSENCE._replace(since=0.1), 2.1) == []
+    assert watched.supervision.refuse_unserved(ModelName("other"), ABSENCE, 2.1) == []
+    watched.supervision.open(first_message(RequestId("begun")), 0.0, accepted=True)
+    watched.placed(0.1)
+    assert watched.supervision.refuse_unserved(MODEL, ABSENCE, 2.1) == []
+    watched.supervision.handle(RequestFailed(R, Attempt(1), "the engine died"), 2.2)
+    assert watched.supervision.refuse_unserved(MODEL, ABSENCE, 2.3) == []
+    assert len(watched.supervision) == 2
 
 
 def test_what_comes_in_order_goes_to_the_client_and_finishes_once() -> None:
