@@ -111,6 +111,7 @@ class RequestTable:
         now, arrival = self._bus.liveness_now(), time.time()
         grammar, parser = generation.output_grammar, generation.parser_options
         reasoning = None if parser is None else parser.dialect.reasoning
+        max_model_len = self.cluster.max_model_len(generation.model)
         choices: dict[RequestId, ChoiceState] = {}
         effects: list[Effect] = []
         for choice in generation.choices(secrets.randbits(63)):
@@ -142,6 +143,7 @@ class RequestTable:
                 grammar=grammar.grammar if grammar is not None else None,
                 bad_words=generation.bad_words,
                 truncate_prompt_tokens=generation.truncate_prompt_tokens,
+                max_model_len=max_model_len,
                 keep_markup=parser is not None,
                 thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
             )

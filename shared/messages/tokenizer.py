@@ -76,6 +76,9 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
     prefix_caching: bool = True
     """See `Generation.prefix_caching`."""
+    max_model_len: int | None = None
+    """Tokens of the longest context that an engine of the model has; a longer prompt may be refused before it is
+    tokenized."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

@@ -90,6 +90,11 @@ class ClusterView:
         """Returns the cards of all known models."""
         return [card for card, _ in self._cards.values()]
 
+    def max_model_len(self, card: ModelCard) -> int:
+        """Returns the longest context of any engine of the model; that of `card` where none is known."""
+        engines = (message.engine for message in self._registry.all() if message.engine is not None)
+        return max([card.max_model_len, *(e.model.max_model_len for e in engines if e.model.name == card.name)])
+
     def dialect(self, name: ModelName) -> Dialect:
         """Returns in which formats the model writes tool calls and reasoning; none until a tokenizer has reported
         them."""

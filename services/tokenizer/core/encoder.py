@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -71,7 +72,7 @@ class PromptEncoder:
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
         try:
-            ids = self._tokens(prompt)
+            ids = self._tokens(prompt, None if message.truncate_prompt_tokens is not None else message.max_model_len)
             if not ids:
                 raise PromptRefused("prompt", "prompt: at least one token is needed")
             if message.truncate_prompt_tokens is not None:
@@ -123,14 +124,13 @@ class PromptEncoder:
         except PromptRefused as refused:
             return TokenizerRefusal(refused.message, refused.field)
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def _tokens(self, prompt: Prompt, max_model_len: int | None = None) -> list[int]:
+        encode = partial(self._vocabulary.encode, max_model_len=max_model_len)
         match prompt:
             case RenderedPrompt():
-                return self._vocabulary.encode(prompt.text, add_special_tokens=False, field="messages")
+                return encode(prompt.text, add_special_tokens=False, field="messages")
             case TextPrompt():
-                return self._vocabulary.encode(
-                    prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt"
-                )
+                return encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field="prompt")
             case TokenPrompt():
                 return self._vocabulary.unpacked(prompt.tokens, "prompt")
             case ChatPrompt():
@@ -138,7 +138,7 @@ class PromptEncoder:
                 if template is None:
                     raise PromptRefused("chat_template", "chat_template: not rendered")
                 text = render_chat(prompt, template, self.special_tokens)
-                return self._vocabulary.encode(text, add_special_tokens=False, field="messages")
+                return encode(text, add_special_tokens=False, field="messages")
             case _:
                 assert_never(prompt)
 
@@ -159,6 +159,7 @@ def rejected(message: Tokenize, refused: PromptRefused) -> RequestRejected:
         kind="invalid_request",
         message=refused.message,
         field=refused.field,
+        code=refused.code,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.tokenizer.core.refusal import PromptRefused
+from services.tokenizer.core.token_bound import token_bound
 from shared.models.tokenizer_files import TokenizerFiles
 from shared.packing import TOKEN_BYTES, unpack
 
@@ -13,10 +14,15 @@ class Vocabulary:
     def __init__(self, files: TokenizerFiles) -> None:
         self._tokenizer = files.tokenizer
         self.size = files.vocab_size
+        self._bound = token_bound(files.tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool, field: str) -> list[int]:
-        """The ids of `text`; none for no text. Raises PromptRefused where it is no Unicode text, or makes a token that
-        the model lacks."""
+    def encode(self, text: str, *, add_special_tokens: bool, field: str, max_model_len: int | None = None) -> list[int]:
+        """The ids of `text`; none for no text. Raises PromptRefused where it is no Unicode text, makes a token that the
+        model lacks, or certainly does not fit into `max_model_len` tokens."""
+        if max_model_len is not None and len(text) >= max_model_len and self._bound is not None:
+            tokens = self._bound.at_least(text)
+            if tokens >= max_model_len:
+                raise PromptRefused(field, _too_long(tokens, max_model_len), "context_length_exceeded")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -49,3 +55,11 @@ class Vocabulary:
     def strings(self, ids: list[int]) -> tuple[str, ...]:
         """Each token as the vocabulary spells it; empty for padding ids, which it has no spelling for."""
         return tuple(self._tokenizer.id_to_token(i) or "" for i in ids)
+
+
+def _too_long(tokens: int, max_model_len: int) -> str:
+    """In the words of the refusal that a coordinator makes for a prompt of known length."""
+    return (
+        f"This model's maximum context length is {max_model_len} tokens. However, your request has at least {tokens} "
+        "input tokens. Please reduce the length of the input."
+    )
