@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shared.ids import InstanceId
+from shared.ids import InstanceId, RequestId
+from shared.messages.gateway import Death
 from shared.messages.lifecycle import Lifecycle, Phase, Service
 
 SILENCE = 2.0
@@ -23,6 +24,18 @@ class InstanceGone(NamedTuple):
 
     last: Lifecycle
     reason: str
+
+    @property
+    def died(self) -> bool:
+        """Whether its process died, as far as is known: it was neither stopped nor only silent."""
+        return self.reason in ("failed", "restarted")
+
+    def death_of(self, request: RequestId) -> Death | None:
+        """How a request that it had was there when it died; None where it is no suspect in that."""
+        isolated = self.last.isolated
+        if not self.died or isolated not in (None, request):
+            return None
+        return "beside others" if isolated is None else "alone"
 
 
 class Registry:

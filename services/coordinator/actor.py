@@ -71,7 +71,12 @@ class CoordinatorActor(Actor):
         at = Moment(self._clock(), self.bus.liveness_now())
         match message:
             case Route():
+                suspect = message.generation.suspect_until is not None
+                if suspect:
+                    await self.isolate(message.generation.request)
                 await self._send(self._route(message, at))
+                if suspect:
+                    await self.isolate(None)
             case Withdraw():
                 if self.core.withdraw(message):
                     log.info("queued request withdrawn", extra={"request": message.request, "attempt": message.attempt})

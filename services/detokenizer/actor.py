@@ -127,7 +127,7 @@ class DetokenizerActor(Actor):
     async def _drop(self, gone: InstanceGone) -> None:
         last, reason = gone
         if last.service == "scheduler":
-            await self._send(self.core.end_streams(EngineLost(EngineId(last.instance), reason)))
+            await self._send(self.core.end_streams(EngineLost(EngineId(last.instance), reason, gone.death_of)))
         elif last.service == "gateway":
             await self._send(self.core.end_streams(GatewayLost(GatewayId(last.instance), reason)))
 

@@ -95,6 +95,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """The same holds while there is no tokenizer, coordinator or detokenizer. At most a coordinator's `queue_timeout`,
     as it keeps no request for longer."""
     request_s: Annotated[Seconds, Meta(description="Seconds that a request may take in all.")] = 3600.0
+    refuse_poisoned_s: Annotated[
+        Seconds, Meta(description="Seconds for which a request is refused, after processes died of an equal one.")
+    ] = 600.0
     keep_alive_s: Annotated[Seconds, Meta(description="Seconds of silence after which a stream gets a comment.")] = 15.0
     unread_limit: Annotated[
         ByteSize, Meta(description="Bytes that a streaming client may leave unread before it is disconnected.")
@@ -117,6 +120,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             wait_for_engines_s=self.wait_for_engines_s,
             request_s=self.request_s,
             attempts=self.attempts,
+            refuse_s=self.refuse_poisoned_s,
             attempts_in_all=max(self.attempts, RetryPolicy().attempts_in_all),
         )
 

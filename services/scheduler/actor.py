@@ -40,7 +40,7 @@ from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
-from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId, new_incarnation
+from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvDumpRequest
@@ -59,6 +59,9 @@ CHECK_INTERVAL = 30.0
 PEER_TIMEOUT = 10.0
 """Seconds. That a detokenizer is gone shows at once, by messages that come back; for a gateway that is gone we only
 compute in vain. So neither need be declared dead early for being slow."""
+
+ANNOUNCEMENT_GRACE = 0.1
+"""Seconds in which a death is announced, before a plan that found no worker counts as lost for another reason."""
 
 ALARM_RESOLUTION = 0.001
 """Seconds: timers are no finer."""
@@ -106,6 +109,8 @@ class SchedulerActor(Actor):
         self._sending = False
         self._alarm = asyncio.Event()
         self._alarm_at: float | None = None
+        self._plan_lost: tuple[Incarnation, float] | None = None
+        """The epoch of a plan that found no worker, and when."""
         self._check_due = False
         self._checked_at = 0.0
 
@@ -131,6 +136,9 @@ class SchedulerActor(Actor):
                 await self._record_undelivered(message)
             case KvDumpRequest():
                 self._kv.request_dump(message)
+            case GenerateRequest() if message.generation.suspect_until is not None:
+                await self.isolate(message.generation.request)  # for as long as it is read
+                await self._decide(message)
             case _:
                 await self._decide(message)
 
@@ -172,6 +180,8 @@ class SchedulerActor(Actor):
         elif isinstance(event, GenerateRequest):
             metrics.PREDICTED_CACHED.inc(event.predicted_cached)
         self._kv.update(self.core)
+        if self.core.isolated != self.isolated:
+            await self.isolate(self.core.isolated)
         due = self.core.plan_due
         if due is not None and self._alarm_at != due:  # it may fire a little late, as the bus's clock may be paused
             self._alarm_at = due
@@ -297,11 +307,11 @@ class SchedulerActor(Actor):
             log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
             await self._decide(workers)
 
-    async def _lose_workers(self, reason: str | None) -> None:
-        if reason is not None and self.core.epoch is not None:
+    async def _lose_workers(self, lost: WorkersLost | None) -> None:
+        if lost is not None and self.core.epoch is not None:
             metrics.EPOCHS.inc()
-            log.error("workers lost", extra={"reason": reason})
-            await self._decide(WorkersLost(reason))
+            log.error("workers lost", extra={"reason": lost.reason})
+            await self._decide(lost)
 
     async def _record_gone(self, gone: InstanceGone) -> None:
         log.warning("instance gone", extra={"instance_gone": gone.last.instance, "reason": gone.reason})
@@ -318,9 +328,8 @@ class SchedulerActor(Actor):
     async def _record_undelivered(self, undelivered: Undelivered) -> None:
         match undelivered.message:
             case StepPlan(epoch=epoch):
-                if self.core.epoch == epoch:
-                    self._ranks.forget()
-                    await self._lose_workers("no worker takes plans")
+                if self.core.epoch == epoch and self._plan_lost is None:
+                    self._plan_lost = epoch, self.bus.liveness_now()
             case TokenBatch():
                 detokenizer = undelivered.topic.subject.split(".")[1]
                 await self._decide(DetokenizerGone(DetokenizerId(detokenizer)))
@@ -330,10 +339,21 @@ class SchedulerActor(Actor):
             case _:
                 log.info("message not delivered", extra={"subject": undelivered.topic.subject})
 
+    async def _act_on_lost_plan(self, alive_now: float) -> None:
+        """No worker takes plans. Most often one has just died, which its supervisor announces within moments: that
+        counts first, because it says what became of the requests."""
+        if self._plan_lost is None or alive_now - self._plan_lost[1] < ANNOUNCEMENT_GRACE:
+            return
+        (epoch, _), self._plan_lost = self._plan_lost, None
+        if self.core.epoch == epoch:
+            self._ranks.forget()
+            await self._lose_workers(WorkersLost("no worker takes plans"))
+
     # ---- time
 
     async def _tick(self, alive_now: float) -> None:
         await self._lose_workers(self._ranks.expire(alive_now))
+        await self._act_on_lost_plan(alive_now)
         for gone in self._others.expire(alive_now):
             await self._record_gone(gone)
         await self._decide(TimePassed())

@@ -49,6 +49,8 @@ GENERATION_FIELDS = 18
 OPENED_IN_BATCH = 3
 NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3."""
+REQUEST_FAILED_FIELDS = 4
+"""Entries of `RequestFailed` in version 1, the tag included; later ones were appended."""
 
 _FORMER = {today: former for former, today in RENAMED.items()}
 _FORMER_FIELDS = {today: former for former, today in RENAMED_FIELDS.items()}
@@ -143,6 +145,8 @@ class FormerNames(WholeGrammars):
             self._traces[generation[0], generation[1]] = generation.pop(TRACE_IN_GENERATION)
 
     def _to_former(self, message: Any) -> None:
+        if message[0] == "RequestFailed":
+            del message[REQUEST_FAILED_FIELDS:]
         if message[0] == "GenerateRequest":
             generation = message[1]
             del generation[GENERATION_FIELDS:]

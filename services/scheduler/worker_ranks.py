@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.scheduler.core.events import WorkersReady
+from services.scheduler.core.events import WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.kvstore import KvLayout
 from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
@@ -31,14 +31,14 @@ class WorkerRanks:
         self._registry = Registry()
         self._members: dict[InstanceId, Incarnation] = {}
 
-    def record_lifecycle(self, message: Lifecycle, now: float) -> str | None:
+    def record_lifecycle(self, message: Lifecycle, now: float) -> WorkersLost | None:
         """Takes a worker's lifecycle in. Returns why the engine lost its workers, None where it did not."""
         if message.worker is not None and message.worker.engine != self._engine:
             return None
         gone = self._registry.record_lifecycle(message, now)
         return self._lost([gone] if gone else [])
 
-    def expire(self, now: float) -> str | None:
+    def expire(self, now: float) -> WorkersLost | None:
         """Returns, as `record_lifecycle` does, whether a member has been silent for too long."""
         return self._lost(self._registry.expire(now))
 
@@ -86,11 +86,12 @@ class WorkerRanks:
         by_rank = {life.worker.rank: life for life in ready if life.worker is not None}
         return dict(sorted(by_rank.items()))
 
-    def _lost(self, gone: list[InstanceGone]) -> str | None:
-        for last, reason in gone:
+    def _lost(self, gone: list[InstanceGone]) -> WorkersLost | None:
+        for each in gone:
+            last = each.last
             if self._members.get(last.instance) == last.incarnation:
                 self._members = {}
-                return f"worker {last.instance}: {reason}"
+                return WorkersLost(f"worker {last.instance}: {each.reason}", each.died)
         return None
 
 

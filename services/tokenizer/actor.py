@@ -83,6 +83,8 @@ class TokenizerActor(Actor):
         if self._failure is not None:
             raise self._failure
         match message:
+            case Tokenize() if message.suspect_until is not None and self.isolated is None:
+                await self._handle_alone(message)
             case Tokenize():
                 started = time.monotonic()
                 if self._is_short(message.prompt):
@@ -95,6 +97,17 @@ class TokenizerActor(Actor):
                 pass
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
+
+    async def _handle_alone(self, suspect: Tokenize) -> None:
+        """A process died with this request: nothing else is tokenized beside it, and the lifecycle says so."""
+        if self._long:
+            await asyncio.wait(self._long)
+        await self.isolate(suspect.request)
+        await self.handle(suspect)
+        if self._long:
+            await asyncio.wait(self._long)
+        if self._failure is None:
+            await self.isolate(None)
 
     async def respond(self, request: TokenizerRequest) -> TokenizerReply | asyncio.Future[TokenizerReply]:
         """The answer, or a future of it where it takes long."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from shared.bus import Bus, Undelivered
-from shared.ids import InstanceId, new_incarnation
+from shared.bus import Bus, BusError, Undelivered
+from shared.ids import InstanceId, RequestId, new_incarnation
 from shared.messages.lifecycle import EngineReport, Phase, Service, StoreReport, TokenizerReport, WorkerReport
 from shared.reliability.transitions import extend_history
 from shared.topics import Topic
@@ -57,6 +58,21 @@ class Actor:
         self.instance = instance
         self.incarnation = new_incarnation()
         """Identifies this start of the process, as in its lifecycle; what it leases from others ends with it."""
+        self.isolated: RequestId | None = None
+        """The suspect that is handled alone just now; only `isolate` writes it."""
+        self.publish_lifecycle: Callable[[], Awaitable[None]] = _published_by_nobody
+        """Set by whatever runs the actor."""
+
+    async def isolate(self, suspect: RequestId | None) -> None:
+        """Announces, before anything of it is handled, that the process handles this suspect and no other request from
+        now on; or (None) that it handles all again. The announcement outlives the process."""
+        if suspect == self.isolated:
+            return
+        self.isolated = suspect
+        await self.publish_lifecycle()
+        if suspect is not None:
+            with contextlib.suppress(BusError):
+                await self.bus.flush()
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Every subscription, made before `set_up`."""
@@ -118,6 +134,10 @@ class Actor:
     def tokenizer_report(self) -> TokenizerReport | None:
         """What the lifecycle reports of a tokenizer; None for every service but the tokenizer."""
         return None
+
+
+async def _published_by_nobody() -> None:
+    """What an actor publishes of its life while nothing runs it."""
 
 
 # The phases of an actor's life, and which may follow which.

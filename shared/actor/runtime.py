@@ -78,6 +78,7 @@ class ActorRuntime:
         self._handled = HANDLED.labels(actor.service)
         self._incompatible: RecentEntries[Incarnation, str] = RecentEntries(MAX_INCOMPATIBLE)
         """Processes whose lifecycle messages are dropped, and why."""
+        actor.publish_lifecycle = self._publish_lifecycle
 
     @property
     def phase(self) -> Phase:
@@ -268,6 +269,7 @@ class ActorRuntime:
             tokenizer=actor.tokenizer_report(),
             min_protocol=MIN_PROTOCOL,
             protocol=PROTOCOL,
+            isolated=actor.isolated,
         )
 
 

@@ -10,7 +10,11 @@ from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
 from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
-ErrorKind = Literal["invalid_request", "too_large", "overloaded", "unavailable"]
+ErrorKind = Literal["invalid_request", "too_large", "overloaded", "unavailable", "poisoned"]
+"""poisoned: processes died of the request, so that it is not computed again."""
+
+Death = Literal["beside others", "alone"]
+"""How a request was there when a process died: among others, each of which may be the cause, or with no other one."""
 
 
 class RequestQueued(Struct, frozen=True, array_like=True, tag=True):
@@ -57,6 +61,10 @@ class RequestFailed(Struct, frozen=True, array_like=True, tag=True):
     request: RequestId
     attempt: Attempt
     reason: str
+    death: Death | None = None
+    """Set where a process died that was computing the request; None for every other failure."""
+    reached: int = 0
+    """Output tokens that it had at this death, those included that were being drawn; 0 where that is unknown."""
 
 
 class LogprobText(Struct, frozen=True, array_like=True, gc=False):

@@ -119,6 +119,9 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     prefix_caching: bool = True
     """Whether its blocks may come from a cache (the engine's own, or a KV store) and go into one. If not, they have no
     hashes, so nobody can look for them or keep them."""
+    suspect_until: int | None = None
+    """Set once a process died that had the request: each service handles it alone, an engine until it has so many
+    output tokens. None: it is above suspicion."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

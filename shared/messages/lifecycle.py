@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId
+from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
 from shared.messages.kvstore import KvLayout
 from shared.messages.scheduler import TransferProgress
@@ -171,6 +171,9 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     """The oldest version of the messages that the process understands; see `shared.protocol`."""
     protocol: int = 1
     """The newest version that it understands."""
+    isolated: RequestId | None = None
+    """The suspected request (`Generation.suspect_until`) that the process handles just now, and no other: if it dies,
+    it died of this one."""
 
     @property
     def protocols(self) -> SpokenProtocols:

@@ -79,6 +79,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     max_model_len: int | None = None
     """Tokens of the longest context that an engine of the model has; a longer prompt may be refused before it is
     tokenized."""
+    suspect_until: int | None = None
+    """See `Generation.suspect_until`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

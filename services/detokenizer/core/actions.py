@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
-from shared.messages.gateway import GatewayMessage
+from shared.messages.gateway import Death, GatewayMessage
 from shared.messages.scheduler import SchedulerControl
 
 
@@ -15,6 +16,8 @@ class EngineLost(NamedTuple):
 
     engine: EngineId
     reason: str
+    death_of: Callable[[RequestId], Death | None] = lambda _: None
+    """How each request was there, if its process died."""
 
 
 class GatewayLost(NamedTuple):

@@ -19,7 +19,15 @@ from services.detokenizer.core.stream import RequestStream, StreamUpdate
 from services.detokenizer.core.text import TextVocabulary
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, ModelName, RequestId
 from shared.messages.detokenizer import NewTokens, OpenStream, PromptLogprobs, StreamMoved, TokenBatch
-from shared.messages.gateway import Delta, Deltas, PromptLogprobsDelta, RequestFailed, RequestRejected, StreamOpened
+from shared.messages.gateway import (
+    Death,
+    Delta,
+    Deltas,
+    PromptLogprobsDelta,
+    RequestFailed,
+    RequestRejected,
+    StreamOpened,
+)
 from shared.messages.scheduler import Cancel, StopMatched, TokenBatchLost
 from shared.packing import TOKEN_BYTES
 from shared.reliability.sequence_numbers import SourceNumbers
@@ -103,9 +111,9 @@ class Detokenizer:
     def end_streams(self, event: EngineLost | GatewayLost | StreamOrphaned) -> list[Action]:
         """The failures and cancels that follow from a loss."""
         match event:
-            case EngineLost(engine, reason):
+            case EngineLost(engine, reason, death_of):
                 self._batches.forget(engine)  # should it live after all, its next batch counts as a gap
-                return self._fail(lambda stream: stream.engine == engine, f"engine {engine}: {reason}")
+                return self._fail(lambda stream: stream.engine == engine, f"engine {engine}: {reason}", death_of)
             case GatewayLost(gateway, reason):
                 return self._gateway_lost(gateway, reason)
             case StreamOrphaned():
@@ -215,12 +223,17 @@ class Detokenizer:
         """A new epoch of `engine` has nothing of what its last one ran; it may well go on with what moved to it."""
         return self._fail(lambda stream: stream.engine == engine and not stream.awaited, f"engine {engine} restarted")
 
-    def _fail(self, concerned: Callable[[RequestStream], bool], reason: str) -> list[Action]:
+    def _fail(
+        self,
+        concerned: Callable[[RequestStream], bool],
+        reason: str,
+        death_of: Callable[[RequestId], Death | None] = lambda _: None,
+    ) -> list[Action]:
         failed = [stream.opened for stream in self.streams.values() if concerned(stream)]
         for opened in failed:
             del self.streams[opened.request]
         self.counters.failed += len(failed)
-        return [ToGateway(opened.gateway, RequestFailed(opened.request, opened.attempt, reason)) for opened in failed]
+        return [ToGateway(o.gateway, RequestFailed(o.request, o.attempt, reason, death_of(o.request))) for o in failed]
 
     def _orphaned(self, message: StreamOrphaned) -> list[Action]:
         stream = self.streams.get(message.request)

@@ -14,7 +14,13 @@ import msgspec
 
 from shared.messages.gateway import ErrorKind
 
-STATUS: dict[ErrorKind, int] = {"invalid_request": 400, "too_large": 413, "overloaded": 429, "unavailable": 503}
+STATUS: dict[ErrorKind, int] = {
+    "invalid_request": 400,
+    "too_large": 413,
+    "overloaded": 429,
+    "poisoned": 500,
+    "unavailable": 503,
+}
 
 _TYPES = {
     401: "authentication_error",

@@ -72,6 +72,15 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     """Requests of clients that left, remembered so that late messages about them are answered by a cancel."""
     recancel_s: float = 1.0
     """A cancel is repeated after this when tokens of such a request keep coming."""
+    deaths: int = 2
+    """Processes that may die of a request. One that was alone there at the last of so many deaths is given up."""
+    suspect_tokens: int = 6
+    """How far beyond the client's tokens a suspect is computed alone: as many as may have been on their way to it when
+    the process died. Four times as many after each further death that it shared with others."""
+    refuse_s: float = 600.0
+    """How long a request is refused at once, after an equal one was given up for its deaths."""
+    refused_limit: int = 1024
+    """Requests given up for their deaths that are remembered."""
     avoid_limit: int = 4
     """Most failed engines that a request avoids."""
 
@@ -112,6 +121,10 @@ class OpenRequest:
     """Consecutive placed attempts that brought no token."""
     failed: int = 0
     """Placed attempts that failed."""
+    deaths: int = 0
+    """Processes that died while they had the request."""
+    suspect_until: int | None = None
+    """Output tokens that it is to have before it is computed beside others; None as long as no process died with it."""
     resume_at: float = 0.0
     probing: bool = False
     probed_at: float = 0.0
@@ -171,6 +184,13 @@ class OpenRequest:
         self.probing = False
         self.clear_suspicion()
 
+    def record_death(self, reached: int, policy: RetryPolicy) -> None:
+        """Counts a process that died with it, when it had `reached` output tokens as far as is known (else 0). It is a
+        suspect from now on."""
+        margin = policy.suspect_tokens * 4**self.deaths
+        self.deaths += 1
+        self.suspect_until = max(len(self.tokens) + margin, reached + 1)
+
     def message(self) -> Tokenize:
         """Returns what to dispatch for the present attempt: it resumes behind the tokens that the client has."""
         sampling = self.tokenize.sampling
@@ -183,4 +203,5 @@ class OpenRequest:
             resume=pack(self.tokens),
             sent_chars=self.chars,
             avoid=self.avoid,
+            suspect_until=self.suspect_until,
         )

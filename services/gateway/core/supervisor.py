@@ -17,9 +17,11 @@ from services.gateway.core.effects import (
     ProbeEngine,
 )
 from services.gateway.core.open_request import OpenRequest, RetryPolicy
+from services.gateway.core.poisoned import PoisonedRequests, rejection
 from shared.ids import Attempt, DetokenizerId, EngineId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import (
+    Death,
     Deltas,
     GatewayMessage,
     PromptLogprobsDelta,
@@ -32,6 +34,7 @@ from shared.messages.gateway import (
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
+from shared.registry import InstanceGone
 from shared.reliability.recent import RecentEntries
 from shared.reliability.sequence_numbers import SourceNumbers
 
@@ -69,6 +72,7 @@ class RequestSupervisor:
         self._open: dict[RequestId, OpenRequest] = {}
         self._numbers: SourceNumbers[DetokenizerId] = SourceNumbers()
         self._abandoned = AbandonedRequests(policy.departed_limit, policy.recancel_s)
+        self._poisoned = PoisonedRequests(policy.refused_limit, policy.refuse_s)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -81,7 +85,10 @@ class RequestSupervisor:
         return sum(r.state != "placed" for r in self._open.values())
 
     def open(self, tokenize: Tokenize, now: float, *, accepted: bool = False) -> list[Effect]:
-        """Opens a new request and dispatches its first attempt. `accepted`: it continues an answer that has begun."""
+        """Opens a new request and dispatches its first attempt; or rejects it at once, where processes died of an equal
+        one. `accepted`: it continues an answer that has begun."""
+        if self._poisoned and self._poisoned.refuses(tokenize, now):
+            return [rejection(tokenize)]
         request = OpenRequest(tokenize, now, now, now, accepted=accepted)
         self._open[tokenize.request] = request
         return [DispatchAttempt(request.message())]
@@ -119,8 +126,7 @@ class RequestSupervisor:
             case RequestQueued():
                 return self._queued(message, now)
             case RequestFailed():
-                current = self._current(message.request, message.attempt)
-                return [] if current is None else self._retry(current, message.reason, now, at_once=False)
+                return self._failed(message, now)
             case RequestRejected():
                 return self._rejected(message, now)
         assert_never(message)
@@ -136,17 +142,17 @@ class RequestSupervisor:
     def instance_gone(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
         """An instance stopped or was restarted: the requests that it had are retried. `last` is its last lifecycle
         message."""
-        why = f"{last.service} {last.instance} {reason}"
+        gone = InstanceGone(last, reason)
         match last.service:
             case "scheduler":
-                return self._retry_all(lambda r: r.engine == EngineId(last.instance), why, now)
+                return self._retry_all(lambda r: r.engine == EngineId(last.instance), gone, now)
             case "detokenizer":
                 self._numbers.forget(DetokenizerId(last.instance))
-                return self._retry_all(lambda r: r.detokenizer == DetokenizerId(last.instance), why, now)
+                return self._retry_all(lambda r: r.detokenizer == DetokenizerId(last.instance), gone, now)
             case "tokenizer":
-                return self._retry_all(lambda r: r.state == "dispatched", why, now)
+                return self._retry_all(lambda r: r.state == "dispatched", gone, now)
             case "coordinator":
-                return self._retry_all(lambda r: r.state in ("dispatched", "queued"), why, now)
+                return self._retry_all(lambda r: r.state in ("dispatched", "queued"), gone, now)
             case _:
                 return []
 
@@ -343,9 +349,37 @@ class RequestSupervisor:
         del self._open[current.request]
         return [rejected]
 
-    def _retry_all(self, which: Callable[[OpenRequest], bool], reason: str, now: float) -> list[Effect]:
+    def _retry_all(self, which: Callable[[OpenRequest], bool], gone: InstanceGone, now: float) -> list[Effect]:
+        """Retries what an instance had that is gone, but for what it died of."""
+        reason = f"{gone.last.service} {gone.last.instance} {gone.reason}"
         affected = [request for request in self._open.values() if which(request)]
-        return [effect for request in affected for effect in self._retry(request, reason, now, at_once=True)]
+        effects: list[Effect] = []
+        for request in affected:
+            effects += self._count_death(request, gone.death_of(request.request), 0, now)
+            if request.state != "ended":
+                effects += self._retry(request, reason, now, at_once=True)
+        return effects
+
+    # Deaths.
+
+    def _failed(self, failed: RequestFailed, now: float) -> list[Effect]:
+        current = self._current(failed.request, failed.attempt)
+        if current is None:
+            return []
+        ended = self._count_death(current, failed.death, failed.reached, now)
+        return ended or self._retry(current, failed.reason, now, at_once=False)
+
+    def _count_death(self, current: OpenRequest, death: Death | None, reached: int, now: float) -> list[Effect]:
+        """Makes the request a suspect after a process died with it. After the last death that it may cause it ends, if
+        it was alone there, and with it all other suspects that are equal."""
+        if death is None or current.state == "ended":
+            return []
+        current.record_death(reached, self._policy)
+        if death != "alone" or current.deaths < self._policy.deaths:
+            return []
+        self._poisoned.add(current.tokenize, now)
+        equal = [r for r in self._open.values() if r.deaths and self._poisoned.refuses(r.tokenize, now)]
+        return [effect for r in equal for effect in (*self._release(r, now), *self._end(r, rejection(r.message())))]
 
     # Silence and probes.
 

@@ -32,7 +32,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHandOver
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
-from shared.messages.gateway import RequestFailed
+from shared.messages.gateway import Death, RequestFailed
 from shared.messages.kvstore import Attach
 from shared.messages.lifecycle import EngineReport
 from shared.messages.scheduler import (
@@ -89,7 +89,7 @@ class EngineCore:
             case WorkersReady():
                 self._start_epoch(event)
             case WorkersLost():
-                self._end_epoch(event.reason)
+                self._end_epoch(event.reason, died=event.died)
             case TimePassed():
                 self._tick(now)
             case _:
@@ -111,6 +111,12 @@ class EngineCore:
     def epoch(self) -> Incarnation | None:
         """The epoch whose plans are sent; None while there are no workers."""
         return None if self.epoch_state is None else self.epoch_state.steps.epoch
+
+    @property
+    def isolated(self) -> RequestId | None:
+        """The suspect that is computed alone; None while there is none, and others may be computed."""
+        suspect = None if self.epoch_state is None else self.epoch_state.isolation.current
+        return None if suspect is None else suspect.generation.request
 
     def takes_over(self, engine: EngineId) -> bool:
         """Whether another engine takes requests over, as far as is known."""
@@ -310,11 +316,15 @@ class EngineCore:
         )
         self.store.share(workers.layout if self.role.node is not None else None, workers.card.name)
 
-    def _end_epoch(self, reason: str) -> None:
-        """Fails every request for `reason`. Those that come now wait for the next epoch's workers."""
-        if self.epoch_state is not None:
-            self.epoch_state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True)
-            self.epoch_state.close()
+    def _end_epoch(self, reason: str, *, died: bool = False) -> None:
+        """Fails every request for `reason`; `died`: which may be the doing of one that was being computed. Those that
+        come now wait for the next epoch's workers."""
+        state = self.epoch_state
+        if state is not None:
+            how: Death = "beside others" if self.isolated is None else "alone"
+            deaths = dict.fromkeys(state.steps.computing(), how) if died else {}
+            state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True, deaths=deaths)
+            state.close()
         self.epoch_state = self.plan_due = None
         self._epoch = Incarnation(self._epoch + 1)
         self._outbox.start_epoch(self._epoch)

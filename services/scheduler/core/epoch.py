@@ -70,6 +70,7 @@ class EpochState:
             store.counters,
         )
         self.queues = self.planner.queues
+        self.isolation = self.planner.isolation
         self.requests = EngineRequests(
             RequestValidator(workers.card, workers.num_blocks, limits.policy),
             limits.max_waiting,
@@ -112,7 +113,11 @@ class EpochState:
                 due = steps.next_due(limits.stages)
                 if now < due:
                     return due
+            if self.isolation.needed and self.isolation.pauses(steps.in_flight):
+                return None if steps.in_flight else now
             step = self.planner.plan(now)
+            if step is None and self.isolation.needed and self.isolation.goes_on(steps.in_flight):
+                continue
             if step is None:
                 held = len(self.requests.held)
                 if held and steps.in_flight == 0 and not self.planner.waits_elsewhere:
@@ -132,7 +137,7 @@ class EpochState:
             self.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget
         prefills = len(step.work) > step.decodes
-        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
+        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills, step.work), now)
         plan = StepPlan(
             epoch=self.steps.epoch,
             step=number,

@@ -45,6 +45,8 @@ class WorkersLost:
     """A rank died, restarted or fell silent: nothing that was computed can be relied on."""
 
     reason: str
+    died: bool = False
+    """Whether its process died, perhaps of what it was computing."""
 
 
 @dataclass(frozen=True, slots=True)

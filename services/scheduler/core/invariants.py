@@ -33,7 +33,7 @@ def check(engine: EngineCore) -> None:
         _check_sequence(sequence, sequence.id in state.queues.introduced, _max_reserved(state))
         if state.steps.in_flight == 0:
             _hold(not sequence.tokens.in_flight, f"{sequence.id} awaits a token, but no step is in flight")
-    if state.steps.in_flight == 0 and not state.planner.waits_elsewhere:
+    if state.steps.in_flight == 0 and not state.planner.waits_elsewhere and engine.plan_due is None:
         _hold(not engine.requests, "requests are held, but nothing is being computed")
     _check_store(engine, state)
 
@@ -66,7 +66,12 @@ def _check_queues(state: EpochState, sequences: list[Sequence]) -> None:
     }
     for phase, members in beside.items():
         _hold(members == {s.id: s for s in sequences if s.phase == phase}, f"those {phase}")
-    in_order = {"waiting": queues.waiting, "prefilling": queues.prefilling, "decoding": queues.decoding}
+    in_order = {
+        "waiting": queues.waiting,
+        "quarantined": queues.suspects,
+        "prefilling": queues.prefilling,
+        "decoding": queues.decoding,
+    }
     for phase, queue in in_order.items():
         queued = list(queue)
         _hold(sorted(s.id for s in sequences if s.phase == phase) == sorted(s.id for s in queued), f"{phase} queue")
@@ -96,10 +101,10 @@ def _check_sequence(sequence: Sequence, introduced: bool, max_reserved: int) -> 
         _hold(blocks_for(tokens.planned) <= full <= most, f"{name}: holds blocks that it has no tokens for")
     hashed = known // BLOCK_SIZE if sequence.generation.prefix_caching else 0
     _hold(len(tokens.hashes) == hashed, f"{name}: hashes")
-    if sequence.phase in ("waiting", "compiling", "seeking", "returning"):
+    if sequence.phase in ("waiting", "quarantined", "compiling", "seeking", "returning"):
         _hold(full == 0, f"{name}: holds blocks while it waits")
         _hold(not introduced, f"{name}: the workers know it while it waits")
-    if sequence.phase in ("waiting", "compiling", "seeking", "loading", "prefilling"):
+    if sequence.phase in ("waiting", "quarantined", "compiling", "seeking", "loading", "prefilling"):
         _hold(known == tokens.length and tokens.planned < known, f"{name}: nothing to prefill")
     if sequence.phase in ("decoding", "handing"):
         _hold(tokens.planned == tokens.length - 1, f"{name}: decodes one token behind")

@@ -15,11 +15,21 @@ from shared.packing import pack, unpack
 from shared.reliability.transitions import extend_history
 
 SequencePhase = Literal[
-    "waiting", "compiling", "seeking", "loading", "prefilling", "decoding", "handing", "returning", "ended"
+    "waiting",
+    "quarantined",
+    "compiling",
+    "seeking",
+    "loading",
+    "prefilling",
+    "decoding",
+    "handing",
+    "returning",
+    "ended",
 ]
 
 NEXT_PHASES: dict[SequencePhase, frozenset[SequencePhase]] = {
-    "waiting": frozenset({"compiling", "seeking", "loading", "prefilling", "ended"}),
+    "waiting": frozenset({"quarantined", "compiling", "seeking", "loading", "prefilling", "ended"}),
+    "quarantined": frozenset({"prefilling", "ended"}),
     "compiling": frozenset({"waiting", "ended"}),
     "seeking": frozenset({"waiting", "ended"}),
     "loading": frozenset({"prefilling", "ended"}),
@@ -31,10 +41,12 @@ NEXT_PHASES: dict[SequencePhase, frozenset[SequencePhase]] = {
 }
 """The phases that may follow each phase.
 
-compiling: it waits outside the queue for the workers to compile its grammar. seeking: it waits outside the queue for
-the KV store's answer, or for another sequence to load or compute the same blocks. loading: its blocks are being filled
-from the store. handing: its only token here is drawn, and its blocks are being saved for the decode engine. returning:
-it was preempted while sampled tokens were still on their way, and waits again once they have arrived.
+quarantined: a process died with it, and it waits beside the queue until it may be computed alone
+(`planning/isolation.py`). compiling: it waits outside the queue for the workers to compile its grammar. seeking: it
+waits outside the queue for the KV store's answer, or for another sequence to load or compute the same blocks. loading:
+its blocks are being filled from the store. handing: its only token here is drawn, and its blocks are being saved for
+the decode engine. returning: it was preempted while sampled tokens were still on their way, and waits again once they
+have arrived.
 """
 
 
@@ -255,6 +267,12 @@ class Sequence:
         """Enters `phase`. Raises IllegalTransition if it may not follow the present one."""
         self.history = extend_history(NEXT_PHASES, self.history, phase, self.generation.request)
         self.phase = phase
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it is to be computed alone: a process died with it, at a position that it has not passed yet."""
+        until = self.generation.suspect_until
+        return until is not None and self.tokens.produced < until
 
     @property
     def reusable(self) -> int:

@@ -105,6 +105,7 @@ class PromptEncoder:
                 keep_markup=message.keep_markup,
                 thinking=thinking,
                 prefix_caching=message.prefix_caching,
+                suspect_until=message.suspect_until,
             )
         )
 

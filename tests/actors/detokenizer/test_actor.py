@@ -184,7 +184,7 @@ async def test_requests_of_an_engine_that_stopped_fail(ring: Ring) -> None:
     await ring.batch(opened=(opened(),))
     await heard(ring.at_gateway)
     await ring.lifecycle("scheduler", ENGINE, "failed")
-    assert await heard(ring.at_gateway) == RequestFailed(R, ONE, "engine engine-1: failed")
+    assert await heard(ring.at_gateway) == RequestFailed(R, ONE, "engine engine-1: failed", death="beside others")
 
 
 async def test_a_drain_waits_for_the_last_text(ring: Ring) -> None:

@@ -124,6 +124,8 @@ class EngineMachine(RuleBasedStateMachine):
         check(self.engine)
         for output in outputs:
             self.hear(output)
+        if self.engine.isolated is not None and not self.plans:
+            self.tell(TimePassed())  # the trial was announced, and begins
 
     @rule(
         opening=st.sampled_from(OPENINGS),
@@ -137,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, None, "s"]),
         cached=st.sampled_from([True, True, True, False]),
         grammar=st.sampled_from([None, None, None, *GOOD, BAD]),
+        suspect_until=st.sampled_from([None, None, 1, 6, 30]),
     )
     def a_request_comes(
         self,
@@ -151,6 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt: str | None,
         cached: bool,
         grammar: Grammar | None,
+        suspect_until: int | None,
     ) -> None:
         request = generate(
             f"r{len(self.newest)}",
@@ -165,6 +169,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache_salt=salt,
             prefix_caching=cached,
             grammar=grammar,
+            suspect_until=suspect_until,
         )
         self.post(request)
 
@@ -202,6 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prefix_caching=old.prefix_caching,
                 grammar=old.grammar,
                 detokenizer=data.draw(st.sampled_from(DETOKENIZERS)),
+                suspect_until=old.suspect_until,
             )
         )
 
@@ -292,6 +298,7 @@ class EngineMachine(RuleBasedStateMachine):
         match output:
             case SendPlan(plan):
                 self.plans.append(plan)
+                self.check_isolation(plan)
             case SendToGateway(_, message):
                 sent = self.sent[message.request, message.attempt]
                 assert not sent.over, "a second final word"
@@ -300,6 +307,13 @@ class EngineMachine(RuleBasedStateMachine):
                 self.hear_batch(detokenizer, batch)
             case _:
                 raise AssertionError(output)
+
+    def check_isolation(self, plan: StepPlan) -> None:
+        """A suspect shares no step, and none that is in flight beside its own."""
+        assert self.engine.epoch_state is not None
+        sequences = self.engine.epoch_state.queues.by_id
+        if any(sequences[work.sequence].suspected for work in plan.work if work.sequence in sequences):
+            assert len({work.sequence for each in self.plans for work in each.work}) == 1
 
     def hear_batch(self, detokenizer: DetokenizerId, batch: TokenBatch) -> None:
         expected = self.numbers.get((batch.epoch, detokenizer), 0)

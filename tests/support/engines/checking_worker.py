@@ -69,6 +69,7 @@ def generate(
     prefix_caching: bool = True,
     decode_on: EngineId | None = None,
     grammar: Grammar | None = None,
+    suspect_until: int | None = None,
     **stopping: object,
 ) -> GenerateRequest:
     """A request as the coordinator sends it; `stopping` are fields of StopParams."""
@@ -88,6 +89,7 @@ def generate(
         cache_salt=cache_salt,
         grammar=grammar,
         prefix_caching=prefix_caching,
+        suspect_until=suspect_until,
     )
     return GenerateRequest(generation, detokenizer, decode_on)
 

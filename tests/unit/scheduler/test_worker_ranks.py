@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.scheduler.core.events import (
+    WorkersLost,
     WorkersReady,
 )
 from services.scheduler.worker_ranks import UnequalRanks, WorkerRanks
@@ -99,13 +100,13 @@ def test_ranks_with_different_models_do_not_work_together() -> None:
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (life(1, incarnation=2, phase="starting"), "worker e-rank1: restarted"),
-        (life(1, phase="failed"), "worker e-rank1: failed"),
+        (life(1, incarnation=2, phase="starting"), WorkersLost("worker e-rank1: restarted", died=True)),
+        (life(1, phase="failed"), WorkersLost("worker e-rank1: failed", died=True)),
         (life(1, phase="draining"), None),
         (life(1), None),
     ],
 )
-def test_a_member_that_is_not_what_it_was_is_lost(event: Lifecycle, reason: str | None) -> None:
+def test_a_member_that_is_not_what_it_was_is_lost(event: Lifecycle, reason: WorkersLost | None) -> None:
     ranks = WorkerRanks(ENGINE, None)
     ranks.record_lifecycle(life(0), 0.0)
     ranks.record_lifecycle(life(1), 0.0)
@@ -119,5 +120,5 @@ def test_a_member_that_falls_silent_is_lost_once() -> None:
     ranks.record_lifecycle(life(1), 0.0)
     ranks.assemble()
     ranks.record_lifecycle(life(0), 2.5)
-    assert ranks.expire(2.6) == "worker e-rank1: silent for 2 s"
+    assert ranks.expire(2.6) == WorkersLost("worker e-rank1: silent for 2 s")
     assert ranks.expire(9.0) is None

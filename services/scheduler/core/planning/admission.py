@@ -74,6 +74,14 @@ class Admission:
                 assert_never(decision)
         return True
 
+    def has_room_for(self, suspect: Sequence) -> bool:
+        """Whether the first of the suspects could enter."""
+        return self._queues.running < self._max_running and self._fits(suspect, self._memory.cached_blocks(suspect))
+
+    def admit_suspect(self, suspect: Sequence) -> None:
+        """Lets the first of the suspects enter. It finds room, and computes what a KV store may hold of it."""
+        self._queues.start_trial(suspect, self._memory.cached_blocks(suspect))
+
     def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
         """Whether all known tokens fit, beside what prefills under way still need and a block for each that runs.
 

@@ -104,9 +104,12 @@ class DecodePlanner:
         self._speculation = speculation
         self._micro_batches = micro_batches
 
-    def plan(self, step: StepBuilder) -> None:
-        """Adds a token of each sequence. Called first of all, so that no stream stalls behind a long prompt."""
-        work, members = step.work, self._queues.decoding.copy()  # preemption changes the queue
+    def plan(self, step: StepBuilder, members: list[Sequence] | None = None) -> None:
+        """Adds a token of each sequence, or only of `members`. Called first of all, so that no stream stalls behind a
+        long prompt."""
+        work = step.work
+        if members is None:
+            members = self._queues.decoding.copy()  # preemption changes the queue
         if self._micro_batches is not None:
             members = self._micro_batches.choose(members)
         step.drafts = drafts = self._speculation.start_step(len(members), step.budget, guided=self._queues.guided > 0)

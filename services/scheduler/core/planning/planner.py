@@ -1,7 +1,8 @@
 """Builds the next step: which sequences compute how many tokens in which blocks. Knows lengths, never token values.
 
 One token budget a step. Decoding sequences first (`decode.py`), then the rest of chunked prefills (`prefill.py`), then
-waiting sequences (`admission.py`); beside them, what is copied to the KV store and what is compiled.
+waiting sequences (`admission.py`); beside them, what is copied to the KV store and what is compiled. A suspect of a
+death has steps of its own (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.planning.admission import Admission
 from services.scheduler.core.planning.decode import DecodePlanner, MicroBatches, Preemption
+from services.scheduler.core.planning.isolation import SuspectIsolation
 from services.scheduler.core.planning.prefill import PrefillPlanner
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder
@@ -51,6 +53,7 @@ class StepPlanner:
         self._admission = Admission(
             limits.max_running, memory, self.queues, loads, self._prompts, self._prefills, counters
         )
+        self.isolation = SuspectIsolation(self.queues, self._admission, self._prefills, self._decodes)
 
     @property
     def waits_elsewhere(self) -> bool:
@@ -63,23 +66,30 @@ class StepPlanner:
         """The next step, or None where there is nothing to compute, copy or compile before results come."""
         step = StepBuilder(self._limits)
         queues, preempted = self.queues, self.preemption.count
-        self._decodes.plan(step)
-        step.decodes = step.samples
-        if queues.prefilling:
-            self._prefills.plan(step)
-        # A sequence that was preempted just now is first in the queue; it would only be preempted again.
-        if queues.waiting and preempted == self.preemption.count:
-            self._admission.admit(step, now)
+        alone = self.isolation.current is not None
+        if alone:
+            self.isolation.plan(step)
+        else:
+            self._decodes.plan(step)
+            step.decodes = step.samples
+            if queues.prefilling:
+                self._prefills.plan(step)
+            held_back = queues.suspects and self.isolation.holds_back_admission
+            # A sequence that was preempted just now is first in the queue; it would only be preempted again.
+            if queues.waiting and preempted == self.preemption.count and not held_back:
+                self._admission.admit(step, now)
         for sequence in step.filled:  # blocks that the step fills are there for every plan behind it
             self._memory.index_full_blocks(sequence)
             for other in self._prompts.progress(sequence):
                 queues.resume(other)
-        if self._saves.ready:
+        if self._saves.ready and not alone:
             self._saves.plan(MAX_BLOCKS_BESIDE_DECODES if step.decodes else MAX_BLOCKS, now)
-        if self._grammars.unsent or self._grammars.resend:
+        if (self._grammars.unsent or self._grammars.resend) and not alone:
             step.grammars = self._grammars.take(step.bytes_left, now)
         if not step.work and not self._transfers.planned and not step.grammars.compile:
             return None
+        if queues.suspects and not alone:
+            self.isolation.record_step()
         if self._micro_batches is not None:
             self._micro_batches.record_plan(step.work, queues.by_id)
         return step

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
 from shared.ids import Incarnation, SequenceId
+from shared.messages.worker import SequenceWork
 from shared.reliability.step_times import StepTimes, deadline_of
 
 MIN_REPORT_INTERVAL = 0.4
@@ -30,6 +31,8 @@ class ExpectedResult(NamedTuple):
     tokens: int
     extras: Mapping[SequenceId, int]
     prefills: bool
+    work: Sequence[SequenceWork] = ()
+    """What it computes."""
 
 
 class MissedPlan(NamedTuple):
@@ -69,6 +72,10 @@ class StepsInFlight:
     def in_flight(self) -> int:
         """Plans that were issued and have no result yet."""
         return self.issued - self.finished
+
+    def computing(self) -> set[SequenceId]:
+        """The sequences that the steps in flight compute."""
+        return {item.sequence for expected in self._expected for item in expected.work}
 
     def issue(self, expected: ExpectedResult, now: float) -> int:
         """Records that a plan is sent; returns its number."""

@@ -1,6 +1,7 @@
 """Keeps each sequence in one of three queues, or outside them, as its phase says.
 
-waiting → (compiling, seeking, loading) → prefilling → decoding, or handing; back to waiting when it is preempted.
+waiting → (compiling, seeking, loading, or quarantined) → prefilling → decoding, or handing; back to waiting when it is
+preempted.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class SequenceQueues:
 
     def __init__(self, memory: BlockAllocator, loads: Loads, grammars: Grammars, prompts: SharedPrompts) -> None:
         self.waiting = RequestQueue()
+        self.suspects = RequestQueue()
+        """Sequences that are to be computed alone, in the order in which they are."""
         self.prefilling = RequestQueue()
         self.decoding = RequestQueue()
         self.compiling: dict[SequenceId, Sequence] = {}
@@ -77,7 +80,7 @@ class SequenceQueues:
     @property
     def queued(self) -> int:
         """Sequences that wait for their turn, or beside the queue for what they need before it."""
-        return len(self.waiting) + len(self.seeking) + len(self.compiling)
+        return len(self.waiting) + len(self.suspects) + len(self.seeking) + len(self.compiling)
 
     def take_released(self) -> tuple[SequenceId, ...]:
         """The released sequences that the next plan makes the workers forget; each is returned once."""
@@ -110,6 +113,10 @@ class SequenceQueues:
         self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
+        if sequence.generation.suspect_until is not None and sequence.suspected:
+            sequence.move("quarantined")
+            self.suspects.add(sequence)
+            return
         self.waiting.add(sequence)
         if self._loads.enabled and self._loads.look_up(sequence):
             self.set_aside(sequence)
@@ -135,6 +142,14 @@ class SequenceQueues:
         self.waiting.remove(sequence)
         self._memory.adopt(sequence, cached)
         self._prefill(sequence)
+
+    def start_trial(self, suspect: Sequence, cached: list[int]) -> None:
+        """From the suspects among those that compute their prompts, but for what its `cached` blocks hold."""
+        if self._loads.enabled:
+            self._loads.forget(suspect)
+        self.suspects.remove(suspect)
+        self._memory.adopt(suspect, cached)
+        self._prefill(suspect)
 
     def start_loading(self, sequence: Sequence) -> None:
         """From the waiting queue to where it is given blocks from the store."""
@@ -186,6 +201,8 @@ class SequenceQueues:
         match sequence.phase:
             case "waiting":
                 self.waiting.remove(sequence)
+            case "quarantined":
+                self.suspects.remove(sequence)
             case "compiling":
                 del self.compiling[sequence.id]
                 self._grammars.leave(sequence)

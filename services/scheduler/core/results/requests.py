@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, assert_never
 
 from services.scheduler.core.limits import QueuePolicy
@@ -13,8 +13,8 @@ from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.sequence import QueueKey, Sequence
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
 from shared.blocks import BLOCK_SIZE, HASH_BYTES
-from shared.ids import RequestId
-from shared.messages.gateway import RequestFailed, RequestRejected
+from shared.ids import RequestId, SequenceId
+from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
@@ -194,12 +194,23 @@ class EngineRequests:
         for sequence in [s for s in self.held.values() if concerned(s)]:
             self.end(sequence, tell_detokenizer=True)
 
-    def fail_where(self, concerned: Callable[[Sequence], bool], reason: str, *, tell_detokenizer: bool) -> None:
-        """Ends them, and sends their gateways `reason` as the failure."""
+    def fail_where(
+        self,
+        concerned: Callable[[Sequence], bool],
+        reason: str,
+        *,
+        tell_detokenizer: bool,
+        deaths: Mapping[SequenceId, Death] | None = None,
+    ) -> None:
+        """Ends them, and sends their gateways `reason` as the failure. `deaths`: how each sequence that was being
+        computed was there when a process died."""
         for sequence in [s for s in self.held.values() if concerned(s)]:
             self.end(sequence, tell_detokenizer=tell_detokenizer)
-            generation = sequence.generation
-            self._outbox.send_to_gateway(generation, RequestFailed(generation.request, generation.attempt, reason))
+            generation, tokens = sequence.generation, sequence.tokens
+            death = None if deaths is None else deaths.get(sequence.id)
+            reached = 0 if death is None else tokens.length - tokens.prompt_length
+            failed = RequestFailed(generation.request, generation.attempt, reason, death, reached)
+            self._outbox.send_to_gateway(generation, failed)
 
     def record_grammars(self, outcomes: list[GrammarOutcome]) -> None:
         """Sequences whose grammar is compiled wait for their turn; those whose grammar is not end."""
