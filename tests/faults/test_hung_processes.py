@@ -17,8 +17,7 @@ STREAMS = 4
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    settings = ["worker.threads=1", "gateway.wait_for_engines_s=60"]
-    with running_stack(tmp_path_factory.mktemp("still"), tp=2, kvstore="0", settings=settings) as stack:
+    with running_stack(tmp_path_factory.mktemp("still"), tp=2, kvstore="0", settings=["worker.threads=1"]) as stack:
         yield stack
 
 

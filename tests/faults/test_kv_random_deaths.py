@@ -31,7 +31,6 @@ SETTINGS = (
     "coordinator.disaggregate_tokens=0",
     "kvstore.lease_seconds=3",
     # Both engines of a small stack may be gone at once, and a busy machine takes its time to start them.
-    "gateway.wait_for_engines_s=60",
     # Each death can cost a request three attempts before a slow machine has brought the next token.
     f"gateway.attempts={3 * DEATHS + 3}",
 )

@@ -23,7 +23,7 @@ SOON = 20.0
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("prompt"), device="sim", more=[SLOW]) as stack:
+    with running_stack(tmp_path_factory.mktemp("prompt"), device="sim", more=[SLOW], wait_for_engines=None) as stack:
         yield stack
 
 
@@ -89,7 +89,7 @@ async def test_new_requests_are_refused_without_a_tokenizer_too(stack: RunningSt
 
 
 async def test_new_requests_wait_for_as_long_as_configured(tmp_path: Path) -> None:
-    with running_stack(tmp_path, device="sim", more=["--wait-for-engines-s=60"]) as stack:
+    with running_stack(tmp_path, device="sim", wait_for_engines=60) as stack:
         async with client_of(stack.url) as client:
             await asyncio.to_thread(baton, stack, "drain", "engine-1", "--force")
             await stack.until_heard(lambda said: said["engine-1"].phase == "draining")

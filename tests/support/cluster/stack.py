@@ -280,12 +280,14 @@ def running_stack(
     settings: Sequence[str] = (),
     more: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    wait_for_engines: float | None = 60.0,
 ) -> Iterator[RunningStack]:
     """Starts a stack, yields it when it is ready and `/ready` says so, and ends it.
 
     Without `model` it serves the demo model. Without `engines` there is one, but none beside pools. `kvstore` is the
     KV store's memory ("64MiB"), "0" for none; `redis` starts one below it. `settings` are `--set`s, `more` any other
-    arguments of `baton up`.
+    arguments of `baton up`. New requests wait for `wait_for_engines` seconds while what serves them starts anew, as a
+    machine under test may be slow; None: for as long as by default.
     """
     chosen = {
         "engines": engines,
@@ -300,6 +302,7 @@ def running_stack(
         "tokenizers": tokenizers,
         "detokenizers": detokenizers,
         "coordinators": coordinators,
+        "wait-for-engines-s": wait_for_engines,
     }
     argv = [f"--{option}={value}" for option, value in chosen.items() if value is not None]
     argv += ["--port=0", f"--device={device}", *(["--redis"] if redis else []), *(f"--set={each}" for each in settings)]
