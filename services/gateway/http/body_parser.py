@@ -150,7 +150,7 @@ async def _start() -> Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "from services.gateway.http.body_parser import main; main()",
+        f"from {__name__} import main; main()",
         stdin=PIPE,
         stdout=PIPE,
         env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # this environment may hold credentials

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 
-from deploy.wheel.names import renamed
+from deploy.wheel.names import PACKAGES, renamed
+from tests.support.paths import REPOSITORY
 
 MODULES = {"shared", "shared.ids", "services", "services.worker", "kvstore", "deploy.cli"}
 
@@ -46,3 +50,18 @@ def test_what_is_no_module_of_ours_stays(text: str) -> None:
 def test_an_import_that_would_bind_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"line 2: import shared\.ids: write it with from or as"):
         renamed("x = 1\nimport shared.ids", MODULES)
+
+
+def test_no_program_in_a_string_imports_by_a_name_that_a_wheel_changes() -> None:
+    """Such as what `python -c` is given: the backend sees imports, and strings that are names of modules. Left
+    out are the backend itself, which writes of such imports, and what installs a checkout."""
+    ours = re.compile(rf"\b(?:from|import)\s+(?:{'|'.join(PACKAGES)})\.")
+    found = [
+        f"{file.relative_to(REPOSITORY)}:{node.lineno}"
+        for package in PACKAGES
+        for file in sorted((REPOSITORY / package).rglob("*.py"))
+        if file.relative_to(REPOSITORY).parts[:2] not in {("deploy", "wheel"), ("deploy", "without_network")}
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ours.search(node.value)
+    ]
+    assert found == []
