@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from shared.ids import InstanceId, RequestId
 from shared.messages.gateway import Death
-from shared.messages.lifecycle import Lifecycle, Phase, Service
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Service
 
-SILENCE = 2.0
-"""Seconds without a lifecycle message after which an instance counts as gone: four heartbeats."""
+SILENCE = 4 * HEARTBEAT_SECONDS
+"""Seconds without a lifecycle message after which an instance counts as gone."""
 
 InstanceKey = tuple[Service, InstanceId]
 

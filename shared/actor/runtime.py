@@ -19,7 +19,16 @@ from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
 from shared.ids import Incarnation, InstanceId
-from shared.messages.lifecycle import Drain, InstanceControl, Lifecycle, NameClaim, NameHolder, Phase, Undrain
+from shared.messages.lifecycle import (
+    HEARTBEAT_SECONDS,
+    Drain,
+    InstanceControl,
+    Lifecycle,
+    NameClaim,
+    NameHolder,
+    Phase,
+    Undrain,
+)
 from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility
 from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
@@ -29,7 +38,6 @@ from shared.topics import instance_control, lifecycle_of, name_claims
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT = 0.5
 CLAIM_TIMEOUT = 1.0
 NAME_TAKEN_STATUS = 2
 """As for other settings that cannot be used: starting it again at once would not help."""
@@ -240,9 +248,9 @@ class ActorRuntime:
     async def _heartbeat(self) -> None:
         while True:
             before = time.monotonic()
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             await self._publish_lifecycle()
-            if (pause := time.monotonic() - before - HEARTBEAT) > MAX_PAUSE_REPORTED:
+            if (pause := time.monotonic() - before - HEARTBEAT_SECONDS) > MAX_PAUSE_REPORTED:
                 log.warning("event loop was blocked", extra={"seconds": round(pause, 3)})
 
     async def _publish_lifecycle(self) -> None:

@@ -16,6 +16,9 @@ from shared.protocol import SpokenProtocols
 Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore", "supervisor"]
 Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
 
+HEARTBEAT_SECONDS = 0.5
+"""Between two lifecycle messages of a process."""
+
 
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine publishes about the model that it serves."""

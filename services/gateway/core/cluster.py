@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 from shared.ids import ModelName
 from shared.messages.dialects import Dialect
-from shared.messages.lifecycle import Lifecycle, ModelCard, Service
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, ModelCard, Service
 from shared.registry import InstanceGone, Registry
 
 REQUIRED_SERVICES: tuple[Service, ...] = ("tokenizer", "coordinator", "scheduler", "detokenizer")
 MODEL_MEMORY_S = 600.0
 """Seconds that a model stays known after its last engine's last heartbeat: requests for it wait, or get 503 and not
 404."""
-HEARTBEAT_S = 0.5
-"""Seconds between two lifecycle messages of an instance."""
 
 ServiceKind = tuple[Service, ModelName | None]
 """A service; engines by the model that they serve."""
@@ -55,7 +53,7 @@ class ClusterView:
         self._update_ready()
         self._served_until |= dict.fromkeys(before - self._ready, now)
         if message.phase == "ready":
-            self._served_until[_kind(message)] = now + HEARTBEAT_S
+            self._served_until[_kind(message)] = now + HEARTBEAT_SECONDS
         return gone
 
     def expire(self, now: float) -> list[InstanceGone]:
