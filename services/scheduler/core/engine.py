@@ -322,7 +322,7 @@ class EngineCore:
         state = self.epoch_state
         if state is not None:
             how: Death = "beside others" if self.isolated is None else "alone"
-            deaths = dict.fromkeys(state.steps.computing(), how) if died else {}
+            deaths = dict.fromkeys(state.computing(), how) if died else {}
             state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True, deaths=deaths)
             state.close()
         self.epoch_state = self.plan_due = None

@@ -24,7 +24,7 @@ from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
 from services.scheduler.core.transfer.loads import Loads
 from services.scheduler.core.transfer.saves import Saves
 from services.scheduler.core.transfer.store_client import StoreClient
-from shared.ids import Incarnation
+from shared.ids import Incarnation, SequenceId
 from shared.messages.kvstore import Commit, Find, KvStoreReply, Reserve
 from shared.messages.scheduler import StepFinished, TransferProgress
 from shared.messages.worker import StepPlan
@@ -137,7 +137,7 @@ class EpochState:
             self.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget
         prefills = len(step.work) > step.decodes
-        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills, step.work), now)
+        number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
         plan = StepPlan(
             epoch=self.steps.epoch,
             step=number,
@@ -150,6 +150,10 @@ class EpochState:
         )
         self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
+
+    def computing(self) -> set[SequenceId]:
+        """The sequences that the steps in flight compute."""
+        return {item.sequence for plan in self._sent for item in plan.work}
 
     def send_again(self, missed: MissedPlan) -> str | None:
         """Sends a plan that a rank missed again, with those behind it, which that rank dropped. Returns why everything

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import NamedTuple
 
 from services.scheduler.core.events import RankProgress
 from shared.ids import Incarnation, SequenceId
-from shared.messages.worker import SequenceWork
 from shared.reliability.step_times import StepTimes, deadline_of
 
 MIN_REPORT_INTERVAL = 0.4
@@ -31,8 +30,6 @@ class ExpectedResult(NamedTuple):
     tokens: int
     extras: Mapping[SequenceId, int]
     prefills: bool
-    work: Sequence[SequenceWork] = ()
-    """What it computes."""
 
 
 class MissedPlan(NamedTuple):
@@ -72,10 +69,6 @@ class StepsInFlight:
     def in_flight(self) -> int:
         """Plans that were issued and have no result yet."""
         return self.issued - self.finished
-
-    def computing(self) -> set[SequenceId]:
-        """The sequences that the steps in flight compute."""
-        return {item.sequence for expected in self._expected for item in expected.work}
 
     def issue(self, expected: ExpectedResult, now: float) -> int:
         """Records that a plan is sent; returns its number."""
