@@ -16,9 +16,9 @@ STEP_MARGIN = 1.5
 class WatchLimits(Struct, frozen=True, kw_only=True):
     """How long a process may make no progress, in seconds."""
 
-    step: float = 90.0
+    step: float
     """Seconds that an engine with work in hand may take for a step. The scheduler's own limit is tighter."""
-    silence: float = 6.0
+    silence: float
     """Seconds without a word from a process that was ready."""
 
 
@@ -43,8 +43,8 @@ class _WatchedProcess(NamedTuple):
 class Watchdog:
     """Owns what was last heard of each process. `now` is the bus's liveness clock, which stops with the bus."""
 
-    def __init__(self, limits: WatchLimits | None = None) -> None:
-        self._limits = limits or WatchLimits()
+    def __init__(self, limits: WatchLimits) -> None:
+        self._limits = limits
         self._watched: dict[InstanceId, _WatchedProcess] = {}
 
     def record_lifecycle(self, message: Lifecycle, now: float) -> None:
