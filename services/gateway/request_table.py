@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from services.gateway.api.chat import AssistantMessage
 from services.gateway.api.errors import RequestError
-from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.generation import ChoiceRequest, GenerationRequest, RequestLimits
 from services.gateway.api.response import (
     ChoiceState,
     GenerationResponse,
@@ -109,44 +109,14 @@ class RequestTable:
         """Dispatches every sequence of a request. `details` describe its prompts where the client wants that, else it
         is empty. `meters`: other than the model's, for requests that no client has sent."""
         now, arrival = self._bus.liveness_now(), time.time()
-        grammar, parser = generation.output_grammar, generation.parser_options
-        reasoning = None if parser is None else parser.dialect.reasoning
+        grammar = generation.output_grammar
         max_model_len = self.cluster.max_model_len(generation.model)
         choices: dict[RequestId, ChoiceState] = {}
         effects: list[Effect] = []
         for choice in generation.choices(secrets.randbits(63)):
             request = RequestId(header.id if generation.sequences == 1 else f"{header.id}-{choice.position}")
-            prompt = choice.position // generation.n
-            state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
-            if parser is not None:
-                state.message = AssistantMessage(parser)
-            if details:
-                text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
-                state.echo, state.prompt_text = text if generation.echo else "", text
-                state.echo_first_token = (
-                    details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
-                )
-            choices[request] = state
-            message = Tokenize(
-                request=request,
-                attempt=FIRST_ATTEMPT,
-                gateway=self._gateway,
-                model=generation.model.name,
-                prompt=choice.prompt,
-                sampling=choice.sampling,
-                stopping=generation.stopping,
-                skip_special_tokens=generation.skip_special_tokens,
-                priority=generation.priority,
-                arrival=arrival,
-                cache_salt=generation.cache_salt,
-                prefix_caching=generation.prefix_caching,
-                grammar=grammar.grammar if grammar is not None else None,
-                bad_words=generation.bad_words,
-                truncate_prompt_tokens=generation.truncate_prompt_tokens,
-                max_model_len=max_model_len,
-                keep_markup=parser is not None,
-                thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
-            )
+            choices[request] = _choice_state(generation, choice, details)
+            message = _tokenize(generation, choice, request, self._gateway, arrival, max_model_len)
             effects += self._supervisor.open(message, now, accepted=meters is not None)
         response = GenerationResponse(
             header,
@@ -156,8 +126,7 @@ class RequestTable:
             time.monotonic(),
             grammar_field=grammar.field if grammar is not None else None,
         )
-        self._responses.add(response)
-        STREAMS.set(len(self._responses))
+        self._add(response)
         self._routes |= {request: (response, state) for request, state in choices.items()}
         await self._perform(effects)
         return response
@@ -169,9 +138,12 @@ class RequestTable:
         states = [ChoiceState(position, position // generation.n) for position in range(generation.sequences)]
         choices = {RequestId(f"{header.id}-{state.index}"): state for state in states}
         response = GenerationResponse(header, choices, writer, METERS.of(generation.model.name), time.monotonic())
+        self._add(response)
+        return response
+
+    def _add(self, response: GenerationResponse) -> None:
         self._responses.add(response)
         STREAMS.set(len(self._responses))
-        return response
 
     async def close(self, response: GenerationResponse, outcome: ResponseOutcome) -> None:
         """Ends a client's response: cancels what is still generated for it, then counts and logs it."""
@@ -306,6 +278,54 @@ class RequestTable:
         now = self._bus.liveness_now()
         probe = sent.probe
         await self._perform(self._supervisor.record_probe_reply(probe.request, probe.attempt, reply, now))
+
+
+def _choice_state(generation: GenerationRequest, choice: ChoiceRequest, details: list[PromptDetails]) -> ChoiceState:
+    """The state of a choice to which nothing has been sent. `details`: see `RequestTable.open`."""
+    prompt = choice.position // generation.n
+    state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
+    if generation.parser_options is not None:
+        state.message = AssistantMessage(generation.parser_options)
+    if details:
+        text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
+        state.echo, state.prompt_text = text if generation.echo else "", text
+        state.echo_first_token = (
+            details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
+        )
+    return state
+
+
+def _tokenize(
+    generation: GenerationRequest,
+    choice: ChoiceRequest,
+    request: RequestId,
+    gateway: GatewayId,
+    arrival: float,
+    max_model_len: int,
+) -> Tokenize:
+    """The first dispatch of a choice."""
+    grammar, parser = generation.output_grammar, generation.parser_options
+    reasoning = None if parser is None else parser.dialect.reasoning
+    return Tokenize(
+        request=request,
+        attempt=FIRST_ATTEMPT,
+        gateway=gateway,
+        model=generation.model.name,
+        prompt=choice.prompt,
+        sampling=choice.sampling,
+        stopping=generation.stopping,
+        skip_special_tokens=generation.skip_special_tokens,
+        priority=generation.priority,
+        arrival=arrival,
+        cache_salt=generation.cache_salt,
+        prefix_caching=generation.prefix_caching,
+        grammar=grammar.grammar if grammar is not None else None,
+        bad_words=generation.bad_words,
+        truncate_prompt_tokens=generation.truncate_prompt_tokens,
+        max_model_len=max_model_len,
+        keep_markup=parser is not None,
+        thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
+    )
 
 
 class EngineProber:
