@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, Listed] = {
         "Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer.",
     ),
     "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
+    "keys": Listed(RUN, "deploy.cli.keys", "Make an API key, or list those of a file: baton keys new NAME, list."),
     "chat": Listed(USE, "deploy.cli.chat", "Talk to the model in the terminal."),
     "batch": Listed(
         USE,

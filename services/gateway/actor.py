@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -10,10 +11,13 @@ from typing import Any
 from starlette.applications import Starlette
 
 from services.gateway.config import GatewayConfig
+from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
+from services.gateway.http.access import AccessControl
 from services.gateway.http.app import body_context, build_app
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.server import HttpServer
+from services.gateway.key_file import KeyFileWatcher
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.request_table import RequestTable
 from shared import topics
@@ -44,6 +48,7 @@ class Gateway(Actor):
         self._config = config
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
+        self.keys = KeyFileWatcher(config.api_keys, config.keys_file)
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
             self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
@@ -62,7 +67,7 @@ class Gateway(Actor):
             config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
-            keys=config.api_keys,
+            access=AccessControl(self.keys, share_prefixes=config.share_prefixes),
             cors_origins=config.cors_origins,
         )
 
@@ -74,12 +79,19 @@ class Gateway(Actor):
         ]
 
     async def set_up(self) -> None:
-        """Starts to listen. Raises SystemExit where the port is taken."""
+        """Starts to listen. Raises SystemExit where the port is taken, or the file of keys cannot be used."""
+        try:
+            self.keys.load()
+        except KeyFileError as error:
+            log.error("cannot use the keys", extra={"file": str(self.keys.path), "error": str(error)})
+            raise SystemExit(1) from None
         await self._listen()
 
     async def background(self) -> None:
-        """Sends probes to engines."""
-        await self.requests.prober.run()
+        """Sends probes to engines, and follows the file of keys."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.keys.watch())
+            await self.requests.prober.run()
 
     async def _listen(self) -> None:
         if not self._listens:

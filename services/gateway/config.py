@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -22,6 +24,14 @@ BODY_PATIENCE = 5.0
 """Seconds that a body waits for room: longer than a burst takes to be read, shorter than clients' timeouts."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach `host`; not so for a name, as it may come to mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     """The settings of one gateway process; each is a flag, an environment variable and a TOML key."""
 
@@ -30,12 +40,34 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     )
     port: Annotated[Port, Meta(description="HTTP port; 0 picks a free one."), UpOption(placed=True)] = 8000
     reuse_port: Annotated[bool, Meta(description="Share the port with other gateway processes.")] = False
+    published_host: Annotated[
+        str | None,
+        Meta(description="Address at which something else, such as Docker, publishes the port; default: `host`."),
+        ContainerVariable("BATON_HOST", "127.0.0.1"),
+    ] = None
+    insecure: Annotated[
+        bool,
+        Meta(description="Serve without API keys at an address that other machines can reach."),
+        UpOption(),
+        ContainerVariable(),
+    ] = False
     api_keys: Annotated[
         tuple[str, ...],
         Meta(description="API keys. Every client must send one of them; none: no key is required."),
         UpOption(name="api_key", placed=True, environment="BATON_API_KEY"),
         ContainerVariable(),
     ] = ()
+    """`KEY` or `NAME=sha256:HASH`; each may do everything."""
+    keys_file: Annotated[
+        Path | None,
+        Meta(description="TOML file of API keys and what each may do (`baton keys`); read again when it changes."),
+        UpOption(environment="BATON_KEYS_FILE"),
+    ] = None
+    share_prefixes: Annotated[
+        bool,
+        Meta(description="Let requests of different API keys share cached prefixes, which shows each what others ask."),
+        UpOption("KV store"),
+    ] = False
     cors_origins: Annotated[
         tuple[str, ...], Meta(description="Web origins that browsers may call from; * for all.")
     ] = ()
@@ -107,9 +139,15 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 60.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError where no body of `max_body` bytes would ever find room."""
+        """Raises ValueError where no body of `max_body` bytes would ever find room, or strangers would."""
         if self.max_bodies < 2 * self.max_body:
             raise ValueError(f"max_bodies {self.max_bodies}: it must be at least twice max_body ({self.max_body})")
+        reached_at = self.published_host or self.host
+        if not (self.api_keys or self.keys_file or self.insecure or is_loopback(reached_at)):
+            raise ValueError(
+                f"host {reached_at}: other machines could use this one without an API key; set a key (--api-key, or "
+                "BATON_API_KEY), a file of keys (--keys-file), or --insecure"
+            )
 
     def policy(self) -> RetryPolicy:
         """Returns the deadlines and the limits of retries."""

@@ -23,6 +23,8 @@ DISCONNECTS = Counter(
 )
 OPEN = Gauge("baton_gateway_open_requests", "Open requests, by whether an engine has them.", ["state"])
 BODY_BYTES = Gauge("baton_gateway_body_bytes", "Bytes that the bodies of open requests hold.")
+KEYS = Gauge("baton_gateway_api_keys", "API keys that clients may send.")
+KEYS_FILE_VALID = Gauge("baton_gateway_keys_file_valid", "1; 0 while the file of keys cannot be used as it is.")
 STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
 
 

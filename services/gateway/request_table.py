@@ -21,6 +21,7 @@ from services.gateway.api.response import (
     ResponseOutcome,
     ResponseWriter,
     cached_prompt_tokens,
+    prompt_tokens,
 )
 from services.gateway.core.cluster import ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
@@ -153,7 +154,7 @@ class RequestTable:
         if outcome in ("client left", "client too slow"):
             DISCONNECTS.labels(outcome).inc()
         meters = METERS.of(header.model)
-        meters.prompt_tokens += sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
+        meters.prompt_tokens += prompt_tokens(choices)
         meters.cached_tokens += sum(cached_prompt_tokens(choices))
         first = response.first_token_at
         summary: dict[str, Any] = {

@@ -16,15 +16,18 @@ from deploy.cli.up.options import given, placed, service_settings, stack_setting
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
-from deploy.supervisor.core.plan import POOLS, Counts
-from deploy.supervisor.launch import EVERY_SERVICE
+from deploy.supervisor.core.plan import POOLS, Counts, process_specs
+from deploy.supervisor.launch import EVERY_SERVICE, LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory
 from deploy.supervisor.settings import StackSettings
 from deploy.supervisor.spec import EmbeddedRedis, HostsSpec, OutsideBus, OutsideRedis, StackSpec, StoreSpec
 from deploy.supervisor.state_file import shared_memory
+from services.gateway.config import GatewayConfig
+from services.gateway.core.api_keys import KeyFileError
+from services.gateway.key_file import KeyFileWatcher
 from services.worker.distributed.binding import available_cores
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
-from shared.config import ServiceConfig
+from shared.config import ConfigError, ServiceConfig, load_config, process_environment
 from shared.ids import NodeId, checked_instance
 from shared.messages.lifecycle import Service
 from shared.settings import parse_bytes, settings_of
@@ -66,7 +69,9 @@ def stack_spec(
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     found = {"speculative": drafts, "threads": cpu_share(counts)}
     worker = {key: str(value) for key, value in found.items() if value is not None}
-    return StackSpec(
+    keys_file = values.get("keys_file")
+    gateway = {"keys_file": str(Path(keys_file).absolute())} if keys_file is not None else {}
+    spec = StackSpec(
         name=name,
         run_dir=run_dir,
         model=model_folder(dealt["model"], values.get("load_format"), run_dir),
@@ -76,7 +81,7 @@ def stack_spec(
         counts=counts,
         pp_layers=layer_split(values.get("pp_layers"), counts),
         store=store or StoreSpec(),
-        settings=merged(service_settings(values), {"worker": worker}, assigned),
+        settings=merged(service_settings(values), {"worker": worker, "gateway": gateway}, assigned),
         api_keys=tuple(dealt["api_key"]),
         outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
         hosts=hosts,
@@ -87,6 +92,25 @@ def stack_spec(
         orphan_timeout=dealt["orphan_timeout"],
         start_timeout=stack.start_timeout,
     )
+    if counts.leads:
+        check_gateway(spec)
+    return spec
+
+
+def check_gateway(spec: StackSpec) -> None:
+    """Raises CommandError where a gateway of the stack would refuse to start, for an address that is open to strangers
+    or for its keys."""
+    (process,) = process_specs("gateway", 1, spec.counts)
+    where = LaunchContext(port=spec.port, rendezvous=None)
+    argv = service_command(spec, process, where)[3:]
+    environment = {**process_environment(), **secret_settings(spec, process, where)}
+    try:
+        config = load_config("gateway", GatewayConfig, argv, environment)
+        KeyFileWatcher(config.api_keys, config.keys_file).load()
+    except ConfigError as error:
+        raise CommandError(str(error), status=2) from None
+    except KeyFileError as error:
+        raise CommandError(f"--keys-file {config.keys_file}: {error}", status=2) from None
 
 
 def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:

@@ -110,7 +110,8 @@ def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
 def curl_line(stack: Stack) -> str:
     """A question to copy into a shell."""
     body = {"model": stack.spec.served_model_name, "messages": [{"role": "user", "content": QUESTION}]}
-    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if stack.spec.api_keys else ""
+    needed = stack.spec.api_keys or "keys_file" in stack.spec.settings.get("gateway", {})
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needed else ""
     quoted = json.dumps(body).replace("'", "'\\''")
     return f"curl {stack.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n  -d '{quoted}'"
 

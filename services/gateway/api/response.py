@@ -114,7 +114,7 @@ class ChoiceState:
 def usage(choices: list[ChoiceState]) -> dict[str, Any]:
     """Returns OpenAI's `usage`. A prompt that several choices continue counts once; its cached tokens are those that
     none of them had to compute, as later choices find in the cache what the first one computed."""
-    prompt = sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
+    prompt = prompt_tokens(choices)
     completion = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": prompt,
@@ -122,6 +122,11 @@ def usage(choices: list[ChoiceState]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(cached_prompt_tokens(choices))},
     }
+
+
+def prompt_tokens(choices: list[ChoiceState]) -> int:
+    """Returns the tokens of all prompts. A prompt that several choices continue counts once."""
+    return sum({choice.prompt: choice.prompt_tokens for choice in choices}.values())
 
 
 def cached_prompt_tokens(choices: list[ChoiceState]) -> Iterable[int]:

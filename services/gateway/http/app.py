@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.api.errors import RequestError
+from services.gateway.core.api_keys import KeyScope
+from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
@@ -29,31 +32,34 @@ def build_app(
     *,
     bodies: BodyLimits,
     parser: BodyParser,
-    keys: Sequence[str],
+    access: AccessControl,
     cors_origins: Sequence[str],
 ) -> Starlette:
-    """Returns the ASGI application. `keys`: the API keys, none for no check."""
-    info = InfoEndpoints(table, parser)
-    secrets = [key.encode() for key in keys]
+    """Returns the ASGI application."""
+    info = InfoEndpoints(table, parser, access)
 
-    def route(method: str, path: str, handler: Handler, *, public: bool = False) -> Route:
-        return Route(path, Endpoint(handler, () if public else secrets, bodies), methods=[method])
+    def route(method: str, path: str, handler: Handler, scope: KeyScope | None) -> Route:
+        return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])
+
+    def generation(kind: Literal["chat", "completion"]) -> Handler:
+        return GenerationEndpoint(table, kind, parser, access, settings)
 
     return Starlette(
         routes=[
-            route("POST", "/v1/chat/completions", GenerationEndpoint(table, "chat", parser, settings)),
-            route("POST", "/v1/completions", GenerationEndpoint(table, "completion", parser, settings)),
-            route("GET", "/v1/models", info.models),
-            route("GET", "/v1/models/{name:path}", info.model),
-            route("POST", "/tokenize", info.tokenize),
-            route("POST", "/detokenize", info.detokenize),
-            route("GET", "/version", info.version),
-            route("GET", "/health", info.health, public=True),
-            route("GET", "/ping", info.health, public=True),
-            route("POST", "/ping", info.health, public=True),
-            route("GET", "/live", info.live, public=True),
-            route("GET", "/ready", info.ready, public=True),
-            route("GET", "/metrics", info.metrics, public=True),
+            route("POST", "/v1/chat/completions", generation("chat"), "inference"),
+            route("POST", "/v1/completions", generation("completion"), "inference"),
+            route("POST", "/tokenize", info.tokenize, "inference"),
+            route("POST", "/detokenize", info.detokenize, "inference"),
+            route("GET", "/v1/models", info.models, "read-only"),
+            route("GET", "/v1/models/{name:path}", info.model, "read-only"),
+            route("GET", "/version", info.version, "read-only"),
+            route("GET", "/admin/keys", info.keys, "admin"),
+            route("GET", "/health", info.health, None),
+            route("GET", "/ping", info.health, None),
+            route("POST", "/ping", info.health, None),
+            route("GET", "/live", info.live, None),
+            route("GET", "/ready", info.ready, None),
+            route("GET", "/metrics", info.metrics, None),
         ],
         middleware=_cors(cors_origins),
         exception_handlers={HTTPException: _not_found, Exception: _bug},

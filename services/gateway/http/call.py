@@ -8,14 +8,18 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError
+from services.gateway.api.response import ResponseOutcome
+from services.gateway.core.api_keys import ANONYMOUS
 from services.gateway.http.body_budget import BodyBudget
 from services.gateway.metrics import ERRORS
+from shared.ids import ModelName
 
 EXTENSION = "baton.connection"
 """Key in the ASGI scope's extensions under which the connection is found."""
@@ -41,6 +45,21 @@ class BodyLimits(NamedTuple):
     stall_timeout: float
     """Seconds that may pass without any byte."""
     budget: BodyBudget
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """What a call's audit line says; whoever learns something of it fills it in."""
+
+    status: int | None = None
+    """Of the response; None where none was started."""
+    outcome: ResponseOutcome | None = None
+    """Of a generation; None for everything else."""
+    request: str | None = None
+    """The generation's id, which the other lines of the logs have."""
+    model: ModelName | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 class ClientConnection(Protocol):
@@ -70,6 +89,9 @@ class Call:
         self._limits = limits
         self._lease = limits.budget.lease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
+        self.key = ANONYMOUS
+        """Whose request it is, once that has been found out."""
+        self.record = CallRecord()
         self._body_read = False
         """Whether the body has been read to its end."""
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -133,6 +155,7 @@ class Call:
 
     async def start(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
         """Sends a response's status and headers."""
+        self.record.status = status
         own = [(b"content-type", content_type), (b"x-request-id", self.id.encode())]
         await self.send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
 

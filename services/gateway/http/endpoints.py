@@ -6,11 +6,10 @@ Endpoints are plain ASGI: Starlette only routes to them, and nothing of it lies 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
@@ -20,8 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.api.generation import GenerationRequest, StreamOptions
-from services.gateway.api.response import GenerationResponse, ResponseHeader, ResponseWriter, response_body
+from services.gateway.api.response import (
+    GenerationResponse,
+    ResponseHeader,
+    ResponseWriter,
+    prompt_tokens,
+    response_body,
+)
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
+from services.gateway.core.api_keys import ANONYMOUS, KeyScope
+from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, Call
 from services.gateway.http.streaming import SseFrames, StreamWriter
@@ -44,32 +51,31 @@ Handler = Callable[[Call], Awaitable[None]]
 
 class Endpoint:
     """One route as an ASGI application. An `RequestError` becomes an error response. A bug is logged and becomes a
-    500, as
-    one client's request must not end the streams of all others."""
+    500, as one client's request must not end the streams of all others."""
 
-    def __init__(self, handler: Handler, keys: Sequence[bytes], limits: BodyLimits) -> None:
-        """Without `keys` everybody may call it."""
-        self._handler, self._keys, self._limits = handler, keys, limits
+    def __init__(
+        self, handler: Handler, path: str, scope: KeyScope | None, access: AccessControl, limits: BodyLimits
+    ) -> None:
+        """`path`: the route's, for audit lines. `scope`: what a client's key must allow; None: everybody may call it,
+        and there are no audit lines."""
+        self._handler, self._path, self._scope = handler, path, scope
+        self._access, self._limits = access, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
-        call = Call(scope, receive, send, self._limits)
+        call, began = Call(scope, receive, send, self._limits), time.monotonic()
+        identified = False
         try:
-            if self._keys:
-                self._authorize(call)
+            if self._scope is not None:
+                self._access.identify(call, self._scope)
+                identified = True
             await self._handler(call)
         except RequestError as error:
             await call.refuse(error)
         finally:
             call.close()
-
-    def _authorize(self, call: Call) -> None:
-        """Raises RequestError 401 without a valid key. Compares with every key, so that the time does not depend on
-        which one matches."""
-        scheme, _, given = (call.header(b"authorization") or b"").partition(b" ")
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            if identified or call.key is not ANONYMOUS:
+                self._access.audit(call, self._path, began)
 
 
 class StreamSettings(NamedTuple):
@@ -91,15 +97,19 @@ class GenerationEndpoint:
         table: RequestTable,
         kind: Literal["chat", "completion"],
         parser: BodyParser,
+        access: AccessControl,
         settings: StreamSettings,
     ) -> None:
         self._table, self._kind, self._parser, self._settings = table, kind, parser, settings
+        self._access = access
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
         table = self._table
         with table.arriving():
             generation: GenerationRequest = await self._parser.read(self._kind, await call.body())
+        call.record.model = generation.model.name
+        generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
@@ -109,6 +119,7 @@ class GenerationEndpoint:
         prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
         response_id = f"{prefix}-{secrets.token_hex(12)}"
         header = ResponseHeader(generation.kind, response_id, int(time.time()), generation.model.name)
+        call.record.request = response_id
         log.info(
             "request",
             extra={
@@ -194,6 +205,9 @@ class GenerationEndpoint:
             connection.on_lost = None
             outcome = response.ended.result() if response.ended.done() else "client left"
             await self._table.close(response, outcome)
+            call.record.outcome = outcome
+            call.record.prompt_tokens = prompt_tokens(response.choices)
+            call.record.output_tokens = sum(choice.tokens for choice in response.choices)
 
     async def _finish(self, call: Call, writing: Awaitable[None]) -> None:
         """Aborts the connection of a client that does not read the response's end."""
@@ -207,8 +221,8 @@ class GenerationEndpoint:
 class InfoEndpoints:
     """Answers everything but generation: models, tokens, health, metrics, version."""
 
-    def __init__(self, table: RequestTable, parser: BodyParser) -> None:
-        self._table, self._parser = table, parser
+    def __init__(self, table: RequestTable, parser: BodyParser, access: AccessControl) -> None:
+        self._table, self._parser, self._access = table, parser, access
 
     async def live(self, call: Call) -> None:
         """`/live`: 200 as long as the process answers at all."""
@@ -237,16 +251,20 @@ class InfoEndpoints:
         """`/version`: of the installed package."""
         await call.respond_json({"version": VERSION})
 
+    async def keys(self, call: Call) -> None:
+        """`/admin/keys`: the keys by name, and what each may do."""
+        await call.respond_json(self._access.keys())
+
     async def models(self, call: Call) -> None:
-        """`/v1/models`: all models that are served."""
-        data = [_model_body(card) for card in self._table.cluster.models()]
+        """`/v1/models`: all models that are served and that the client may use."""
+        data = [_model_body(card) for card in self._table.cluster.models() if call.key.allows_model(card.name)]
         await call.respond_json({"object": "list", "data": data})
 
     async def model(self, call: Call) -> None:
         """`/v1/models/NAME`. Raises RequestError 404."""
         name = call.scope["path_params"]["name"]
         card = self._table.cluster.model(ModelName(name))
-        if card is None:
+        if card is None or not call.key.allows_model(card.name):
             message = f"The model `{abbreviated(name)[1:-1]}` does not exist."
             raise RequestError(404, message, param="model", code="model_not_found")
         await call.respond_json(_model_body(card))
@@ -256,6 +274,8 @@ class InfoEndpoints:
         table = self._table
         with table.arriving():
             card, question = await self._parser.read("tokenize", await call.body())
+        call.record.model = card.name
+        check_model(card.name, call.key)
         encoded = await table.tokenizer.ask(card, question, EncodeReply)
         tokens = unpack(encoded.tokens)
         await call.respond_json(
@@ -271,6 +291,8 @@ class InfoEndpoints:
         """`/detokenize`: the text of token ids. Raises RequestError."""
         with self._table.arriving():
             card, question = await self._parser.read("detokenize", await call.body())
+        call.record.model = card.name
+        check_model(card.name, call.key)
         decoded = await self._table.tokenizer.ask(card, question, DecodeReply)
         await call.respond_json({"prompt": decoded.text})
 

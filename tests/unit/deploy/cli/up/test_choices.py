@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.ps import duration
-from deploy.cli.up.choices import cpu_share, layer_split, merged, mixed_engines, parsed_settings
+from deploy.cli.up.choices import check_gateway, cpu_share, layer_split, merged, mixed_engines, parsed_settings
 from deploy.errors import CommandError
 from deploy.model_choice import model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs
@@ -180,3 +180,20 @@ def test_without_weights_a_shape_will_do_for_a_model(tmp_path: Path) -> None:
     assert model_folder(None, None, tmp_path) == model_directory(None)
     with pytest.raises(CommandError, match=r"config\.json"):
         model_folder(str(tmp_path / "shapes"), "dummy", tmp_path)
+
+
+def test_a_stack_that_is_open_to_strangers_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"host 0\.0\.0\.0: .* \(--api-key, .* or --insecure"):
+        check_gateway(spec(host="0.0.0.0"))
+    check_gateway(spec(host="0.0.0.0", api_keys=("k",)))
+    check_gateway(spec(host="0.0.0.0", settings={"gateway": {"insecure": "true"}}))
+    config = tmp_path / "baton.toml"
+    config.write_text('[gateway]\napi_keys = ["k"]\n')
+    check_gateway(spec(host="0.0.0.0", config=config))
+
+
+def test_a_file_of_keys_is_read_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("[keys.alice]\n")
+    with pytest.raises(CommandError, match=r"keys\.alice: .*missing required field `hash`"):
+        check_gateway(spec(settings={"gateway": {"keys_file": str(file)}}))

@@ -1,0 +1,210 @@
+"""Named keys over real HTTP: scopes, models, priorities, salts, audit lines, and a file that changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from deploy.cli.keys import new_key
+from services.gateway.config import GatewayConfig
+from shared.bus.memory_bus import MemoryBus
+from shared.messages.tokenizer import Tokenize
+from tests.support.gateway.fake_services import MODEL, eventually
+from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+
+HELLO: Any = [{"role": "user", "content": "a secret text"}]
+
+
+class Keys:
+    """A file of keys, and a client for each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.secrets: dict[str, str] = {}
+
+    def new(self, name: str, **fields: object) -> None:
+        self.secrets[name] = new_key(self.path, name, fields)
+
+    def client(self, stack: GatewayStack, name: str) -> openai.AsyncOpenAI:
+        return stack.openai.with_options(api_key=self.secrets[name])
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.secrets[name]}"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    made = Keys(tmp_path / "keys.toml")
+    made.new("alice")
+    made.new("bob", priority_ceiling=-3)
+    made.new("reader", scopes=["read-only"])
+    made.new("stranger", models=["another/model"])
+    made.new("root", scopes=["admin"])
+    return made
+
+
+@pytest.fixture
+async def stack(memory_bus: MemoryBus, keys: Keys) -> AsyncIterator[GatewayStack]:
+    async with gateway_stack(memory_bus, keys_file=keys.path, api_keys=("key-1",)) as stack:
+        yield stack
+
+
+async def chat(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    return await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3, **fields)
+
+
+def tokenizes(stack: GatewayStack) -> list[Tokenize]:
+    return [message for message in stack.ring.seen if isinstance(message, Tokenize)]
+
+
+async def test_each_scope_allows_its_endpoints_only(stack: GatewayStack, keys: Keys) -> None:
+    await chat(stack.openai)  # the key of the settings
+    await chat(keys.client(stack, "alice"))
+    await keys.client(stack, "alice").models.list()
+    reader = keys.client(stack, "reader")
+    assert [model.id for model in (await reader.models.list()).data] == [MODEL]
+    with pytest.raises(openai.PermissionDeniedError, match="'reader' has the scopes read-only; this needs inference"):
+        await chat(reader)
+    for name, status in (("alice", 403), ("reader", 403), ("root", 200)):
+        answer = await stack.http.get("/admin/keys", headers=keys.headers(name))
+        assert answer.status_code == status
+    listed = {key["name"]: key for key in answer.json()["data"]}
+    assert set(listed) == {"default", "alice", "bob", "reader", "stranger", "root"}
+    assert listed["stranger"]["models"] == ["another/model"]
+    assert answer.json()["file"] == {"path": str(keys.path), "error": None}
+    with pytest.raises(openai.AuthenticationError):
+        await chat(stack.openai.with_options(api_key="wrong"))
+
+
+async def test_a_model_that_a_key_may_not_use_is_refused_and_not_listed(stack: GatewayStack, keys: Keys) -> None:
+    stranger = keys.client(stack, "stranger")
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        await chat(stranger)
+    assert refused.value.code == "model_not_found"
+    assert (await stranger.models.list()).data == []
+    with pytest.raises(openai.NotFoundError):
+        await stranger.models.retrieve(MODEL)
+    asked = await stack.http.post("/tokenize", json={"prompt": "a b"}, headers=keys.headers("stranger"))
+    assert asked.status_code == 403
+    assert tokenizes(stack) == []
+
+
+async def test_no_request_goes_before_its_keys_ceiling(stack: GatewayStack, keys: Keys) -> None:
+    with pytest.raises(openai.BadRequestError, match="priority: -1 is not allowed; requests of this key may have 0"):
+        await chat(keys.client(stack, "alice"), extra_body={"priority": -1})
+    await chat(keys.client(stack, "alice"), extra_body={"priority": 4})
+    await chat(keys.client(stack, "bob"), extra_body={"priority": -3})
+    assert [message.priority for message in tokenizes(stack)] == [4, -3]
+
+
+async def test_the_cache_salt_follows_the_key(stack: GatewayStack, keys: Keys) -> None:
+    for name in ("alice", "bob"):
+        await chat(keys.client(stack, name))
+        await chat(keys.client(stack, name), extra_body={"cache_salt": "own"})
+    assert [message.cache_salt for message in tokenizes(stack)] == ["alice/", "alice/own", "bob/", "bob/own"]
+
+
+async def test_prefixes_are_shared_where_that_is_configured(memory_bus: MemoryBus, keys: Keys) -> None:
+    async with gateway_stack(memory_bus, keys_file=keys.path, share_prefixes=True) as stack:
+        await chat(keys.client(stack, "alice"))
+        await chat(keys.client(stack, "bob"), extra_body={"cache_salt": "own"})
+        assert [message.cache_salt for message in tokenizes(stack)] == [None, "own"]
+
+
+async def test_each_request_leaves_a_line_without_any_text(
+    stack: GatewayStack, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        answer = await chat(keys.client(stack, "alice"))
+        stream = await chat(keys.client(stack, "bob"), stream=True)
+        async for _ in stream:
+            pass
+        with pytest.raises(openai.PermissionDeniedError):
+            await chat(keys.client(stack, "stranger"))
+        with pytest.raises(openai.PermissionDeniedError):
+            await chat(keys.client(stack, "reader"))
+
+        def lines() -> list[Any]:
+            return [vars(record) for record in caplog.records if record.getMessage() == "audit"]
+
+        await eventually(lambda: len(lines()) == 4)
+    said = [
+        (line["key"], line["status"], line.get("outcome"), line["prompt_tokens"], line["output_tokens"])
+        for line in lines()
+    ]
+    assert said == [
+        ("alice", 200, "finished", 3, 3),
+        ("bob", 200, "finished", 3, 3),
+        ("stranger", 403, None, 0, 0),
+        ("reader", 403, None, 0, 0),
+    ]
+    assert lines()[0]["request"] == answer.id
+    assert {line["endpoint"] for line in lines()} == {"/v1/chat/completions"}
+    assert [line.get("model") for line in lines()] == [MODEL, MODEL, MODEL, None]
+    assert not any("secret text" in repr(line) or keys.secrets["alice"] in repr(line) for line in lines())
+
+
+async def test_the_file_is_read_again_when_it_changes_and_a_bad_one_changes_nothing(
+    stack: GatewayStack, keys: Keys
+) -> None:
+    watcher = stack.gateway.keys
+    keys.new("carol")
+    await eventually(lambda: len(watcher.ring) == 7)
+    await chat(keys.client(stack, "carol"))
+    good = keys.path.read_text()
+    keys.path.write_text(good + "\n[keys.")
+    await eventually(lambda: watcher.error is not None)
+    await chat(keys.client(stack, "carol"))
+    listed = await stack.http.get("/admin/keys", headers=keys.headers("root"))
+    assert "not valid TOML" in listed.json()["file"]["error"]
+    assert "baton_gateway_keys_file_valid 0.0" in (await stack.http.get("/metrics")).text
+    keys.path.unlink()
+    await eventually(lambda: "No such file" in str(watcher.error))
+    keys.path.write_text(good.replace("[keys.carol]", "[keys.caroline]"))
+    await eventually(lambda: watcher.error is None)
+    await chat(keys.client(stack, "carol"))
+    assert tokenizes(stack)[-1].cache_salt == "caroline/"
+    keys.path.write_text(good.partition("[keys.carol]")[0])
+    await eventually(lambda: len(watcher.ring) == 6)
+    with pytest.raises(openai.AuthenticationError):
+        await chat(keys.client(stack, "carol"))
+
+
+async def test_a_file_without_keys_opens_nothing(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    empty = tmp_path / "keys.toml"
+    empty.touch()
+    async with gateway_stack(memory_bus, keys_file=empty) as stack:
+        with pytest.raises(openai.AuthenticationError):
+            await chat(stack.openai)
+        assert (await stack.http.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "::1"}, False),
+        ({"host": "localhost"}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": ""}, True),
+        ({"host": "::"}, True),
+        ({"host": "10.0.0.7"}, True),
+        ({"host": "gateway.example"}, True),
+        ({"host": "0.0.0.0", "insecure": True}, False),
+        ({"host": "0.0.0.0", "api_keys": ("k",)}, False),
+        ({"host": "0.0.0.0", "keys_file": Path("keys.toml")}, False),
+        ({"host": "0.0.0.0", "published_host": "127.0.0.1"}, False),
+        ({"host": "127.0.0.1", "published_host": "0.0.0.0"}, True),
+    ],
+)
+def test_strangers_are_let_in_only_on_purpose(settings: dict[str, Any], refused: bool) -> None:
+    if not refused:
+        GatewayConfig(**settings)
+        return
+    with pytest.raises(ValueError, match="other machines could use this one without an API key"):
+        GatewayConfig(**settings)
