@@ -117,6 +117,7 @@ class ModelServiceConfig(ServiceConfig, frozen=True, kw_only=True):
 
 
 COMMON_KEYS = frozenset(settings_of(ServiceConfig))
+_COMMON_VARIABLES = tuple(f"{ENVIRONMENT_PREFIX}{key.upper()}" for key in ("config", *sorted(COMMON_KEYS)))
 
 
 class _Given(NamedTuple):
@@ -156,8 +157,19 @@ def load_or_exit(service: str, config_type: type[C]) -> C:
 
 
 def process_environment() -> dict[str, str]:
-    """A copy of this process's environment, for children of the supervisor to inherit."""
+    """A copy of this process's environment."""
     return dict(os.environ)
+
+
+def inherited_environment(service: str | None = None) -> dict[str, str]:
+    """What a process that the supervisor starts inherits of this process's environment: of our own variables only those
+    that are settings of its service, so that no service gets another's secrets or the cluster's. None: no service."""
+    read = () if service is None else (f"{ENVIRONMENT_PREFIX}{service.upper()}_", *_COMMON_VARIABLES)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENVIRONMENT_PREFIX) or name.startswith(read[:1]) or name in read
+    }
 
 
 def _default_instance(service: str) -> str:

@@ -5,6 +5,7 @@ The bus puts its namespace (`baton.` unless configured) in front of each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ from shared.messages import (
 from shared.messages import kv_events as kv_events_messages
 
 M = TypeVar("M")
+_SUBJECT_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +182,9 @@ def scaling() -> Topic[supervisor.Scale]:
 
 ADMIN = "admin"
 """Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`, JSON in and out."""
+
+
+def inbox_prefix(user: str | None) -> str:
+    """What the subjects begin with where replies to this user's requests arrive; the user's own, so that a server can
+    keep it from all others. Below NATS's own prefix, so that one who allows `_INBOX.>` allows it, too."""
+    return f"_INBOX.{user}" if user is not None and _SUBJECT_TOKEN.fullmatch(user) else "_INBOX"

@@ -25,6 +25,7 @@ from deploy.supervisor.servers.server_process import HOST, free_port
 from deploy.supervisor.spec import StackSpec
 from shared import topics
 from shared.bus import Bus, BusError
+from shared.config import inherited_environment
 from shared.ids import EngineId
 from shared.messages.lifecycle import Lifecycle
 
@@ -94,7 +95,11 @@ class CommandExecutor:
             redis_url=self._store.redis_url,
             device=order.device,
         )
-        environment = {**self._access.environment(process.service), **secret_settings(self._spec, process, where)}
+        environment = {
+            **inherited_environment(process.service),
+            **self._access.environment(process.service),
+            **secret_settings(self._spec, process, where),
+        }
         if process.service == "worker":
             environment |= self._network
         argv = self._launch(self._spec, process, where)

@@ -61,7 +61,7 @@ from deploy.supervisor.state_file import (
 )
 from shared import topics
 from shared.bus import Bus
-from shared.config import process_environment
+from shared.config import inherited_environment
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleReply
@@ -96,7 +96,7 @@ class Stack:
         self.supervisor = Supervisor(spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0))
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
-        self.children = ChildProcesses(process_environment(), spec.run_dir)
+        self.children = ChildProcesses(inherited_environment(), spec.run_dir)
         self._access = BusAccess(spec)
         self._store = StoreAccess(spec)
         self._executor = CommandExecutor(spec, launch, self._access, self._store, self.children, self.logs)

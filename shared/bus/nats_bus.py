@@ -37,7 +37,7 @@ from shared.bus.concurrent_requests import ConcurrentRequests
 from shared.bus.liveness import LivenessClock
 from shared.bus.unconfirmed import Unconfirmed
 from shared.telemetry.metrics import BUS_CONNECTED
-from shared.topics import Topic
+from shared.topics import Topic, inbox_prefix
 
 
 @contextlib.contextmanager
@@ -250,7 +250,8 @@ class NatsBus:
     async def flush(self) -> None:
         """See `Bus.flush`."""
         try:
-            await self._client.flush(timeout=2)
+            for _ in range(2):  # the client's first PING overtakes what its own writer has not written yet
+                await self._client.flush(timeout=2)
         except nats.errors.Error as error:
             raise ReplyTimeout(f"flush: {error}") from None
 
@@ -310,13 +311,15 @@ async def connect(options: NatsOptions) -> NatsBus:
 
     async def failed(error: Exception) -> None:
         last_error[:] = [error]
-        log.warning("bus error", extra={"error": repr(error)})
+        refused = "permissions violation" in str(error).lower()
+        log.log(logging.ERROR if refused else logging.WARNING, "bus error", extra={"error": repr(error)})
 
     arguments: dict[str, Any] = {
         "servers": list(options.servers),
         "name": options.name,
         "user": options.user,
         "password": options.password,
+        "inbox_prefix": inbox_prefix(options.user),
         "user_credentials": str(options.credentials) if options.credentials else None,
         "tls": ssl.create_default_context(cafile=str(options.tls_ca)) if options.tls_ca else None,
         "disconnected_cb": disconnected,

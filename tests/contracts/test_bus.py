@@ -10,11 +10,12 @@ from shared import topics
 from shared.bus import Bus, EndpointError, NoResponders, PayloadTooLarge, ReplyTimeout, Undelivered
 from shared.bus.codec import encode
 from shared.bus.concurrent_requests import MAX_REQUESTS
-from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_bus import NatsBus, NatsOptions, connect
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import RequestFailed
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.topics import Topic
+from tests.support.cluster.nats_server import NatsServer
 
 ENGINE = EngineId("engine-1")
 CANCEL = Cancel(RequestId("r"), Attempt(1))
@@ -43,6 +44,24 @@ async def test_a_message_arrives_at_every_subscriber_in_the_order_sent(any_bus: 
         await any_bus.publish(topic, message)
     async with asyncio.timeout(DEADLINE):
         assert await first == await second == sent
+
+
+async def test_a_flush_returns_after_everything_before_it_has_reached_the_server(own_nats: NatsServer) -> None:
+    """A subscription made before it hears what another connection sends after it."""
+    options = NatsOptions(servers=(own_nats.url,))
+    hearing, sending = await connect(options), await connect(options)
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    try:
+        for number in range(100):
+            topic = Topic(f"flushed.{number}", int)
+            await hearing.subscribe(topic, heard.put)
+            await hearing.flush()
+            await sending.publish(topic, number)
+            async with asyncio.timeout(DEADLINE):
+                assert await heard.get() == number
+    finally:
+        await hearing.close()
+        await sending.close()
 
 
 async def test_a_queue_group_shares_its_messages(any_bus: Bus) -> None:

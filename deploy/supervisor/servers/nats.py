@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import shutil
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -13,12 +16,15 @@ from msgspec.structs import replace
 
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.servers.nats_config import USERS, User, make_passwords, nats_config, passwords_of
+from deploy.supervisor.servers.nats_config import SHARED_INBOXES, make_passwords, nats_config, passwords_of
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
 from deploy.supervisor.spec import HostsSpec, StackSpec
 from deploy.supervisor.state_file import StackState, write_private
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
+from shared.permissions import User
+
+log = logging.getLogger(__name__)
 
 NAME = "nats-server"
 
@@ -53,7 +59,8 @@ class NatsServer:
         """`hosts`: others join; None: it is for this machine alone. `former`: what it is to go on as."""
         self.passwords: Mapping[User, str] = passwords_of(hosts.token) if hosts and hosts.token else make_passwords()
         if former is not None and former.nats_passwords:
-            self.passwords = {user: former.nats_passwords[user] for user in USERS}
+            self.passwords = {user: former.nats_passwords.get(user, made) for user, made in self.passwords.items()}
+        self._children = children
         self._config = run_dir / "nats.conf"
         self._namespace = namespace
         self._host = hosts.master if hosts else HOST
@@ -68,12 +75,38 @@ class NatsServer:
 
     async def start(self, now: float) -> None:
         """Returns once it listens. Raises NatsServerUnavailable."""
-        if not self.process.is_adopted:
-            write_private(self._config, nats_config(self._host, self.port, self._namespace, self.passwords).encode())
+        former = self._former_config() if self.process.is_adopted else None
+        if former is None:
+            write_private(self._config, self._written().encode())
         try:
             await self.process.start(now)
         except ServerNotStarted as error:
             raise NatsServerUnavailable(str(error)) from None
+        if former is not None:
+            self._reconfigure(former)
+
+    def _former_config(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._config.read_text()
+        return ""
+
+    def _written(self, *, shared_inboxes: bool = False) -> str:
+        return nats_config(self._host, self.port, self._namespace, self.passwords, shared_inboxes=shared_inboxes)
+
+    def _reconfigure(self, former: str) -> None:
+        """Gives the users of an adopted server what this release's services need. Those of a former release that live
+        on keep what they were allowed; and all keep their connections."""
+        config = self._written(shared_inboxes=json.dumps(SHARED_INBOXES) in former)
+        if config == former:
+            return
+        new = self._config.with_name(f"{self._config.name}.new")
+        try:
+            write_private(new, config.encode())
+            new.replace(self._config)
+        except OSError as error:
+            log.error("permissions on the bus stay as they were", extra={"error": str(error)})
+        else:
+            self._children.signal(NAME, signal.SIGHUP)
 
 
 # How the supervisor, its children and the operator reach the bus: the embedded server or one outside.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -27,6 +28,7 @@ from shared.bus import Bus, BusError
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import Scale, ScaleReply, ScaleResult
+from shared.permissions import USERS
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.small_disk import fill, small_disk
@@ -169,10 +171,19 @@ def test_a_new_supervisor_takes_over_what_was_scaled_and_ends_what_nobody_wrote_
     for name in ("tokenizer-2", "tokenizer-3"):
         unwritten.start(name, [sys.executable, "-c", "import time; time.sleep(600)"], stack.run_dir / "log", {})
     strangers = list(unwritten.identities().values())
+    config = stack.run_dir / "nats.conf"
+    former = re.sub(r'"_INBOX\.\w+\.>"', '"_INBOX.>"', config.read_text())  # as a release before this one wrote it
+    config.write_text(former)
     stack.start_supervisor()
     stack.until(lambda state: state.pid == stack.process.pid)
     stack.ready()
     assert {name: stack.pid(name) for name in stack.instances()} == before
+    assert '"_INBOX.gateway.>", "_INBOX.>"' in config.read_text()
+    log = stack.run_dir / "logs" / "nats-server.log"
+    deadline = time.monotonic() + DEADLINE
+    while "Reloaded server configuration" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "Reloaded server configuration" in log.read_text()
     deadline = time.monotonic() + DEADLINE
     while any(each.lives for each in strangers) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -328,6 +339,24 @@ def test_what_holds_secrets_is_for_its_owner_only(lasting: TinyStack) -> None:
     shown = " ".join(psutil.Process(lasting.pid("gateway-1")).cmdline())
     password = (lasting.run_dir / "nats.conf").read_text().split("user: gateway, password: ")[1].split('"')[1]
     assert password not in shown
+
+
+def test_a_process_has_the_secrets_of_its_own_service_only(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"BATON_CLUSTER_TOKEN": "cluster-wide-secret", "BATON_API_KEY": "key", "BATON_REDIS_URL": "redis://:p@h"}
+    own = {"BATON_TOKENIZER_BUSY": "false", "BATON_GATEWAY_BUSY": "false", "BATON_LOG_LEVEL": "warning"}
+    for name, value in {**others, **own}.items():
+        monkeypatch.setenv(name, value)
+    stack = start()
+    stack.ready()
+    text = (stack.run_dir / "nats.conf").read_text()
+    passwords = {user: text.split(f"user: {user}, password: ")[1].split('"')[1] for user in USERS}
+    for service in ("gateway", "tokenizer", "coordinator", "detokenizer"):
+        environment = psutil.Process(stack.pid(f"{service}-1")).environ()
+        assert others.keys() & environment.keys() == set()
+        assert {value for value in passwords.values() if value in environment.values()} == {passwords[service]}
+        assert own.keys() & environment.keys() == {"BATON_LOG_LEVEL", f"BATON_{service.upper()}_BUSY"} & own.keys()
+    server = psutil.Process(stack.ready().nats_pid).environ()
+    assert [name for name in server if name.startswith("BATON_") and "PROCESS" not in name] == []
 
 
 async def test_without_a_password_the_bus_is_closed(lasting: TinyStack) -> None:

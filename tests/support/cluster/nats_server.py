@@ -25,7 +25,8 @@ class NatsServer:
         """`more`: lines of its configuration."""
         self.port = free_port()
         self._config = folder / f"nats-{self.port}.conf"
-        self._config.write_text(f'host: "127.0.0.1"\nport: {self.port}\nmax_payload: {max_payload}\n{more}\n')
+        self._listener = f'host: "127.0.0.1"\nport: {self.port}\nmax_payload: {max_payload}\n'
+        self._config.write_text(f"{self._listener}{more}\n")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,6 +43,12 @@ class NatsServer:
                 return
             time.sleep(0.02)
         raise RuntimeError(f"nats-server did not listen on {self.port} within {START_DEADLINE} s")
+
+    def reconfigure(self, more: str) -> None:
+        """Reads its configuration again, with other lines of `more`."""
+        assert self._process is not None
+        self._config.write_text(f"{self._listener}{more}\n")
+        self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         if self._process is not None:
