@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-faults test-slow test-gpu test-compose lint fmt proto bench wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-faults test-slow test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,10 @@ proto: $(DEV) ## the Python of kvstore/transfer/transfer.proto
 
 bench: setup ## measures a running stack: make bench ARGS="serve --max-concurrency 16"
 	@$(BIN)/baton bench $(ARGS)
+
+# Two of what it kills, and everything that a stack can have. Other layouts: make chaos ARGS="--tp 2 --pp 2".
+chaos: setup ## an hour of faults under load on a stack of its own: make chaos ARGS="--duration 300 --seed 7"
+	@$(BIN)/baton chaos --duration 3600 --engines 2 --kvstore-memory 64MiB --redis --output-json chaos.json $(ARGS)
 
 wheels: ## for a machine without a network: make wheels FOR=3.12 OUT=.wheels THERE=its-packages.txt
 	$(PYTHON) -m deploy.without_network.wheels --python $(FOR) --out $(OUT) $(if $(THERE),--there $(THERE))

@@ -52,6 +52,12 @@ COMMANDS: Mapping[str, Listed] = {
         "peers|gpu.",
         PASSED_ON,
     ),
+    "chaos": Listed(
+        USE,
+        "deploy.cli.chaos",
+        "Take a stack of this command's own apart under load, fault by fault, and check that no stream is lost or "
+        "altered.",
+    ),
     "ps": Listed(OPERATE, "deploy.cli.ps", "Show every process of a stack: phase, load, uptime."),
     "top": Listed(
         OPERATE,

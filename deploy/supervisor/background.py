@@ -24,8 +24,9 @@ STOP_TIMEOUT = 120.0
 """Seconds; the supervisor has tighter deadlines of its own."""
 
 
-def start_in_background(run_dir: Path, argv: list[str]) -> None:
-    """Shows what the supervisor says until it is ready. Raises CommandError where it ends before.
+def start_in_background(run_dir: Path, argv: list[str], *, show: bool = True) -> None:
+    """Shows what the supervisor says until it is ready, unless `show` is off. Raises CommandError where it ends before,
+    with that text where it was not shown.
 
     It has deadlines of its own (`--start-timeout`), so there is none here.
     """
@@ -44,7 +45,7 @@ def start_in_background(run_dir: Path, argv: list[str]) -> None:
         )
         os.close(ready_write)
         try:
-            _wait(supervisor, ready_read, said)
+            _wait(supervisor, ready_read, said, show)
         except KeyboardInterrupt:
             supervisor.terminate()
             raise
@@ -52,16 +53,19 @@ def start_in_background(run_dir: Path, argv: list[str]) -> None:
             os.close(ready_read)
 
 
-def _wait(supervisor: subprocess.Popen[bytes], ready: int, said: BinaryIO) -> None:
+def _wait(supervisor: subprocess.Popen[bytes], ready: int, said: BinaryIO, show: bool) -> None:
     """The supervisor writes to `ready` once everything is up; the pipe's end without that is its own end."""
     while not select.select([ready], [], [], SHOW_EVERY)[0]:
-        _pass_on(said)
+        if show:
+            _pass_on(said)
     is_up = os.read(ready, 1) != b""
     if not is_up:
         supervisor.wait()
-    _pass_on(said)
+    if show:
+        _pass_on(said)
     if not is_up:
-        raise CommandError("the stack did not start", status=supervisor.returncode or 1)
+        words = said.read().decode(errors="replace").strip()  # nothing where it was shown
+        raise CommandError("the stack did not start" + (f":\n{words}" if words else ""), supervisor.returncode or 1)
 
 
 def _pass_on(said: BinaryIO) -> None:

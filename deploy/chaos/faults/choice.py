@@ -1,0 +1,20 @@
+"""All faults by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deploy.chaos.faults.fault import Fault
+from deploy.chaos.faults.processes import Kill, Pause, Stop, Terminate
+from deploy.errors import CommandError
+
+FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in (Kill(), Stop(), Pause(), Terminate())}
+
+
+def chosen_faults(names: str | None) -> list[Fault]:
+    """Those of a list such as `kill,stop`; all of them without a list. Raises CommandError."""
+    wanted = list(FAULTS) if names is None else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in FAULTS:
+            raise CommandError(f"--faults {names}: {name!r} is none of {', '.join(FAULTS)}", status=2)
+    return [FAULTS[name] for name in dict.fromkeys(wanted)]

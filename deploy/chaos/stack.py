@@ -1,0 +1,98 @@
+"""The stack that is taken apart: one of chaos's own, in a run directory of its own. No other stack is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from deploy.errors import CommandError
+from deploy.supervisor.background import start_in_background
+from deploy.supervisor.log_files import log_files
+from deploy.supervisor.orphans import end_stack
+from deploy.supervisor.processes import ProcessIdentity, start_time
+from deploy.supervisor.state_file import MemberRecord, StackState, read_state
+
+SUPERVISOR = "supervisor"
+ORPHAN_TIMEOUT = "--orphan-timeout=60"
+"""Longer than a supervisor is away, and short where chaos itself was killed."""
+BUG = b"Traceback (most recent call last)"
+
+
+class ChaosStack:
+    """Owns one `baton up` in the background, and starts its supervisor again where that was killed."""
+
+    def __init__(self, run_dir: Path, argv: Sequence[str]) -> None:
+        """`argv`: options of `baton up`."""
+        self.run_dir = run_dir
+        self._argv = ["up", "--port=0", ORPHAN_TIMEOUT, *argv, "--run-dir", str(run_dir)]
+
+    def start(self) -> None:
+        """Returns when it is ready; also takes over what a killed supervisor left. Raises CommandError."""
+        start_in_background(self.run_dir, self._argv, show=False)
+
+    def end(self) -> None:
+        """Nothing of it is left afterwards but its logs. Raises CommandError."""
+        end_stack(self.run_dir, now=True)
+
+    @property
+    def state(self) -> StackState:
+        """As of now. Raises CommandError where all of it has ended."""
+        state = read_state(self.run_dir)
+        if state is None:
+            raise CommandError(f"the stack has ended; its logs: {self.run_dir / 'logs'}")
+        return state
+
+    def member(self, name: str) -> MemberRecord | None:
+        """The process of a service; None for a server, or the supervisor."""
+        return next((member for member in self.state.members if member.instance == name), None)
+
+    def identity(self, name: str) -> ProcessIdentity | None:
+        """The living process of that name; None where none is there just now."""
+        state = self.state
+        found = state.processes.get(name)
+        if name == SUPERVISOR:
+            found = ProcessIdentity(state.pid, start_time(state.pid) or 0.0)
+        return found if found is not None and found.lives else None
+
+    def signal(self, name: str, number: signal.Signals) -> ProcessIdentity | None:
+        """Sends it to the process of that name; which one that was, None where none is there."""
+        identity = self.identity(name)
+        if identity is not None:
+            send(identity, number)
+        return identity
+
+    def peers(self, name: str) -> int:
+        """How many processes do the same as this one, itself included; ranks count as one with their engine."""
+        member = self.member(name)
+        if member is None:
+            return 1
+        same = [each for each in self.state.members if each.service == member.service and each.wanted]
+        return len({each.engine or each.instance for each in same if each.pool == member.pool})
+
+    def bugs(self) -> int:
+        """Exceptions that no code expected, in all logs so far: they end their process, and its work is repeated."""
+        return sum(path.read_bytes().count(BUG) for path in log_files(self.run_dir / "logs"))
+
+
+def send(identity: ProcessIdentity, number: signal.Signals) -> None:
+    """Signals this very process, and none that has its pid by now."""
+    if identity.lives:
+        with suppress(ProcessLookupError):
+            os.kill(identity.pid, number)
+
+
+@contextmanager
+def chaos_stack(argv: Sequence[str], run_dir: Path | None) -> Iterator[ChaosStack]:
+    """A stack with these options of `baton up`, ended with the context. Without `run_dir` its logs are gone then, too.
+    Raises CommandError where it does not start."""
+    with tempfile.TemporaryDirectory(prefix="baton-chaos-") as folder:
+        stack = ChaosStack(Path(folder) if run_dir is None else run_dir.expanduser().absolute(), argv)
+        try:
+            stack.start()
+            yield stack
+        finally:
+            stack.end()

@@ -1,0 +1,97 @@
+"""`baton chaos`: how it is typed, and its way from a stack's start to the report."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deploy.cli.running_stack import AsJson
+from deploy.cli.up.options import given, offers, with_options
+from deploy.errors import CommandError
+
+STACK = "The stack that it starts"
+STACK_OPTIONS = (
+    "model",
+    "device",
+    "engines",
+    "tp",
+    "pp",
+    "prefill",
+    "decode",
+    "gateways",
+    "tokenizers",
+    "detokenizers",
+    "coordinators",
+    "kvstore_memory",
+    "redis",
+    "wait_for_engines_s",
+)
+"""Options of `baton up` that also say what stack is taken apart; every other setting is given by --set."""
+
+
+def chaos(
+    faults: Annotated[str | None, typer.Option(help="Kinds of faults, e.g. kill,stop. Default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed is the same schedule.")] = 0,
+    duration: Annotated[float, typer.Option(min=1, help="Seconds; the last round is finished.")] = 180.0,
+    streams: Annotated[int, typer.Option(min=1, max=256, help="Clients, each with one open stream.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 80,
+    output_json: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
+    as_json: AsJson = False,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the stack keeps its logs and state. Default: removed at the end.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="SERVICE.KEY=VALUE, any setting of a service.", metavar="SETTING", rich_help_panel=STACK
+        ),
+    ] = None,
+    **typed: Any,
+) -> None:
+    """Take a stack of this command's own apart under load, fault by fault, and check that no stream is lost or altered.
+
+    Ends with status 1 where a stream was lost or altered, something stayed held, or a process did not come back.
+    """
+    from deploy.chaos.faults.choice import chosen_faults
+    from deploy.chaos.report import figures, round_line, text
+    from deploy.chaos.run import ChaosOptions, ChaosRun, RoundResult
+    from deploy.chaos.schedule import Strike
+    from deploy.chaos.stack import chaos_stack
+    from services.bench.report import OutputOptions, Report
+
+    chosen = chosen_faults(faults)
+    argv = [*_up_options(given(typed)), *(f"--set={each}" for each in settings or ())]
+    output = OutputOptions(output_json, as_json, False, False, None, shlex.join(["baton", *sys.argv[1:]]))
+    report = Report(output)
+
+    def show(strike: Strike, result: RoundResult) -> None:
+        report.show(round_line(strike.number, result))
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stack ends with this command, however it is ended
+    with chaos_stack(argv, run_dir) as stack:
+        run = ChaosRun(stack, chosen, ChaosOptions(seed, duration, streams, tokens))
+        if not run.cases:
+            raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
+        results = asyncio.run(run.run(show))
+    found = {"seed": seed, "stack": argv} | figures(results, run.cases, run.skipped, run.memory)
+    report.end(found, text(found))
+    if not results or not all(result.is_good for result in results):
+        raise SystemExit(1)
+
+
+def _up_options(values: dict[str, Any]) -> list[str]:
+    """`values`, as `given` has them, as `baton up` is typed."""
+    found = []
+    for name, value in values.items():
+        flag = offers()[name].flag
+        found.append(flag if value is True else f"{flag}={value}")
+    return found
+
+
+with_options(chaos, (offers()[option] for option in STACK_OPTIONS), STACK)
