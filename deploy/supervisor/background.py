@@ -17,6 +17,7 @@ from typing import BinaryIO
 from deploy.errors import CommandError
 from deploy.supervisor.log_files import LogFolder, log_files
 from deploy.supervisor.state_file import StackState, is_held, read_state
+from shared.private_files import private_opener
 
 SHOW_EVERY = 0.1
 STOP_POLL = 0.05
@@ -34,7 +35,7 @@ def start_in_background(run_dir: Path, argv: list[str], *, show: bool = True) ->
         raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down)")
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     ready_read, ready_write = os.pipe()
-    with (run_dir / "up.log").open("wb") as output, (run_dir / "up.log").open("rb") as said:
+    with open(run_dir / "up.log", "wb", opener=private_opener) as output, (run_dir / "up.log").open("rb") as said:
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "deploy.cli", *argv, f"--ready-fd={ready_write}"],
             stdin=subprocess.DEVNULL,
@@ -111,4 +112,5 @@ def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterato
         finally:
             if keep_logs is not None:
                 said = (path.read_bytes() for path in log_files(LogFolder(run_dir).folder))
-                keep_logs.write_bytes(b"".join(said))
+                with open(keep_logs, "wb", opener=private_opener) as kept:
+                    kept.writelines(said)

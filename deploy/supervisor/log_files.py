@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from shared.private_files import PRIVATE_FOLDER, private_opener
+
 MAX_LOG_BYTES = 16 * 2**20
 """Bytes. A larger file is copied to `.1`, which replaces the former one, and emptied: what a process has open stays
 valid. Lines written between the copy and the emptying are lost."""
@@ -28,7 +30,7 @@ class LogFolder:
         if self.folder.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.folder.rename(self._previous)
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, mode=PRIVATE_FOLDER)
 
     def of(self, instance: str) -> Path:
         """The log file of an instance, whether it is there or not."""
@@ -39,7 +41,7 @@ class LogFolder:
         """The log file of this process itself, to append to; nowhere where it cannot be had."""
         flags = os.O_WRONLY | os.O_APPEND
         try:
-            fd = os.open(self.of(instance), flags | os.O_CREAT, 0o600)
+            fd = private_opener(self.of(instance), flags | os.O_CREAT)
         except OSError:
             fd = os.open(os.devnull, flags)
         file = os.fdopen(fd, "a")
@@ -69,7 +71,8 @@ class LogFolder:
 def _rotate(path: Path) -> str | None:
     older, problem = path.with_suffix(".log.1"), None
     try:
-        shutil.copyfile(path, older)
+        with path.open("rb") as full, open(older, "wb", opener=private_opener) as copy:
+            shutil.copyfileobj(full, copy)
     except OSError as error:
         problem = f"{path.name} was emptied without a copy: {error.strerror}"
         older.unlink(missing_ok=True)

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import psutil
 
+from shared.private_files import private_opener
+
 RUN_DIR_MARK = "BATON_PROCESS_OF"
 NAME_MARK = "BATON_PROCESS_NAME"
 KILL_DEADLINE = 10.0
@@ -158,7 +160,7 @@ class ChildProcesses:
 def _opened(log: Path) -> Iterator[int]:
     """The log to append to; nowhere where it cannot be had, as on a full disk."""
     try:
-        fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        fd = private_opener(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except OSError:
         fd = os.open(os.devnull, os.O_WRONLY)
     try:

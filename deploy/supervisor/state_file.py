@@ -23,6 +23,7 @@ from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.spec import StackSpec
 from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import Service
+from shared.private_files import private_opener
 from shared.supervision import supervisor_lives
 
 STATE = "state.json"
@@ -170,7 +171,7 @@ def default_run_dir(name: str, home: Path) -> Path:
 def held(run_dir: Path) -> Iterator[None]:
     """Holds the run directory for this process until it ends, however it ends. Raises StackRunning."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (run_dir / LOCK).open("w") as lock:
+    with open(run_dir / LOCK, "w", opener=private_opener) as lock:
         if not _locked(lock):
             raise StackRunning(str(run_dir))
         yield
@@ -230,7 +231,7 @@ def _fallback(run_dir: Path) -> Path:
 def write_private(path: Path, content: bytes) -> None:
     """Writes a file that only its owner can read, from its first byte on. Raises OSError."""
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(path, "xb", opener=private_opener) as file:
         file.write(content)
 
 

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 from msgspec import Struct
 
+from shared.private_files import private_opener
+
 FORMAT = "baton-journal"
 JOURNAL_VERSION = 3
 """1: before message classes were renamed (docs/adr/0015)."""
@@ -62,10 +64,10 @@ class JournalWriter:
     """
 
     def __init__(self, path: Path, kind: str, about: Any, *, written_by: str, limit: int | None = None) -> None:
-        """Creates the file and writes its header. Raises OSError."""
+        """Creates the file, for its owner alone, and writes its header. Raises OSError."""
         raw = msgspec.Raw(msgspec.msgpack.encode(about))
         header = Header(kind=kind, written_by=written_by, started=time.time(), about=raw)
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._file: BinaryIO = open(path, "wb", buffering=0, opener=private_opener)  # noqa: SIM115  # it is closed by `close`
         self._held: list[bytes] = [framed(msgspec.msgpack.encode(header))]
         self._held_bytes = len(self._held[0])
         self._limit = limit

@@ -78,6 +78,12 @@ def test_a_request_is_followed_through_all_services_by_its_id(detached: Path) ->
     assert {json.loads(line)["service"] for line in followed} >= {"gateway", "tokenizer", "coordinator", "detokenizer"}
 
 
+def test_nobody_else_may_read_what_a_stack_writes(detached: Path) -> None:
+    written = [path for path in detached.rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"up.log", "state.json", "gateway-1.log"}
+    assert [path.name for path in written if path.stat().st_mode & 0o077] == []
+
+
 def test_nobody_says_or_hears_what_the_bus_does_not_permit(detached: Path) -> None:
     baton("chat", QUESTION, f"--run-dir={detached}")
     assert "violation" not in (detached / "logs" / "nats-server.log").read_text().lower()
@@ -93,7 +99,7 @@ def test_bench_finds_the_stack_by_itself(detached: Path) -> None:
     ("flag", "said"),
     [
         ("--max-model-len=100000", "the model has 2048 positions"),
-        ("--set=gateway.frobnicate=1", "unrecognized arguments: --frobnicate=1"),
+        ("--set=detokenizer.frobnicate=1", "unrecognized arguments: --frobnicate=1"),
     ],
 )
 def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: str, said: str) -> None:
