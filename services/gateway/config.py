@@ -124,9 +124,15 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Capacity"),
     ] = 2.0
-    """The same holds while there is no tokenizer, coordinator or detokenizer. At most a coordinator's `queue_timeout`,
-    as it keeps no request for longer."""
+    """The same holds while there is no tokenizer, coordinator, detokenizer or bus. At most a coordinator's
+    `queue_timeout`, as it keeps no request for longer."""
     request_s: Annotated[Seconds, Meta(description="Seconds that a request may take in all.")] = 3600.0
+    bus_outage_s: Annotated[
+        Seconds,
+        Meta(description="Seconds that open requests wait while the bus is away; then 503."),
+        UpOption("Capacity"),
+    ] = 60.0
+    """New requests wait for `wait_for_engines_s`, if that is less."""
     refuse_poisoned_s: Annotated[
         Seconds, Meta(description="Seconds for which a request is refused, after processes died of an equal one.")
     ] = 600.0
@@ -157,6 +163,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             queue_s=self.queue_s,
             wait_for_engines_s=self.wait_for_engines_s,
             request_s=self.request_s,
+            bus_outage_s=self.bus_outage_s,
             attempts=self.attempts,
             refuse_s=self.refuse_poisoned_s,
             attempts_in_all=max(self.attempts, RetryPolicy().attempts_in_all),

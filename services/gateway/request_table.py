@@ -23,7 +23,7 @@ from services.gateway.api.response import (
     cached_prompt_tokens,
     prompt_tokens,
 )
-from services.gateway.core.cluster import ClusterView
+from services.gateway.core.cluster import Absence, ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
 from services.gateway.core.open_request import FIRST_ATTEMPT, RetryPolicy
 from services.gateway.core.supervisor import NoAnswer, RequestSupervisor
@@ -41,6 +41,7 @@ from shared.messages.tokenizer import Tokenize
 
 log = logging.getLogger(__name__)
 
+BUS_AWAY = "the bus is away"
 PROBE_TIMEOUT = 1.0
 """Seconds that an engine may take to answer a probe."""
 
@@ -53,6 +54,7 @@ class RequestTable:
         self.timeout = policy.request_s
         """Seconds that an answer may take in all."""
         self.cluster = ClusterView(policy.wait_for_engines_s)
+        self._policy = policy
         self.accepting = True
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
         self._supervisor = RequestSupervisor(policy)
@@ -75,19 +77,25 @@ class RequestTable:
 
     def not_serving(self) -> str | None:
         """Returns why new requests are refused at the moment, or None."""
-        if not self._bus.connected:
-            return "the bus is away"
-        absence = self.cluster.absence(None, self._bus.liveness_now())
+        absence = self._absence(None)
         return absence and absence.reason
 
     def admit(self, sequences: int, model: ModelName | None = None) -> None:
         """Raises RequestError where so many more sequences for `model`, or for any, cannot be taken now."""
-        if (absence := self.cluster.absence(model, self._bus.liveness_now())) is not None:
+        if (absence := self._absence(model)) is not None:
             raise RequestError(503, f"the request could not be served: {absence.reason}", retry_after=1.0)
         if not self.accepting:
             raise RequestError(503, "this gateway is draining", retry_after=1.0)
         if len(self._supervisor) + self._arriving + sequences > self._max_open:
             raise RequestError(429, f"{self._max_open} requests are open, which is the limit", retry_after=1.0)
+
+    def _absence(self, model: ModelName | None) -> Absence | None:
+        """Why new requests for `model`, or for any, are refused. A bus that is away counts as any other service; since
+        it went the clock of liveness is paused, which is therefore when it went."""
+        now = self._bus.liveness_now()
+        if self._bus.outage() > min(self._policy.wait_for_engines_s, self._policy.bus_outage_s):
+            return Absence(BUS_AWAY, now)
+        return self.cluster.absence(model, now)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
@@ -203,8 +211,11 @@ class RequestTable:
         alive_now = self._bus.liveness_now()
         for gone in self.cluster.expire(alive_now):
             await self._perform(self._supervisor.instance_silent(gone.last, gone.reason, alive_now))
+        if self._bus.outage() > self._policy.bus_outage_s:
+            why = f"{BUS_AWAY} for {self._policy.bus_outage_s:g} s"
+            await self._perform(self._supervisor.give_up_all(why, alive_now))
         for card in self.cluster.models():
-            if (absence := self.cluster.absence(card.name, alive_now)) is not None:
+            if (absence := self._absence(card.name)) is not None:
                 await self._perform(self._supervisor.refuse_unserved(card.name, absence, alive_now))
         await self._perform(self._supervisor.tick(alive_now))
         for response in self._responses:

@@ -88,6 +88,9 @@ class Bus(Protocol):
         Time-outs that judge whether others are alive are counted on it.
         """
 
+    def outage(self) -> float:
+        """Seconds for which the bus has been unreachable, by the clock of the wall; 0.0 while it is there."""
+
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
         """Sends `message` to the topic's subscribers. With `confirm`, having none is reported at once.
 

@@ -13,12 +13,15 @@ class LivenessClock:
         self._clock, self._grace = clock, grace
         self._stood_still = 0.0
         self._away_since: float | None = None
+        self._outage_began = 0.0
         self._resumes_at = 0.0
 
     def disconnected(self) -> None:
         """Pauses the clock, because the bus is unreachable. Calling it again changes nothing."""
         if self._away_since is None:
             now = self._clock()
+            if now >= self._resumes_at:  # otherwise the earlier outage was only interrupted
+                self._outage_began = now
             # What is left of an earlier grace period was counted as standing still in advance.
             self._stood_still -= max(0.0, self._resumes_at - now)
             self._resumes_at = now
@@ -31,6 +34,11 @@ class LivenessClock:
             self._resumes_at = now + self._grace
             self._stood_still += self._resumes_at - self._away_since
             self._away_since = None
+
+    def outage(self) -> float:
+        """Seconds for which the bus has been unreachable, by the clock of the wall; 0.0 while it is there. A return for
+        less than the grace ends no outage."""
+        return 0.0 if self._away_since is None else self._clock() - self._outage_began
 
     def now(self) -> float:
         """Seconds; never less than before."""

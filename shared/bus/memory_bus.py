@@ -133,6 +133,10 @@ class MemoryBus:
         """Always true: this bus is never away."""
         return True
 
+    def outage(self) -> float:
+        """Always 0.0: this bus is never away."""
+        return 0.0
+
     @property
     def max_payload(self) -> int:
         """The limit in bytes that the bus was made with."""

@@ -131,6 +131,10 @@ class NatsBus:
         """See `Bus.liveness_now`; the clock is also paused for `GRACE_AFTER_RECONNECT` seconds after a reconnect."""
         return self._liveness.now()
 
+    def outage(self) -> float:
+        """See `Bus.outage`; a return for less than `GRACE_AFTER_RECONNECT` seconds ends none."""
+        return self._liveness.outage()
+
     async def publish(self, topic: Topic[M], message: M, *, confirm: bool = False) -> None:
         """See `Bus.publish`; up to `PENDING_BYTES` are buffered while the server is away."""
         payload = self._payload(topic, message)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
-from services.gateway.api.errors import abbreviated, decode_body, invalid, unsupported
+from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, unsupported
 from services.gateway.api.generation import (
     CommonFields,
     GenerationRequest,
@@ -85,6 +85,8 @@ def read_chat(
     # As in vLLM these are variables of the chat template; those that `chat_template_kwargs` gives take precedence.
     variables = {"documents": fields.documents, "reasoning_effort": fields.reasoning_effort}
     given = {name: value for name, value in variables.items() if value is not None}
+    for name, value in given.items():
+        check_packable(name, value)
     fields.chat_template_kwargs = {**given, **(fields.chat_template_kwargs or {})}
     beam_search = beam_search_params(fields, limits)
     output = read_output_grammar(fields)

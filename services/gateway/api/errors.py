@@ -121,6 +121,25 @@ def check_depth(field: str, value: Any, max_values: int | None = MAX_VALUES) -> 
         level, depth = below, depth + 1
 
 
+def check_packable(field: str, value: Any) -> None:
+    """Like `check_depth`, for a value that is sent on as MessagePack: its integers have 64 bits. Raises RequestError
+    400."""
+    check_depth(field, value)
+    _check_integers(field, value)
+
+
+def _check_integers(path: str, value: Any) -> None:
+    match value:
+        case int() if not -(2**63) <= value < 2**64:
+            raise not_allowed(path, value, "integers must be at least -2^63 and at most 2^64 - 1")
+        case dict():
+            for key, item in value.items():
+                _check_integers(f"{path}.{key[:80]}", item)
+        case list():
+            for i, item in enumerate(value):
+                _check_integers(f"{path}[{i}]", item)
+
+
 def _mistyped(body: bytes, text: str) -> RequestError:
     match = _AT.match(text)
     what, path = (match["what"], match["path"] or "") if match else (text, "")

@@ -8,7 +8,15 @@ from typing import Any, Literal, Protocol, get_args
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.errors import abbreviated, check_depth, decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.errors import (
+    abbreviated,
+    check_depth,
+    check_packable,
+    decode_body,
+    invalid,
+    not_allowed,
+    unsupported,
+)
 from services.gateway.api.generation import RequestLimits, check_token_ids, choose_model
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import ChatPrompt, Decode, Encode, Prompt, TextPrompt, TokenPrompt
@@ -107,7 +115,7 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
         raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
     check_depth("messages", given, max_values=None)  # forwarded as bytes
     check_depth("tools", fields.tools)
-    check_depth("chat_template_kwargs", fields.chat_template_kwargs)
+    check_packable("chat_template_kwargs", fields.chat_template_kwargs)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
     return ChatPrompt(
         messages=msgspec.json.encode(messages),

@@ -60,6 +60,8 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     """How long a new request waits while no engine of its model, or nothing else that it needs, is ready."""
     request_s: float = 3600.0
     """How long a request may take in all."""
+    bus_outage_s: float = 60.0
+    """How long open requests wait for a bus that is away: the only time here that the clock of the wall measures."""
     attempts: int = 6
     """Placed attempts in a row that may end without a new token. An outage of the bus can cost one request three: its
     detokenizer comes back after its engine, then a step turns out to be lost, then a placement."""

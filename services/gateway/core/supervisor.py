@@ -116,6 +116,14 @@ class RequestSupervisor:
             for effect in (*self._release(request, now), *self._give_up(request, absence.reason))
         ]
 
+    def give_up_all(self, why: str, now: float) -> list[Effect]:
+        """Ends every open request, wherever it is."""
+        return [
+            effect
+            for request in list(self._open.values())
+            for effect in (*self._release(request, now), *self._give_up(request, why))
+        ]
+
     def handle(self, message: GatewayMessage, now: float) -> list[Effect]:
         """Takes a message of another service. Messages about ended requests and earlier attempts are dropped."""
         match message:

@@ -1,10 +1,12 @@
-"""The bus goes away and comes back: nobody is told, nobody is declared dead."""
+"""The bus goes away and comes back: nobody is declared dead, and clients are told where it takes long."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from shared import topics
@@ -14,6 +16,8 @@ from shared.ids import Attempt, EngineId, RequestId
 from shared.messages.scheduler import Cancel
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.ports import free_port
+from tests.support.gateway.fake_services import MODEL, FakeRing, eventually, said
+from tests.support.gateway.gateway_server import gateway_stack
 
 TOPIC = topics.engine_control(EngineId("engine-1"))
 
@@ -37,6 +41,60 @@ async def test_messages_published_while_the_bus_is_away_arrive_when_it_is_back(o
         assert await heard.get() == message
     assert bus.connected
     await bus.close()
+
+
+async def test_requests_end_in_an_outage_that_lasts_and_are_cancelled_when_it_is_over(own_nats: NatsServer) -> None:
+    bus = await connect(NatsOptions(servers=(own_nats.url,)))
+    services = await connect(NatsOptions(servers=(own_nats.url,)))
+    ring = FakeRing(services)
+    ring.step = 0.02
+    async with gateway_stack(bus, ring=ring, bus_outage_s=2.0, wait_for_engines_s=1.0) as stack:
+        stream = await stack.openai.chat.completions.create(**chat("hello"), max_tokens=100_000, stream=True)
+        await anext(stream)
+        queued = asyncio.create_task(stack.http.post("/v1/chat/completions", json=chat("QUEUE")))
+        await eventually(lambda: len(stack.gateway.requests) == 2)
+        own_nats.kill()
+        await eventually(lambda: not bus.connected)
+        new = await stack.http.post("/v1/chat/completions", json=chat("hello"))
+        assert (new.status_code, new.headers["retry-after"]) == (503, "1")
+        assert "the bus is away" in new.json()["error"]["message"]
+        ready = await stack.http.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "the bus is away")
+        answer = await queued
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "the bus is away for 2 s" in answer.json()["error"]["message"]
+        with pytest.raises(openai.APIError, match="the bus is away for 2 s"):
+            async for _ in stream:
+                pass
+        assert len(stack.gateway.requests) == 0
+        assert stack.gateway.requests.idle
+        own_nats.start()
+        await eventually(lambda: bool(ring.cancelled))
+        await eventually(lambda: stack.gateway.requests.not_serving() is None)
+        again = await stack.openai.chat.completions.create(**chat("hello"), max_tokens=8)
+        assert again.choices[0].message.content == said(8)
+    await bus.close()
+    await services.close()
+
+
+async def test_an_outage_shorter_than_the_bound_ends_nothing(own_nats: NatsServer) -> None:
+    bus = await connect(NatsOptions(servers=(own_nats.url,)))
+    services = await connect(NatsOptions(servers=(own_nats.url,)))
+    async with gateway_stack(bus, ring=FakeRing(services), wait_for_engines_s=60) as stack:
+        own_nats.kill()
+        await eventually(lambda: not bus.connected)
+        asking = asyncio.create_task(stack.http.post("/v1/chat/completions", json=chat("hello") | {"max_tokens": 8}))
+        await eventually(lambda: len(stack.gateway.requests) == 1)
+        assert (await stack.http.get("/ready")).status_code == 200
+        own_nats.start()
+        answer = await asking
+        assert answer.json()["choices"][0]["message"]["content"] == said(8)
+    await bus.close()
+    await services.close()
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}]}
 
 
 async def test_a_bus_that_is_not_there_is_named() -> None:

@@ -370,3 +370,23 @@ def test_detokenize_takes_tokens_of_the_vocabulary() -> None:
     assert unpack(question.tokens) == [1, 2]
     assert refusal(read_detokenize, b'{"tokens": [4096]}', [CARD]).param == "tokens"
     assert refusal(read_detokenize, b'{"tokens": "x"}', [CARD]).param == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"chat_template_kwargs": {"a": {"b": [0, 2**64]}}}, "chat_template_kwargs.a.b[1]"),
+        ({"chat_template_kwargs": {"a": -(2**63) - 1}}, "chat_template_kwargs.a"),
+        ({"documents": [{"title": 10**30}]}, "documents[0].title"),
+    ],
+)
+def test_integers_that_the_bus_cannot_carry_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match="at least -2\\^63 and at most 2\\^64 - 1") as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_integers_of_64_bits_reach_the_chat_template() -> None:
+    [prompt] = chat(chat_template_kwargs={"most": 2**64 - 1, "least": -(2**63)}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=ChatPrompt) == prompt

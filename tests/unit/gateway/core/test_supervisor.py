@@ -130,6 +130,21 @@ def test_requests_from_before_or_for_other_models_or_that_an_engine_has_had_are_
     assert len(watched.supervision) == 2
 
 
+def test_all_requests_can_be_given_up_and_what_held_them_is_told() -> None:
+    watched = streaming()
+    other = RequestId("other")
+    watched.supervision.open(first_message(other), 1.0)
+    cancel, ended, withdraw, refused = watched.supervision.give_up_all("the bus is away for 60 s", 1.0)
+    assert (cancel, withdraw) == (CancelAttempt(ENGINE, Cancel(R, Attempt(1))), Withdraw(other, Attempt(1)))
+    for rejected, request in ((ended, R), (refused, other)):
+        assert isinstance(rejected, RequestRejected)
+        assert (rejected.request, rejected.kind, rejected.retry_after) == (request, "unavailable", 1.0)
+        assert rejected.message == "the request could not be served: the bus is away for 60 s"
+    assert len(watched.supervision) == 0
+    late = watched.delta(2, 2.5)
+    assert late == [CancelAttempt(ENGINE, Cancel(R, Attempt(1)))], "an engine that missed the cancel is told again"
+
+
 def test_what_comes_in_order_goes_to_the_client_and_finishes_once() -> None:
     watched = Watched()
     watched.placed(0.1)

@@ -53,3 +53,30 @@ def test_it_never_runs_backwards_nor_faster_than_time(events: list[tuple[str, fl
         now = clock.now()
         assert -1e-9 <= now - last <= hand.time - last_time + 1e-9
         last, last_time = now, hand.time
+
+
+def test_an_outage_is_measured_by_the_clock_of_the_wall_and_ends_with_the_return() -> None:
+    hand = HandClock()
+    clock = LivenessClock(hand, grace=2.0)
+    assert clock.outage() == 0.0
+    clock.disconnected()
+    hand.time += 30
+    assert clock.outage() == 30.0
+    clock.reconnected()
+    assert clock.outage() == 0.0
+    hand.time += 5
+    clock.disconnected()
+    hand.time += 1
+    assert clock.outage() == 1.0
+
+
+def test_a_bus_that_comes_back_for_a_moment_only_has_been_away_since_the_first_time() -> None:
+    hand = HandClock()
+    clock = LivenessClock(hand, grace=2.0)
+    clock.disconnected()
+    for _ in range(10):
+        hand.time += 3
+        clock.reconnected()
+        hand.time += 1
+        clock.disconnected()
+    assert clock.outage() == 40.0

@@ -1,0 +1,50 @@
+"""The bus is away for longer than requests wait for it: all end, nothing of them is left, and all serves again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx2
+import openai
+from openai import AsyncOpenAI
+
+from tests.support.cluster.conversations import DEADLINE, blocks_in_use, client_of, stream_chat
+from tests.support.cluster.nats_server import NatsServer
+from tests.support.cluster.stack import RunningStack, running_stack
+
+STREAMS = 8
+OUTAGE_S = 3
+WAIT_S = 1
+
+
+async def test_requests_end_after_a_while_without_a_bus_and_leave_nothing(tmp_path: Path, own_nats: NatsServer) -> None:
+    more = [f"--nats-url={own_nats.url}", f"--bus-outage-s={OUTAGE_S}", "--sim-step-ms=20"]
+    with running_stack(tmp_path, device="sim", more=more, wait_for_engines=WAIT_S) as stack:
+        async with client_of(stack.url) as client, httpx2.AsyncClient(timeout=DEADLINE) as http:
+            begun = [asyncio.Event() for _ in range(STREAMS)]
+            streams = [asyncio.create_task(endless(client, stack, started)) for started in begun]
+            body = {"prompt": "Hello", "max_tokens": 2000, "ignore_eos": True}
+            waiting = asyncio.create_task(http.post(f"{stack.url}/v1/completions", json=body))
+            async with asyncio.timeout(DEADLINE):
+                await asyncio.gather(*(started.wait() for started in begun))
+            own_nats.kill()
+            ended = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), DEADLINE)
+            assert all(isinstance(error, openai.APIError) for error in ended), ended
+            assert all(f"the bus is away for {OUTAGE_S} s" in str(error) for error in ended)
+            answer = await waiting
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            ready = await http.get(f"{stack.url}/ready")
+            refused = await http.post(f"{stack.url}/v1/completions", json=body)
+            assert (ready.status_code, refused.status_code, refused.headers["retry-after"]) == (503, 503, "1")
+            assert ready.json()["reason"] in refused.json()["error"]["message"]
+            own_nats.start()
+            await asyncio.to_thread(stack.wait_until_it_serves)
+            assert await blocks_in_use(stack) == 0
+            again = await stream_chat(client, stack.model, "Who are you?", max_tokens=8)
+            assert again.completion_tokens is not None
+            await stack.until_heard(lambda said: all(life.load == 0 for life in said.values()))
+
+
+async def endless(client: AsyncOpenAI, stack: RunningStack, started: asyncio.Event) -> None:
+    await stream_chat(client, stack.model, "Hi", started, max_tokens=2000, extra_body={"ignore_eos": True})
