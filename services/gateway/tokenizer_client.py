@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import STATUS, RequestError
 from services.gateway.api.generation import GenerationRequest
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
@@ -40,7 +40,7 @@ class PromptDetails(NamedTuple):
 
 class TokenizerClient:
     """Sends questions to any tokenizer of a model. Every failure is an RequestError: 400 for a prompt that the
-    tokenizer refuses, 413 for one too large for the bus, 503 without an answer."""
+    tokenizer refuses, 413 for one too large for the bus, 429 where too many long ones wait, 503 without an answer."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -55,7 +55,8 @@ class TokenizerClient:
         except (NoResponders, ReplyTimeout, ReplyError) as error:
             raise RequestError(503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0) from None
         if isinstance(answer, TokenizerRefusal):
-            raise RequestError(400, answer.message, param=answer.field)
+            retry_after = 1.0 if answer.kind == "overloaded" else None
+            raise RequestError(STATUS[answer.kind], answer.message, param=answer.field, retry_after=retry_after)
         if not isinstance(answer, expected):
             raise RequestError(503, "no tokenizer answered (another question's answer came)", retry_after=1.0)
         return answer

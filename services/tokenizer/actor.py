@@ -1,22 +1,23 @@
-"""The tokenizer's shell: short prompts at once, long ones on threads, so that heartbeats and short ones go on."""
+"""The tokenizer's shell: short prompts at once, long ones on threads, so that heartbeats and shorter ones go on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar, TypeVarTuple, assert_never
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar, assert_never
 
 from services.tokenizer import metrics
 from services.tokenizer.client_template import ClientTemplates
 from services.tokenizer.core.encoder import PromptEncoder, RenderedPrompt, rejected
 from services.tokenizer.core.refusal import PromptRefused
+from services.tokenizer.encoding_lanes import EncodingLanes
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
-from shared.ids import InstanceId, ModelName
+from shared.ids import Attempt, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.lifecycle import TokenizerReport
@@ -35,16 +36,12 @@ from shared.messages.tokenizer import (
 from shared.packing import count
 
 R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 4096
 """Prompts up to this size are tokenized on the event loop: about a millisecond, less than a thread's detour
 under load would cost the others."""
-
-MAX_LONG_PROMPTS = 16
-"""Long prompts that are encoded at the same time. Short prompts overtake them until another long one has to wait."""
 
 KINDS: dict[type[Prompt], str] = {ChatPrompt: "chat", TextPrompt: "text", TokenPrompt: "tokens"}
 """Each kind of prompt and its label in the metrics."""
@@ -65,9 +62,10 @@ class TokenizerActor(Actor):
         self._model = model
         self._encoder = encoder
         self._client_templates = ClientTemplates()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._long_limit = asyncio.Semaphore(MAX_LONG_PROMPTS)
+        self._lanes = EncodingLanes(threads)
         self._long: set[asyncio.Task[Any]] = set()
+        self._attempts: dict[RequestId, Attempt] = {}
+        """The newest attempt of each request whose prompt is long and not yet tokenized."""
         self._failure: BaseException | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -86,17 +84,22 @@ class TokenizerActor(Actor):
             case Tokenize() if message.suspect_until is not None and self.isolated is None:
                 await self._handle_alone(message)
             case Tokenize():
-                started = time.monotonic()
-                if self._is_short(message.prompt):
-                    await self._send(message, self._encoder.route(message, message.prompt), started)
-                else:
-                    await self._start_long(self._tokenize_long(message, started))
+                await self._tokenize(message, time.monotonic())
             case Undelivered():
                 await self._undelivered(message)
             case Tick():
                 pass
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
+
+    async def _tokenize(self, message: Tokenize, started: float) -> None:
+        size = _size(message.prompt)
+        if self._is_short(message.prompt):
+            await self._send(message, self._encoder.route(message, message.prompt), started)
+        elif (full := self._lanes.refusal(size)) is not None:
+            await self._send(message, _overloaded(message, full), started)
+        else:
+            self._start_long(self._tokenize_long(message, started), size)
 
     async def _handle_alone(self, suspect: Tokenize) -> None:
         """A process died with this request: nothing else is tokenized beside it, and the lifecycle says so."""
@@ -118,15 +121,21 @@ class TokenizerActor(Actor):
                 short = len(request.tokens) <= INLINE_BYTES
             case _:
                 assert_never(request)
-        return self._encoder.answer(request) if short else await self._start_long(self._answer_long(request))
+        if short:
+            return self._encoder.answer(request)
+        size = _size(request.prompt) if isinstance(request, Encode) else len(request.tokens)
+        if (full := self._lanes.refusal(size)) is not None:
+            return TokenizerRefusal(full, kind="overloaded")
+        return self._start_long(self._answer_long(request, size), size)
 
-    async def _answer_long(self, request: TokenizerRequest) -> TokenizerReply:
+    async def _answer_long(self, request: TokenizerRequest, size: int) -> TokenizerReply:
         if isinstance(request, Encode):
             try:
                 request = Encode(await self._render(request.prompt), request.return_strings)
             except PromptRefused as refused:
                 return TokenizerRefusal(refused.message, refused.field)
-        return await self._on_thread(self._encoder.answer, request)
+            size = _size(request.prompt)
+        return await self._lanes.run(size, self._encoder.answer, request)
 
     def is_idle(self) -> bool:
         """Whether no long prompt is being tokenized."""
@@ -142,46 +151,45 @@ class TokenizerActor(Actor):
 
     async def tear_down(self) -> None:
         """Drops long prompts that no thread has begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     def _is_short(self, prompt: Prompt) -> bool:
         """Whether there are few bytes to go through, about, and no template of the client's own to render."""
-        match prompt:
-            case ChatPrompt():
-                variables = sum(map(_weight, prompt.template_kwargs.values()))
-                size = len(prompt.messages) + len(prompt.tools or b"") + variables
-            case TextPrompt():
-                size = len(prompt.text)
-            case TokenPrompt():
-                size = len(prompt.tokens) // 16
-            case _:
-                assert_never(prompt)
-        return size <= INLINE_BYTES and not self._encoder.brings_template(prompt)
+        return _size(prompt) <= INLINE_BYTES and not self._encoder.brings_template(prompt)
 
-    async def _start_long(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Starts `work` beside the next messages; waits first where `MAX_LONG_PROMPTS` are on their way."""
-        await self._long_limit.acquire()
+    def _start_long(self, work: Coroutine[Any, Any, R], size: int) -> asyncio.Task[R]:
+        """Starts `work` on a prompt of `size` bytes beside the next messages."""
+        self._lanes.add(size)
         task = asyncio.create_task(work)
         self._long.add(task)
         metrics.IN_FLIGHT.set(len(self._long))
-        task.add_done_callback(self._finished)
+        task.add_done_callback(partial(self._finished, size))
         return task
 
-    def _finished(self, task: asyncio.Task[Any]) -> None:
+    def _finished(self, size: int, task: asyncio.Task[Any]) -> None:
         """A bug in a task is raised at the next message or tick, where it ends the process as any other."""
         self._long.discard(task)
-        self._long_limit.release()
+        self._lanes.remove(size)
         metrics.IN_FLIGHT.set(len(self._long))
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
     async def _tokenize_long(self, message: Tokenize, started: float) -> None:
+        self._attempts[message.request] = message.attempt
         try:
             prompt = await self._render(message.prompt)
+            outcome = await self._lanes.run(_size(prompt), self._route_newest, message, prompt)
         except PromptRefused as refused:
-            await self._send(message, rejected(message, refused), started)
-        else:
-            await self._send(message, await self._on_thread(self._encoder.route, message, prompt), started)
+            outcome = rejected(message, refused)
+        if self._attempts.get(message.request) == message.attempt:
+            del self._attempts[message.request]
+        if outcome is not None:
+            await self._send(message, outcome, started)
+
+    def _route_newest(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected | None:
+        """On a thread: None where the request was dispatched again while this attempt waited."""
+        newest = self._attempts.get(message.request)
+        return self._encoder.route(message, prompt) if newest == message.attempt else None
 
     async def _render(self, prompt: Prompt) -> Prompt:
         """The prompt itself, or the text of a chat that brings its own template. Raises PromptRefused."""
@@ -189,9 +197,6 @@ class TokenizerActor(Actor):
             text = await self._client_templates.render(prompt, self._encoder.special_tokens)
             return RenderedPrompt(text, add_special_tokens=False)
         return prompt
-
-    async def _on_thread(self, function: Callable[[*Ts], R], *arguments: *Ts) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def _send(self, message: Tokenize, outcome: Route | RequestRejected, started: float) -> None:
         """The request to a coordinator; or a rejection to its gateway, also of one too large for the bus."""
@@ -231,9 +236,29 @@ class TokenizerActor(Actor):
         await self.bus.publish(topics.gateway_inbox(generation.gateway), failed)
 
 
+def _size(prompt: Prompt) -> int:
+    """About how many bytes of text there are to go through; a token costs what a quarter of a byte does."""
+    match prompt:
+        case ChatPrompt():
+            variables = sum(map(_weight, prompt.template_kwargs.values()))
+            return len(prompt.messages) + len(prompt.tools or b"") + variables
+        case TextPrompt():
+            return len(prompt.text)
+        case TokenPrompt():
+            return len(prompt.tokens) // 16
+        case _:
+            assert_never(prompt)
+
+
 def _weight(value: Any) -> int:
     """A template variable's size; documents and the like are taken for long ones."""
     return len(value) if isinstance(value, str) else INLINE_BYTES if isinstance(value, (list, dict)) else 0
+
+
+def _overloaded(message: Tokenize, why: str) -> RequestRejected:
+    return RequestRejected(
+        request=message.request, attempt=message.attempt, kind="overloaded", message=why, retry_after=1.0
+    )
 
 
 def _too_large(message: Tokenize, route: Route, error: PayloadTooLarge) -> RequestRejected:

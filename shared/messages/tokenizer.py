@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
+from shared.messages.gateway import ErrorKind
 from shared.messages.generation import Grammar, SamplingOptions, StopConditions
 
 
@@ -111,10 +112,11 @@ class DecodeReply(Struct, frozen=True, array_like=True, tag=True):
 
 
 class TokenizerRefusal(Struct, frozen=True, array_like=True, tag=True):
-    """The request was invalid: `field` names the field at fault, `message` says why and what is allowed."""
+    """No answer: `field` names the field at fault, if any, `message` says why and what is allowed."""
 
     message: str
     field: str | None = None
+    kind: ErrorKind = "invalid_request"
 
 
 TokenizerRequest = Encode | Decode

@@ -262,6 +262,12 @@ async def test_tokens_of_a_prompt_and_back(stack: GatewayStack) -> None:
     chat_answer = await stack.http.post("/tokenize", json={"messages": [{"role": "user", "content": "a b"}]})
     assert (chat_answer.json()["count"], chat_answer.json()["token_strs"]) == (2, None)
     assert (await stack.http.post("/detokenize", json={"tokens": [0, 1]})).json() == {"prompt": "Paris is"}
+    busy = await stack.http.post("/tokenize", json={"prompt": "OVERLOAD"})
+    assert (busy.status_code, busy.headers["retry-after"], busy.json()["error"]["message"]) == (
+        429,
+        "1",
+        "too many wait",
+    )
     refused = await stack.http.post("/tokenize", json={"prompt": "REFUSE"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 

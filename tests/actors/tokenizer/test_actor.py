@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from services.tokenizer import encoding_lanes
 from services.tokenizer.actor import INLINE_BYTES, TokenizerActor
 from services.tokenizer.client_template import MAX_TEMPLATE_CHARS
 from services.tokenizer.core.chat_template import ChatTemplates
 from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_templates
 from services.tokenizer.core.vocabulary import Vocabulary
+from services.tokenizer.encoding_lanes import LARGE_BYTES
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
@@ -38,7 +40,7 @@ from shared.messages.tokenizer import (
     TokenizerRequest,
 )
 from shared.models.tokenizer_files import load_tokenizer
-from shared.packing import count
+from shared.packing import count, pack, unpack
 from tests.support.models import tiny_tokenizers
 
 MODEL = ModelName("demo")
@@ -51,7 +53,7 @@ class Ring:
 
     def __init__(self, bus: MemoryBus, folder: Path) -> None:
         self.bus = bus
-        files = load_tokenizer(tiny_tokenizers.write_model(folder, tiny_tokenizers.byte_level()))
+        self.files = files = load_tokenizer(tiny_tokenizers.write_model(folder, tiny_tokenizers.byte_level()))
         encoding = PromptEncoder(Vocabulary(files), ChatTemplates(read_templates(files)), files.special_tokens)
         self.actor = TokenizerActor(bus, InstanceId("tokenizer-1"), MODEL, encoding)
         self.runtime = ActorRuntime(self.actor, drain_timeout=10)
@@ -67,10 +69,10 @@ class Ring:
             while self.runtime.phase != "ready":
                 await asyncio.sleep(0.001)
 
-    async def tokenize(self, prompt: Prompt, request: str = "r") -> None:
+    async def tokenize(self, prompt: Prompt, request: str = "r", attempt: int = 1) -> None:
         message = Tokenize(
             request=RequestId(request),
-            attempt=Attempt(1),
+            attempt=Attempt(attempt),
             gateway=GATEWAY,
             model=MODEL,
             prompt=prompt,
@@ -137,10 +139,77 @@ async def test_short_prompts_overtake_a_long_one(ring: Ring, threads_go_on: thre
     assert len(second.generation.block_hashes) == second.generation.prompt_length // 16 * 16
 
 
-async def test_more_long_prompts_than_there_is_room_for_all_arrive(ring: Ring) -> None:
+@pytest.fixture
+def large_go_on(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Large prompts have to wait on their thread until this is set."""
+    go_on = threading.Event()
+    encode = Vocabulary.encode
+
+    def waiting(vocabulary: Vocabulary, text: str, **options: Any) -> list[int]:
+        assert len(text) <= LARGE_BYTES or go_on.wait(60)
+        return encode(vocabulary, text, **options)
+
+    monkeypatch.setattr(Vocabulary, "encode", waiting)
+    yield go_on
+    go_on.set()
+
+
+SENTENCES = "Hello world, how are you? 12345 naïve 日本 "
+
+
+async def test_two_large_prompts_hold_up_no_other(ring: Ring, large_go_on: threading.Event) -> None:
+    texts = {name: SENTENCES * 2000 + name for name in ("large-1", "large-2")}
+    texts |= {"short": "Hello", "long": SENTENCES * 1000}
+    for name, text in texts.items():
+        await ring.tokenize(TextPrompt(text), name)
+    question = await ring.ask(Encode(TextPrompt(texts["long"])))
+    routes = [await heard(ring.routed), await heard(ring.routed)]
+    assert {route.generation.request for route in routes} == {"short", "long"}
+    large_go_on.set()
+    routes += [await heard(ring.routed), await heard(ring.routed)]
+    assert [route.generation.request for route in routes[2:]] == ["large-1", "large-2"]
+    plain = ring.files.tokenizer
+    for route in routes:
+        assert unpack(route.generation.tokens) == plain.encode(texts[route.generation.request]).ids
+    assert question == EncodeReply(pack(plain.encode(texts["long"]).ids))
+
+
+async def test_the_bus_is_served_while_large_prompts_are_encoded(ring: Ring) -> None:
+    """Encoding leaves the interpreter's lock to the event loop; without that nothing would come before its end."""
+    for name in ("large-1", "large-2"):
+        await ring.tokenize(TextPrompt(SENTENCES * 12_000), name)
     for number in range(20):
+        await ring.tokenize(TextPrompt("Hello"), f"short-{number}")
+        assert (await heard(ring.routed)).generation.request == f"short-{number}"
+    assert {(await heard(ring.routed)).generation.request for _ in range(2)} == {"large-1", "large-2"}
+
+
+async def test_an_attempt_that_was_given_up_while_it_waited_is_not_encoded(
+    ring: Ring, large_go_on: threading.Event
+) -> None:
+    for name, attempt in (("first", 1), ("second", 1), ("second", 2)):
+        await ring.tokenize(TextPrompt(SENTENCES * 3000), name, attempt)
+    await ring.tokenize(TextPrompt("Hello"), "short")
+    assert (await heard(ring.routed)).generation.request == "short"
+    large_go_on.set()
+    routes = [(await heard(ring.routed)).generation for _ in range(2)]
+    assert [(route.request, route.attempt) for route in routes] == [("first", 1), ("second", 2)]
+
+
+async def test_of_more_long_prompts_than_there_is_room_for_the_last_are_refused(
+    ring: Ring, threads_go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_lanes, "MAX_PROMPTS", 20)
+    for number in range(21):
         await ring.tokenize(TextPrompt("x" * (INLINE_BYTES + 1)), f"r{number}")
+    refused = await heard(ring.at_gateway)
+    assert (refused.request, refused.kind, refused.retry_after) == ("r20", "overloaded", 1.0)
+    answer = await ring.ask(Encode(TextPrompt("x" * (INLINE_BYTES + 1))))
+    assert isinstance(answer, TokenizerRefusal)
+    assert (answer.kind, answer.message) == ("overloaded", refused.message)
+    threads_go_on.set()
     assert {(await heard(ring.routed)).generation.request for _ in range(20)} == {f"r{n}" for n in range(20)}
+    assert isinstance(await ring.ask(Encode(TextPrompt("x" * (INLINE_BYTES + 1)))), EncodeReply)
 
 
 @pytest.mark.parametrize("size", [1, INLINE_BYTES])

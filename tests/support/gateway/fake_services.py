@@ -179,6 +179,8 @@ class FakeRing:
         text = prompt_text(question.prompt)
         if "REFUSE" in text:
             return TokenizerRefusal("too silly", "prompt")
+        if "OVERLOAD" in text:
+            return TokenizerRefusal("too many wait", kind="overloaded")
         pieces = text.split(" ")
         return EncodeReply(pack(range(len(pieces))), tuple(pieces) if question.return_strings else None)
 

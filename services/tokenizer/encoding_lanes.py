@@ -1,0 +1,56 @@
+"""The threads that encode long prompts. Large ones have a thread of their own: no other prompt waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+LARGE_BYTES = 64 * 2**10
+"""Prompts above it are encoded one at a time: each takes more than 50 ms, and as long as it is large."""
+MAX_PROMPTS = 1024
+MAX_BYTES = 128 * 2**20
+"""Long prompts that are being encoded or wait for it. Encoding them takes minutes already, and their clients wait."""
+
+
+class EncodingLanes:
+    """Owns the threads, and the count of what is on them or waits for them.
+
+    Encoding releases the interpreter's lock, so the event loop goes on beside all of them.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._long = ThreadPoolExecutor(threads, thread_name_prefix="encode")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="encode-large")
+        self._prompts = self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """Counts a prompt of `size` bytes among those on their way, until `remove`."""
+        self._prompts += 1
+        self._bytes += size
+
+    def remove(self, size: int) -> None:
+        """A prompt of `size` bytes has been answered."""
+        self._prompts -= 1
+        self._bytes -= size
+
+    def refusal(self, size: int) -> str | None:
+        """Returns why no further prompt of `size` bytes is taken now; None where there is room. An only one is always
+        taken."""
+        if self._prompts < MAX_PROMPTS and (not self._prompts or self._bytes + size <= MAX_BYTES):
+            return None
+        return f"{self._prompts} long prompts of {self._bytes} bytes wait to be tokenized, which is the limit"
+
+    async def run(self, size: int, function: Callable[[*Ts], R], *arguments: *Ts) -> R:
+        """Returns what the function makes of a prompt of `size` bytes, once a thread of its lane was free."""
+        lane = self._long if size <= LARGE_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
+
+    def close(self) -> None:
+        """Drops what no thread has begun."""
+        for lane in (self._long, self._large):
+            lane.shutdown(wait=False, cancel_futures=True)
