@@ -284,7 +284,7 @@ async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     embeddings = await stack.http.post("/v1/embeddings", json={"input": "x"})
     assert embeddings.status_code == 404
-    served = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize"
+    served = "/v1/chat/completions, /v1/completions, /tokenize, /detokenize, /v1/models"
     assert embeddings.json()["error"]["message"] == f"POST /v1/embeddings: Not Found; served are {served}"
     wrong = await stack.http.get("/v1/chat/completions")
     assert wrong.status_code == 405
