@@ -84,7 +84,7 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Closes the connections, whatever state they are in."""
-        with contextlib.suppress(*LOST, exceptions.RedisError):
+        with contextlib.suppress(*LOST, exceptions.RedisError), _closed_transports_as_lost():
             await self._redis.aclose()
 
     def lose(self, why: str) -> None:
@@ -97,7 +97,8 @@ class RedisConnection:
     async def _what_is_wrong(self) -> str | None:
         try:
             async with asyncio.timeout(2 * CONNECT_SECONDS):
-                await self._redis.echo("there")
+                with _closed_transports_as_lost():
+                    await self._redis.echo("there")
         except (*LOST, exceptions.RedisError) as error:
             return str(error) or type(error).__name__
         return None
@@ -158,13 +159,25 @@ class RedisConnection:
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
         try:
-            yield
+            with _closed_transports_as_lost():
+                yield
         except LOST as error:
             why = str(error) or type(error).__name__
             self.lose(why)
             raise RedisAway(why) from None
         except exceptions.RedisError as error:
             raise RedisRefusal(str(error)) from None
+
+
+@contextlib.contextmanager
+def _closed_transports_as_lost() -> Iterator[None]:
+    """uvloop raises a bare RuntimeError for a write to a connection that has just been closed by the other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "the handler is closed" not in str(error):
+            raise
+        raise exceptions.ConnectionError(str(error)) from None
 
 
 async def _drain_misses(connection: Any, answers: int) -> bool:

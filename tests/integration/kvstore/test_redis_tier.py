@@ -8,11 +8,13 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block
 from kvstore.tiers import redis_tier
+from kvstore.tiers.redis_connection import RedisAway, RedisConnection
 from kvstore.tiers.redis_tier import RedisTier, key_of
 from shared.blocks import BlockHash
 from tests.support.cluster.redis_server import RedisServer, redis_server
@@ -370,3 +372,23 @@ async def test_a_full_redis_refuses_and_is_still_read() -> None:
             assert tier.is_present
             await redis.config_set("maxmemory", "0")
             assert await found(tier, hashes(blocks)) == blocks[:1]
+
+
+def test_a_connection_that_is_closed_under_a_write_means_that_redis_is_away(shared_redis: RedisServer) -> None:
+    """With the loop of the services, whose error is another one than asyncio's."""
+
+    async def write_to_a_closed_connection() -> None:
+        redis = RedisConnection(shared_redis.url)
+        connection = await redis._connection()
+        try:
+            connection._writer.transport.abort()
+            await asyncio.sleep(0.01)
+            with pytest.raises(RedisAway, match="the handler is closed"), redis._translated_errors():
+                connection._writer.writelines([b"PING\r\n"])
+            with pytest.raises(RuntimeError, match="another"), redis._translated_errors():
+                raise RuntimeError("another")
+        finally:
+            await redis._pool.release(connection)
+            await redis.close()
+
+    uvloop.run(write_to_a_closed_connection())
