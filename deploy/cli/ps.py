@@ -212,6 +212,7 @@ def detail(life: Lifecycle | None) -> dict[str, Any] | None:
             "blocks_total": engine.blocks_total,
             "steps": engine.steps,
             "tokens": engine.tokens,
+            "suspect": engine.health.suspect if engine.health is not None else None,
         }
     if life is not None and life.worker is not None:
         worker = life.worker
@@ -251,9 +252,10 @@ def sentence(detail: dict[str, Any] | None) -> str:
 
 def _engine_sentence(detail: dict[str, Any]) -> str:
     where = f" at {detail['node']}" if detail["node"] else ""
+    suspect = f"; suspect: {detail['suspect']}" if detail["suspect"] else ""
     return (
         f"{detail['role']}{where}: {detail['running']} running, {detail['waiting']} waiting, "
-        f"{detail['blocks_free']}/{detail['blocks_total']} blocks free"
+        f"{detail['blocks_free']}/{detail['blocks_total']} blocks free{suspect}"
     )
 
 

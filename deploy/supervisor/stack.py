@@ -306,9 +306,9 @@ class Stack:
         return [*servers, self._keeper]
 
     def _restart_stalled(self) -> None:
-        for instance, reason in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
+        for instance, reason, engine_too in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
             log.error("process stalled", extra=_of(instance, reason=reason))
-            self._handle(ProcessesStalled(self._with_its_engine(instance)))
+            self._handle(ProcessesStalled(self._with_its_engine(instance) if engine_too else (instance,)))
 
     def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:
         processes = [member.process for member in self.supervisor.members()]

@@ -48,6 +48,8 @@ class CoordinatorActor(Actor):
         turn = zlib.crc32(instance.encode())
         self.core = Coordinator(instance, config, turn=turn)
         self._totals = PublishedTotals()
+        self._ejected: frozenset[InstanceId] = frozenset()
+        """As it was last logged."""
         self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout)
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -88,6 +90,8 @@ class CoordinatorActor(Actor):
             case Lifecycle():
                 await self._send(self.core.lifecycle(message, at))
                 await self._request_dumps(at)
+                if message.engine is not None:
+                    self._follow_ejections()
             case Tick():
                 await self._send(self.core.time_passed(at))
                 await self._request_dumps(at)
@@ -97,6 +101,17 @@ class CoordinatorActor(Actor):
             case _:
                 raise TypeError(f"a coordinator takes no {type(message).__name__}")
         metrics.WAITING.set(len(self.core.queue))
+
+    def _follow_ejections(self) -> None:
+        """Shows and logs which engines get no requests."""
+        fleet = self.core.fleet
+        ejected = frozenset(engine for model in fleet.models() for engine in fleet.ejected(model))
+        for engine in ejected - self._ejected:
+            log.warning("engine ejected", extra={"engine": engine, "reason": fleet.suspicion_of(engine)})
+        for engine in self._ejected - ejected:
+            log.info("engine no longer ejected", extra={"engine": engine})
+        self._ejected = ejected
+        metrics.EJECTED.set(len(ejected))
 
     async def on_drain(self) -> None:
         """Gives the queue to another coordinator, where there is one."""

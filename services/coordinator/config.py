@@ -29,6 +29,11 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = None
     """Low values bind requests later, so that they go where work ends first; but the end of work shows only in the next
     report, half a second late."""
+    max_ejected_share: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of a model's engines that may be ejected for failing; never the last one."),
+    ] = 0.5
+    """With more suspects than that the fault is hardly theirs, and a few answers are better than none."""
     router_policy: Annotated[
         Policy,
         Meta(description="Placement of requests. kv: least work, with cached blocks counted as done."),

@@ -16,6 +16,7 @@ UNREACHABLE = Counter(
     "baton_coordinator_unreachable_total", "Placements that could not be delivered, by engine.", ["engine"]
 )
 WAITING = Gauge("baton_coordinator_waiting_requests", "Requests that wait for an engine.")
+EJECTED = Gauge("baton_coordinator_ejected_engines", "Engines that are ready, and get no requests because they fail.")
 WAITED = Histogram(
     "baton_coordinator_queue_seconds",
     "Seconds that placed requests waited for an engine.",

@@ -41,12 +41,13 @@ OFFLINE_DEFAULTS: dict[str, dict[str, object]] = {
         "request_s": NO_TIMEOUT,
     },
     "coordinator": {"queue_limit": NO_LIMIT, "queue_timeout": NO_TIMEOUT},
-    "scheduler": {"max_waiting": NO_LIMIT, "step_timeout_s": 600},
+    "scheduler": {"max_waiting": NO_LIMIT, "step_timeout_s": 600, "canary_interval_s": 0},
     "worker": {},
     "tokenizer": {},
     "detokenizer": {"max_streams": NO_LIMIT},
 }
-"""What differs from serving: no request is refused for lack of capacity, as `LLM` sends no more than can be taken."""
+"""What differs from serving: no request is refused for lack of capacity, as `LLM` sends no more than can be taken, and
+the only engine checks nothing by canaries, as no other could take its place."""
 
 
 class EngineArguments(TypedDict, total=False):

@@ -45,7 +45,7 @@ from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvDumpRequest
 from shared.messages.kvstore import LeaseOwner
-from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role, Service
+from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, Phase, Role, Service
 from shared.messages.scheduler import GenerateRequest, Probe, ProbeReply, StepFinished
 from shared.messages.worker import StepPlan
 from shared.registry import InstanceGone, Registry
@@ -113,6 +113,8 @@ class SchedulerActor(Actor):
         """The epoch of a plan that found no worker, and when."""
         self._check_due = False
         self._checked_at = 0.0
+        self._health = self.core.health.report()
+        """As it was last published."""
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Requests, results of the workers, control, probes, dumps of block events, and lifecycles."""
@@ -157,12 +159,12 @@ class SchedulerActor(Actor):
         return self.core.idle
 
     def target_phase(self) -> Phase:
-        """Ready while there are workers."""
-        return "ready" if self.core.epoch is not None else "starting"
+        """Ready while there are workers, once they have said what later canaries are compared with."""
+        return "ready" if self.core.serves else "starting"
 
     def load(self) -> int:
         """Requests that have not ended."""
-        return len(self.core.requests)
+        return self.core.load
 
     def engine_report(self) -> EngineReport | None:
         """The engine's load, for coordinators; None while there are no workers."""
@@ -182,6 +184,8 @@ class SchedulerActor(Actor):
         self._kv.update(self.core)
         if self.core.isolated != self.isolated:
             await self.isolate(self.core.isolated)
+        if (health := self.core.health.report()) != self._health:
+            await self._publish_health(health)
         due = self.core.plan_due
         if due is not None and self._alarm_at != due:  # it may fire a little late, as the bus's clock may be paused
             self._alarm_at = due
@@ -196,6 +200,16 @@ class SchedulerActor(Actor):
                 await self._send(self._outbox.popleft())
         finally:
             self._sending = False
+
+    async def _publish_health(self, health: EngineHealth) -> None:
+        """At once, so that no request comes meanwhile that had better gone elsewhere."""
+        before, self._health = self._health, health
+        if health.suspect is not None and before.suspect is None:
+            metrics.EJECTIONS.inc()
+            log.error("engine suspect", extra={"reason": health.suspect, "ejections": health.ejections})
+        elif health.suspect is None and before.suspect is not None:
+            log.info("engine no longer suspect", extra={"reason": before.suspect, "ejections": health.ejections})
+        await self.publish_lifecycle()
 
     async def background(self) -> None:
         """Publishes block events, plans when that is due, and carries requests to the store, until it is cancelled."""

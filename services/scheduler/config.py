@@ -53,6 +53,18 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="Maximum seconds of a step before this process ends; slow devices get more.")
     ] = 60.0
+    canary_interval_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="Seconds between two canaries, completions that an idle engine checks itself by; 0: none."
+        ),
+    ] = 5.0
+    """More where they would take more than 1% of the engine's time. A busy engine has one beside its requests, after
+    four more intervals."""
+    ejection_s: Annotated[
+        float,
+        Meta(gt=0, description="Seconds for which a failing engine gets no requests, at least; doubled each time."),
+    ] = 10.0
 
     role: Annotated[
         Role,
@@ -109,6 +121,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             compile_timeout=self.compile_timeout_s,
             max_grammars=self.max_grammars,
             step_timeout=self.step_timeout_s,
+            canary_interval=self.canary_interval_s,
+            ejection_time=self.ejection_s,
             store_deadline=self.store_deadline,
             remote_deadline=self.remote_deadline,
         )

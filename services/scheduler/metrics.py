@@ -62,6 +62,10 @@ GRAMMAR_SECONDS = Counter(
 )
 COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for their grammar.")
 TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Transfers in flight between the ranks and the node's KV store.")
+CANARIES = Counter("baton_scheduler_canaries_total", "Canaries, by outcome: right, or with a fault.", ["outcome"])
+CANARY_SECONDS = Counter("baton_scheduler_canary_seconds_total", "Seconds from canaries' first steps to their ends.")
+SUSPECT = Gauge("baton_scheduler_suspect", "1 while the engine is taken to fail, and is to get no requests.")
+EJECTIONS = Counter("baton_scheduler_ejections_total", "How often the engine became a suspect.")
 REFUSED = Counter("baton_scheduler_refused_requests_total", "Requests that were rejected or failed, by kind.", ["kind"])
 EPOCHS = Counter(
     "baton_scheduler_workers_lost_total", "Losses of the workers, after which all requests fail and a new epoch begins."
@@ -79,6 +83,7 @@ def show(snapshot: EngineSnapshot, totals: PublishedTotals) -> None:
     WAITING.set(epoch.waiting if epoch else 0)
     RUNNING.set(epoch.running if epoch else 0)
     totals.publish(_totals(snapshot.counters))
+    SUSPECT.set(snapshot.health.suspect is not None)
     if epoch is not None:
         TRANSFERS.set(epoch.transfers)
         COMPILING.set(epoch.compiling)
@@ -100,6 +105,9 @@ def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
         (HAND_OVERS.labels("handed"), counters.handed_over),
         (HAND_OVERS.labels("kept"), counters.kept),
         (SHARED, counters.prompts_shared),
+        (CANARIES.labels("right"), counters.canaries - counters.canary_faults),
+        (CANARIES.labels("fault"), counters.canary_faults),
+        (CANARY_SECONDS, counters.canary_seconds),
         (DRAFTED, counters.drafted),
         (SPECULATED, counters.speculated),
         (SPECULATED_TOKENS, counters.speculated_tokens),

@@ -37,6 +37,18 @@ Role = Literal["mixed", "prefill", "decode"]
 takes requests over; when prefill engines are busy or gone it computes prompts, too."""
 
 
+class EngineHealth(Struct, frozen=True, array_like=True, kw_only=True):
+    """What an engine's scheduler finds of its own answers. It is the only writer: coordinators that see requests fail
+    there tell it (`OutlierReport`), and all read here whether requests should go elsewhere."""
+
+    suspect: str | None = None
+    """Why it is taken to fail, for people; None: it is not."""
+    ejections: int = 0
+    """How often it became a suspect, since it was none for some minutes."""
+    faults: int = 0
+    """Of a suspect: canaries in a row, up to now, whose answer was wrong, late or missing."""
+
+
 class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """A scheduler's load, by which coordinators place requests."""
 
@@ -67,6 +79,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """How many of `drafted_tokens` were accepted."""
     step_deadline: float = 0.0
     """Seconds that the step in flight may take before the scheduler counts its workers as stuck; 0 without one."""
+    health: EngineHealth | None = None
+    """None: of a release that does not watch it."""
 
 
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):

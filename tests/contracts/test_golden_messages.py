@@ -77,6 +77,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     blocks_free=6,
     steps=7,
     tokens=8,
+    health=lifecycle.EngineHealth(suspect="no answer", ejections=2, faults=5),
 )
 WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)

@@ -1,16 +1,24 @@
-"""Finds processes that live and do nothing: engines by their steps, all by silence. Pure: time is an argument."""
+"""Finds processes that live and do nothing, or nothing right: engines by their steps and canaries, all by silence.
+
+Pure: time is an argument.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from shared.ids import Incarnation, InstanceId
+from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
 
 STEP_MARGIN = 1.5
 """How much longer than its scheduler an engine's step is waited for: the scheduler ends by itself where it can."""
+FAULTS_UNTIL_RESTART = 5
+"""Canaries in a row that a suspect engine gets wrong before its ranks are replaced; two of them made it a suspect."""
+RESTART_PAUSE = 30.0
+"""Seconds between such replacements of two engines: if all are suspects at once, restarts would only take all away."""
 
 
 class WatchLimits(Struct, frozen=True, kw_only=True):
@@ -27,6 +35,8 @@ class Stall(NamedTuple):
 
     instance: InstanceId
     reason: str
+    engine_too: bool = True
+    """Whether the other processes of its engine are restarted with it."""
 
 
 class _WatchedProcess(NamedTuple):
@@ -38,14 +48,22 @@ class _WatchedProcess(NamedTuple):
     progressed_at: float
     """When `steps` last changed, or was last without work."""
     was_ready: bool
+    engine: EngineId | None
+    """Of a rank: whose it is."""
+    wrong: str | None
+    """Of a scheduler: why its ranks have to be replaced."""
 
 
 class Watchdog:
-    """Owns what was last heard of each process. `now` is the bus's liveness clock, which stops with the bus."""
+    """Owns what was last heard of each process, and when ranks were last replaced for what they computed.
+
+    `now` is the bus's liveness clock, which stops with the bus.
+    """
 
     def __init__(self, limits: WatchLimits) -> None:
         self._limits = limits
         self._watched: dict[InstanceId, _WatchedProcess] = {}
+        self._replaced_at = -RESTART_PAUSE
 
     def record_lifecycle(self, message: Lifecycle, now: float) -> None:
         """Records what a process says of itself; one that says that it has ended is watched no more."""
@@ -66,6 +84,8 @@ class Watchdog:
             step_deadline=message.engine.step_deadline if message.engine else 0.0,
             progressed_at=before.progressed_at if before is not None and stands else now,
             was_ready=message.phase == "ready" or (before is not None and before.was_ready),
+            engine=message.worker.engine if message.worker else None,
+            wrong=_wrong(message.engine),
         )
 
     def forget(self, instance: InstanceId) -> None:
@@ -75,6 +95,7 @@ class Watchdog:
     def stalled(self, now: float) -> list[Stall]:
         """Names each stalled process once, and forgets it."""
         found = [stall for instance in self._watched if (stall := self._stall_of(instance, now)) is not None]
+        found += self._wrong_ranks({stall.instance for stall in found}, now)
         for stall in found:
             self.forget(stall.instance)
         return found
@@ -87,6 +108,26 @@ class Watchdog:
         if now - watched.progressed_at > allowed and watched.seen_at > watched.progressed_at:
             return Stall(instance, f"work in hand and no step for {allowed:g} s")
         return None
+
+    def _wrong_ranks(self, known: Container[InstanceId], now: float) -> list[Stall]:
+        """The ranks of one engine whose canaries stay wrong. Its scheduler goes on: it knows what was right before. A
+        rank that starts has said nothing of its engine yet, so none is replaced for what the one before it computed."""
+        if now - self._replaced_at < RESTART_PAUSE:
+            return []
+        for engine, watched in self._watched.items():
+            ranks = [
+                name for name, each in self._watched.items() if each.engine == EngineId(engine) and name not in known
+            ]
+            if watched.wrong is not None and ranks:
+                self._replaced_at = now
+                reason = f"{engine} is suspect: {watched.wrong}"
+                return [Stall(rank, reason, engine_too=False) for rank in ranks]
+        return []
+
+
+def _wrong(report: EngineReport | None) -> str | None:
+    health = report.health if report is not None else None
+    return health.suspect if health is not None and health.faults >= FAULTS_UNTIL_RESTART else None
 
 
 def _has_work(report: EngineReport | None) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
+from services.coordinator.core.ejections import RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.blocks import BLOCK_SIZE
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName, NodeId
@@ -125,7 +126,7 @@ class EngineFleet:
         self._engines: dict[InstanceId, EngineLoad] = {}
         """Every engine that is alive and has published what it serves."""
         self._ready: dict[ModelName, list[EngineLoad]] = {}
-        """The ready engines by model, computed on demand after each change; see `_contexts`."""
+        """The engines by model that may take requests, computed on demand after each change; see `_contexts`."""
         self._contexts: dict[ModelName, int | None] = {}
         """The context length of each model, None while it is unknown; computed on demand after each change."""
         self._detokenizers: list[Lifecycle] = []
@@ -204,19 +205,38 @@ class EngineFleet:
         return self._contexts[model]
 
     def ready(self, model: ModelName) -> list[EngineLoad]:
-        """The engines that may take requests for `model`, full or not, by name."""
+        """The engines that may take requests for `model`, full or not, by name: without those that are ejected."""
         ready = self._ready.get(model)
         if ready is None:
-            ready = [
-                engine
-                for engine in self._engines.values()
-                if engine.phase == "ready"
-                and engine.report.model.name == model
-                and engine.instance not in self._unreachable
-            ]
+            ejected = self.ejected(model)
+            ready = [engine for engine in self._serving(model) if engine.instance not in ejected]
             ready.sort(key=lambda engine: engine.id)
             self._ready[model] = ready
         return ready
+
+    def ejected(self, model: ModelName) -> frozenset[InstanceId]:
+        """The engines of `model` that are ready, and get no requests because they fail."""
+        rated = [RatedEngine(engine.instance, engine.report.health) for engine in self._serving(model)]
+        return choose_ejected(rated, self._config.max_ejected_share)
+
+    def suspicion_of(self, engine: InstanceId) -> str | None:
+        """Why an engine is taken to fail, for people; None where it is not."""
+        load = self._engines.get(engine)
+        return None if load is None or load.report.health is None else load.report.health.suspect
+
+    def models(self) -> set[ModelName]:
+        """The models that engines serve at the moment."""
+        return {engine.report.model.name for engine in self._engines.values()}
+
+    def _serving(self, model: ModelName) -> list[EngineLoad]:
+        """The engines of `model` that are ready, and can be reached."""
+        return [
+            engine
+            for engine in self._engines.values()
+            if engine.phase == "ready"
+            and engine.report.model.name == model
+            and engine.instance not in self._unreachable
+        ]
 
     def missing(self, model: ModelName) -> str | None:
         """What a request for `model` cannot do without and is not ready, for people; None where all is there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.ids import Incarnation
-from shared.messages.lifecycle import ModelCard
+from shared.messages.lifecycle import EngineHealth, ModelCard
 
 
 @dataclass(slots=True)
@@ -48,6 +48,12 @@ class EngineCounters:
     """Requests whose grammar could not be compiled."""
     grammar_seconds: float = 0.0
     """Seconds that requests waited for grammars, in total."""
+    canaries: int = 0
+    """Canaries that have ended."""
+    canary_faults: int = 0
+    """How many of `canaries` had a wrong answer, a late one or none."""
+    canary_seconds: float = 0.0
+    """From their first step to their end, in total."""
     output_tokens: int = 0
     """Output tokens, without rejected drafts."""
 
@@ -85,4 +91,6 @@ class EngineSnapshot:
     counters: EngineCounters
     """A copy of the counters."""
     requests: int
+    """Of clients."""
     epoch: EpochSnapshot | None
+    health: EngineHealth

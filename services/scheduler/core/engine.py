@@ -25,6 +25,7 @@ from services.scheduler.core.events import (
     WorkersLost,
     WorkersReady,
 )
+from services.scheduler.core.health.monitor import HealthMonitor
 from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.scheduler.core.planning.step_timing import MissedPlan
 from services.scheduler.core.results.outbox import EngineOutbox
@@ -66,6 +67,7 @@ class EngineCore:
         self._tickets = count(1)
         self._outbox = EngineOutbox(engine, epoch)
         self._sender = HandOverSender(engine, self.store)
+        self.health = HealthMonitor(limits, self.counters)
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Takes one event in; the outputs are to be sent in order. `now` are seconds on the liveness clock."""
@@ -94,23 +96,50 @@ class EngineCore:
                 self._tick(now)
             case _:
                 assert_never(event)
+        outputs = self._advance(now)
+        if self.epoch_state is not None and self.health.canary.is_due(now) and self._ask_canary(self.epoch_state, now):
+            outputs += self._advance(now)
+        return outputs
+
+    def _advance(self, now: float) -> list[Output]:
+        """Plans what can be planned now. Returns all that is to be sent."""
         if self.epoch_state is not None:
             self.plan_due = self.epoch_state.plan(now)
         if self.role.node is not None:
             self._exchange_with_store(now)
-        return self._outbox.take()
+        return self.health.separate(self._outbox.take(), now)
+
+    def _ask_canary(self, state: EpochState, now: float) -> bool:
+        """Whether the engine has asked something of itself."""
+        canary = self.health.next_request(state.workers, now, idle=self.idle)
+        if canary is None:
+            return False
+        state.requests.receive(canary)
+        if (sequence := state.requests.held.get(canary.generation.request)) is not None:
+            self.health.canary.enter(sequence.id)
+        return True
 
     # ---- questions
 
     @property
     def requests(self) -> Mapping[RequestId, Sequence]:
-        """The accepted requests that have not ended; empty without workers."""
+        """The accepted requests that have not ended, a canary included; empty without workers."""
         return {} if self.epoch_state is None else self.epoch_state.requests.held
+
+    @property
+    def load(self) -> int:
+        """Requests of clients that have not ended."""
+        return self.health.requests(self.requests)
 
     @property
     def epoch(self) -> Incarnation | None:
         """The epoch whose plans are sent; None while there are no workers."""
         return None if self.epoch_state is None else self.epoch_state.steps.epoch
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests may come: there are workers, and what they are to say to a canary is known."""
+        return self.epoch_state is not None and self.health.knows_answer
 
     @property
     def isolated(self) -> RequestId | None:
@@ -134,14 +163,15 @@ class EngineCore:
         """A snapshot of the engine's state. It is slow if many requests wait, so do not take one for every event."""
         state = self.epoch_state
         if state is None:
-            return EngineSnapshot(replace(self.counters), 0, None)
+            return EngineSnapshot(replace(self.counters), 0, None, self.health.report())
         held, queues, pool = state.requests.held, state.queues, state.memory.pool
+        requests, running = self.load, queues.running - self.health.running(held)
         epoch = EpochSnapshot(
             epoch=state.steps.epoch,
             model=state.workers.card,
             max_running=state.limits.max_running,
-            waiting=len(held) - queues.running,
-            running=queues.running,
+            waiting=requests - running,
+            running=running,
             compiling=len(queues.compiling),
             prefill_tokens=sum(max(0, len(s.tokens.known) - s.tokens.planned) for s in held.values()),
             transfers=len(state.transfers.in_flight),
@@ -152,7 +182,7 @@ class EngineCore:
             step_deadline=state.steps.seconds_allowed(state.limits.step_timeout),
             preemptions=state.planner.preemption.count,
         )
-        return EngineSnapshot(replace(self.counters), len(held), epoch)
+        return EngineSnapshot(replace(self.counters), requests, epoch, self.health.report())
 
     def report(self) -> EngineReport | None:
         """The load as it is reported to coordinators, or None while there are no workers."""
@@ -178,12 +208,13 @@ class EngineCore:
             drafted_tokens=counters.drafted,
             accepted_tokens=sum(counters.accepted),
             step_deadline=epoch.step_deadline,
+            health=snapshot.health,
         )
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in hand, neither requests nor blocks on their way to the store."""
-        return self.epoch_state is None or not (self.epoch_state.requests.held or self.epoch_state.saving)
+        """Whether nothing is in hand, neither requests of clients nor blocks on their way to the store."""
+        return self.epoch_state is None or not (self.load or self.epoch_state.saving)
 
     # ---- requests
 
@@ -262,6 +293,8 @@ class EngineCore:
         state = self.epoch_state
         if state is not None and state.grammars.compiling:
             state.requests.record_grammars(state.grammars.expire(now))
+        if (late := self.health.tick(now)) is not None:
+            self._call_off(late)
         if self.role.node is not None:
             self.store.tick(now)
 
@@ -314,12 +347,14 @@ class EngineCore:
         self.epoch_state = EpochState(
             self._epoch, self.limits, workers, self._tickets, self.store, self._sender, self._outbox
         )
+        self.health.start_epoch(workers)
         self.store.share(workers.layout if self.role.node is not None else None, workers.card.name)
 
     def _end_epoch(self, reason: str, *, died: bool = False) -> None:
         """Fails every request for `reason`; `died`: which may be the doing of one that was being computed. Those that
         come now wait for the next epoch's workers."""
         state = self.epoch_state
+        self.health.end_epoch()
         if state is not None:
             how: Death = "beside others" if self.isolated is None else "alone"
             deaths = dict.fromkeys(state.computing(), how) if died else {}

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from services.scheduler.core.events import RankProgress, SendPlan, WorkersReady
+from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.planning.planner import StepPlanner
@@ -130,6 +131,8 @@ class EpochState:
         """Sends the step to the ranks, under the number that it has in flight from now on."""
         for sequence, cached in step.started:
             self._outbox.streams.open(sequence, cached)
+            if sequence.detokenizer == CANARY_DETOKENIZER:
+                continue
             prompt = sequence.tokens.prompt_length
             self._counters.prompt_tokens += prompt
             self._counters.cached_tokens += min(prompt, cached)

@@ -44,6 +44,10 @@ class EngineLimits:
     """Seconds that a lookup may take if another node probably holds the blocks, which are then copied before the
     reply."""
 
+    canary_interval: float = 0.0
+    """Seconds between two canaries (`health/canary.py`), at least; 0: there are none."""
+    ejection_time: float = 10.0
+    """Seconds for which an engine that becomes a suspect gets no requests, at least; doubled each time."""
     speculation: SpeculationPolicy = "dynamic"
     compile_timeout: float = 60.0
     """Seconds that the workers may take to compile a grammar, waiting for others included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from services.scheduler.core.counters import EngineCounters
+from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_timing import ExpectedResult
@@ -85,7 +86,7 @@ class StepResults:
         """Adds each sequence's tokens to it and to the stream; what came behind the last one is dropped. `several`: a
         sequence may have more than one."""
         by_id, streams, output_tokens = self._queues.by_id, self._outbox.streams, 0
-        detokenizer, entries = None, []
+        detokenizer, entries, counted = None, [], True
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:
@@ -102,10 +103,12 @@ class StepResults:
                     if finish is not None:
                         tokens, logprobs = tokens[:kept], logprobs and logprobs[:kept]
                         break
-            output_tokens += len(tokens)
             if sequence.detokenizer != detokenizer:
                 detokenizer = sequence.detokenizer
                 entries = streams.batch_for(detokenizer).entries
+                counted = detokenizer != CANARY_DETOKENIZER
+            if counted:
+                output_tokens += len(tokens)
             entries.append(token_entry(sequence, tokens, finish, logprobs))
             if len(sequence.tokens.hashes) > sequence.blocks.indexed:
                 self._memory.index_full_blocks(sequence)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
-from shared.ids import Incarnation, InstanceId, ModelName
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase
+from deploy.supervisor.core.watchdog import (
+    FAULTS_UNTIL_RESTART,
+    RESTART_PAUSE,
+    PauseFreeClock,
+    Stall,
+    Watchdog,
+    WatchLimits,
+)
+from shared.ids import EngineId, Incarnation, InstanceId, ModelName
+from shared.messages.lifecycle import EngineHealth, EngineReport, Lifecycle, ModelCard, Phase, WorkerReport
 
 CARD = ModelCard(name=ModelName("m"), max_model_len=8, vocab_size=8, eos_token_ids=(), dtype="float32", created=0)
 
@@ -17,6 +24,8 @@ def said(
     phase: Phase = "ready",
     incarnation: int = 1,
     step_deadline: float = 0.0,
+    faults: int = 0,
+    engine: str = "engine-1",
 ) -> Lifecycle:
     report = EngineReport(
         model=CARD,
@@ -29,10 +38,11 @@ def said(
         steps=steps,
         tokens=0,
         step_deadline=step_deadline,
+        health=EngineHealth(suspect="canary: wrong" if faults else None, faults=faults),
     )
     return Lifecycle(
         service="scheduler",
-        instance=InstanceId("engine-1"),
+        instance=InstanceId(engine),
         incarnation=Incarnation(incarnation),
         phase=phase,
         pid=1,
@@ -126,3 +136,44 @@ def test_the_watch_clock_goes_with_the_real_one_while_it_is_looked_at() -> None:
     readings = [clock.now(1000.0 + tick * 0.25) for tick in range(9)]
     assert readings == [tick * 0.25 for tick in range(9)]
     assert clock.now(900.0) == 2.0
+
+
+# Engines that compute something wrong.
+
+
+def rank(engine: str, number: int, incarnation: int = 1) -> Lifecycle:
+    report = WorkerReport(engine=EngineId(engine), rank=number, world_size=2, model=CARD, num_blocks=8, device="cpu")
+    return Lifecycle(
+        service="worker",
+        instance=InstanceId(f"{engine}-rank{number}"),
+        incarnation=Incarnation(incarnation),
+        phase="ready",
+        pid=1,
+        host="h",
+        started=0,
+        worker=report,
+    )
+
+
+def test_all_ranks_of_an_engine_that_stays_wrong_are_replaced_once() -> None:
+    dog = watched((0, rank("engine-1", 0)), (0, rank("engine-1", 1)), (0, rank("engine-2", 0)), (0, said()))
+    dog.record_lifecycle(said(faults=FAULTS_UNTIL_RESTART - 1), 0.5)
+    assert dog.stalled(0.6) == []
+    dog.record_lifecycle(said(faults=FAULTS_UNTIL_RESTART), 1.0)
+    why = "engine-1 is suspect: canary: wrong"
+    ranks = [InstanceId("engine-1-rank0"), InstanceId("engine-1-rank1")]
+    assert dog.stalled(1.1) == [Stall(rank, why, engine_too=False) for rank in ranks]
+    dog.record_lifecycle(said(faults=FAULTS_UNTIL_RESTART), 1.5)
+    assert dog.stalled(1.6) == [], "they are being replaced"
+
+
+def test_engines_that_are_wrong_at_once_are_replaced_one_after_the_other() -> None:
+    dog = watched()
+    replaced = []
+    for half in range(int(2 * RESTART_PAUSE) + 4):
+        now = half / 2
+        for engine in ("engine-1", "engine-2"):
+            dog.record_lifecycle(said(faults=FAULTS_UNTIL_RESTART, engine=engine), now)
+            dog.record_lifecycle(rank(engine, 0, incarnation=1 + len(replaced)), now)
+        replaced += [(now, stall.instance) for stall in dog.stalled(now)]
+    assert [when for when, _ in replaced] == [0.0, RESTART_PAUSE]

@@ -1,0 +1,1 @@
+"""How an engine finds out that what it computes is wrong, or late."""
