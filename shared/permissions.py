@@ -63,6 +63,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.kv_dumps,           ("scheduler", "kvstore"),                         ("coordinator",)),
     TopicRights(topics.detokenizer_tokens, ("scheduler",),                                   ("detokenizer",)),
     TopicRights(topics.gateway_inbox, ("tokenizer", "coordinator", "scheduler", "detokenizer"), ("gateway",)),
+    TopicRights(topics.key_usage,          ("gateway",),                                     ("gateway",)),
     TopicRights(topics.lifecycles,         (),                                               _OBSERVERS),
     TopicRights(topics.lifecycle_of,       ("supervisor",),                                  ()),  # and each its own
     TopicRights(topics.instance_control,   ("coordinator",),                                 ACTORS),

@@ -145,6 +145,11 @@ def gateway_inbox(instance: GatewayId) -> Topic[gateway.GatewayMessage]:
     return Topic(f"gateway.{instance}.deltas", gateway.GatewayMessage)
 
 
+def key_usage() -> Topic[gateway.UsageReport]:
+    """gateway → every gateway, itself included: what API keys with limits have used there."""
+    return Topic("keys.usage", gateway.UsageReport)
+
+
 def lifecycles(service: lifecycle.Service | None = None) -> Topic[lifecycle.Lifecycle]:
     """For subscribing: the lifecycle messages of every process, or of one service for receivers that need no others."""
     return Topic(f"lifecycle.{service or '*'}.*", lifecycle.Lifecycle)

@@ -49,6 +49,9 @@ def keys(
     priority_ceiling: Annotated[
         int | None, typer.Option(help="Least `priority` of its requests, where lower goes first.", show_default="0")
     ] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompts and outputs. Default: no limit.")] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(help="Open requests. Default: no limit.")] = None,
 ) -> None:
     """Make an API key, or list those of a file: baton keys new NAME, list.
 
@@ -61,7 +64,14 @@ def keys(
             return
         if name is None:
             raise CommandError("baton keys new NAME: a name is expected", status=2)
-        given = {"scopes": scope, "models": model, "priority_ceiling": priority_ceiling}
+        given = {
+            "scopes": scope,
+            "models": model,
+            "priority_ceiling": priority_ceiling,
+            "requests_per_minute": requests_per_minute,
+            "tokens_per_minute": tokens_per_minute,
+            "concurrent_requests": concurrent_requests,
+        }
         print(new_key(keys_file, name, {field: value for field, value in given.items() if value is not None}))
     except KeyFileError as error:
         raise CommandError(f"{keys_file}: {error}", status=2) from None

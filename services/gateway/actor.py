@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,14 @@ from services.gateway.http.app import body_context, build_app
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
+from services.gateway.key_limiter import KeyLimiter
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
 from shared.ids import GatewayId
-from shared.messages.gateway import Deltas, RequestFailed, RequestPlaced, RequestQueued, RequestRejected
+from shared.messages.gateway import Deltas, RequestFailed, RequestPlaced, RequestQueued, RequestRejected, UsageReport
 from shared.messages.lifecycle import Lifecycle, Phase
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,16 @@ class Gateway(Actor):
     service = "gateway"
     tick_every = 0.25
 
-    def __init__(self, bus: Bus, config: GatewayConfig, *, listens: bool = True) -> None:
-        """Without `listens` there is no port: the owner calls `app` itself."""
+    def __init__(
+        self,
+        bus: Bus,
+        config: GatewayConfig,
+        *,
+        listens: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without `listens` there is no port: the owner calls `app` itself. `clock`: by which limits per minute are
+        counted, in seconds."""
         super().__init__(bus, config.instance_id())
         self._listens = listens
         self._gateway = GatewayId(self.instance)
@@ -49,6 +59,7 @@ class Gateway(Actor):
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
         self.keys = KeyFileWatcher(config.api_keys, config.keys_file)
+        self._limiter = KeyLimiter(bus, self._gateway, self.incarnation, clock)
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
             self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
@@ -67,13 +78,15 @@ class Gateway(Actor):
             config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
-            access=AccessControl(self.keys, share_prefixes=config.share_prefixes),
+            access=AccessControl(self.keys, self._limiter, share_prefixes=config.share_prefixes),
             cors_origins=config.cors_origins,
         )
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
-        """Its inbox, and the lifecycles of the services that it needs."""
+        """Its inbox, the lifecycles of the services that it needs, and what keys have used at other gateways."""
+        usage = [TopicSubscription(topics.key_usage())] if self.keys.required else []
         return [
+            *usage,
             TopicSubscription(topics.gateway_inbox(self._gateway)),
             *(TopicSubscription(topics.lifecycles(service)) for service in REQUIRED_SERVICES),
         ]
@@ -88,9 +101,11 @@ class Gateway(Actor):
         await self._listen()
 
     async def background(self) -> None:
-        """Sends probes to engines, and follows the file of keys."""
+        """Sends probes to engines, follows the file of keys, and reports what keys have used."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.keys.watch())
+            if self.keys.required:
+                tasks.create_task(self.keys.watch())
+                tasks.create_task(self._limiter.run())
             await self.requests.prober.run()
 
     async def _listen(self) -> None:
@@ -108,6 +123,8 @@ class Gateway(Actor):
         match message:
             case Deltas() | RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
                 await self.requests.handle(message)
+            case UsageReport():
+                self._limiter.record_report(message)
             case Lifecycle():
                 await self.requests.record_lifecycle(message)
             case Tick():

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import Attempt, DetokenizerId, EngineId, Incarnation, RequestId
+from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, RequestId
 from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
@@ -136,6 +136,32 @@ class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     deltas: tuple[Delta, ...] = ()
     scored: tuple[PromptLogprobsDelta, ...] = ()
     """Prompt log-probabilities; they take effect after `opened` and before `deltas`."""
+
+
+class KeyUsage(Struct, frozen=True, array_like=True, kw_only=True):
+    """What one API key has used at one gateway."""
+
+    key: str
+    """The key's name."""
+    requests: int
+    """Requests since the gateway started."""
+    tokens: int
+    """Tokens since it started: those used, and those set aside for open requests."""
+    open: int
+    """Open requests."""
+    requests_left: float | None = None
+    """What the gateway takes to be left of the key's requests per minute; None where there is no limit."""
+    tokens_left: float | None = None
+
+
+class UsageReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """gateway → every gateway, itself included: what API keys with limits have used there. Numbers are totals, so that
+    a later report makes good for a lost one."""
+
+    gateway: GatewayId
+    incarnation: Incarnation
+    keys: tuple[KeyUsage, ...] = ()
+    """Those whose use has changed, and once a second all that are in use."""
 
 
 GatewayMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed

@@ -271,6 +271,11 @@ MESSAGES: list[Any] = [
     kv_events.KvDump(source=SOURCE, epoch=Incarnation(1), number=-1, part=0, parts=1, hashes=HASH),
     lifecycle.NameClaim(Incarnation(1)),
     lifecycle.NameHolder(Incarnation(1), 7, "h"),
+    gateway.UsageReport(
+        gateway=GatewayId("gateway-1"),
+        incarnation=Incarnation(1),
+        keys=(gateway.KeyUsage(key="alice", requests=3, tokens=70, open=1, requests_left=2.5),),
+    ),
 ]
 
 

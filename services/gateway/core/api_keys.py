@@ -5,6 +5,9 @@ hash = "sha256:2bb8…"                 # of the key; the key itself is nowhere
 scopes = ["inference"]
 models = ["llama"]                    # all, unless given
 priority_ceiling = 0
+requests_per_minute = 600             # without limits, unless given
+tokens_per_minute = 200_000
+concurrent_requests = 32
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 KeyName = NewType("KeyName", str)
 """What a key is called in logs and messages; it names whose requests they are, and is no secret."""
 
+Limit = Annotated[int, Meta(ge=1, le=10**12)]
+
 MAX_KEYS = 10_000
 MIN_PRIORITY = -(2**31)
 
@@ -50,6 +55,17 @@ class ApiKey(Struct, frozen=True, kw_only=True):
     """The models that it may use; None: all."""
     priority_ceiling: int = MIN_PRIORITY
     """The least number that its requests may give as `priority`, where lower goes first."""
+
+    requests_per_minute: int | None = None
+    """None: no limit; so with the next two."""
+    tokens_per_minute: int | None = None
+    """Of prompts and outputs together."""
+    concurrent_requests: int | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything of its use is limited."""
+        return (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests) != (None, None, None)
 
     def allows(self, scope: KeyScope) -> bool:
         """Whether its requests may do what `scope` stands for."""
@@ -76,6 +92,9 @@ class KeyEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scopes: Annotated[tuple[KeyScope, ...], Meta(min_length=1)] = ("inference",)
     models: Annotated[tuple[ModelName, ...], Meta(min_length=1)] | None = None
     priority_ceiling: Annotated[int, Meta(ge=MIN_PRIORITY, lt=2**31)] = 0
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    concurrent_requests: Limit | None = None
 
     def key(self, name: KeyName) -> ApiKey:
         """What the key may do."""
@@ -84,6 +103,9 @@ class KeyEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             scopes=frozenset(self.scopes),
             models=None if self.models is None else frozenset(self.models),
             priority_ceiling=self.priority_ceiling,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            concurrent_requests=self.concurrent_requests,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -11,19 +12,27 @@ from msgspec.structs import replace
 from services.gateway.api.errors import RequestError, not_allowed
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.core.api_keys import ANONYMOUS, MIN_PRIORITY, ApiKey, KeyScope
+from services.gateway.core.rate_limits import LimitExceeded, LimitState
 from services.gateway.http.call import Call
 from services.gateway.key_file import KeyFileWatcher
+from services.gateway.key_limiter import KeyLimiter
 from shared.ids import ModelName
+from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt
+from shared.packing import count
 
 log = logging.getLogger(__name__)
+
+CHARS_PER_TOKEN = 4
+EXPECTED_OUTPUT = 256
+"""Tokens that a request without `max_tokens` is expected to generate, for each choice."""
 
 
 class AccessControl:
     """Decides by the key that a client sends; owns nothing, as the keys are the watcher's."""
 
-    def __init__(self, keys: KeyFileWatcher, *, share_prefixes: bool) -> None:
+    def __init__(self, keys: KeyFileWatcher, limiter: KeyLimiter, *, share_prefixes: bool) -> None:
         """`share_prefixes`: requests of different keys share cached prefixes."""
-        self._keys, self._share_prefixes = keys, share_prefixes
+        self._keys, self._limiter, self._share_prefixes = keys, limiter, share_prefixes
 
     def identify(self, call: Call, scope: KeyScope) -> None:
         """Sets the call's key. Raises RequestError: 401 without a valid key, 403 where it lacks `scope`."""
@@ -51,10 +60,53 @@ class AccessControl:
             return generation
         return replace(generation, cache_salt=key.salt(generation.cache_salt))
 
+    def start(self, call: Call) -> None:
+        """Counts the call as an open request of its key, until `finish`. Raises RequestError 429 above a limit."""
+        if not call.key.limited:
+            return
+        exceeded = self._limiter.start(call.key)
+        call.limit_headers = limit_headers(self._limiter.state(call.key))
+        if exceeded is not None:
+            raise _too_many(call.key, exceeded)
+        call.reserved = 0
+
+    def reserve(self, call: Call, generation: GenerationRequest) -> None:
+        """Takes from the key's tokens per minute what the request is expected to use. Raises RequestError 429."""
+        if call.reserved is None:
+            return
+        reserved = self._limiter.reserve(call.key, expected_tokens(generation))
+        call.limit_headers = limit_headers(self._limiter.state(call.key))
+        if isinstance(reserved, LimitExceeded):
+            raise _too_many(call.key, reserved)
+        call.reserved = reserved
+
+    def finish(self, call: Call) -> None:
+        """The call has ended: settles what it has used."""
+        if call.reserved is not None:
+            used = call.record.prompt_tokens + call.record.output_tokens
+            self._limiter.finish(call.key, call.reserved, used)
+            call.reserved = None
+
     def keys(self) -> dict[str, Any]:
         """Returns what an administrator sees of the keys."""
         file = None if self._keys.path is None else {"path": str(self._keys.path), "error": self._keys.error}
-        return {"object": "list", "data": [_key_body(key) for key in self._keys.ring], "file": file}
+        return {"object": "list", "data": [self._key_body(key) for key in self._keys.ring], "file": file}
+
+    def _key_body(self, key: ApiKey) -> dict[str, Any]:
+        limits = self._limiter.state(key) if key.limited else None
+        return {
+            "object": "api_key",
+            "name": key.name,
+            "scopes": sorted(key.scopes),
+            "models": None if key.models is None else sorted(key.models),
+            "priority_ceiling": None if key.priority_ceiling == MIN_PRIORITY else key.priority_ceiling,
+            "requests_per_minute": key.requests_per_minute,
+            "tokens_per_minute": key.tokens_per_minute,
+            "concurrent_requests": key.concurrent_requests,
+            "requests_left": limits.requests.remaining if limits and limits.requests else None,
+            "tokens_left": limits.tokens.remaining if limits and limits.tokens else None,
+            "requests_open": limits.open if limits else None,
+        }
 
     def audit(self, call: Call, endpoint: str, began: float) -> None:
         """Logs who asked for what, and what it came to; nothing of any text. `began` is the monotonic time at which the
@@ -83,11 +135,40 @@ def check_model(model: ModelName, key: ApiKey) -> None:
         raise RequestError(403, text, param="model", code="model_not_found")
 
 
-def _key_body(key: ApiKey) -> dict[str, Any]:
-    return {
-        "object": "api_key",
-        "name": key.name,
-        "scopes": sorted(key.scopes),
-        "models": None if key.models is None else sorted(key.models),
-        "priority_ceiling": None if key.priority_ceiling == MIN_PRIORITY else key.priority_ceiling,
-    }
+def expected_tokens(generation: GenerationRequest) -> int:
+    """Returns how many tokens a request may come to, as OpenAI estimates it: those of its prompts, by their length, and
+    all that it lets each choice generate."""
+    output = generation.stopping.max_tokens
+    most = min(EXPECTED_OUTPUT if output is None else output, generation.model.max_model_len)
+    return sum(_prompt_tokens(prompt) for prompt in generation.prompts) + generation.sequences * most
+
+
+def _prompt_tokens(prompt: Prompt) -> int:
+    if isinstance(prompt, TokenPrompt):
+        return count(prompt.tokens)
+    text = prompt.text if isinstance(prompt, TextPrompt) else prompt.messages
+    return math.ceil(len(text) / CHARS_PER_TOKEN)
+
+
+def limit_headers(state: LimitState) -> list[tuple[bytes, bytes]]:
+    """Returns OpenAI's headers about the limits that there are."""
+    headers: list[tuple[bytes, bytes]] = []
+    for name, bucket in (("requests", state.requests), ("tokens", state.tokens)):
+        if bucket is not None:
+            values = {"limit": bucket.limit, "remaining": bucket.remaining, "reset": duration(bucket.reset)}
+            headers += [(f"x-ratelimit-{what}-{name}".encode(), str(value).encode()) for what, value in values.items()]
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as these headers do: 20ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)
+    return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
+
+
+def _too_many(key: ApiKey, exceeded: LimitExceeded) -> RequestError:
+    text = f"Rate limit reached for the key {key.name!r}: {exceeded.allowed} {exceeded.name}. Please try again in "
+    wait = duration(exceeded.retry_after)
+    return RequestError(429, f"{text}{wait}.", code="rate_limit_exceeded", retry_after=exceeded.retry_after)

@@ -92,6 +92,10 @@ class Call:
         self.key = ANONYMOUS
         """Whose request it is, once that has been found out."""
         self.record = CallRecord()
+        self.reserved: int | None = None
+        """Tokens set aside for it, of its key's tokens per minute; None: it does not count as open for its key."""
+        self.limit_headers: list[tuple[bytes, bytes]] = []
+        """What is left of its key's limits, for the response."""
         self._body_read = False
         """Whether the body has been read to its end."""
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -156,7 +160,7 @@ class Call:
     async def start(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
         """Sends a response's status and headers."""
         self.record.status = status
-        own = [(b"content-type", content_type), (b"x-request-id", self.id.encode())]
+        own = [(b"content-type", content_type), (b"x-request-id", self.id.encode()), *self.limit_headers]
         await self.send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
 
     async def end(self) -> None:

@@ -69,11 +69,14 @@ class Endpoint:
             if self._scope is not None:
                 self._access.identify(call, self._scope)
                 identified = True
+                if self._scope == "inference":
+                    self._access.start(call)
             await self._handler(call)
         except RequestError as error:
             await call.refuse(error)
         finally:
             call.close()
+            self._access.finish(call)
             if identified or call.key is not ANONYMOUS:
                 self._access.audit(call, self._path, began)
 
@@ -111,6 +114,7 @@ class GenerationEndpoint:
         call.record.model = generation.model.name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
+        self._access.reserve(call, generation)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await open_searches(table.tokenizer, generation)

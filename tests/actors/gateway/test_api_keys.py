@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -208,3 +209,91 @@ def test_strangers_are_let_in_only_on_purpose(settings: dict[str, Any], refused:
         return
     with pytest.raises(ValueError, match="other machines could use this one without an API key"):
         GatewayConfig(**settings)
+
+
+# Limits.
+
+
+@pytest.fixture
+async def limited(memory_bus: MemoryBus, keys: Keys) -> AsyncIterator[GatewayStack]:
+    keys.new("few", requests_per_minute=2)
+    keys.new("short", tokens_per_minute=300)
+    keys.new("narrow", concurrent_requests=1)
+    async with gateway_stack(memory_bus, keys_file=keys.path, clock=standing_clock) as stack:
+        yield stack
+
+
+def standing_clock() -> float:
+    """Nothing is given back meanwhile, however slow the machine is."""
+    return 1000.0
+
+
+async def test_requests_per_minute_end_in_a_429_that_says_when_to_come_back(limited: GatewayStack, keys: Keys) -> None:
+    few = keys.client(limited, "few")
+    answer = await few.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO, max_tokens=3)
+    assert answer.headers["x-ratelimit-limit-requests"] == "2"
+    assert answer.headers["x-ratelimit-remaining-requests"] == "1"
+    assert answer.headers["x-ratelimit-reset-requests"] == "30s"
+    assert "x-ratelimit-limit-tokens" not in answer.headers
+    async for _ in await chat(few, stream=True):
+        pass
+    with pytest.raises(openai.RateLimitError, match="Rate limit reached for the key 'few': 2 requests per minute"):
+        await chat(few)
+    asked = await limited.http.post("/tokenize", json={"prompt": "a"}, headers=keys.headers("few"))
+    assert asked.status_code == 429
+    assert asked.headers["x-ratelimit-remaining-requests"] == "0"
+    assert asked.headers["retry-after"] == "30"
+    assert asked.json()["error"]["type"] == "rate_limit_error"
+    assert asked.json()["error"]["code"] == "rate_limit_exceeded"
+    await few.models.list()  # looking costs nothing
+    await chat(keys.client(limited, "alice"))
+
+
+async def test_tokens_are_counted_as_they_were_used(limited: GatewayStack, keys: Keys) -> None:
+    short = keys.client(limited, "short")
+
+    async def left() -> int:
+        answer = await short.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO, max_tokens=3)
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    first = await left()  # 300, without what is set aside: the text by its length, and max_tokens
+    assert 270 <= first < 297
+    assert await left() == first - 6  # three tokens of prompt and three of output
+    with pytest.raises(openai.RateLimitError, match="300 tokens per minute"):
+        await chat(short, n=100)
+
+
+async def test_concurrent_requests_are_limited_also_while_their_answers_are_read(
+    limited: GatewayStack, keys: Keys
+) -> None:
+    narrow = keys.client(limited, "narrow")
+    held = asyncio.create_task(narrow.completions.create(model=MODEL, prompt="HOLD", max_tokens=2))
+    await eventually(lambda: bool(limited.ring.running))
+    with pytest.raises(openai.RateLimitError, match="1 concurrent requests"):
+        await chat(narrow)
+    limited.ring.hold.set()
+    await held
+    await chat(narrow)
+    listed = await limited.http.get("/admin/keys", headers=keys.headers("root"))
+    assert {key["name"]: key["requests_open"] for key in listed.json()["data"]}["narrow"] == 0
+
+
+async def test_two_gateways_count_together(memory_bus: MemoryBus, limited: GatewayStack, keys: Keys) -> None:
+    async with gateway_stack(
+        memory_bus, ring=limited.ring, wait=False, clock=standing_clock, instance="gateway-2", keys_file=keys.path
+    ) as other:
+        await eventually(lambda: other.runtime.phase == "ready")
+
+        async def left(stack: GatewayStack) -> dict[str, Any]:
+            listed = await stack.http.get("/admin/keys", headers=keys.headers("root"))
+            return {key["name"]: key for key in listed.json()["data"]}["few"]
+
+        await chat(keys.client(limited, "few"))
+        while (await left(other))["requests_left"] == 2:
+            await asyncio.sleep(0.01)
+        await chat(keys.client(other, "few"))
+        while (await left(limited))["requests_left"] == 1:
+            await asyncio.sleep(0.01)
+        for stack in (limited, other):
+            with pytest.raises(openai.RateLimitError):
+                await chat(keys.client(stack, "few"))

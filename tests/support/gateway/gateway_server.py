@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -32,12 +33,17 @@ class GatewayStack(NamedTuple):
 
 @asynccontextmanager
 async def gateway_stack(
-    bus: Bus, *, ring: FakeRing | None = None, wait: bool = True, **settings: Any
+    bus: Bus,
+    *,
+    ring: FakeRing | None = None,
+    wait: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
 ) -> AsyncIterator[GatewayStack]:
     """Starts it, and at the end stops it as the real process would: drained."""
     ring = ring or FakeRing(bus)
     defaults: dict[str, Any] = {"instance": "gateway-1", "port": 0, "silence_s": 0.3}
-    gateway = Gateway(bus, GatewayConfig(**(defaults | settings)))
+    gateway = Gateway(bus, GatewayConfig(**(defaults | settings)), clock=clock)
     runtime = ActorRuntime(gateway, drain_timeout=2.0)
     task = asyncio.create_task(runtime.run())
     try:
