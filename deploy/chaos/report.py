@@ -60,6 +60,7 @@ def figures(
         "leaks": sum(bool(result.leaks) for result in results),
         "unready": sorted({name for result in results for name in result.unready}),
         "bugs": sum(result.bugs for result in results),
+        "complaints": sum(len(result.complaints) for result in results),
         "matrix": matrix(results),
         "no_round": [str(case) for case in cases if case not in struck],
         "skipped": dict(skipped),
@@ -77,6 +78,7 @@ def problems(results: Sequence[RoundResult]) -> list[str]:
         found += [f"{title}: lost: request {each.prompt}: {each.message}" for each in result.lost]
         found += [f"{title}: altered: request {each.prompt}: {each.text!r}" for each in result.altered]
         found += [f"{title}: held: {what} {count}" for what, count in result.leaks.items()]
+        found += [f"{title}: {complaint}" for complaint in result.complaints]
         found += [f"{title}: not back: {name}" for name in result.unready]
         found += [f"{title}: {result.bugs} unexpected exceptions in the logs"] if result.bugs else []
     return found
@@ -99,6 +101,7 @@ def _trouble(result: RoundResult) -> dict[str, int]:
         "LEAKS": len(result.leaks),
         "NOT BACK": len(result.unready),
         "BUGS": result.bugs,
+        "COMPLAINTS": len(result.complaints),
     }
 
 

@@ -44,6 +44,8 @@ class RoundResult(NamedTuple):
     bugs: int
     """Processes that ended by an exception which no code expected."""
     allowed: frozenset[FailureKind]
+    complaints: tuple[str, ...] = ()
+    """What the fault itself found wrong."""
 
     @property
     def equal(self) -> int:
@@ -63,7 +65,7 @@ class RoundResult(NamedTuple):
     @property
     def is_good(self) -> bool:
         """Whether nothing was lost, altered or held, and everybody is there again."""
-        return not (self.lost or self.altered or self.leaks or self.unready or self.bugs)
+        return not (self.lost or self.altered or self.leaks or self.unready or self.bugs or self.complaints)
 
 
 class ChaosOptions(NamedTuple):
@@ -81,6 +83,7 @@ class ChaosRun:
     """Owns the load on one stack, and its faults' rounds."""
 
     def __init__(self, stack: ChaosStack, faults: Sequence[Fault], options: ChaosOptions) -> None:
+        """`stack` runs already."""
         self._stack, self._options = stack, options
         self._faults = {fault.name: fault for fault in faults}
         self.skipped = {name: why for name, fault in self._faults.items() if (why := fault.missing(stack))}
@@ -143,6 +146,7 @@ class ChaosRun:
             over.set()
         streams = tuple(stream for stream in await clients if stream.end > struck)
         leaks = await watch.until_at_rest(REST_DEADLINE)
+        complaints, stack.complaints = tuple(stack.complaints), []
         ended = [stream for stream in streams if stream.failure is None]
         return RoundResult(
             case=strike.case,
@@ -156,6 +160,7 @@ class ChaosRun:
             unready=tuple(unready),
             bugs=stack.bugs() - bugs,
             allowed=allowed,
+            complaints=complaints,
         )
 
 

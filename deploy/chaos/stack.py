@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+from deploy.chaos.proxy import HOST, BusProxy
 from deploy.errors import CommandError
 from deploy.supervisor.background import start_in_background
 from deploy.supervisor.log_files import log_files
@@ -25,14 +27,33 @@ BUG = b"Traceback (most recent call last)"
 class ChaosStack:
     """Owns one `baton up` in the background, and starts its supervisor again where that was killed."""
 
+    proxy: BusProxy
+    """Before its bus; there only where that was asked for."""
+
     def __init__(self, run_dir: Path, argv: Sequence[str]) -> None:
         """`argv`: options of `baton up`."""
         self.run_dir = run_dir
+        self.complaints: list[str] = []
+        """What a fault itself found wrong, until the round is over."""
         self._argv = ["up", "--port=0", ORPHAN_TIMEOUT, *argv, "--run-dir", str(run_dir)]
 
     def start(self) -> None:
         """Returns when it is ready; also takes over what a killed supervisor left. Raises CommandError."""
         start_in_background(self.run_dir, self._argv, show=False)
+
+    @asynccontextmanager
+    async def running(self, *, behind_proxy: bool) -> AsyncIterator[None]:
+        """Started, and its bus behind the proxy if that is wanted, until the context ends; `end` is the caller's.
+        Raises CommandError."""
+        if behind_proxy:
+            self.proxy = BusProxy(lambda: self.state.nats_port)
+            self._argv.append(f"--set=nats_url=nats://{HOST}:{await self.proxy.start()}")
+        try:
+            await asyncio.to_thread(self.start)
+            yield
+        finally:
+            if behind_proxy:
+                await self.proxy.close()
 
     def end(self) -> None:
         """Nothing of it is left afterwards but its logs. Raises CommandError."""
@@ -87,12 +108,11 @@ def send(identity: ProcessIdentity, number: signal.Signals) -> None:
 
 @contextmanager
 def chaos_stack(argv: Sequence[str], run_dir: Path | None) -> Iterator[ChaosStack]:
-    """A stack with these options of `baton up`, ended with the context. Without `run_dir` its logs are gone then, too.
-    Raises CommandError where it does not start."""
+    """A stack with these options of `baton up`, yet to be started, and ended with the context. Without `run_dir` its
+    logs are gone then, too. Raises CommandError where it does not end."""
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as folder:
         stack = ChaosStack(Path(folder) if run_dir is None else run_dir.expanduser().absolute(), argv)
         try:
-            stack.start()
             yield stack
         finally:
             stack.end()

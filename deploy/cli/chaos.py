@@ -62,7 +62,7 @@ def chaos(
     from deploy.chaos.report import figures, round_line, text
     from deploy.chaos.run import ChaosOptions, ChaosRun, RoundResult
     from deploy.chaos.schedule import Strike
-    from deploy.chaos.stack import chaos_stack
+    from deploy.chaos.stack import ChaosStack, chaos_stack
     from services.bench.report import OutputOptions, Report
 
     chosen = chosen_faults(faults)
@@ -73,12 +73,16 @@ def chaos(
     def show(strike: Strike, result: RoundResult) -> None:
         report.show(round_line(strike.number, result))
 
+    async def rounds(stack: ChaosStack) -> tuple[ChaosRun, list[RoundResult]]:
+        async with stack.running(behind_proxy=any(fault.needs_proxy for fault in chosen)):
+            run = ChaosRun(stack, chosen, ChaosOptions(seed, duration, streams, tokens))
+            if not run.cases:
+                raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
+            return run, await run.run(show)
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stack ends with this command, however it is ended
     with chaos_stack(argv, run_dir) as stack:
-        run = ChaosRun(stack, chosen, ChaosOptions(seed, duration, streams, tokens))
-        if not run.cases:
-            raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
-        results = asyncio.run(run.run(show))
+        run, results = asyncio.run(rounds(stack))
     found = {"seed": seed, "stack": argv} | figures(results, run.cases, run.skipped, run.memory)
     report.end(found, text(found))
     if not results or not all(result.is_good for result in results):

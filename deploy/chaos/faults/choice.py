@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deploy.chaos.faults.connections import CutConnection, RedisLoss, RedisSession, SilentConnection, SlowConnection
 from deploy.chaos.faults.fault import Fault
+from deploy.chaos.faults.operations import BadRequests, ScaleAndDrain
 from deploy.chaos.faults.processes import Kill, Pause, Stop, Terminate
 from deploy.errors import CommandError
 
-FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in (Kill(), Stop(), Pause(), Terminate())}
+FAULTS: Mapping[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Kill(),
+        Stop(),
+        Pause(),
+        Terminate(),
+        CutConnection(),
+        SilentConnection(),
+        SlowConnection(),
+        RedisSession(),
+        RedisLoss(),
+        ScaleAndDrain(),
+        BadRequests(),
+    )
+}
 
 
 def chosen_faults(names: str | None) -> list[Fault]:

@@ -25,6 +25,8 @@ class Fault(ABC):
     """As `--faults` and the matrix have it."""
     hold: ClassVar[float] = 0.0
     """Seconds from the strike until it is healed."""
+    needs_proxy: ClassVar[bool] = False
+    """Whether the stack's bus has to be behind a proxy."""
 
     def missing(self, stack: ChaosStack) -> str | None:
         """Why it cannot be done here; None where it can."""

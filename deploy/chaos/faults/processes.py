@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from deploy.chaos.faults.fault import CONNECTION, NOTHING, REFUSED, FailureKind, Fault
 from deploy.chaos.stack import SUPERVISOR, ChaosStack, send
+from deploy.supervisor.servers.nats import NAME as BUS
 from deploy.supervisor.state_file import MemberRecord
 
 SUPERVISOR_AWAY = 2.0
@@ -129,7 +130,7 @@ def errors_without(stack: ChaosStack, victim: str) -> frozenset[FailureKind]:
     """How streams may fail while a process is not there."""
     member = stack.member(victim)
     if member is None:
-        return NOTHING
+        return REFUSED if victim == BUS else NOTHING
     if member.service == "gateway":
         return CONNECTION
     return REFUSED if member.service != "kvstore" and stack.peers(victim) == 1 else NOTHING
