@@ -64,6 +64,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.detokenizer_tokens, ("scheduler",),                                   ("detokenizer",)),
     TopicRights(topics.gateway_inbox, ("tokenizer", "coordinator", "scheduler", "detokenizer"), ("gateway",)),
     TopicRights(topics.key_usage,          ("gateway",),                                     ("gateway",)),
+    TopicRights(topics.gateway_requests,   ("gateway",),                                     ("gateway",)),
     TopicRights(topics.lifecycles,         (),                                               _OBSERVERS),
     TopicRights(topics.lifecycle_of,       ("supervisor",),                                  ()),  # and each its own
     TopicRights(topics.instance_control,   ("coordinator",),                                 ACTORS),

@@ -150,6 +150,12 @@ def key_usage() -> Topic[gateway.UsageReport]:
     return Topic("keys.usage", gateway.UsageReport)
 
 
+@_cached
+def gateway_requests(instance: GatewayId) -> Topic[gateway.GatewayRequest]:
+    """gateway → another gateway, answered."""
+    return Topic(f"gateway.{instance}.ask", gateway.GatewayRequest)
+
+
 def lifecycles(service: lifecycle.Service | None = None) -> Topic[lifecycle.Lifecycle]:
     """For subscribing: the lifecycle messages of every process, or of one service for receivers that need no others."""
     return Topic(f"lifecycle.{service or '*'}.*", lifecycle.Lifecycle)

@@ -39,7 +39,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     pp_decode: Annotated[
         int | None, Meta(ge=1, le=32, description="Pipeline stages per decode engine."), UpOption(SIZE, unset="--pp")
     ] = None
-    gateways: Annotated[Count, Meta(description="Gateway processes; they share the HTTP port."), UpOption(SIZE)] = 1
+    gateways: Annotated[Count, Meta(description="Gateway processes; they share the HTTP port."), UpOption(SIZE)] = 2
+    """Two, so that the death of one leaves a port that answers."""
     tokenizers: Annotated[Count, Meta(description="Tokenizer processes."), UpOption(SIZE)] = 1
     detokenizers: Annotated[Count, Meta(description="Detokenizer processes."), UpOption(SIZE)] = 1
     coordinators: Annotated[Count, Meta(description="Coordinator processes."), UpOption(SIZE)] = 1

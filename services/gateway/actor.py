@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from starlette.applications import Starlette
 
@@ -20,13 +20,25 @@ from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
+from services.gateway.metrics import metrics_of_process
 from services.gateway.parsing.output_parser import ParserChoice
+from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
 from shared.ids import GatewayId
-from shared.messages.gateway import Deltas, RequestFailed, RequestPlaced, RequestQueued, RequestRejected, UsageReport
+from shared.messages.gateway import (
+    Deltas,
+    GatewayRequest,
+    MetricsPage,
+    ReadMetrics,
+    RequestFailed,
+    RequestPlaced,
+    RequestQueued,
+    RequestRejected,
+    UsageReport,
+)
 from shared.messages.lifecycle import Lifecycle, Phase
 
 log = logging.getLogger(__name__)
@@ -55,6 +67,7 @@ class Gateway(Actor):
         self._listens = listens
         self._gateway = GatewayId(self.instance)
         self.requests = RequestTable(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
+        self.peers = GatewayPeers(bus, self._gateway)
         self._config = config
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
@@ -75,6 +88,7 @@ class Gateway(Actor):
         self._parsers.append(body_parser)
         return build_app(
             self.requests,
+            self.peers,
             config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
@@ -83,11 +97,13 @@ class Gateway(Actor):
         )
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
-        """Its inbox, the lifecycles of the services that it needs, and what keys have used at other gateways."""
+        """Its inbox, what other gateways ask and report, and lifecycles of these and of what it needs."""
         usage = [TopicSubscription(topics.key_usage())] if self.keys.required else []
         return [
             *usage,
             TopicSubscription(topics.gateway_inbox(self._gateway)),
+            TopicSubscription(topics.gateway_requests(self._gateway), request=True),
+            TopicSubscription(topics.lifecycles("gateway")),
             *(TopicSubscription(topics.lifecycles(service)) for service in REQUIRED_SERVICES),
         ]
 
@@ -125,17 +141,28 @@ class Gateway(Actor):
                 await self.requests.handle(message)
             case UsageReport():
                 self._limiter.record_report(message)
+            case Lifecycle(service="gateway"):
+                self.peers.record_lifecycle(message, self.bus.liveness_now())
             case Lifecycle():
                 await self.requests.record_lifecycle(message)
             case Tick():
                 self._ticks += 1
                 if self._ticks % 4 == 0:
                     await self.server.refresh_date()
+                self.peers.expire(message.alive_now)
                 await self.requests.tick(message.now)
             case Undelivered():
                 await self.requests.record_undelivered(message.message)
             case _:
                 raise AssertionError(message)
+
+    async def respond(self, request: GatewayRequest) -> MetricsPage:
+        """Answers another gateway."""
+        match request:
+            case ReadMetrics():
+                return MetricsPage(metrics_of_process())
+            case _:
+                assert_never(request)
 
     async def on_drain(self) -> None:
         """Accepts no new requests; open ones continue."""

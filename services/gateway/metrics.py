@@ -7,12 +7,14 @@ observation per streamed token is a visible part of the gateway's work.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from shared.ids import GatewayId
 from shared.telemetry.metrics import LATENCY_BUCKETS
 
 REQUESTS = Counter("baton_gateway_requests_total", "Generation requests that ended.", ["model", "endpoint", "outcome"])
@@ -104,3 +106,32 @@ _COUNTERS = (
 
 METERS = Meters()
 REGISTRY.register(METERS)
+
+
+def metrics_of_process() -> bytes:
+    """Returns what this process measures, in Prometheus' text format."""
+    return generate_latest(REGISTRY)
+
+
+class MergedPages(Collector):
+    """The pages of several gateways as one, with the label `gateway` on every sample: clients of a port that they share
+    cannot choose whom they ask, and must not see one gateway's counters now and another's then."""
+
+    def __init__(self, pages: Mapping[GatewayId, bytes]) -> None:
+        """`pages`: each in Prometheus' text format, by the gateway's name."""
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields each metric once, with the samples of all gateways."""
+        merged: dict[str, Metric] = {}
+        for gateway, page in self._pages.items():
+            for metric in text_string_to_metric_families(page.decode()):
+                known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                known.samples += [s._replace(labels={"gateway": gateway, **s.labels}) for s in metric.samples]
+        yield from merged.values()
+
+    def text(self) -> bytes:
+        """Returns them in Prometheus' text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)

@@ -164,4 +164,16 @@ class UsageReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Those whose use has changed, and once a second all that are in use."""
 
 
+class ReadMetrics(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → another gateway: what does your process measure? Answered by a `MetricsPage`."""
+
+
+class MetricsPage(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `ReadMetrics`: the metrics of one process in Prometheus' text format."""
+
+    text: bytes
+
+
+GatewayRequest = ReadMetrics
+"""What gateways ask each other."""
 GatewayMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed

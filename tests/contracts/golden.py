@@ -56,4 +56,6 @@ GOLDEN = {
     "52 lifecycle.NameClaim": "9101",
     "53 lifecycle.NameHolder": "930107a168",
     "54 gateway.UsageReport": "93a9676174657761792d31019196a5616c696365034601cb4004000000000000c0",
+    "55 gateway.ReadMetrics": "91ab526561644d657472696373",
+    "56 gateway.MetricsPage": "92ab4d65747269637350616765c4066120312e300a",
 }

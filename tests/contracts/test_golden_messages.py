@@ -276,6 +276,8 @@ MESSAGES: list[Any] = [
         incarnation=Incarnation(1),
         keys=(gateway.KeyUsage(key="alice", requests=3, tokens=70, open=1, requests_left=2.5),),
     ),
+    gateway.ReadMetrics(),
+    gateway.MetricsPage(b"a 1.0\n"),
 ]
 
 

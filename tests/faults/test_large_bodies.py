@@ -56,7 +56,7 @@ def many_values(size: int) -> bytes:
 
 async def metric(http: httpx2.AsyncClient, name: str) -> float:
     lines = (await http.get("/metrics")).text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 async def until_held(http: httpx2.AsyncClient, size: float) -> None:

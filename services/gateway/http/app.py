@@ -21,6 +21,7 @@ from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
 from services.gateway.parsing.output_parser import ParserChoice
+from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 def build_app(
     table: RequestTable,
+    peers: GatewayPeers,
     settings: StreamSettings,
     *,
     bodies: BodyLimits,
@@ -36,7 +38,7 @@ def build_app(
     cors_origins: Sequence[str],
 ) -> Starlette:
     """Returns the ASGI application."""
-    info = InfoEndpoints(table, parser, access)
+    info = InfoEndpoints(table, parser, access, peers)
 
     def route(method: str, path: str, handler: Handler, scope: KeyScope | None) -> Route:
         return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.errors import RequestError, abbreviated
@@ -32,6 +32,8 @@ from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, Call
 from services.gateway.http.streaming import SseFrames, StreamWriter
+from services.gateway.metrics import MergedPages
+from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import PromptDetails
 from shared.ids import ModelName
@@ -225,8 +227,8 @@ class GenerationEndpoint:
 class InfoEndpoints:
     """Answers everything but generation: models, tokens, health, metrics, version."""
 
-    def __init__(self, table: RequestTable, parser: BodyParser, access: AccessControl) -> None:
-        self._table, self._parser, self._access = table, parser, access
+    def __init__(self, table: RequestTable, parser: BodyParser, access: AccessControl, peers: GatewayPeers) -> None:
+        self._table, self._parser, self._access, self._peers = table, parser, access, peers
 
     async def live(self, call: Call) -> None:
         """`/live`: 200 as long as the process answers at all."""
@@ -248,8 +250,9 @@ class InfoEndpoints:
             await call.respond_json({"status": "unavailable", "reason": reason}, 503, [(b"retry-after", b"1")])
 
     async def metrics(self, call: Call) -> None:
-        """`/metrics`: in Prometheus' text format."""
-        await call.respond(generate_latest(REGISTRY), content_type=CONTENT_TYPE_LATEST.encode())
+        """`/metrics`: of all gateways that share the port, in Prometheus' text format."""
+        page = MergedPages(await self._peers.metrics_pages())
+        await call.respond(page.text(), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def version(self, call: Call) -> None:
         """`/version`: of the installed package."""

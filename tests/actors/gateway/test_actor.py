@@ -246,6 +246,14 @@ async def test_two_gateways_share_a_port(memory_bus: MemoryBus) -> None:
                 if len(served) == 2:
                     break
             assert served == {"gateway-1", "gateway-2"}
+            await eventually(lambda: all(len(stack.gateway.peers.alive()) == 1 for stack in (one, two)))
+            for stack in (one, two):  # whoever is asked answers for both
+                page = (await stack.http.get("/metrics")).text
+                assert page.count("# TYPE baton_gateway_retries_total counter") == 1
+                shown = [line for line in page.splitlines() if line.startswith("baton_gateway_retries_total{")]
+                assert len(shown) == 2, page
+                assert 'gateway="gateway-1"' in shown[0] + shown[1]
+                assert 'gateway="gateway-2"' in shown[0] + shown[1]
 
 
 # Pages and headers.
@@ -296,13 +304,13 @@ async def test_metrics_show_what_users_feel(stack: GatewayStack) -> None:
     await content(stack, "FAIL", max_tokens=8)
     page = (await stack.http.get("/metrics")).text
     for name in (
-        f'baton_gateway_time_to_first_token_seconds_count{{model="{MODEL}"}}',
-        f'baton_gateway_inter_token_latency_seconds_bucket{{le="+Inf",model="{MODEL}"}}',
-        f'baton_gateway_time_per_output_token_seconds_sum{{model="{MODEL}"}}',
-        f'baton_gateway_e2e_request_latency_seconds_count{{model="{MODEL}"}}',
-        f'baton_gateway_generation_tokens_total{{model="{MODEL}"}}',
-        f'baton_gateway_requests_total{{endpoint="chat",model="{MODEL}",outcome="finished"}}',
-        'baton_gateway_open_requests{state="running"}',
+        f'baton_gateway_time_to_first_token_seconds_count{{gateway="gateway-1",model="{MODEL}"}}',
+        f'baton_gateway_inter_token_latency_seconds_bucket{{gateway="gateway-1",le="+Inf",model="{MODEL}"}}',
+        f'baton_gateway_time_per_output_token_seconds_sum{{gateway="gateway-1",model="{MODEL}"}}',
+        f'baton_gateway_e2e_request_latency_seconds_count{{gateway="gateway-1",model="{MODEL}"}}',
+        f'baton_gateway_generation_tokens_total{{gateway="gateway-1",model="{MODEL}"}}',
+        f'baton_gateway_requests_total{{endpoint="chat",gateway="gateway-1",model="{MODEL}",outcome="finished"}}',
+        'baton_gateway_open_requests{gateway="gateway-1",state="running"}',
         "baton_gateway_retries_total",
         "process_cpu_seconds_total",
     ):

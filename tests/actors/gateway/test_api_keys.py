@@ -163,7 +163,7 @@ async def test_the_file_is_read_again_when_it_changes_and_a_bad_one_changes_noth
     await chat(keys.client(stack, "carol"))
     listed = await stack.http.get("/admin/keys", headers=keys.headers("root"))
     assert "not valid TOML" in listed.json()["file"]["error"]
-    assert "baton_gateway_keys_file_valid 0.0" in (await stack.http.get("/metrics")).text
+    assert 'baton_gateway_keys_file_valid{gateway="gateway-1"} 0.0' in (await stack.http.get("/metrics")).text
     keys.path.unlink()
     await eventually(lambda: "No such file" in str(watcher.error))
     keys.path.write_text(good.replace("[keys.carol]", "[keys.caroline]"))

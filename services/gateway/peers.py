@@ -1,0 +1,56 @@
+"""The other gateways of the stack: who is alive, and what this gateway asks them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.gateway.metrics import metrics_of_process
+from shared import topics
+from shared.bus import Bus, BusError
+from shared.ids import GatewayId, InstanceId
+from shared.messages.gateway import GatewayRequest, MetricsPage, ReadMetrics
+from shared.messages.lifecycle import Lifecycle
+from shared.registry import Registry
+
+ANSWER_TIMEOUT = 1.0
+"""Seconds that another gateway may take to answer. Its own answers wait for nobody."""
+
+
+class GatewayPeers:
+    """Owns the registry of gateways; this one's own lifecycle messages are left out."""
+
+    def __init__(self, bus: Bus, own: GatewayId) -> None:
+        self.own = own
+        self._bus = bus
+        self._registry = Registry()
+
+    def record_lifecycle(self, message: Lifecycle, now: float) -> None:
+        """Takes a gateway's lifecycle message."""
+        if message.instance != InstanceId(self.own):
+            self._registry.record_lifecycle(message, now)
+
+    def expire(self, now: float) -> None:
+        """Forgets gateways that were silent for too long."""
+        self._registry.expire(now)
+
+    def alive(self) -> list[GatewayId]:
+        """Returns the other gateways that live, draining ones included, in the order of their names."""
+        return sorted(GatewayId(message.instance) for message in self._registry.all())
+
+    async def ask_all(self, request: GatewayRequest, reply_type: Any) -> dict[GatewayId, Any]:
+        """Returns the answers of all other gateways that answer in time."""
+        peers = self.alive()
+        answers = await asyncio.gather(*(self._ask(peer, request, reply_type) for peer in peers))
+        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
+
+    async def _ask(self, peer: GatewayId, request: GatewayRequest, reply_type: Any) -> Any:
+        try:
+            return await self._bus.request(topics.gateway_requests(peer), request, reply_type, ANSWER_TIMEOUT)
+        except BusError:  # it died meanwhile, or is of a release that answers nothing
+            return None
+
+    async def metrics_pages(self) -> dict[GatewayId, bytes]:
+        """Returns the metrics of every gateway, this one included."""
+        others = await self.ask_all(ReadMetrics(), MetricsPage)
+        return {self.own: metrics_of_process(), **{peer: page.text for peer, page in others.items()}}
