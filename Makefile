@@ -56,7 +56,7 @@ test: $(DEV) $(KERNELS) ## all tests but the slow ones and those of faults
 	$(BIN)/python -m pytest -m "not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or are sent hostile input
-	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile tests/faults $(ARGS)
+	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -50,8 +50,9 @@ LONGEST_FIRST = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """How many processes run tests: one for each core; only one where there is a GPU, whose memory they would share."""
-    return 1 if HAS_GPU else min(os.cpu_count() or 1, MOST_PROCESSES)
+    """How many processes run tests: one more than there are cores, as many tests wait; only one where there is a GPU,
+    whose memory they would share."""
+    return 1 if HAS_GPU else min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -235,6 +235,7 @@ async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
         assert await all_at_once(stack) == plain
 
 
+@pytest.mark.faults
 @pytest.mark.features(
     "guided",
     "speculative",

@@ -108,6 +108,7 @@ async def test_what_cannot_be_compiled_is_refused_while_others_stream_on(
     assert len(stream.finishes) == 1
 
 
+@pytest.mark.faults
 @pytest.mark.features("guided", "re-dispatch")
 async def test_documents_go_on_where_a_killed_engine_left_them(stack: RunningStack, client: AsyncOpenAI) -> None:
     async def documents(started: asyncio.Event | None = None) -> list[str]:

@@ -125,6 +125,7 @@ async def streams(url: str) -> list[Streamed]:
         return await asyncio.gather(*(stream_chat(client, "demo", question, **options) for question in QUESTIONS))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("old", ["engine", "ring"])
 async def test_an_engine_is_upgraded_under_streams(
     previous: Path, processes: Processes, own_nats: NatsServer, old: str

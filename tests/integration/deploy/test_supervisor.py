@@ -122,6 +122,7 @@ def test_nats_server_comes_back_where_it_was_and_everybody_is_still_there(lastin
     assert asyncio.run(someone_speaks()).pid == lasting.pid("gateway-1")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("import_seconds", ["0", "60"], ids=["ready", "importing"])
 def test_everything_ends_a_while_after_a_killed_supervisor(start: Start, import_seconds: str) -> None:
     port = free_port()
@@ -141,6 +142,7 @@ def test_everything_ends_a_while_after_a_killed_supervisor(start: Start, import_
         probe.bind(("127.0.0.1", port))
 
 
+@pytest.mark.faults
 def test_services_end_by_themselves_where_nobody_ends_them(start: Start) -> None:
     stack = start(orphan_timeout=1.0)
     state = stack.ready()
@@ -154,6 +156,7 @@ def test_services_end_by_themselves_where_nobody_ends_them(start: Start) -> None
     assert "no supervisor" in (stack.run_dir / "logs" / "gateway-1.log").read_text()
 
 
+@pytest.mark.faults
 def test_a_new_supervisor_takes_over_what_was_scaled_and_ends_what_nobody_wrote_down(start: Start) -> None:
     stack = start(counts={"ranks": 2})
     state = stack.ready()
@@ -227,6 +230,7 @@ def test_the_store_ends_last_and_its_directory_with_the_stack(start: Start) -> N
     assert [line["child"] for line in lines if line["event"] == "ended"][-1] == "kvstore-1"
 
 
+@pytest.mark.faults
 def test_what_is_left_in_shared_memory_where_all_were_killed_is_removed(start: Start) -> None:
     first = start(counts={"kvstore": 1})
     first.ready()
@@ -293,6 +297,7 @@ def test_a_second_ctrl_c_does_not_wait_for_requests(start: Start) -> None:
     assert stack.nobody_left()
 
 
+@pytest.mark.faults
 def test_a_process_that_stands_still_is_replaced(start: Start) -> None:
     stack = start(silence_limit=2.0)
     stack.ready()
@@ -395,6 +400,7 @@ def baton(stack: TinyStack, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.faults
 def test_a_service_that_keeps_dying_is_shown_as_failed_with_its_last_words_until_it_lives(
     start: Start, tmp_path: Path
 ) -> None:
@@ -417,6 +423,7 @@ def test_a_service_that_keeps_dying_is_shown_as_failed_with_its_last_words_until
     assert all(row["phase"] == "ready" for row in json.loads(baton(stack, "ps", "--json").stdout)["processes"])
 
 
+@pytest.mark.faults
 def test_a_full_disk_is_reported_and_ends_nothing(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         check_full_disk(disk)

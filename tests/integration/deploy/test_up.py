@@ -112,6 +112,7 @@ def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: s
     assert not is_held(tmp_path)
 
 
+@pytest.mark.faults
 def test_without_a_successor_real_ranks_outlive_a_killed_supervisor_for_a_while_and_end_in_order(
     tmp_path: Path,
 ) -> None:

@@ -84,6 +84,7 @@ async def test_a_prefix_computed_by_one_engine_is_not_computed_by_the_other(
     assert await held(pair) == AT_REST
 
 
+@pytest.mark.faults
 async def test_blocks_outlive_every_engine_and_the_store(plain: RunningStack, pair: RunningStack) -> None:
     (prompt,) = prompts(pair, [1000], salt=1)
     before = (await store_of(pair)).committed

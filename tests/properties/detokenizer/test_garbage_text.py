@@ -64,7 +64,7 @@ def refused_field(prompt: ChatPrompt, family: str) -> str | None:
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     messages=st.lists(MESSAGE, max_size=4) | JSON,
@@ -135,7 +135,7 @@ BATCH = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches=st.lists(BATCH, max_size=8), kind=st.sampled_from(["byte_level", "llama", "wordpiece"]))
 def test_any_token_batches_are_answered_with_messages_that_can_be_sent(batches: list[Any], kind: str) -> None:
     core = Detokenizer(DetokenizerId("d"), Incarnation(1), ModelName("m"), VOCABULARIES[kind])

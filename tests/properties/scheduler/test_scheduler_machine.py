@@ -366,4 +366,4 @@ def _resumed(request: GenerateRequest) -> list[int]:
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

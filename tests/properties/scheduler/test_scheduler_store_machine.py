@@ -238,4 +238,4 @@ class StoreMachine(EngineMachine):
 
 
 TestEngineWithAStore = StoreMachine.TestCase
-TestEngineWithAStore.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+TestEngineWithAStore.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)

@@ -99,7 +99,7 @@ def test_held_out_questions_are_answered(shipped: Model) -> None:
     asked = [
         example
         for kind in sorted(LEARNT)
-        for example in evaluation.questions(kind, 12, seed=11)
+        for example in evaluation.questions(kind, 6, seed=11)
         if len(evaluation.wanted(example)) < 120
     ]
     given = evaluation.answers(model, tokenizer, [evaluation.prompt(example, tokenizer) for example in asked])
