@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Literal
 
+from deploy.chaos.model_copy import ModelCopy
+from deploy.chaos.namespaces import mount_small_disk, set_link, unmount
 from deploy.chaos.proxy import HOST, BusProxy
 from deploy.errors import CommandError
 from deploy.supervisor.background import start_in_background
@@ -21,7 +25,13 @@ from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 SUPERVISOR = "supervisor"
 ORPHAN_TIMEOUT = "--orphan-timeout=60"
 """Longer than a supervisor is away, and short where chaos itself was killed."""
+DISK_SIZE = "8m"
 BUG = b"Traceback (most recent call last)"
+
+
+Need = Literal["proxy", "model copy", "namespaces", "disk"]
+"""proxy: its bus is behind one. model copy: its model's files can be broken. namespaces: it has a network and mounts of
+its own. disk: its run directory is on a small disk, which takes namespaces."""
 
 
 class ChaosStack:
@@ -30,29 +40,41 @@ class ChaosStack:
     proxy: BusProxy
     """Before its bus; there only where that was asked for."""
 
-    def __init__(self, run_dir: Path, argv: Sequence[str]) -> None:
-        """`argv`: options of `baton up`."""
+    def __init__(
+        self,
+        run_dir: Path,
+        argv: Sequence[str],
+        needs: frozenset[Need] = frozenset(),
+        model_copy: ModelCopy | None = None,
+    ) -> None:
+        """`argv`: options of `baton up`, without the model where that is a copy."""
         self.run_dir = run_dir
+        self.has_namespaces = "namespaces" in needs
+        self.model_copy = model_copy
+        """What it serves, if that can be broken."""
+        self._behind_proxy = "proxy" in needs
         self.complaints: list[str] = []
         """What a fault itself found wrong, until the round is over."""
         self._argv = ["up", "--port=0", ORPHAN_TIMEOUT, *argv, "--run-dir", str(run_dir)]
+        if model_copy is not None:
+            self._argv.append(f"--model={model_copy.folder}")
 
     def start(self) -> None:
         """Returns when it is ready; also takes over what a killed supervisor left. Raises CommandError."""
         start_in_background(self.run_dir, self._argv, show=False)
 
     @asynccontextmanager
-    async def running(self, *, behind_proxy: bool) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Started, and its bus behind the proxy if that is wanted, until the context ends; `end` is the caller's.
         Raises CommandError."""
-        if behind_proxy:
+        if self._behind_proxy:
             self.proxy = BusProxy(lambda: self.state.nats_port)
             self._argv.append(f"--set=nats_url=nats://{HOST}:{await self.proxy.start()}")
         try:
             await asyncio.to_thread(self.start)
             yield
         finally:
-            if behind_proxy:
+            if self._behind_proxy:
                 await self.proxy.close()
 
     def end(self) -> None:
@@ -107,12 +129,35 @@ def send(identity: ProcessIdentity, number: signal.Signals) -> None:
 
 
 @contextmanager
-def chaos_stack(argv: Sequence[str], run_dir: Path | None) -> Iterator[ChaosStack]:
+def chaos_stack(
+    argv: Sequence[str], run_dir: Path | None, needs: frozenset[Need], model: Path | None
+) -> Iterator[ChaosStack]:
     """A stack with these options of `baton up`, yet to be started, and ended with the context. Without `run_dir` its
-    logs are gone then, too. Raises CommandError where it does not end."""
+    logs are gone then, too. `model` is the one that it serves, if a copy is needed. Raises CommandError where it does
+    not end."""
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as folder:
-        stack = ChaosStack(Path(folder) if run_dir is None else run_dir.expanduser().absolute(), argv)
-        try:
-            yield stack
-        finally:
-            stack.end()
+        where = Path(folder, "stack") if run_dir is None else run_dir.expanduser().absolute()
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        copy = ModelCopy(model, Path(folder, "models", model.name)) if "model copy" in needs and model else None
+        stack = ChaosStack(where, argv, needs, copy)
+        if "namespaces" in needs:
+            set_link(True)
+        with small_disk(where) if "disk" in needs else nullcontext():
+            try:
+                yield stack
+            finally:
+                stack.end()
+
+
+@contextmanager
+def small_disk(where: Path) -> Iterator[None]:
+    """A folder is a disk of DISK_SIZE while the context lasts; what is on it then remains."""
+    mount_small_disk(where, DISK_SIZE)
+    try:
+        yield
+    finally:
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder, "kept")
+            shutil.copytree(where, kept)
+            unmount(where)
+            shutil.copytree(kept, where, dirs_exist_ok=True)

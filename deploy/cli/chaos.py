@@ -52,41 +52,54 @@ def chaos(
             "--set", help="SERVICE.KEY=VALUE, any setting of a service.", metavar="SETTING", rich_help_panel=STACK
         ),
     ] = None,
+    in_namespaces: Annotated[bool, typer.Option("--in-namespaces", hidden=True)] = False,
     **typed: Any,
 ) -> None:
     """Take a stack of this command's own apart under load, fault by fault, and check that no stream is lost or altered.
 
     Ends with status 1 where a stream was lost or altered, something stayed held, or a process did not come back.
     """
-    from deploy.chaos.faults.choice import chosen_faults
+    from deploy.chaos.faults.choice import chosen_faults, needs_of
+    from deploy.chaos.namespaces import namespaces_command, run_again
     from deploy.chaos.report import figures, round_line, text
     from deploy.chaos.run import ChaosOptions, ChaosRun, RoundResult
     from deploy.chaos.schedule import Strike
     from deploy.chaos.stack import ChaosStack, chaos_stack
+    from deploy.model_choice import model_directory
     from services.bench.report import OutputOptions, Report
 
     chosen = chosen_faults(faults)
-    argv = [*_up_options(given(typed)), *(f"--set={each}" for each in settings or ())]
-    output = OutputOptions(output_json, as_json, False, False, None, shlex.join(["baton", *sys.argv[1:]]))
+    needs, values = needs_of(chosen), given(typed)
+    if "namespaces" in needs and not in_namespaces:
+        if (way := namespaces_command()) is not None:
+            run_again(way, [*sys.argv[1:], "--in-namespaces"])
+        needs -= {"namespaces", "disk"}
+    model = model_directory(values.pop("model", None)) if "model copy" in needs else None
+    argv = [*_up_options(values), *(f"--set={each}" for each in settings or ())]
+    output = OutputOptions(output_json, as_json, False, False, None, _typed_command())
     report = Report(output)
 
     def show(strike: Strike, result: RoundResult) -> None:
         report.show(round_line(strike.number, result))
 
     async def rounds(stack: ChaosStack) -> tuple[ChaosRun, list[RoundResult]]:
-        async with stack.running(behind_proxy=any(fault.needs_proxy for fault in chosen)):
+        async with stack.running():
             run = ChaosRun(stack, chosen, ChaosOptions(seed, duration, streams, tokens))
             if not run.cases:
                 raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
             return run, await run.run(show)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stack ends with this command, however it is ended
-    with chaos_stack(argv, run_dir) as stack:
+    with chaos_stack(argv, run_dir, needs, model) as stack:
         run, results = asyncio.run(rounds(stack))
     found = {"seed": seed, "stack": argv} | figures(results, run.cases, run.skipped, run.memory)
     report.end(found, text(found))
     if not results or not all(result.is_good for result in results):
         raise SystemExit(1)
+
+
+def _typed_command() -> str:
+    return shlex.join(["baton", *(each for each in sys.argv[1:] if each != "--in-namespaces")])
 
 
 def _up_options(values: dict[str, Any]) -> list[str]:

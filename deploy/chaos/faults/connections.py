@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from deploy.chaos.faults.fault import REFUSED, FailureKind, Fault
 from deploy.chaos.faults.processes import errors_without, services
 from deploy.chaos.proxy import EVERYBODY, Impairment
-from deploy.chaos.stack import ChaosStack
+from deploy.chaos.stack import ChaosStack, Need
 
 REDIS = "redis-server"
 
@@ -18,7 +18,7 @@ class ConnectionFault(Fault):
     """A connection to the bus that is not as it should be."""
 
     impairment: ClassVar[Impairment]
-    needs_proxy = True
+    needs = frozenset[Need]({"proxy"})
 
     def targets(self, stack: ChaosStack) -> Mapping[str, Sequence[str]]:
         """The connection of every actor, and all at once."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import ClassVar, Literal
 
-from deploy.chaos.stack import ChaosStack
+from deploy.chaos.stack import ChaosStack, Need
 
 FailureKind = Literal["refused", "connection", "error", "hung"]
 """How a stream can end other than with its text. refused: HTTP 429 or 503 before its first token. connection: it broke,
@@ -25,8 +25,7 @@ class Fault(ABC):
     """As `--faults` and the matrix have it."""
     hold: ClassVar[float] = 0.0
     """Seconds from the strike until it is healed."""
-    needs_proxy: ClassVar[bool] = False
-    """Whether the stack's bus has to be behind a proxy."""
+    needs: ClassVar[frozenset[Need]] = frozenset()
 
     def missing(self, stack: ChaosStack) -> str | None:
         """Why it cannot be done here; None where it can."""
