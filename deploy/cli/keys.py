@@ -52,6 +52,9 @@ def keys(
     requests_per_minute: Annotated[int | None, typer.Option(help="Default: no limit.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Prompts and outputs. Default: no limit.")] = None,
     concurrent_requests: Annotated[int | None, typer.Option(help="Open requests. Default: no limit.")] = None,
+    weight: Annotated[
+        float | None, typer.Option(help="Share relative to other keys where requests wait.", show_default="1")
+    ] = None,
 ) -> None:
     """Make an API key, or list those of a file: baton keys new NAME, list.
 
@@ -71,6 +74,7 @@ def keys(
             "requests_per_minute": requests_per_minute,
             "tokens_per_minute": tokens_per_minute,
             "concurrent_requests": concurrent_requests,
+            "weight": weight,
         }
         print(new_key(keys_file, name, {field: value for field, value in given.items() if value is not None}))
     except KeyFileError as error:

@@ -34,6 +34,15 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(ge=0, le=1, description="Share of a model's engines that may be ejected for failing; never the last one."),
     ] = 0.5
     """With more suspects than that the fault is hardly theirs, and a few answers are better than none."""
+    fair_fill: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="An engine gets no requests of API keys above this multiple of its running limit; "
+            "the others wait in the coordinator, in fair order.",
+        ),
+    ] = 1.25
+    """What waits in an engine goes by arrival: with more there, one key's requests would delay those of all others."""
     router_policy: Annotated[
         Policy,
         Meta(description="Placement of requests. kv: least work, with cached blocks counted as done."),

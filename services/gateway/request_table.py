@@ -80,6 +80,11 @@ class RequestTable:
         absence = self._absence(None)
         return absence and absence.reason
 
+    @property
+    def free(self) -> int:
+        """How many more sequences may be open."""
+        return self._max_open - len(self._supervisor) - self._arriving
+
     def admit(self, sequences: int, model: ModelName | None = None) -> None:
         """Raises RequestError where so many more sequences for `model`, or for any, cannot be taken now."""
         if (absence := self._absence(model)) is not None:
@@ -330,6 +335,8 @@ def _tokenize(
         priority=generation.priority,
         arrival=arrival,
         cache_salt=generation.cache_salt,
+        key=generation.key,
+        weight=generation.weight,
         prefix_caching=generation.prefix_caching,
         grammar=grammar.grammar if grammar is not None else None,
         bad_words=generation.bad_words,

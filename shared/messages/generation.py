@@ -122,6 +122,10 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     suspect_until: int | None = None
     """Set once a process died that had the request: each service handles it alone, an engine until it has so many
     output tokens. None: it is above suspicion."""
+    key: str = ""
+    """Name of the API key whose request it is; empty where it competes with no other key."""
+    weight: float = 1.0
+    """The share of its key, relative to those of others, of what engines can take; above 0."""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

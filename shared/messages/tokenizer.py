@@ -82,6 +82,10 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     tokenized."""
     suspect_until: int | None = None
     """See `Generation.suspect_until`."""
+    key: str = ""
+    """See `Generation.key`."""
+    weight: float = 1.0
+    """See `Generation.weight`."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

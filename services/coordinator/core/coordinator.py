@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
-from services.coordinator.core.fleet import EngineFleet, fits
+from services.coordinator.core.fleet import EngineFleet, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
@@ -154,7 +154,7 @@ class Coordinator:
 
     def _admit(self, generation: Generation, at: Moment) -> list[Action]:
         """Places the request at once where nothing waits and there is room; queues it otherwise."""
-        if not self.queue and self.fleet.has_room(generation.model):
+        if not self.queue and self.fleet.has_room(generation.model, fair=is_fair(generation)):
             actions = self._place(generation, at, at.now)
             if actions:
                 return actions
@@ -167,7 +167,10 @@ class Coordinator:
         if self.queue.get(generation.request) is not queued:
             return actions
         if full:
-            return [*actions, *self._reject(queued, "overloaded", "the queue for an engine is full", at)]
+            surplus = self.queue.surplus(queued)
+            actions += self._reject(surplus, "overloaded", "the queue for an engine is full", at)
+            if surplus is queued:
+                return actions
         return [*actions, *(self._reject_overdue(queued, at) or self._notify_queued(queued, at))]
 
     def _place_queued(self, at: Moment) -> list[Action]:
@@ -177,13 +180,14 @@ class Coordinator:
         """Places the requests that can be placed, in order. One that waits because it avoids an engine holds up none
         behind it."""
         actions: list[Action] = []
-        for queued in self.queue.of(model):
-            if not self.fleet.has_room(model):
+        for queued in self.queue.in_order(model):
+            if not self.fleet.has_room(model, fair=is_fair(queued.generation)):
                 break
-            placed = self._place(queued.generation, at, queued.since)
-            if placed:
-                self.queue.remove(queued.generation.request)
-            actions += placed
+            ended = self._place(queued.generation, at, queued.since)
+            if ended:
+                placed = any(isinstance(action, PlaceRequest) for action in ended)
+                self.queue.remove(queued.generation.request, placed=placed)
+            actions += ended
         return actions
 
     def _place(self, generation: Generation, at: Moment, since: float) -> list[Action]:
@@ -233,11 +237,11 @@ class Coordinator:
         return [NotifyGateway(generation.gateway, RequestQueued(generation.request, generation.attempt))]
 
     def _reject(self, queued: QueuedRequest, kind: ErrorKind, message: str, at: Moment) -> list[Action]:
-        """The client may try again after as long as the first in the queue has waited by now."""
+        """The client may try again after as long as the oldest in the queue has waited by now."""
         generation = queued.generation
         self.queue.remove(generation.request)
-        first = self.queue.of(generation.model)[:1]
-        waited = at.now - first[0].since if first else 0.0
+        oldest = self.queue.oldest(generation.model)
+        waited = at.now - oldest.since if oldest is not None else 0.0
         rejected = RequestRejected(
             request=generation.request,
             attempt=generation.attempt,

@@ -23,6 +23,8 @@ SETTLE_SECONDS = 0.1
 """A placement younger than this, when an engine's report comes in, may not be counted in it yet."""
 HAND_OVER_SECONDS = 1.0
 """How long a request is assumed to stay on its prefill engine before its decode engine reports it."""
+MIN_BACKLOG = 8
+"""Requests that may wait in an engine although its batch is small: a few have only just arrived there."""
 WAITING_WEIGHT = 4
 """A waiting request is work that has yet to begin; a running one shares each step with the others."""
 
@@ -39,6 +41,22 @@ def room(report: EngineReport, fill: float | None) -> int:
         return max(0, by_bounds)
     by_fill = int(fill * report.max_running) - report.waiting - report.running
     return max(0, min(by_bounds, by_fill))
+
+
+def fair_room(report: EngineReport, fill: float) -> int:
+    """Requests of API keys that the engine can take beyond those it reported; never negative. `fill`: see `fair_fill`
+    of `CoordinatorConfig`.
+
+    In an engine they wait in the order of their arrival, and in the coordinator's queue in a fair one. So an engine
+    gets no more than it needs until its next report.
+    """
+    backlog = max(MIN_BACKLOG, int((fill - 1) * report.running))
+    return 0 if report.waiting >= backlog else room(report, fill)
+
+
+def is_fair(generation: Generation) -> bool:
+    """Whether a request competes with those of other API keys."""
+    return bool(generation.key)
 
 
 def share(whole: int, parts: int, turn: int) -> int:
@@ -69,13 +87,15 @@ class EngineLoad(NamedTuple):
     report: EngineReport
     room: int
     """Requests that it takes beyond those reported."""
+    fair_room: int
+    """The same for requests of API keys."""
     prefill: float
     """Blocks that it has yet to compute before it gets to one more request."""
     used: int
     """Blocks of KV memory in use."""
 
     @classmethod
-    def of(cls, life: Lifecycle, report: EngineReport, fill: float | None) -> EngineLoad:
+    def of(cls, life: Lifecycle, report: EngineReport, config: CoordinatorConfig) -> EngineLoad:
         """The engine that sent `life` with this `report` in it."""
         return cls(
             id=EngineId(life.instance),
@@ -83,7 +103,8 @@ class EngineLoad(NamedTuple):
             phase=life.phase,
             progress=life.progress,
             report=report,
-            room=room(report, fill),
+            room=room(report, config.engine_fill),
+            fair_room=min(room(report, config.engine_fill), fair_room(report, config.fair_fill)),
             prefill=report.prefill_tokens / BLOCK_SIZE,
             used=report.blocks_total - report.blocks_free,
         )
@@ -244,12 +265,13 @@ class EngineFleet:
             return f"no engine for the model {model!r} is ready"
         return None if self._detokenizers else "no detokenizer is ready"
 
-    def has_room(self, model: ModelName) -> bool:
-        """Whether some engine of `model` takes one more; a quick no for a long queue."""
+    def has_room(self, model: ModelName, *, fair: bool) -> bool:
+        """Whether some engine of `model` takes one more, that is `fair` (`is_fair`) or not; a quick no for a long
+        queue."""
         ready = self.ready(model)
         able = [engine for engine in ready if engine.report.role in DECODING] or ready
         return bool(self._detokenizers) and any(
-            self._room(engine, self._reservations.on(engine.instance)) > 0 for engine in able
+            self._room(engine, self._reservations.on(engine.instance), fair=fair) > 0 for engine in able
         )
 
     def decode_candidates(self, generation: Generation) -> list[Candidate]:
@@ -260,17 +282,19 @@ class EngineFleet:
         """
         fitting = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
         preferred = [engine for engine in fitting if engine.id not in generation.avoid] or fitting
-        return self._candidates([engine for engine in preferred if engine.report.role in DECODING] or preferred)
+        able = [engine for engine in preferred if engine.report.role in DECODING] or preferred
+        return self._candidates(able, fair=is_fair(generation))
 
     def prefill_candidates(self, generation: Generation) -> list[Candidate]:
         """The prefill engines that may take a request and hand it over; none that is to be avoided."""
-        return self._candidates(
+        able = (
             engine
             for engine in self.ready(generation.model)
             if engine.report.role in PREFILLING
             and engine.id not in generation.avoid
             and fits(generation, engine.report.model.max_model_len)
         )
+        return self._candidates(able, fair=is_fair(generation))
 
     def choose_detokenizer(self) -> DetokenizerId | None:
         """One with the least work, with rotation among equals; None where there is none."""
@@ -285,32 +309,33 @@ class EngineFleet:
 
     # ---- parts
 
-    def _candidates(self, engines: Iterable[EngineLoad]) -> list[Candidate]:
+    def _candidates(self, engines: Iterable[EngineLoad], *, fair: bool) -> list[Candidate]:
         """The engines that have room for another request."""
         candidates = []
         for engine in engines:
             reserved, report = self._reservations.on(engine.instance), engine.report
-            if self._room(engine, reserved) > 0:
+            if self._room(engine, reserved, fair=fair) > 0:
                 requests = report.waiting + report.running + reserved.requests
                 prefill, used = engine.prefill + reserved.prefill, engine.used + reserved.blocks
                 candidates.append(Candidate(engine, report.node, reserved, requests, prefill, used))
         return candidates
 
-    def _room(self, engine: EngineLoad, reserved: ReservedWork) -> int:
+    def _room(self, engine: EngineLoad, reserved: ReservedWork, *, fair: bool) -> int:
         """This coordinator's share of the engine's room, less what it has placed there since the report. There are
         shares because two coordinators, which receive each other's placements a moment late, would both take the last
         place.
 
         The remainder of the division rotates among the coordinators with the engine's heartbeats.
         """
+        room = engine.fair_room if fair else engine.room
         if not self.peers:
-            return engine.room - reserved.own
-        return share(engine.room, len(self.peers) + 1, self._rank + engine.progress) - reserved.own
+            return room - reserved.own
+        return share(room, len(self.peers) + 1, self._rank + engine.progress) - reserved.own
 
     def _record_engine(self, instance: InstanceId) -> None:
         alive = self.registry.get("scheduler", instance)
         if alive is not None and alive.engine is not None:
-            self._engines[instance] = EngineLoad.of(alive, alive.engine, self._config.engine_fill)
+            self._engines[instance] = EngineLoad.of(alive, alive.engine, self._config)
         else:
             self._engines.pop(instance, None)
         self._clear_engine_caches()

@@ -111,6 +111,10 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    key: str = ""
+    """Name of the API key, where requests of others may compete with it."""
+    weight: float = 1.0
+    """The key's share."""
     prefix_caching: bool = True
     """Whether blocks of its prompts may come from a cache and go into one."""
     output_grammar: OutputGrammar | None = None

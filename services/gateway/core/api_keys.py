@@ -8,6 +8,7 @@ priority_ceiling = 0
 requests_per_minute = 600             # without limits, unless given
 tokens_per_minute = 200_000
 concurrent_requests = 32
+weight = 2.0                          # 1, unless given
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class ApiKey(Struct, frozen=True, kw_only=True):
     tokens_per_minute: int | None = None
     """Of prompts and outputs together."""
     concurrent_requests: int | None = None
+    weight: float = 1.0
+    """Its share, relative to those of other keys, where requests wait for an engine."""
 
     @property
     def limited(self) -> bool:
@@ -95,6 +98,7 @@ class KeyEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     concurrent_requests: Limit | None = None
+    weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
 
     def key(self, name: KeyName) -> ApiKey:
         """What the key may do."""
@@ -106,6 +110,7 @@ class KeyEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
             concurrent_requests=self.concurrent_requests,
+            weight=self.weight,
         )
 
 

@@ -30,6 +30,8 @@ def fingerprint(tokenize: Tokenize) -> bytes:
         cache_salt=None,
         avoid=(),
         suspect_until=None,
+        key="",
+        weight=1.0,
     )
     return blake2b(_encode(same), digest_size=16).digest()
 

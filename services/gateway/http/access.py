@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from typing import Any
 
 from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, not_allowed
 from services.gateway.api.generation import GenerationRequest
-from services.gateway.core.api_keys import ANONYMOUS, MIN_PRIORITY, ApiKey, KeyScope
+from services.gateway.core.api_keys import ANONYMOUS, MIN_PRIORITY, ApiKey, KeyName, KeyScope
 from services.gateway.core.rate_limits import LimitExceeded, LimitState
 from services.gateway.http.call import Call
 from services.gateway.key_file import KeyFileWatcher
@@ -22,17 +23,23 @@ from shared.packing import count
 
 log = logging.getLogger(__name__)
 
+MAX_SHARE = 3
+"""So many times what is free may one key have open: three quarters where it is alone, and the less the more keys there
+are, so that there is always room for another (dynamic thresholds, Choudhury and Hahne 1998)."""
 CHARS_PER_TOKEN = 4
 EXPECTED_OUTPUT = 256
 """Tokens that a request without `max_tokens` is expected to generate, for each choice."""
 
 
 class AccessControl:
-    """Decides by the key that a client sends; owns nothing, as the keys are the watcher's."""
+    """Decides by the key that a client sends. Owns how many sequences each key has open; the keys and their limits
+    belong to others."""
 
     def __init__(self, keys: KeyFileWatcher, limiter: KeyLimiter, *, share_prefixes: bool) -> None:
         """`share_prefixes`: requests of different keys share cached prefixes."""
         self._keys, self._limiter, self._share_prefixes = keys, limiter, share_prefixes
+        self._open: Counter[KeyName] = Counter()
+        """Open sequences of each key."""
 
     def identify(self, call: Call, scope: KeyScope) -> None:
         """Sets the call's key. Raises RequestError: 401 without a valid key, 403 where it lacks `scope`."""
@@ -56,9 +63,11 @@ class AccessControl:
         if generation.priority < key.priority_ceiling:
             rule = f"requests of this key may have {key.priority_ceiling} or more (lower goes first)"
             raise not_allowed("priority", generation.priority, rule)
-        if self._share_prefixes:
+        if not self._share_prefixes:
+            generation = replace(generation, cache_salt=key.salt(generation.cache_salt))
+        if len(self._keys.ring) == 1:  # it competes with nobody
             return generation
-        return replace(generation, cache_salt=key.salt(generation.cache_salt))
+        return replace(generation, key=key.name, weight=key.weight)
 
     def start(self, call: Call) -> None:
         """Counts the call as an open request of its key, until `finish`. Raises RequestError 429 above a limit."""
@@ -70,8 +79,16 @@ class AccessControl:
             raise _too_many(call.key, exceeded)
         call.reserved = 0
 
-    def reserve(self, call: Call, generation: GenerationRequest) -> None:
-        """Takes from the key's tokens per minute what the request is expected to use. Raises RequestError 429."""
+    def reserve(self, call: Call, generation: GenerationRequest, free: int) -> None:
+        """Takes from the key's tokens per minute what the request is expected to use. `free`: how many more sequences
+        the gateway may have open. Raises RequestError 429, where the key has too many of these, too."""
+        if generation.key:
+            open_sequences = self._open[call.key.name]
+            if open_sequences + generation.sequences > MAX_SHARE * free:
+                text = f"{open_sequences} requests of the key {call.key.name!r} are open, and {free} more may be"
+                raise RequestError(429, f"{text}, which are kept for other keys", retry_after=1.0)
+            call.sequences = generation.sequences
+            self._open[call.key.name] += call.sequences
         if call.reserved is None:
             return
         reserved = self._limiter.reserve(call.key, expected_tokens(generation))
@@ -82,6 +99,9 @@ class AccessControl:
 
     def finish(self, call: Call) -> None:
         """The call has ended: settles what it has used."""
+        if call.sequences:
+            self._open[call.key.name] -= call.sequences
+            call.sequences = 0
         if call.reserved is not None:
             used = call.record.prompt_tokens + call.record.output_tokens
             self._limiter.finish(call.key, call.reserved, used)
@@ -103,6 +123,7 @@ class AccessControl:
             "requests_per_minute": key.requests_per_minute,
             "tokens_per_minute": key.tokens_per_minute,
             "concurrent_requests": key.concurrent_requests,
+            "weight": key.weight,
             "requests_left": limits.requests.remaining if limits and limits.requests else None,
             "tokens_left": limits.tokens.remaining if limits and limits.tokens else None,
             "requests_open": limits.open if limits else None,

@@ -94,6 +94,8 @@ class Call:
         self.record = CallRecord()
         self.reserved: int | None = None
         """Tokens set aside for it, of its key's tokens per minute; None: it does not count as open for its key."""
+        self.sequences = 0
+        """Sequences that count as open for its key."""
         self.limit_headers: list[tuple[bytes, bytes]] = []
         """What is left of its key's limits, for the response."""
         self._body_read = False

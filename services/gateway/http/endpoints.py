@@ -116,7 +116,7 @@ class GenerationEndpoint:
         call.record.model = generation.model.name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
-        self._access.reserve(call, generation)
+        self._access.reserve(call, generation, table.free)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await open_searches(table.tokenizer, generation)

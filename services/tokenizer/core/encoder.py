@@ -106,6 +106,8 @@ class PromptEncoder:
                 thinking=thinking,
                 prefix_caching=message.prefix_caching,
                 suspect_until=message.suspect_until,
+                key=message.key,
+                weight=message.weight,
             )
         )
 

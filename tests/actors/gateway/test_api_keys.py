@@ -297,3 +297,43 @@ async def test_two_gateways_count_together(memory_bus: MemoryBus, limited: Gatew
         for stack in (limited, other):
             with pytest.raises(openai.RateLimitError):
                 await chat(keys.client(stack, "few"))
+
+
+# Where keys compete.
+
+
+async def test_requests_carry_their_keys_name_and_weight_where_there_are_several(
+    memory_bus: MemoryBus, keys: Keys
+) -> None:
+    keys.new("heavy", weight=2.5)
+    async with gateway_stack(memory_bus, keys_file=keys.path) as stack:
+        for name in ("alice", "heavy"):
+            await chat(keys.client(stack, name))
+        await keys.client(stack, "heavy").completions.create(
+            model=MODEL, prompt="a b", n=1, max_tokens=1, extra_body={"use_beam_search": True}
+        )
+        said = {(message.key, message.weight) for message in tokenizes(stack)}
+        assert said == {("alice", 1.0), ("heavy", 2.5)}
+
+
+async def test_the_only_key_competes_with_nobody(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus, api_keys=("key-1",)) as stack:
+        await chat(stack.openai)
+        assert [(message.key, message.weight) for message in tokenizes(stack)] == [("", 1.0)]
+
+
+async def test_one_key_cannot_have_all_that_a_gateway_may_have_open(memory_bus: MemoryBus, keys: Keys) -> None:
+    async with gateway_stack(memory_bus, keys_file=keys.path, max_open_requests=16) as stack:
+
+        async def held(name: str) -> None:
+            await keys.client(stack, name).completions.create(model=MODEL, prompt="HOLD", n=4, max_tokens=1)
+
+        first = [asyncio.create_task(held("alice")) for _ in range(3)]
+        await eventually(lambda: len(stack.ring.running) == 12)
+        with pytest.raises(openai.RateLimitError, match="12 requests of the key 'alice' are open, and 4 more may be"):
+            await held("alice")
+        second = asyncio.create_task(held("bob"))
+        await eventually(lambda: len(stack.ring.running) == 16)
+        stack.ring.hold.set()
+        await asyncio.gather(*first, second)
+        await held("alice")

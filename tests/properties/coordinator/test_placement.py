@@ -144,7 +144,7 @@ class Placement(RuleBasedStateMachine):
 
     @invariant()
     def the_queue_is_one(self) -> None:
-        ordered = [w for model in self.core.queue.models() for w in self.core.queue.of(model)]
+        ordered = [w for model in self.core.queue.models() for w in self.core.queue.in_order(model)]
         assert len(ordered) == len(self.core.queue)
         assert ordered == sorted(ordered)
 

@@ -137,6 +137,8 @@ def route(
     arrival: float = 0.0,
     model: ModelName = MODEL,
     seed: int = 0,
+    key: str = "",
+    weight: float = 1.0,
 ) -> Route:
     """Prompts of equal seeds begin alike."""
     tokens = pack([(seed + position) % 2**32 for position in range(prompt)])
@@ -154,6 +156,8 @@ def route(
             priority=priority,
             arrival=arrival,
             avoid=tuple(EngineId(e) for e in avoid),
+            key=key,
+            weight=weight,
         )
     )
 
