@@ -64,6 +64,7 @@ COMPILING = Gauge("baton_scheduler_compiling_requests", "Requests that wait for 
 TRANSFERS = Gauge("baton_scheduler_kv_transfers", "Transfers in flight between the ranks and the node's KV store.")
 CANARIES = Counter("baton_scheduler_canaries_total", "Canaries, by outcome: right, or with a fault.", ["outcome"])
 CANARY_SECONDS = Counter("baton_scheduler_canary_seconds_total", "Seconds from canaries' first steps to their ends.")
+UNDEFINED = Counter("baton_scheduler_undefined_total", "Sequences that failed because the model computed NaN.")
 SUSPECT = Gauge("baton_scheduler_suspect", "1 while the engine is taken to fail, and is to get no requests.")
 EJECTIONS = Counter("baton_scheduler_ejections_total", "How often the engine became a suspect.")
 REFUSED = Counter("baton_scheduler_refused_requests_total", "Requests that were rejected or failed, by kind.", ["kind"])
@@ -108,6 +109,7 @@ def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
         (CANARIES.labels("right"), counters.canaries - counters.canary_faults),
         (CANARIES.labels("fault"), counters.canary_faults),
         (CANARY_SECONDS, counters.canary_seconds),
+        (UNDEFINED, counters.undefined),
         (DRAFTED, counters.drafted),
         (SPECULATED, counters.speculated),
         (SPECULATED_TOKENS, counters.speculated_tokens),

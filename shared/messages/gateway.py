@@ -65,6 +65,8 @@ class RequestFailed(Struct, frozen=True, array_like=True, tag=True):
     """Set where a process died that was computing the request; None for every other failure."""
     reached: int = 0
     """Output tokens that it had at this death, those included that were being drawn; 0 where that is unknown."""
+    caches_doubtful: bool = False
+    """Whether cached blocks may be at fault, so that the next attempt is better computed without any."""
 
 
 class LogprobText(Struct, frozen=True, array_like=True, gc=False):

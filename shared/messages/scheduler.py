@@ -132,13 +132,17 @@ GrammarFault = Literal["refused", "busy", "lost"]
 being compiled; later it may be. lost: the process that held it has ended, by no fault of its own."""
 
 
+SequenceFault = Literal["refused", "busy", "lost", "nan"]
+"""A `GrammarFault` of the sequence's grammar. nan: the model computed no number for its next token."""
+
+
 class SequenceFailed(Struct, frozen=True, array_like=True):
-    """A sequence whose grammar is followed no longer: what the step drew for it is nobody's."""
+    """A sequence that the ranks cannot go on with: what the step drew for it is nobody's."""
 
     sequence: SequenceId
     error: str
     """The client reads it."""
-    fault: GrammarFault
+    fault: SequenceFault
 
 
 class StepFinished(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -127,6 +127,8 @@ class OpenRequest:
     """Processes that died while they had the request."""
     suspect_until: int | None = None
     """Output tokens that it is to have before it is computed beside others; None as long as no process died with it."""
+    uncached: bool = False
+    """Whether its next attempts use no cached blocks, since some may have made one fail."""
     resume_at: float = 0.0
     probing: bool = False
     probed_at: float = 0.0
@@ -206,4 +208,5 @@ class OpenRequest:
             sent_chars=self.chars,
             avoid=self.avoid,
             suspect_until=self.suspect_until,
+            prefix_caching=self.tokenize.prefix_caching and not self.uncached,
         )

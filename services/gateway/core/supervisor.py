@@ -374,6 +374,7 @@ class RequestSupervisor:
         current = self._current(failed.request, failed.attempt)
         if current is None:
             return []
+        current.uncached = current.uncached or failed.caches_doubtful
         ended = self._count_death(current, failed.death, failed.reached, now)
         return ended or self._retry(current, failed.reason, now, at_once=False)
 

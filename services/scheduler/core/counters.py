@@ -54,6 +54,8 @@ class EngineCounters:
     """How many of `canaries` had a wrong answer, a late one or none."""
     canary_seconds: float = 0.0
     """From their first step to their end, in total."""
+    undefined: int = 0
+    """Sequences that failed because the model computed NaN."""
     output_tokens: int = 0
     """Output tokens, without rejected drafts."""
 

@@ -272,6 +272,8 @@ class EngineCore:
         match event:
             case StepFinished():
                 lost = state.finish_step(event, now)
+                if event.failed:
+                    self.health.record_failed(event.failed, now)
             case RankProgress():
                 lost = state.record_progress(event, now)
             case _ if event.epoch != state.steps.epoch:

@@ -24,12 +24,11 @@ from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.staging import STAGING_BUFFERS
 from services.worker.executor.pending import LaunchedBatch, PendingSteps, StepMarks
 from services.worker.executor.rank_state import RankState, split_logits
-from services.worker.executor.runner import StepRunner, step_output
+from services.worker.executor.runner import StepRunner, step_output, undefined_sequences
 from services.worker.executor.timing import clock_of
 from services.worker.executor.token_table import TokenTable
 from services.worker.sampling.parameters import Feature
 from services.worker.sampling.random_numbers import RejectedDrafts
-from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import move_back, sampled_rows, warm_up_move_back, warm_up_verification
 from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
@@ -133,7 +132,7 @@ class DeviceRunner(StepRunner):
         trial = rank.verified(batch, ids, drawing, drawn.tokens)
         last_rows = batch.drawn_rows if trial is None else trial.last_rows()
         rank.drafting.observe(batch, meta, features, last_rows, lambda: self._tokens.read(placed + 1))
-        outcome = drawn if trial is None else SamplerOutput(trial.outcome, drawn.logprobs)
+        outcome = drawn if trial is None else replace(drawn, tokens=trial.outcome)
         step.launched = LaunchedBatch(
             batch=batch,
             drawn=outcome.on_host(),
@@ -180,5 +179,6 @@ class DeviceStep:
             forward=marks.forwarded.seconds_since(marks.begun),
             sample=marks.over.seconds_since(marks.forwarded),
         )
-        output = step_output(self.plan, timing, launched.batch, verdict, launched.scored, launched.failed)
+        failed = launched.failed + undefined_sequences(launched.batch, launched.drawn.undefined)
+        output = step_output(self.plan, timing, launched.batch, verdict, launched.scored, failed)
         return msgspec.structs.replace(output, ended=marks.over.when(), began=marks.begun.when())

@@ -29,7 +29,7 @@ from services.worker.batch.rows import Int32s
 from services.worker.batch.staging import rows_in_place
 from services.worker.executor.pending import ExpectedSteps
 from services.worker.executor.rank_state import RankState, split_logits
-from services.worker.executor.runner import StepRunner, step_output
+from services.worker.executor.runner import StepRunner, step_output, undefined_sequences
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
@@ -152,7 +152,9 @@ class HostRunner(StepRunner):
         elif choices is None:
             step.verdict = NO_TOKENS
         else:
-            step.verdict = self._accept(step.inputs, self.sample(batch, logits, choices, rank.sequences.history))
+            drawn = self.sample(batch, logits, choices, rank.sequences.history)
+            step.verdict = self._accept(step.inputs, drawn)
+            step.failed += undefined_sequences(batch, drawn.undefined)
         if rank.drafting.observes:
             rank.drafting.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
         over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0

@@ -7,7 +7,9 @@ the device (`device_runner`).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +20,12 @@ from services.worker.executor.rank_state import RankState
 from services.worker.kv.copier import RankKvCache
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
-from services.worker.sampling.sampler import SamplerOutput, sample
+from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
 from services.worker.speculation.verification import AcceptedTokens
 from shared.messages.scheduler import SampledTokens, SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
+
+UNDEFINED = "the model computed NaN"
 
 
 class StepRunner:
@@ -58,9 +62,18 @@ class StepRunner:
             drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
         else:
             drawn = sample(logits, choices, history)
+            drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
         if choices is None or communicator.world_size == 1:
             return drawn
-        return SamplerOutput(communicator.broadcast(drawn.tokens), drawn.logprobs)
+        return replace(drawn, tokens=communicator.broadcast(drawn.tokens))
+
+
+def undefined_sequences(batch: Batch, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:
+    """The sequences of `batch` that drew from NaN; `undefined`: see `SamplerOutput`."""
+    if undefined is None or not (rows := np.flatnonzero(undefined.cpu().numpy())).size:
+        return ()
+    owners = np.repeat(np.arange(len(batch.sampled)), batch.drafted + 1)
+    return tuple(SequenceFailed(batch.sampled[owner], UNDEFINED, "nan") for owner in np.unique(owners[rows]))
 
 
 def step_output(

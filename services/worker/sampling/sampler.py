@@ -41,11 +41,15 @@ class SamplerOutput:
     tokens: Tensor
     """[R] int64 the sampled token of each row."""
     logprobs: tuple[RowLogprobs, ...] = ()
+    undefined: Tensor | None = None
+    """[R] bool, see `undefined_rows`; None where nobody has looked."""
 
     def on_host(self) -> SamplerOutput:
         """This output on the host; see `transfer.to_host`."""
         return SamplerOutput(
-            to_host(self.tokens), tuple(RowLogprobs(rows, part.on_host()) for rows, part in self.logprobs)
+            to_host(self.tokens),
+            tuple(RowLogprobs(rows, part.on_host()) for rows, part in self.logprobs),
+            None if self.undefined is None else to_host(self.undefined),
         )
 
 
@@ -62,6 +66,12 @@ def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> Sa
         tokens.append(drawn.tokens)
         logprobs += [RowLogprobs(rows + first, part) for rows, part in drawn.logprobs]
     return SamplerOutput(tokens[0] if len(tokens) == 1 else torch.cat(tokens), tuple(logprobs))
+
+
+def undefined_rows(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[R] whether the logit of a row's drawn token is NaN: then the token means nothing. One number is read of each
+    row, which shows it wherever a row is NaN as a whole, as after a fault in any layer, or the draw is greedy."""
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan()
 
 
 def sample_unprocessed(logits: Tensor, choices: SamplingBatch) -> Tensor:

@@ -77,6 +77,7 @@ class Canary:
         self._run: _Run | None = None
         self._number = 0
         self._due = 0.0
+        self._hurried = -interval
         self._expected: tuple[int, ...] | None = None
         self._candidate: tuple[int, ...] | None = None
         self._recordings = 0
@@ -99,8 +100,10 @@ class Canary:
         return self._interval > 0 and self._run is None and now >= self._due
 
     def hurry(self, now: float) -> None:
-        """The next one is due at once."""
-        self._due = min(self._due, now)
+        """The next one is due at once, however busy the engine is; but no oftener than others, which come beside."""
+        if now >= self._hurried + self.pause_seconds():
+            self._hurried = now
+            self._due = min(self._due, now - IDLE_WAIT * self._interval)
 
     def abandon(self) -> None:
         """The one under way is lost with all other requests, and says nothing; the next is due at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -11,10 +11,10 @@ from services.scheduler.core.events import Output, WorkersReady
 from services.scheduler.core.health.canary import Canary, CanaryOutcome
 from services.scheduler.core.health.suspicion import Suspicion
 from services.scheduler.core.limits import EngineLimits
-from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.sequence import Sequence as EngineSequence
 from shared.ids import RequestId
 from shared.messages.lifecycle import EngineHealth, ModelCard
-from shared.messages.scheduler import Cancel, GenerateRequest
+from shared.messages.scheduler import Cancel, GenerateRequest, SequenceFailed
 
 
 class HealthMonitor:
@@ -36,11 +36,11 @@ class HealthMonitor:
         """As coordinators, the supervisor and people see it."""
         return self.suspicion.report()
 
-    def requests(self, held: Mapping[RequestId, Sequence]) -> int:
+    def requests(self, held: Mapping[RequestId, EngineSequence]) -> int:
         """How many of the requests held are clients'."""
         return len(held) - (self.canary.request in held)
 
-    def running(self, held: Mapping[RequestId, Sequence]) -> bool:
+    def running(self, held: Mapping[RequestId, EngineSequence]) -> bool:
         """Whether a canary is among the running sequences."""
         sequence = held.get(self.canary.request) if self.canary.request is not None else None
         return sequence is not None and sequence.phase in ("prefilling", "decoding")
@@ -65,6 +65,14 @@ class HealthMonitor:
         """Others say why requests should not go to this engine: it looks for itself at once."""
         self.suspicion.accuse(reason, now)
         self.canary.hurry(now)
+
+    def record_failed(self, failed: Sequence[SequenceFailed], now: float) -> None:
+        """A step has failed for some sequences. Where the model computed NaN, a canary says whether it was their
+        prompts."""
+        undefined = sum(each.fault == "nan" for each in failed)
+        self._counters.undefined += undefined
+        if undefined:
+            self.canary.hurry(now)
 
     def next_request(self, workers: WorkersReady, now: float, *, idle: bool) -> GenerateRequest | None:
         """The canary to be computed now; None for none. A suspect, and one that may become it, is probed although it is

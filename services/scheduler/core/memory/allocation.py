@@ -92,6 +92,12 @@ class BlockAllocator:
         table.capacity = table.indexed = 0
         sequence.tokens.set_planned(0)
 
+    def forget_names(self, sequence: Sequence) -> None:
+        """Takes the names off the blocks that only this sequence uses, so that nobody finds them once it has ended."""
+        for block in sequence.blocks.numbers:
+            if self.index.holds(block) and self.pool.references[block] == 1:
+                self.index.remove(block)
+
     def index_full_blocks(self, sequence: Sequence) -> None:
         """Names the blocks whose tokens are all known and planned, so that others may share them. Called once the plan
         is made: only later plans may build on them."""

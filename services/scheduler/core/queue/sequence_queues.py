@@ -196,6 +196,10 @@ class SequenceQueues:
 
     # ---- leaving
 
+    def forget_names(self, sequence: Sequence) -> None:
+        """What lies in its blocks is not to be used by others."""
+        self._memory.forget_names(sequence)
+
     def remove(self, sequence: Sequence) -> None:
         """Takes `sequence` out, whatever its phase; its blocks are free for the next plan."""
         match sequence.phase:

@@ -221,10 +221,18 @@ class EngineRequests:
                 self._end_guided(sequence, error, fault)
 
     def record_failed(self, failed: SequenceFailed) -> None:
-        """The ranks follow the sequence's grammar no longer: it ends, and what they drew for it is dropped. One that
-        has ended already is no error."""
+        """The ranks cannot go on with the sequence: it ends, and what they drew for it is dropped. One that has ended
+        already is no error."""
         sequence = self._queues.by_id.get(failed.sequence)
-        if sequence is not None and sequence.grammar is not None:
+        if sequence is None:
+            return
+        if failed.fault == "nan":
+            self._queues.forget_names(sequence)
+            self.end(sequence, tell_detokenizer=True)
+            generation = sequence.generation
+            answer = RequestFailed(generation.request, generation.attempt, failed.error, caches_doubtful=True)
+            self._outbox.send_to_gateway(generation, answer)
+        elif sequence.grammar is not None:
             self._grammars.record_failure(sequence.grammar.key, failed.error, failed.fault)
             self._end_guided(sequence, failed.error, failed.fault)
 

@@ -489,3 +489,13 @@ def test_a_hand_over_that_nobody_wants_any_more_is_cancelled_where_it_went() -> 
     watched.placed(1.0)
     assert watched.supervision.close(R, 2.0) == [CancelAttempt(ENGINE, Cancel(R, Attempt(1)))]
     assert watched.handed_over(3.0) == [CancelAttempt(OTHER, Cancel(R, Attempt(1), DETOKENIZER))]
+
+
+def test_an_attempt_that_failed_of_what_caches_may_hold_is_repeated_without_them() -> None:
+    watched = streaming(tokens=2)
+    again = dispatched(watched.supervision.handle(RequestFailed(R, Attempt(1), "NaN", caches_doubtful=True), 1.1))
+    assert (again.prefix_caching, again.avoid) == (False, (ENGINE,))
+    watched.placed(1.2, attempt=2, engine=OTHER)
+    watched.supervision.handle(RequestFailed(R, Attempt(2), "the engine died"), 1.3)
+    later = dispatched(watched.supervision.tick(3.0))
+    assert not later.prefix_caching, "nobody has shown yet that they are sound"

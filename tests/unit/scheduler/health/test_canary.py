@@ -16,10 +16,11 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER, CANARY_GATEWAY, IDLE_WAIT, OUTPUT_TOKENS
 from services.scheduler.core.limits import EngineLimits
+from shared.messages.gateway import RequestFailed
 from shared.messages.lifecycle import EngineHealth
-from shared.messages.scheduler import SampledTokens
+from shared.messages.scheduler import SampledTokens, SequenceFailed
 from tests.support.engines.checking_worker import card, continuation, generate
-from tests.support.engines.single_engine import PROMPT, Ring
+from tests.support.engines.single_engine import PROMPT, Ring, told
 
 INTERVAL = 5.0
 LIMITS = EngineLimits(run_ahead=1, plan_late=False, canary_interval=INTERVAL, ejection_time=10.0)
@@ -31,6 +32,7 @@ class WatchedRing(Ring):
 
     def __init__(self, limits: EngineLimits = LIMITS, step_seconds: float = 0.001) -> None:
         self.garbage = False
+        self.undefined = False
         self.step_seconds = step_seconds
         self.computing = 0.0
         self.seen: list[Output] = []
@@ -48,6 +50,9 @@ class WatchedRing(Ring):
         result = self.worker.step(plan)
         if self.garbage:
             result = replace(result, sampled=tuple(SampledTokens(one.sequence, (0,)) for one in result.sampled))
+        if self.undefined:
+            failed = [SequenceFailed(one.sequence, "the model computed NaN", "nan") for one in result.sampled]
+            result = replace(result, failed=tuple(failed))
         return self.send(result)
 
     def tick(self, seconds: float = TICK) -> None:
@@ -253,3 +258,37 @@ def test_a_canary_is_addressed_to_the_engine_itself() -> None:
     assert canary.generation.stopping.max_tokens == OUTPUT_TOKENS
     assert not canary.generation.prefix_caching
     assert not [output for output in ring.seen if isinstance(output, SendTokens | SendToGateway)]
+
+
+def test_nan_moves_requests_on_and_makes_a_busy_engine_a_suspect_at_once() -> None:
+    ring = WatchedRing().recorded()
+    began = ring.now
+    ring.undefined = True
+    for number in range(3):
+        ring.send(generate(f"r{number}", PROMPT, max_tokens=50, ignore_eos=True))
+    while ring.health.suspect is None:
+        ring.send(generate(f"more-{ring.now}", PROMPT, max_tokens=50, ignore_eos=True))
+        ring.tick()
+    assert ring.now - began <= 3 * TICK
+    assert ring.health.suspect == "canary: the model computed NaN"
+    answers = told(ring.seen)
+    assert {type(answer) for answer in answers} == {RequestFailed}
+    assert all(answer.caches_doubtful for answer in answers if isinstance(answer, RequestFailed))
+    assert {"r0", "r1", "r2"} <= {answer.request for answer in answers}
+    assert ring.entries == [], "not a token of them is sent"
+    assert ring.engine.epoch_state is not None
+    assert not ring.engine.epoch_state.memory.index.hash_of, "nobody is given what was computed"
+
+
+def test_requests_that_are_undefined_themselves_make_no_suspect_and_few_canaries() -> None:
+    ring = WatchedRing().recorded()
+    done = ring.canaries
+    while ring.now < 60.0:
+        ring.send(generate(f"r{ring.now}", PROMPT, max_tokens=50, ignore_eos=True))
+        ring.undefined = True
+        ring.step()
+        ring.undefined = False
+        ring.finish()
+        ring.tick()
+    assert ring.health == EngineHealth()
+    assert ring.canaries - done <= 2 * 60 / INTERVAL + 1
