@@ -43,6 +43,7 @@ class Stream(NamedTuple):
 
     prompt: int
     """Index of what was asked."""
+    client: int
     start: float
     end: float
     arrivals: tuple[float, ...]
@@ -56,6 +57,21 @@ class Stream(NamedTuple):
         """The longest time in seconds without a token from `since` on, or from its own start where that was later."""
         points = [max(self.start, since), *(at for at in self.arrivals if at > since)]
         return max((later - before for before, later in pairwise(points)), default=0.0)
+
+
+def waits(streams: Sequence[Stream], since: float) -> list[float]:
+    """For each stream its longest wait from `since` on; for one that failed until its client's next token, in another
+    stream, which a client that gave up has not."""
+    found = []
+    for stream in streams:
+        if stream.failure is None:
+            found.append(stream.longest_wait(since))
+            continue
+        last = max([since, stream.start, *stream.arrivals])
+        tokens = (at for other in streams if other.client == stream.client for at in other.arrivals if at > last)
+        if (after := min(tokens, default=None)) is not None:
+            found.append(after - last)
+    return found
 
 
 def prompts() -> list[Prompt]:
@@ -140,7 +156,7 @@ class Load:
         except StreamError as error:
             failure, message = "error", str(error)
         end = time.perf_counter()
-        return Stream(at, start, end, tuple(arrivals), text, failure, message[:MAX_MESSAGE])
+        return Stream(at, client, start, end, tuple(arrivals), text, failure, message[:MAX_MESSAGE])
 
     def _body(self, at: int, salt: str) -> bytes:
         prompt = self._prompts[at]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from deploy.chaos.checks import StackWatch, memory, stack_watch
 from deploy.chaos.faults.fault import FailureKind, Fault
-from deploy.chaos.load import POLL, Load, Stream, first_difference
+from deploy.chaos.load import POLL, Load, Stream, first_difference, waits
 from deploy.chaos.schedule import Case, Strike, cases_of, strikes
 from deploy.chaos.stack import ChaosStack
 from deploy.errors import CommandError
@@ -34,7 +34,7 @@ class RoundResult(NamedTuple):
     lost: tuple[Stream, ...]
     """Those that failed in a way that this fault does not allow."""
     waits: tuple[float, ...]
-    """Of each stream that ended well: its longest time in seconds without a token from the strike on."""
+    """Of each stream its longest time in seconds without a token from the strike on; see `load.waits`."""
     deadline: float
     """Seconds after which the product had to have noticed."""
     leaks: Mapping[str, int]
@@ -50,12 +50,12 @@ class RoundResult(NamedTuple):
     @property
     def equal(self) -> int:
         """Streams that ended with their text."""
-        return len(self.waits) - len(self.altered)
+        return sum(stream.failure is None for stream in self.streams) - len(self.altered)
 
     @property
     def errors(self) -> int:
         """Streams that ended with an error which this fault allows."""
-        return len(self.streams) - len(self.waits) - len(self.lost)
+        return sum(stream.failure is not None for stream in self.streams) - len(self.lost)
 
     @property
     def late(self) -> int:
@@ -154,7 +154,7 @@ class ChaosRun:
             streams=streams,
             altered=tuple(each for each in ended if each.text != self._undisturbed[each.prompt].text),
             lost=tuple(each for each in streams if each.failure is not None and each.failure not in allowed),
-            waits=tuple(stream.longest_wait(struck) for stream in ended),
+            waits=tuple(waits(streams, struck)),
             deadline=deadline,
             leaks=leaks,
             unready=tuple(unready),

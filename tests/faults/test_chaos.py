@@ -14,6 +14,7 @@ from tests.support.cluster.stack import die_with_parent
 from tests.support.paths import REPOSITORY
 
 DEADLINE = 280.0
+FAULTS = "--faults=kill,stop,pause,cut,silent,redis-session,scale-drain,bad-requests,weights-truncated"
 STACK = ("--engines=2", "--kvstore-memory=64MiB", "--redis", "--device=cpu", "--wait-for-engines-s=60")
 LOAD = ("--duration=20", "--streams=6", "--tokens=50", "--seed=1")
 
@@ -21,7 +22,7 @@ LOAD = ("--duration=20", "--streams=6", "--tokens=50", "--seed=1")
 def run_chaos(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Ends the stack, too, if the command itself hangs."""
     baton = [sys.executable, "-m", "deploy.cli"]
-    command = [*baton, "chaos", *LOAD, *STACK, f"--run-dir={run_dir}", "--json", *options]
+    command = [*baton, "chaos", FAULTS, *LOAD, *STACK, f"--run-dir={run_dir}", "--json", *options]
     try:
         return subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE, preexec_fn=die_with_parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.chaos.faults.choice import FAULTS, chosen_faults
-from deploy.chaos.load import REQUESTS, Stream, first_difference, prompts
+from deploy.chaos.load import REQUESTS, Stream, first_difference, prompts, waits
 from deploy.chaos.report import figures, matrix, problems, round_line, text
 from deploy.chaos.run import RoundResult
 from deploy.chaos.schedule import Case
@@ -17,7 +17,15 @@ KILL = Case("kill", "tokenizer")
 
 
 def stream(**more: Any) -> Stream:
-    whole = {"prompt": 0, "start": 0.0, "end": 10.0, "arrivals": (1.0, 2.0, 7.0), "text": "ok", "failure": None}
+    whole = {
+        "prompt": 0,
+        "client": 0,
+        "start": 0.0,
+        "end": 10.0,
+        "arrivals": (1.0, 2.0, 7.0),
+        "text": "ok",
+        "failure": None,
+    }
     return Stream(**{**whole, **more})
 
 
@@ -49,6 +57,15 @@ def test_a_wait_is_counted_from_the_fault_on(since: float, waited: float) -> Non
 
 def test_what_begins_after_the_fault_waits_from_its_own_start() -> None:
     assert stream(start=6.0, arrivals=(6.5, 7.0)).longest_wait(2.0) == 0.5
+
+
+def test_who_was_cut_off_waits_for_the_next_token_of_its_client() -> None:
+    cut_off = stream(failure="connection", arrivals=(1.0, 2.0), end=3.0)
+    refused = stream(failure="refused", arrivals=(), start=3.5, end=3.6)
+    again = stream(start=4.0, arrivals=(4.5, 5.0))
+    elsewhere = stream(client=1, arrivals=(2.5, 2.75))
+    assert waits([cut_off, refused, again, elsewhere], 1.5) == [2.5, 1.0, 0.5, 1.0]
+    assert waits([cut_off, elsewhere], 1.5) == [1.0], "a client that came to nothing any more"
 
 
 def test_a_good_round_has_only_equal_streams_and_allowed_errors() -> None:
