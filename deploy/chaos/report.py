@@ -48,8 +48,10 @@ def figures(
     cases: Sequence[Case],
     skipped: Mapping[str, str],
     memory: Sequence[Mapping[str, int]],
+    broken: str | None = None,
 ) -> dict[str, Any]:
-    """All that a run found, for JSON."""
+    """All that a run found, for JSON. `memory`: bytes of each process, before the first round and after each.
+    `broken`: why it could not go on."""
     struck = {result.case for result in results}
     return {
         "rounds": len(results),
@@ -66,7 +68,7 @@ def figures(
         "skipped": dict(skipped),
         "memory_bytes": {"before": sum(memory[0].values()), "after": sum(memory[-1].values())} if memory else {},
         "memory_by_process": {"before": dict(memory[0]), "after": dict(memory[-1])} if memory else {},
-        "problems": problems(results),
+        "problems": [*problems(results), *([broken] if broken is not None else [])],
     }
 
 

@@ -92,11 +92,13 @@ class ChaosRun:
         self.cases = cases_of({name: list(fault.targets(stack)) for name, fault in possible.items()})
         self.memory: list[Mapping[str, int]] = []
         """Bytes of each process, before the first round and after each."""
+        self.broken: str | None = None
+        """Why the run could not go on."""
         self._undisturbed: list[Stream] = []
 
     async def run(self, finished: Callable[[Strike, RoundResult], None]) -> list[RoundResult]:
-        """All rounds; `finished` hears of each. Raises CommandError where the stack does not say the same twice, or
-        ends."""
+        """All rounds; `finished` hears of each. Raises CommandError where the stack does not say the same twice before
+        the first one."""
         state, options = self._stack.state, self._options
         load = Load(state.url, state.api_key, state.model, clients=options.clients, tokens=options.tokens)
         results = []
@@ -105,9 +107,13 @@ class ChaosRun:
                 await self._learn_texts(load)
                 self.memory.append(memory(self._stack.state))
                 for strike in self._strikes():
-                    result = await self._round(strike, load, watch)
+                    try:
+                        result = await self._round(strike, load, watch)
+                        self.memory.append(memory(self._stack.state))
+                    except CommandError as error:
+                        self.broken = f"{strike.case}: {error}"
+                        break
                     results.append(result)
-                    self.memory.append(memory(self._stack.state))
                     finished(strike, result)
                     if result.unready:
                         break
@@ -138,8 +144,11 @@ class ChaosRun:
             await _served(load, begun, clients)
             await asyncio.sleep(strike.delay)
             struck = time.perf_counter()
-            async with fault.strike(stack, victim):
-                await asyncio.sleep(fault.hold)
+            try:
+                async with fault.strike(stack, victim):
+                    await asyncio.sleep(fault.hold)
+            except CommandError as error:  # an operator's command that was refused
+                stack.complaints.append(str(error))
             unready = await watch.until_ready(stack, READY_DEADLINE)
             await _served(load, struck, clients)
         finally:

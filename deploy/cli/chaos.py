@@ -79,22 +79,28 @@ def chaos(
     output = OutputOptions(output_json, as_json, False, False, None, _typed_command())
     report = Report(output)
 
-    def show(strike: Strike, result: RoundResult) -> None:
-        report.show(round_line(strike.number, result))
+    def found(run: ChaosRun, results: list[RoundResult]) -> dict[str, Any]:
+        return {"seed": seed, "stack": argv} | figures(results, run.cases, run.skipped, run.memory, run.broken)
 
     async def rounds(stack: ChaosStack) -> tuple[ChaosRun, list[RoundResult]]:
         async with stack.running():
             run = ChaosRun(stack, chosen, ChaosOptions(seed, duration, streams, tokens))
             if not run.cases:
                 raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
+            results: list[RoundResult] = []
+
+            def show(strike: Strike, result: RoundResult) -> None:
+                results.append(result)
+                report.show(round_line(strike.number, result))
+                report.keep(found(run, results))  # an hour's results outlive an accident
+
             return run, await run.run(show)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stack ends with this command, however it is ended
     with chaos_stack(argv, run_dir, needs, model) as stack:
         run, results = asyncio.run(rounds(stack))
-    found = {"seed": seed, "stack": argv} | figures(results, run.cases, run.skipped, run.memory)
-    report.end(found, text(found))
-    if not results or not all(result.is_good for result in results):
+    report.end(found(run, results), text(found(run, results)))
+    if run.broken or not results or not all(result.is_good for result in results):
         raise SystemExit(1)
 
 

@@ -92,6 +92,9 @@ def test_the_matrix_has_a_row_for_each_case_with_all_of_its_rounds() -> None:
     ]
     found = figures([other, result()], [KILL, other.case, Case("pause", "gateway")], {"clock": "not here"}, [{"a": 1}])
     assert (found["lost"], found["no_round"], found["skipped"]) == (1, ["pause gateway"], {"clock": "not here"})
+    assert figures([result()], [KILL], {}, [], "kill tokenizer: it has ended")["problems"] == [
+        "kill tokenizer: it has ended"
+    ]
     said = text(found)
     assert "| stop rank 0" in said
     assert "skipped: clock: not here" in said
