@@ -140,7 +140,8 @@ class BusProxy:
                 if (late := arrived + self._of(link).delay - clock()) > 0:
                     await asyncio.sleep(late)
                 writer.write(data)
-                await writer.drain()
+                with contextlib.suppress(ConnectionError):  # the other direction ends of it, and both with it
+                    await writer.drain()
 
         passing = asyncio.create_task(pass_on())
         try:
@@ -150,8 +151,6 @@ class BusProxy:
                     if self._of(link).cut:
                         break
                 await queue.put((clock(), data))
-                if passing.done():
-                    break
         finally:
             passing.cancel()
         raise ConnectionError("closed")

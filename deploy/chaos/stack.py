@@ -116,6 +116,10 @@ class ChaosStack:
         same = [each for each in self.state.members if each.service == member.service and each.wanted]
         return len({each.engine or each.instance for each in same if each.pool == member.pool})
 
+    def engines(self) -> set[str]:
+        """Of every kind, by name."""
+        return {each.engine for each in self.state.members if each.engine is not None and each.wanted}
+
     def bugs(self) -> int:
         """Exceptions that no code expected, in all logs so far: they end their process, and its work is repeated."""
         return sum(path.read_bytes().count(BUG) for path in log_files(self.run_dir / "logs"))

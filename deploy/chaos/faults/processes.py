@@ -133,4 +133,8 @@ def errors_without(stack: ChaosStack, victim: str) -> frozenset[FailureKind]:
         return REFUSED if victim == BUS else NOTHING
     if member.service == "gateway":
         return CONNECTION
-    return REFUSED if member.service != "kvstore" and stack.peers(victim) == 1 else NOTHING
+    if member.service == "kvstore":
+        return NOTHING
+    # Engines of all kinds stand in for each other: docs/adr/0008.
+    others = len(stack.engines()) - 1 if member.engine is not None else stack.peers(victim) - 1
+    return NOTHING if others else REFUSED
