@@ -94,7 +94,7 @@ def engine_results(engine: EngineId) -> Topic[scheduler.WorkerResult]:
 
 
 def engine_control(engine: EngineId) -> Topic[scheduler.SchedulerControl]:
-    """gateway, detokenizer → scheduler: cancel, stop-string hit."""
+    """gateway, detokenizer, coordinator → scheduler: cancel, stop-string hit; requests fail with you."""
     return Topic(f"engine.{engine}.control", scheduler.SchedulerControl)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from services.coordinator import admin, metrics
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
+from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
@@ -177,6 +177,11 @@ class CoordinatorActor(Actor):
                     await self._notify(gateway, message)
                 case CancelOnEngine(engine, cancel):
                     await self.bus.publish(topics.engine_control(engine), cancel)
+                case AccuseEngine(engine, report):
+                    metrics.ACCUSATIONS.labels(engine).inc()
+                    log.warning("engine accused", extra={"engine": engine, "reason": report.reason})
+                    await self.bus.publish(topics.engine_control(engine), report)
+                    self._follow_ejections()
                 case _:
                     assert_never(action)
 

@@ -17,6 +17,9 @@ UNREACHABLE = Counter(
 )
 WAITING = Gauge("baton_coordinator_waiting_requests", "Requests that wait for an engine.")
 EJECTED = Gauge("baton_coordinator_ejected_engines", "Engines that are ready, and get no requests because they fail.")
+ACCUSATIONS = Counter(
+    "baton_coordinator_accusations_total", "How often requests kept failing on an engine, by engine.", ["engine"]
+)
 WAITED = Histogram(
     "baton_coordinator_queue_seconds",
     "Seconds that placed requests waited for an engine.",

@@ -20,7 +20,7 @@ from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, ModelName
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import Deltas, GatewayMessage, RequestFailed
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Cancel, Probe, ProbeReply, SchedulerControl, StopMatched, TokenBatchLost
+from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched, TokenBatchLost
 from shared.registry import InstanceGone, Registry
 from shared.telemetry.metrics import PublishedTotals
 
@@ -173,7 +173,7 @@ class DetokenizerActor(Actor):
             await self._send([*actions, *(ToGateway(gateway, failure) for failure in failed)])
 
 
-def _log_control(message: SchedulerControl) -> None:
+def _log_control(message: Cancel | StopMatched | TokenBatchLost) -> None:
     match message:
         case StopMatched():
             log.info("stop string", extra={"request": message.request})

@@ -74,7 +74,14 @@ class TokenBatchLost(Struct, frozen=True, array_like=True, tag=True):
     detokenizer: DetokenizerId
 
 
-SchedulerControl = Cancel | StopMatched | TokenBatchLost
+class OutlierReport(Struct, frozen=True, array_like=True, tag=True):
+    """coordinator → scheduler: requests that I place on you fail, for this reason. You are a suspect; say so in your
+    lifecycle. Sent only to engines that report their health."""
+
+    reason: str
+
+
+SchedulerControl = Cancel | StopMatched | TokenBatchLost | OutlierReport
 
 
 class Probe(Struct, frozen=True, array_like=True, tag=True):

@@ -278,6 +278,7 @@ MESSAGES: list[Any] = [
     ),
     gateway.ReadMetrics(),
     gateway.MetricsPage(b"a 1.0\n"),
+    scheduler.OutlierReport("9 requests failed"),
 ]
 
 

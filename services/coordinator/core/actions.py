@@ -9,7 +9,7 @@ from services.coordinator.core.reservations import PromptPrefix
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId
 from shared.messages.coordinator import PlacementMade
 from shared.messages.gateway import RequestQueued, RequestRejected
-from shared.messages.scheduler import Cancel, GenerateRequest
+from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
 
 
 class Moment(NamedTuple):
@@ -84,4 +84,11 @@ class CancelOnEngine(NamedTuple):
     cancel: Cancel
 
 
-Action = PlaceRequest | NotifyGateway | CancelOnEngine
+class AccuseEngine(NamedTuple):
+    """Requests keep failing on this engine: tell it so, that all learn of it from its lifecycle."""
+
+    engine: EngineId
+    report: OutlierReport
+
+
+Action = PlaceRequest | NotifyGateway | CancelOnEngine | AccuseEngine

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.actions import Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
+from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.fleet import EngineFleet, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
+from services.coordinator.core.outliers import OutlierDetector
 from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
@@ -20,7 +22,7 @@ from shared.messages.gateway import ErrorKind, RequestPlaced, RequestQueued, Req
 from shared.messages.generation import Generation
 from shared.messages.kv_events import KvDump, KvEvents
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Cancel, GenerateRequest
+from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
 from shared.reliability.recent import AttemptFence, RecentEntries
 
 MAX_RETRY_AFTER = 60.0
@@ -29,6 +31,12 @@ RENEW_SECONDS = 1.0
 """Between two messages to a gateway that its request still waits here; silence means a lost coordinator."""
 MAX_REMEMBERED = 65_536
 """Requests whose newest attempt is remembered; the oldest are forgotten first."""
+
+
+class _Placed(NamedTuple):
+    engine: EngineId
+    at: float
+    """In monotonic seconds."""
 
 
 class Coordinator:
@@ -55,8 +63,9 @@ class Coordinator:
         self._expected = ExpectedPrompts()
         self._router = Router(self.fleet, self.sources, self._expected, config)
         self._fence = AttemptFence(MAX_REMEMBERED)
-        self._engines: RecentEntries[RequestId, EngineId] = RecentEntries(MAX_REMEMBERED)
+        self._engines: RecentEntries[RequestId, _Placed] = RecentEntries(MAX_REMEMBERED)
         """Where the newest attempt of each request was placed last."""
+        self._outliers = OutlierDetector()
 
     # ---- requests
 
@@ -65,8 +74,9 @@ class Coordinator:
         generation = route.generation
         if not self._fence.accept(generation.request, generation.attempt):
             return []
-        self._engines.pop(generation.request, None)
-        return self._admit(generation, at)
+        placed = self._engines.pop(generation.request, None)
+        accusations = self._record_failure(generation, placed, at) if generation.avoid else []
+        return [*accusations, *self._admit(generation, at)]
 
     def withdraw(self, message: Withdraw) -> bool:
         """The client went away. True where the request waited here."""
@@ -80,7 +90,7 @@ class Coordinator:
     def engine_unreachable(self, generate: GenerateRequest, at: Moment) -> list[Action]:
         """A Generate had no subscriber: the engine is gone, and the request goes elsewhere."""
         generation = generate.generation
-        engine = self._engines.get(generation.request)
+        engine = self.engine_of(generation.request)
         if engine is None or not self._fence.is_current(generation.request, generation.attempt):
             return []
         self.fleet.mark_unreachable(engine)
@@ -105,7 +115,8 @@ class Coordinator:
 
     def engine_of(self, request: RequestId) -> EngineId | None:
         """Where the request was placed last; None where that is not known."""
-        return self._engines.get(request)
+        placed = self._engines.get(request)
+        return None if placed is None else placed.engine
 
     # ---- what is seen of other services
 
@@ -114,6 +125,7 @@ class Coordinator:
         gone = self.fleet.record_lifecycle(life, at)
         if gone is not None:
             self.sources.forget(gone)
+            self._outliers.forget(EngineId(gone))
         if life.phase not in ("stopped", "failed") and (life.engine is not None or life.store is not None):
             self.sources.follow(life.instance)
         return self._place_queued(at) if life.service in ("scheduler", "detokenizer") else []
@@ -122,6 +134,7 @@ class Coordinator:
         """Forgets silent instances, rejects requests that waited for too long, notifies the gateways of the others."""
         for silent in self.fleet.expire(at):
             self.sources.forget(silent)
+            self._outliers.forget(EngineId(silent))
         self.sources.tidy()
         actions = self._place_queued(at)
         for queued in list(self.queue):
@@ -149,6 +162,23 @@ class Coordinator:
     def dumps_due(self, at: Moment) -> list[InstanceId]:
         """The engines and KV stores to request a dump from now; each request is recorded as made."""
         return self.sources.requests.due(at.now) if self.sources.requests.needed else []
+
+    # ---- engines that fail
+
+    def _record_failure(self, generation: Generation, placed: _Placed | None, at: Moment) -> list[Action]:
+        """An attempt comes behind one that failed on the last engine that it avoids. If that engine fails too much it
+        is ejected here at once, and everywhere once it has said so."""
+        engine, request = generation.avoid[-1], generation.request
+        if len(generation.avoid) > 1:
+            self._outliers.exonerate(request)
+            return []
+        since = placed.at if placed is not None and placed.engine == engine else None
+        self._outliers.record_failure(engine, request, since, at.now)
+        reason = self._outliers.evidence(engine, at.now)
+        if reason is None or not self.fleet.accuse(engine, at):
+            return []
+        self._outliers.forget(engine)
+        return [AccuseEngine(engine, OutlierReport(reason))]
 
     # ---- the queue
 
@@ -202,7 +232,8 @@ class Coordinator:
         engine, reuse = placement.engine, placement.reuse
         self.fleet.record_placement(placement, at)
         self._expected.add(placement.prefix, engine, at.now)
-        self._engines[generation.request] = engine
+        self._engines[generation.request] = _Placed(engine, at.now)
+        self._outliers.record_placement(engine, at.now)
         generate = GenerateRequest(
             generation,
             placement.detokenizer,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
-from services.coordinator.core.ejections import RatedEngine, choose_ejected
+from services.coordinator.core.ejections import ACCUSED, RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.blocks import BLOCK_SIZE
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName, NodeId
@@ -25,6 +26,8 @@ HAND_OVER_SECONDS = 1.0
 """How long a request is assumed to stay on its prefill engine before its decode engine reports it."""
 MIN_BACKLOG = 8
 """Requests that may wait in an engine although its batch is small: a few have only just arrived there."""
+ACCUSED_SECONDS = 2.0
+"""How long an engine that was told that it fails is ejected without its own word."""
 WAITING_WEIGHT = 4
 """A waiting request is work that has yet to begin; a running one shares each step with the others."""
 
@@ -144,6 +147,8 @@ class EngineFleet:
         self._reservations = Reservations(SETTLE_SECONDS)
         self._unreachable: set[InstanceId] = set()
         """Engines to which a request could not be delivered."""
+        self._accused: dict[InstanceId, float] = {}
+        """Engines that were just told that they fail, and until when their own word for it is awaited."""
         self._engines: dict[InstanceId, EngineLoad] = {}
         """Every engine that is alive and has published what it serves."""
         self._ready: dict[ModelName, list[EngineLoad]] = {}
@@ -164,6 +169,7 @@ class EngineFleet:
         self._unreachable.discard(life.instance)
         match life.service:
             case "scheduler":
+                self._end_accusation(life, at)
                 self._record_engine(life.instance)
                 self._reservations.reported(life.instance, at.now)
             case "detokenizer":
@@ -179,6 +185,7 @@ class EngineFleet:
         for instance in silent:
             self._reservations.forget(instance)
             self._unreachable.discard(instance)
+            self._accused.pop(instance, None)
             self._engines.pop(instance, None)
         if silent:
             self._clear_engine_caches()
@@ -191,6 +198,18 @@ class EngineFleet:
         self._unreachable.add(InstanceId(engine))
         self._clear_engine_caches()
         self._reservations.forget(InstanceId(engine))
+
+    def accuse(self, engine: EngineId, at: Moment) -> bool:
+        """Ejects an engine on which requests fail, until it says so itself. False where that is of no use: it is a
+        suspect already, is not ready, or is of a release that does not know of it."""
+        load = self._engines.get(InstanceId(engine))
+        if load is None or load.phase != "ready" or load.report.health is None or load.report.health.suspect:
+            return False
+        if self._accused.get(load.instance, -math.inf) > at.now:
+            return False
+        self._accused[load.instance] = at.now + ACCUSED_SECONDS
+        self._clear_engine_caches()
+        return True
 
     # ---- what is placed
 
@@ -237,11 +256,16 @@ class EngineFleet:
 
     def ejected(self, model: ModelName) -> frozenset[InstanceId]:
         """The engines of `model` that are ready, and get no requests because they fail."""
-        rated = [RatedEngine(engine.instance, engine.report.health) for engine in self._serving(model)]
+        rated = [
+            RatedEngine(engine.instance, ACCUSED if engine.instance in self._accused else engine.report.health)
+            for engine in self._serving(model)
+        ]
         return choose_ejected(rated, self._config.max_ejected_share)
 
     def suspicion_of(self, engine: InstanceId) -> str | None:
         """Why an engine is taken to fail, for people; None where it is not."""
+        if engine in self._accused:
+            return ACCUSED.suspect
         load = self._engines.get(engine)
         return None if load is None or load.report.health is None else load.report.health.suspect
 
@@ -339,6 +363,13 @@ class EngineFleet:
         else:
             self._engines.pop(instance, None)
         self._clear_engine_caches()
+
+    def _end_accusation(self, life: Lifecycle, at: Moment) -> None:
+        """Its own word counts again, once it calls itself a suspect or has not done so for long."""
+        until = self._accused.get(life.instance)
+        suspect = life.engine is not None and life.engine.health is not None and life.engine.health.suspect is not None
+        if until is not None and (suspect or at.now >= until):
+            del self._accused[life.instance]
 
     def _clear_engine_caches(self) -> None:
         self._ready.clear()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shared.ids import Attempt, EngineId, GatewayId, RequestId
 from shared.messages.gateway import Death, GatewayMessage
-from shared.messages.scheduler import SchedulerControl
+from shared.messages.scheduler import Cancel, StopMatched, TokenBatchLost
 
 
 class EngineLost(NamedTuple):
@@ -45,7 +45,7 @@ class ToEngine(NamedTuple):
     """Send this to that engine's scheduler."""
 
     engine: EngineId
-    message: SchedulerControl
+    message: Cancel | StopMatched | TokenBatchLost
 
 
 Action = ToGateway | ToEngine

@@ -40,6 +40,7 @@ from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
     GrammarCompiled,
+    OutlierReport,
     ProbeReply,
     StepFinished,
     StepMissed,
@@ -78,6 +79,9 @@ class EngineCore:
                 self._handle_request(event)
             case Cancel() | StopMatched():
                 self._call_off(event)
+            case OutlierReport():
+                if self.epoch_state is not None:  # without workers it gets nothing anyway
+                    self.health.accuse(event.reason, now)
             case HandOverRefused():
                 self._take_back(event)
             case PeerChanged():

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.coordinator.actor import CoordinatorActor
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core.outliers import MIN_FAILURES
 from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.codec import encode
@@ -17,8 +19,8 @@ from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
-from shared.messages.lifecycle import Drain, Lifecycle
-from shared.messages.scheduler import Cancel, GenerateRequest
+from shared.messages.lifecycle import Drain, EngineHealth, Lifecycle
+from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
 from tests.support.engines.coordinator_events import GATEWAY, MODEL, detokenizer, engine, route
 
 ENGINE = EngineId("a")
@@ -211,3 +213,25 @@ async def test_garbage_on_every_subject_harms_nobody(world: World) -> None:
             await world.bus.publish_raw(subject, garbage)
     await world.bus.publish(topics.route(), route("r"))
     await world.got(GenerateRequest, RequestPlaced)
+
+
+async def test_an_engine_on_which_requests_keep_failing_is_told_so(world: World) -> None:
+    await world.start()
+    await world.bus.subscribe(topics.engine_requests(EngineId("b")), world._note)
+    for life in (engine("a", max_running=64, blocks_used=0), engine("b", blocks_used=90)):
+        assert life.engine is not None
+        await world.hear(replace(life, engine=replace(life.engine, health=EngineHealth())))
+    await world.hear(detokenizer())
+    for number in range(MIN_FAILURES):
+        await world.bus.publish(topics.route(), route(f"r{number}"))
+        await world.until(lambda number=number: len(placed(world)) == number + 1)
+        assert placed(world)[-1] == ENGINE, "it is the cheapest, as it fails what it gets"
+        await world.bus.publish(topics.withdrawals(), Withdraw(RequestId(f"r{number}"), Attempt(1)))
+        await world.bus.publish(topics.route(), route(f"r{number}", attempt=2, avoid=("a",), max_tokens=100))
+    await world.until(lambda: any(isinstance(message, OutlierReport) for message in world.sent))
+    await world.bus.publish(topics.route(), route("after"))
+    await world.until(lambda: placed(world)[-1] == "b")
+
+
+def placed(world: World) -> list[str]:
+    return [message.engine for message in world.sent if isinstance(message, RequestPlaced)]

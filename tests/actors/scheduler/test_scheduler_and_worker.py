@@ -17,9 +17,10 @@ from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, DetokenizerId, Incarnation, InstanceId, RequestId
 from shared.messages.gateway import RequestFailed
 from shared.messages.generation import SamplingOptions
-from shared.messages.lifecycle import Drain, Lifecycle, WorkerReport
+from shared.messages.lifecycle import Drain, EngineHealth, Lifecycle, WorkerReport
 from shared.messages.scheduler import (
     Cancel,
+    OutlierReport,
     Probe,
     ProbeReply,
     StepFinished,
@@ -382,3 +383,23 @@ def test_simulated_tokens_depend_on_seed_and_position_only(model: Path) -> None:
     assert tokens(7, 1) == tokens(7, 3)
     assert tokens(7, 1) != tokens(8, 1)
     assert set(tokens(7, 1)) <= set(range(2, 32)), "no special token"
+
+
+async def test_an_engine_that_is_told_that_requests_fail_says_so_to_everybody(
+    memory_bus: MemoryBus, model: Path
+) -> None:
+    limits = EngineLimits(canary_interval=60.0, ejection_time=1.0)
+    async with engine_on_a_bus(memory_bus, limits) as engine:
+        engine.add_worker(lambda: sim_backend(model))
+        await engine.until(lambda: engine.scheduler.core.serves, "the engine is ready")
+        assert engine.scheduler.core.snapshot().counters.canaries == 2, "the right answer is known before it is ready"
+        await memory_bus.publish(topics.engine_control(ENGINE), OutlierReport("9 of 9 requests failed"))
+        await engine.until(lambda: health(engine).suspect == "9 of 9 requests failed", "it says so")
+        await engine.until(lambda: health(engine) == EngineHealth(ejections=1), "it is taken back")
+        assert engine.notes.entries == []
+        assert engine.notes.final == []
+
+
+def health(engine: EngineOnABus) -> EngineHealth:
+    report = engine.notes.lives[ENGINE].engine
+    return EngineHealth() if report is None or report.health is None else report.health

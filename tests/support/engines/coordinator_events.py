@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.coordinator.core.actions import Action, Moment, NotifyGateway, PlaceRequest
+from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.coordinator import Route
@@ -172,6 +172,8 @@ def summary(actions: list[Action]) -> list[tuple[str, ...]]:
             case NotifyGateway(_, message):
                 kind = type(message).__name__.removeprefix("Request").lower()
                 lines.append((kind, message.request, *([message.kind] if kind == "rejected" else [])))
-            case _:
+            case AccuseEngine():
+                lines.append(("accuse", action.engine, action.report.reason))
+            case CancelOnEngine():
                 lines.append(("cancel", action.cancel.request, action.engine))
     return lines

@@ -53,7 +53,8 @@ class Suspicion:
 
     def accuse(self, reason: str, now: float) -> None:
         """Others say why requests should not go to this engine. Of a suspect that is known already."""
-        self._suspect(reason, now)
+        if self.reason is None:
+            self._suspect(reason, now)
 
     def record_restart(self) -> None:
         """Its workers are new ones: what the former got wrong says nothing of them."""
