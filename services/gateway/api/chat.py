@@ -38,7 +38,7 @@ from shared.messages.lifecycle import ModelCard
 
 
 class ChatFields(CommonFields, kw_only=True):
-    """The JSON fields that only chats have."""
+    """The JSON fields of a chat."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None

@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionFields(CommonFields, kw_only=True):
-    """The JSON fields that only completions have."""
+    """The JSON fields of a completion."""
 
     prompt: str | list[Any]
     logprobs: int | None = None

@@ -55,6 +55,7 @@ def build_app(
             route("GET", "/v1/models", info.models, "read-only"),
             route("GET", "/v1/models/{name:path}", info.model, "read-only"),
             route("GET", "/version", info.version, "read-only"),
+            route("GET", "/openapi.json", info.openapi, None),
             route("GET", "/admin/keys", info.keys, "admin"),
             route("GET", "/health", info.health, None),
             route("GET", "/ping", info.health, None),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
@@ -354,3 +355,12 @@ async def test_garbage_on_the_inbox_harms_nobody(stack: GatewayStack, memory_bus
         await memory_bus.publish_raw(inbox, payload)
     assert await content(stack, "hello") == said(8)
     assert tokenizes(stack)[0].attempt == Attempt(1)
+
+
+async def test_the_openapi_page_lists_the_routes_that_there_are(stack: GatewayStack) -> None:
+    page = await stack.http.get("/openapi.json")
+    assert (page.status_code, page.headers["content-type"]) == (200, "application/json")
+    described = {(path, method.upper()) for path, methods in page.json()["paths"].items() for method in methods}
+    routes = [route for route in stack.gateway.app.routes if isinstance(route, Route)]
+    served = {(route.path, method) for route in routes for method in route.methods or () if method != "HEAD"}
+    assert described == {(path.replace("{name:path}", "{name}"), method) for path, method in served}

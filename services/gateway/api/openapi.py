@@ -1,0 +1,126 @@
+"""`GET /openapi.json`: the API as an OpenAPI 3.1 page, made from the types that bodies are decoded to."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from services.gateway.api.chat import ChatFields
+from services.gateway.api.completions import CompletionFields
+from services.gateway.api.generation import RANGES, AllowedRange, CommonFields
+from services.gateway.api.prompts import DetokenizeFields, TokenizeFields
+
+SCHEMAS = "#/components/schemas/"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+class Operation(NamedTuple):
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    """What its JSON body is decoded to."""
+    content_types: tuple[str, ...] = ("application/json",)
+    """Of a successful response."""
+    with_key: bool = True
+    """Whether it needs an API key where there are any."""
+
+
+GENERATED = ("application/json", "text/event-stream")
+OPERATIONS = (
+    Operation("POST", "/v1/chat/completions", "Generate the next message of a chat.", ChatFields, GENERATED),
+    Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED),
+    Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
+    Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
+    Operation("GET", "/v1/models", "All models that are served."),
+    Operation("GET", "/v1/models/{name}", "One model."),
+    Operation("GET", "/version", "The version of the server."),
+    Operation("GET", "/openapi.json", "This page.", with_key=False),
+    Operation("GET", "/admin/keys", "The API keys by name; needs the scope admin."),
+    Operation("GET", "/health", "Whether requests can be served.", with_key=False),
+    Operation("GET", "/ping", "The same as /health.", with_key=False),
+    Operation("POST", "/ping", "The same as /health.", with_key=False),
+    Operation("GET", "/live", "Whether the process answers.", with_key=False),
+    Operation("GET", "/ready", "Whether new requests are taken.", with_key=False),
+    Operation("GET", "/metrics", "Metrics for Prometheus.", None, ("text/plain",), with_key=False),
+)
+
+
+@cache
+def openapi_page(version: str) -> bytes:
+    """Returns the page as JSON; `version` is that of the server."""
+    return msgspec.json.encode(_page(version))
+
+
+def _page(version: str) -> dict[str, Any]:
+    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS + "{name}")
+    for body in bodies:
+        if issubclass(body, CommonFields):
+            _add_ranges(
+                schemas[body.__name__]["properties"], unchecked="max_tokens" if body is CompletionFields else ""
+            )
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _description(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas, "Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _description(operation: Operation) -> dict[str, Any]:
+    succeeded = {"description": "OK", "content": {kind: {} for kind in operation.content_types}}
+    failed = {"description": "Error", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
+    description: dict[str, Any] = {"summary": operation.summary, "responses": {"200": succeeded, "default": failed}}
+    if operation.with_key:
+        description["security"] = [{}, {"key": []}]
+    if "{name}" in operation.path:
+        description["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.body is not None:
+        schema = {"$ref": SCHEMAS + operation.body.__name__}
+        description["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return description
+
+
+def _add_ranges(properties: dict[str, Any], unchecked: str) -> None:
+    """Adds the bounds that `check_common_fields` checks after decoding."""
+    for name, allowed in RANGES.items():
+        if name == unchecked:
+            continue
+        for choice in properties.get(name, {}).get("anyOf", ()):
+            if choice["type"] != "null":
+                choice |= _bounds(allowed)
+
+
+def _bounds(allowed: AllowedRange) -> dict[str, float]:
+    bounds: dict[str, float] = {}
+    if allowed.low is not None:
+        bounds["minimum" if allowed.low_allowed else "exclusiveMinimum"] = allowed.low
+    if allowed.high is not None:
+        bounds["maximum"] = allowed.high
+    return bounds
