@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-faults test-slow test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-faults test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,8 +59,11 @@ test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or 
 	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow --ignore=tests/fuzz $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" --hypothesis-profile=search tests/properties
+
+fuzz: $(DEV) $(KERNELS) ## 20,000 hostile HTTP requests and a million spoilt bus messages: half an hour
+	nice -n 10 $(BIN)/python -m pytest -m slow -s tests/fuzz $(ARGS)
 
 # Most of their time is compiling kernels, on one core: several processes share it.
 test-gpu: $(DEV) ## on a GPU: the tests that need one, and those of kernels, which run in an interpreter elsewhere

@@ -1,44 +1,60 @@
-"""Identifiers, one type each, so that passing a request's id for an engine's is a type error."""
+"""Identifiers, one type each, so that passing a request's id for an engine's is a type error.
+
+What is allowed is checked wherever a message is decoded: instances' names become subjects, and a subject that NATS does
+not take would cost its sender the connection.
+"""
 
 from __future__ import annotations
 
 import re
 import secrets
-from typing import NewType
+from typing import Annotated, NewType
+
+from msgspec import Meta
+
+_NAME = r"[A-Za-z0-9_-]{1,64}"
+_SubjectToken = Annotated[str, Meta(pattern=rf"^{_NAME}\Z")]
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""How many there are of something, or a position. Together with `TokenId` what a message's numbers are checked for when
+it is decoded: who sent it may be of another release, or have a bug."""
+
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+"""A token of a vocabulary of at most 2^32, as token ids are packed in 32 bits."""
 
 RequestId = NewType("RequestId", str)
 """One sequence on its way through the services: one prompt, one choice."""
 
-InstanceId = NewType("InstanceId", str)
+InstanceId = NewType("InstanceId", _SubjectToken)
 """One running process of any service, e.g. ``gateway-1``. Subject-safe."""
 
-GatewayId = NewType("GatewayId", str)
-EngineId = NewType("EngineId", str)
-DetokenizerId = NewType("DetokenizerId", str)
-NodeId = NewType("NodeId", str)
+GatewayId = NewType("GatewayId", _SubjectToken)
+EngineId = NewType("EngineId", _SubjectToken)
+DetokenizerId = NewType("DetokenizerId", _SubjectToken)
+NodeId = NewType("NodeId", _SubjectToken)
 """A machine, or whatever else shares one memory: the engines and the KV store on it name the same node."""
-ModelName = NewType("ModelName", str)
+ModelName = NewType("ModelName", Annotated[str, Meta(min_length=1, max_length=512)])
 """The name clients send in ``model``; may hold slashes, see :func:`subject_token`."""
 
-Attempt = NewType("Attempt", int)
+Attempt = NewType("Attempt", Count)
 """Which dispatch of a request this is, from 1. Whatever carries a lower number than the newest is stale."""
 
-SequenceId = NewType("SequenceId", int)
+SequenceId = NewType("SequenceId", Count)
 """A sequence's number inside one engine; reused only after its release was sent to the worker."""
 
 GrammarKey = NewType("GrammarKey", bytes)
 """Names a grammar by its contents, see :attr:`shared.messages.generation.Grammar.key`."""
 
-Incarnation = NewType("Incarnation", int)
+Incarnation = NewType("Incarnation", Count)
 """Differs between two starts of the same instance; also the epoch of whatever that process numbers."""
 
-LeaseId = NewType("LeaseId", int)
+LeaseId = NewType("LeaseId", Count)
 """What a client of a KV store reserved or pinned together; unique per process of the client."""
 
-ArenaId = NewType("ArenaId", int)
+ArenaId = NewType("ArenaId", Count)
 """One file of KV blocks in shared memory, 63 random bits; kept over a restart of the store that finds the file."""
 
-_SUBJECT_SAFE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SUBJECT_SAFE = re.compile(_NAME)
 
 
 def checked_instance(name: str) -> InstanceId:

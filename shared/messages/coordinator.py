@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from shared.ids import Attempt, DetokenizerId, EngineId, InstanceId, ModelName, RequestId
+from shared.ids import Attempt, Count, DetokenizerId, EngineId, InstanceId, ModelName, RequestId
 from shared.messages.generation import Generation
 
 
@@ -32,13 +32,13 @@ class PlacementMade(Struct, frozen=True, array_like=True, tag=True):
     prompt: bytes
     """Hash of the last block of the prompt that can be reused; it stands for all blocks before it, too. Empty if there
     is none."""
-    prompt_blocks: int
+    prompt_blocks: Count
     """Number of blocks of the prompt up to and including the one that `prompt` names."""
-    blocks: int
+    blocks: Count
     """Number of blocks of all tokens of the request: its prompt, and the output of earlier attempts."""
-    reused: int
+    reused: Count
     """Number of blocks that `engine` need not compute, because it or a KV store holds them."""
-    on_device: int
+    on_device: Count
     """How many of the reused blocks already lie in the engine's own memory."""
     decode_on: EngineId | None = None
     """The decode engine that `engine` will hand the request over to; None without a hand-over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from shared.ids import Attempt, EngineId, GatewayId, Incarnation, ModelName, RequestId
+from shared.ids import Attempt, Count, EngineId, GatewayId, Incarnation, ModelName, RequestId, TokenId
 from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason, TokenLogprobs
 
@@ -18,16 +18,16 @@ class OpenStream(Struct, frozen=True, array_like=True, kw_only=True):
     model: ModelName
     context: bytes
     """Packed: the last few prompt tokens, then every output token of earlier attempts."""
-    resumed: int
+    resumed: Count
     """How many of the last tokens of `context` are output of earlier attempts."""
-    sent_chars: int
+    sent_chars: Count
     """Characters of output text that the client already has."""
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: Count
+    cached_tokens: Count
     """Prompt tokens that were not computed, because their keys and values were cached."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
-    min_tokens: int = 0
+    min_tokens: Count = 0
     skip_special_tokens: bool = True
     keep_markup: bool = False
     """The marks of tool calls and reasoning are part of the text even if `skip_special_tokens` is set."""
@@ -40,10 +40,10 @@ class NewTokens(Struct, frozen=True, array_like=True, gc=False):
 
     request: RequestId
     attempt: Attempt
-    position: int
+    position: Count
     """Output index of the first of `tokens`, counted from the first attempt on (the first entry of a resumed
     stream has `position == resumed`); the receiver expects exactly what it has counted."""
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
     """Every token that was drawn and kept, the one that stopped the sequence included: positions, usage and
     log-probabilities count it."""
     finish: FinishReason | None = None
@@ -51,7 +51,7 @@ class NewTokens(Struct, frozen=True, array_like=True, gc=False):
     is not empty and its last is a stop token (end of sequence, or one of `stop_token_ids`), which is no part of
     the text unless `include_stop` (it is then a token like any other: `skip_special_tokens` may hide it).
     Stop strings are found by the detokenizer and never appear here."""
-    stop_token: int | None = None
+    stop_token: TokenId | None = None
     """`tokens[-1]` once more where it was one of the request's `stop_token_ids`: the client's `stop_reason`.
     None for the end-of-sequence token and for `length`."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -62,7 +62,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
 
     request: RequestId
     attempt: Attempt
-    position: int
+    position: Count
     """Index in the prompt of the token that the first entry of `logprobs` belongs to."""
     logprobs: tuple[TokenLogprobs, ...]
 
@@ -90,7 +90,7 @@ class TokenBatch(Struct, frozen=True, array_like=True, kw_only=True):
 
     engine: EngineId
     epoch: Incarnation
-    number: int
+    number: Count
     opened: tuple[OpenStream, ...] = ()
     entries: tuple[NewTokens, ...] = ()
     abandoned: tuple[AbandonStream, ...] = ()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, RequestId
+from shared.ids import Attempt, Count, DetokenizerId, EngineId, GatewayId, Incarnation, RequestId, TokenId
 from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
@@ -63,7 +63,7 @@ class RequestFailed(Struct, frozen=True, array_like=True, tag=True):
     reason: str
     death: Death | None = None
     """Set where a process died that was computing the request; None for every other failure."""
-    reached: int = 0
+    reached: Count = 0
     """Output tokens that it had at this death, those included that were being drawn; 0 where that is unknown."""
     caches_doubtful: bool = False
     """Whether cached blocks may be at fault, so that the next attempt is better computed without any."""
@@ -75,7 +75,7 @@ class LogprobText(Struct, frozen=True, array_like=True, gc=False):
     token: str
     raw: bytes
     logprob: float
-    token_id: int
+    token_id: TokenId
 
 
 class PositionLogprobs(Struct, frozen=True, array_like=True, gc=False):
@@ -92,7 +92,7 @@ class PromptLogprobsDelta(Struct, frozen=True, array_like=True):
 
     request: RequestId
     attempt: Attempt
-    position: int
+    position: Count
     """Index in the prompt of the token that the first entry of `logprobs` belongs to. The same positions may arrive
     twice."""
     logprobs: tuple[PositionLogprobs, ...]
@@ -103,9 +103,9 @@ class Delta(Struct, frozen=True, array_like=True, gc=False):
 
     request: RequestId
     attempt: Attempt
-    position: int
+    position: Count
     """Output index of the first of `tokens`."""
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
     """The new tokens. The gateway keeps them, so that a later attempt can resume behind them."""
     text: str
     finish: FinishReason | None = None
@@ -119,8 +119,8 @@ class StreamOpened(Struct, frozen=True, array_like=True):
 
     request: RequestId
     attempt: Attempt
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: Count
+    cached_tokens: Count
     thinking: Thinking | None = None
     """Whether a chat's prompt ends inside or behind the model's reasoning; None if it ends with neither mark."""
 
@@ -133,7 +133,7 @@ class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
 
     detokenizer: DetokenizerId
     epoch: Incarnation
-    number: int
+    number: Count
     opened: tuple[StreamOpened, ...] = ()
     deltas: tuple[Delta, ...] = ()
     scored: tuple[PromptLogprobsDelta, ...] = ()

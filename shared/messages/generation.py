@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from hashlib import blake2b
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from shared.ids import Attempt, EngineId, GatewayId, GrammarKey, ModelName, RequestId
+from shared.ids import Attempt, Count, EngineId, GatewayId, GrammarKey, ModelName, RequestId, TokenId
 from shared.messages.dialects import Thinking
+
+MAX_FLOAT = sys.float_info.max
+"""No infinity, and NaN neither."""
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogprobCount = Annotated[int, Meta(ge=0, le=2**16)]
+"""How many most likely tokens; a gateway allows 1000 at most."""
 
 FinishReason = Literal["stop", "length"]
 """OpenAI's words. A cancelled or failed request never finishes; it is rejected or failed."""
@@ -39,47 +46,47 @@ class SamplingOptions(Struct, frozen=True, array_like=True, kw_only=True):
     Ranges are checked by the gateway; defaults are OpenAI's, for the additions vLLM's.
     """
 
-    seed: int
+    seed: Count
     """63 bits; the gateway draws one when the client gave none and keeps it over every attempt."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_FLOAT)] = 1.0
     """0 means greedy decoding."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Count = 0
     """0 keeps every token."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_FLOAT)] = 1.0
+    logit_bias: tuple[tuple[TokenId, Annotated[float, Meta(ge=-100, le=100)]], ...] = ()
+    logprobs: LogprobCount | None = None
     """None: no log-probabilities. N: the sampled token's and those of the N most likely."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
     """Token sequences; the last token of each is never drawn behind its other tokens."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[TokenId, ...] | None = None
     """The only tokens that may be drawn; None allows all."""
-    logprob_token_ids: tuple[int, ...] | None = None
+    logprob_token_ids: tuple[TokenId, ...] | None = None
     """Log-probabilities of these tokens are reported beside the sampled token's, in place of the most likely ones;
     None: the most likely ones."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: LogprobCount | None = None
     """None: no log-probabilities of the prompt. N: those of each prompt token but the first, and of the N most likely
     tokens there."""
-    thinking_budget: int | None = None
+    thinking_budget: Count | None = None
     """Number of reasoning tokens after which `thinking_end` is forced, unless it has occurred; None: no limit."""
-    thinking_end: tuple[int, ...] = ()
+    thinking_end: tuple[TokenId, ...] = ()
     """The tokens that close the reasoning; empty without a `thinking_budget`."""
-    thinking_start: tuple[int, ...] = ()
+    thinking_start: tuple[TokenId, ...] = ()
     """Reasoning begins behind the first occurrence of these tokens in the output; empty: at the start of the output."""
 
 
 class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     """When a generation ends."""
 
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Maximum number of output tokens, counting those of earlier attempts; None: as many as fit the context."""
-    min_tokens: int = 0
+    min_tokens: Count = 0
     """No stop token is drawn, and no stop string looked for, before this many output tokens."""
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
     """Whether a stop string that was hit is part of the text."""
@@ -94,13 +101,13 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     model: ModelName
     tokens: bytes
     """Packed uint32: the prompt, then the output tokens that earlier attempts already gave the client."""
-    prompt_length: int
+    prompt_length: Count
     """Tokens of the prompt; whatever follows in `tokens` is output of earlier attempts."""
     block_hashes: bytes
     """16 bytes for each full block of `tokens`; empty without `prefix_caching`."""
     sampling: SamplingOptions
     stopping: StopConditions
-    sent_chars: int = 0
+    sent_chars: Count = 0
     """Characters of output text that the client already has."""
     skip_special_tokens: bool = True
     priority: int = 0
@@ -119,7 +126,7 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
     prefix_caching: bool = True
     """Whether its blocks may come from a cache (the engine's own, or a KV store) and go into one. If not, they have no
     hashes, so nobody can look for them or keep them."""
-    suspect_until: int | None = None
+    suspect_until: Count | None = None
     """Set once a process died that had the request: each service handles it alone, an engine until it has so many
     output tokens. None: it is above suspicion."""
     key: str = ""
@@ -131,9 +138,9 @@ class Generation(Struct, frozen=True, array_like=True, kw_only=True):
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one output position, from the logits before any processing."""
 
-    token: int
+    token: TokenId
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[TokenId, float], ...]
     """(token, log-probability), most likely first; or those of `SamplingOptions.logprob_token_ids`, in its order."""
     rank: int | None = None
     """How many tokens are at least as likely, itself included; set for prompt tokens only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from shared.ids import Incarnation, InstanceId, ModelName, NodeId
+from shared.ids import Count, Incarnation, InstanceId, ModelName, NodeId
 
 
 class KvSource(Struct, frozen=True, array_like=True, kw_only=True):
@@ -25,7 +25,7 @@ class KvEvents(Struct, frozen=True, array_like=True, kw_only=True):
 
     source: KvSource
     epoch: Incarnation
-    number: int
+    number: Count
     """Consecutive within the epoch, from 0. A receiver that finds a gap or a new epoch requests a dump."""
     stored: bytes = b""
     """Hashes of blocks that can now be found, 16 bytes each."""
@@ -48,7 +48,7 @@ class KvDump(Struct, frozen=True, array_like=True, kw_only=True):
     source: KvSource
     epoch: Incarnation
     number: int
-    part: int
-    parts: int
+    part: Count
+    parts: Count
     hashes: bytes
     """Hashes of this part's blocks, 16 bytes each."""

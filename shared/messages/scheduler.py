@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from shared.ids import (
     Attempt,
+    Count,
     DetokenizerId,
     EngineId,
     GrammarKey,
@@ -16,6 +17,7 @@ from shared.ids import (
     NodeId,
     RequestId,
     SequenceId,
+    TokenId,
 )
 from shared.messages.generation import Generation, TokenLogprobs
 
@@ -28,7 +30,7 @@ class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
     """The node whose KV store holds the blocks; None if the prefill engine has no store."""
     partial: bytes = b""
     """The hash under which the prompt's last, partial block lies in that store; empty if there is no partial block."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Prompt tokens that the prefill engine found in a cache. The client has already been sent this number."""
 
 
@@ -46,7 +48,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
     kv_source: NodeId | None = None
     """A node whose KV store holds more of the prompt than the engine's own store, according to the coordinator; None if
     there is none."""
-    predicted_cached: int = 0
+    predicted_cached: Count = 0
     """Prompt tokens that the coordinator expects to be cached. Metrics compare it with what was cached."""
 
 
@@ -116,7 +118,7 @@ class SampledTokens(Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence from one step: one, or more with speculation."""
 
     sequence: SequenceId
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry for each token; None if the request wants none."""
     drafted: int = 0

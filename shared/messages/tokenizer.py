@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
+from shared.ids import Attempt, Count, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.gateway import ErrorKind
 from shared.messages.generation import Grammar, SamplingOptions, StopConditions
 
@@ -58,7 +58,7 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     stopping: StopConditions
     resume: bytes = b""
     """Packed output tokens that earlier attempts already gave the client; appended to the prompt."""
-    sent_chars: int = 0
+    sent_chars: Count = 0
     """Characters of output text that the client already has."""
     skip_special_tokens: bool = True
     priority: int = 0
@@ -71,16 +71,16 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     leading space."""
     thinking_end: str = ""
     """Text that closes the reasoning. It becomes `SamplingOptions.thinking_end`."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Count | None = None
     """Keep at most this many of the prompt's last tokens; None: keep all."""
     keep_markup: bool = False
     """Marks of tool calls and thoughts (`MARKUP_TOKENS`) stay in the text even where special tokens are skipped."""
     prefix_caching: bool = True
     """See `Generation.prefix_caching`."""
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Tokens of the longest context that an engine of the model has; a longer prompt may be refused before it is
     tokenized."""
-    suspect_until: int | None = None
+    suspect_until: Count | None = None
     """See `Generation.suspect_until`."""
     key: str = ""
     """See `Generation.key`."""

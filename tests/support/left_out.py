@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-COMMANDS = {"tests/integration/deploy/test_compose.py": "make test-compose"}
+COMMANDS = {
+    "tests/integration/deploy/test_compose.py": "make test-compose",
+    "tests/fuzz/test_hostile_bus.py": "make fuzz",
+    "tests/fuzz/test_http_api.py": "make fuzz",
+    "tests/fuzz/test_message_decoders.py": "make fuzz",
+}
 """Files with a target of their own; every other slow test runs with `make test-slow`."""
 LANES = {"slow": "make test-slow", "faults": "make test-faults"}
 """By marker; the first one that a test has counts."""
