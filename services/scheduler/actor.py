@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -63,6 +64,9 @@ compute in vain. So neither need be declared dead early for being slow."""
 ANNOUNCEMENT_GRACE = 0.1
 """Seconds in which a death is announced, before a plan that found no worker counts as lost for another reason."""
 
+ROOM_REPORT_SECONDS = 0.1
+"""Between two reports that nothing waits any more."""
+
 ALARM_RESOLUTION = 0.001
 """Seconds: timers are no finer."""
 
@@ -111,6 +115,9 @@ class SchedulerActor(Actor):
         self._alarm_at: float | None = None
         self._plan_lost: tuple[Incarnation, float] | None = None
         """The epoch of a plan that found no worker, and when."""
+        self._had_waiting = False
+        """Whether requests waited since the last report that none does."""
+        self._room_reported_at = -math.inf
         self._check_due = False
         self._checked_at = 0.0
         self._health = self.core.health.report()
@@ -141,8 +148,21 @@ class SchedulerActor(Actor):
             case GenerateRequest() if message.generation.suspect_until is not None:
                 await self.isolate(message.generation.request)  # for as long as it is read
                 await self._decide(message)
+            case StepFinished():
+                await self._decide(message)
+                await self._report_room()
             case _:
                 await self._decide(message)
+
+    async def _report_room(self) -> None:
+        """Reports at once that the last waiting request has begun: of API keys coordinators send no more than a few
+        ahead, and places would stay free until the next report."""
+        now = self.bus.liveness_now()
+        if self.core.waiting:
+            self._had_waiting = True
+        elif self._had_waiting and now - self._room_reported_at >= ROOM_REPORT_SECONDS:
+            self._had_waiting, self._room_reported_at = False, now
+            await self.publish_lifecycle()
 
     async def respond(self, request: Probe) -> ProbeReply:
         """The state of an attempt, as the engine knows it."""

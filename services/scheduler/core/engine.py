@@ -136,6 +136,12 @@ class EngineCore:
         return self.health.requests(self.requests)
 
     @property
+    def waiting(self) -> int:
+        """Requests of clients that are not computed yet."""
+        running = 0 if self.epoch_state is None else self.epoch_state.queues.running
+        return self.load - running + self.health.running(self.requests)
+
+    @property
     def epoch(self) -> Incarnation | None:
         """The epoch whose plans are sent; None while there are no workers."""
         return None if self.epoch_state is None else self.epoch_state.steps.epoch
@@ -174,7 +180,7 @@ class EngineCore:
             epoch=state.steps.epoch,
             model=state.workers.card,
             max_running=state.limits.max_running,
-            waiting=requests - running,
+            waiting=self.waiting,
             running=running,
             compiling=len(queues.compiling),
             prefill_tokens=sum(max(0, len(s.tokens.known) - s.tokens.planned) for s in held.values()),

@@ -403,3 +403,28 @@ async def test_an_engine_that_is_told_that_requests_fail_says_so_to_everybody(
 def health(engine: EngineOnABus) -> EngineHealth:
     report = engine.notes.lives[ENGINE].engine
     return EngineHealth() if report is None or report.health is None else report.health
+
+
+async def test_coordinators_are_told_at_once_when_nothing_waits_any_more(memory_bus: MemoryBus, model: Path) -> None:
+    async with engine_on_a_bus(memory_bus, EngineLimits(max_running=2)) as engine:
+        engine.add_worker(lambda: sim_backend(model, step_seconds=0.005))
+        await engine.ready()
+        told: list[int] = []
+        publish = engine.scheduler.publish_lifecycle
+
+        async def noted() -> None:  # heartbeats go another way
+            report = engine.scheduler.engine_report()
+            assert report is not None
+            told.append(report.waiting)
+            await publish()
+
+        engine.scheduler.publish_lifecycle = noted
+        await engine.generate(generate("alone", PROMPT, max_tokens=5))
+        await engine.finished("alone")
+        assert told == [], "nothing has waited"
+        names = [f"r{i}" for i in range(6)]
+        for name in names:
+            await engine.generate(generate(name, PROMPT, max_tokens=30))
+        await engine.finished(*names)
+        assert told
+        assert set(told) == {0}
