@@ -50,6 +50,9 @@ setting or a value that is not allowed stops the start, and the error names it w
 | `log_level` of every service | `--log-level debug` | `log_level = "debug"`, at the top | `BATON_LOG_LEVEL` |
 | `kv_memory` of the worker | `--kv-memory 2GiB` | `kv_memory = "2GiB"` in table `[worker]` | `BATON_WORKER_KV_MEMORY` |
 
+A variable with `_FILE` behind its name names a file with the value in it, which keeps a secret out of the environment:
+`BATON_NATS_PASSWORD_FILE=/run/baton/nats-password`.
+
 `none` means that no value is set. Lists are separated by commas. Sizes are bytes or have a unit (`512MiB`, `2GiB`,
 `1.5GB`). The column `baton up` has the option that sets a setting. Settings without an option are set by
 `baton up --set SERVICE.SETTING=VALUE`, or for all services by `--set SETTING=VALUE`.

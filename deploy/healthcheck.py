@@ -1,17 +1,31 @@
 """A container's health: 0 while its service says that it is ready, or drains. Standard library only, one file.
 
 Reads the service's own metrics: the phase in there is what the actor itself holds, so an engine without its workers
-is not healthy although its process lives.
+is not healthy although its process lives. A container runtime restarts what ends, not what hangs: a service that was
+ready, and stands still at LOOKS_BEFORE_KILL looks in a row, is killed.
 
     python healthcheck.py PORT
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
 import sys
+import tempfile
+import urllib.error
 import urllib.request
+from pathlib import Path
 
 HEALTHY = ('phase="ready"', 'phase="draining"')
+MAX_HEARTBEAT_AGE = 6.0
+"""Seconds; an event loop that has not turned for longer stands still. The supervisor's `silence_limit` is the same."""
+LOOKS_BEFORE_KILL = 3
+ANSWER_SECONDS = 3.0
+INIT = 1
+"""The container's first process; with `init: true` the service is its child."""
 
 
 def is_healthy(metrics: str) -> bool:
@@ -20,15 +34,72 @@ def is_healthy(metrics: str) -> bool:
     return any(line.endswith(" 1.0") and any(phase in line for phase in HEALTHY) for line in lines)
 
 
-def main(port: str) -> int:
-    """The exit status: 0 while healthy, 1 otherwise, also if there is no answer within 3 seconds."""
+def stands_still(metrics: str | None) -> bool:
+    """Whether no answer came although somebody listens (None), or the service's event loop does not turn."""
+    if metrics is None:
+        return True
+    ages = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith("baton_heartbeat_age_seconds ")]
+    return any(float(age) > MAX_HEARTBEAT_AGE for age in ages)
+
+
+def look(port: str, notes: Path, init: int = INIT, wait: float = ANSWER_SECONDS) -> int:
+    """The exit status: 0 while healthy, 1 otherwise, also if there is no answer within `wait` seconds. `notes` is where
+    it remembers its former looks at this process."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=3) as response:
-            return 0 if is_healthy(response.read().decode()) else 1
-    except OSError as error:
+        metrics = _metrics(port, wait)
+    except OSError as error:  # nobody listens: it starts, or has ended
         print(error, file=sys.stderr)
         return 1
+    healthy, still = metrics is not None and is_healthy(metrics), stands_still(metrics)
+    service = _service(init)
+    if service is not None:
+        _judge(*service, notes, healthy=healthy, still=still)
+    return 0 if healthy and not still else 1
+
+
+def _metrics(port: str, wait: float) -> str | None:
+    """None: a connection, and no answer on it. Raises OSError where nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=wait) as response:
+            return str(response.read().decode())
+    except TimeoutError:
+        return None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            return None
+        raise
+
+
+def _service(init: int) -> tuple[int, str] | None:
+    """Pid and start time of the oldest child of `init` that is not this process; None where there is none, as where
+    the service itself is the first process, which cannot be killed from within."""
+    found: list[tuple[int, int]] = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == init and entry.name != str(os.getpid()):
+                found.append((int(fields[19]), int(entry.name)))
+    if not found:
+        return None
+    started, pid = min(found)
+    return pid, str(started)
+
+
+def _judge(pid: int, started: str, notes: Path, *, healthy: bool, still: bool) -> None:
+    """Counts looks at which a process stood still that was ready once, and kills it at the last."""
+    known = {"process": f"{pid} {started}", "was_ready": False, "still": 0}
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads(notes.read_text())
+        if before["process"] == known["process"]:
+            known = before
+    known["was_ready"] = known["was_ready"] or healthy
+    known["still"] = int(known["still"]) + 1 if still and known["was_ready"] else 0
+    with contextlib.suppress(OSError):
+        notes.write_text(json.dumps(known))
+    if known["still"] >= LOOKS_BEFORE_KILL:
+        print(f"process {pid} stands still and is killed", file=sys.stderr)
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(look(sys.argv[1], Path(tempfile.gettempdir()) / "baton-health.json"))

@@ -117,7 +117,11 @@ class ModelServiceConfig(ServiceConfig, frozen=True, kw_only=True):
 
 
 COMMON_KEYS = frozenset(settings_of(ServiceConfig))
-_COMMON_VARIABLES = tuple(f"{ENVIRONMENT_PREFIX}{key.upper()}" for key in ("config", *sorted(COMMON_KEYS)))
+_FILE = "_file"
+"""Behind a variable's name: the setting's value stands in the file that the variable names."""
+_COMMON_VARIABLES = tuple(
+    f"{ENVIRONMENT_PREFIX}{key}{suffix}".upper() for key in ("config", *sorted(COMMON_KEYS)) for suffix in ("", _FILE)
+)
 
 
 class _Given(NamedTuple):
@@ -133,7 +137,8 @@ def load_config(
 ) -> C:
     """The service's configuration. Raises ConfigError; `--help` prints every flag and exits.
 
-    `--config FILE` (or BATON_CONFIG) names a TOML file: common keys at its top level, others in table `[service]`.
+    `--config FILE` (or BATON_CONFIG) names a TOML file: common keys at its top level, others in table `[service]`. A
+    variable with `_FILE` behind its name names a file that holds the value, for secrets.
     """
     environment = os.environ if environment is None else environment
     flags = _parse_flags(service, config_type, argv)
@@ -217,16 +222,38 @@ def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str,
 
 
 def _from_environment(service: str, config_type: type[Struct], environment: Mapping[str, str]) -> dict[str, _Given]:
-    own = f"{ENVIRONMENT_PREFIX}{service.upper()}_"
-    common = {f"{ENVIRONMENT_PREFIX}{key.upper()}": key for key in COMMON_KEYS}
-    settings = {
-        key: _Given(environment[name], f"environment {name}") for name, key in common.items() if name in environment
-    }
-    for name, value in environment.items():
-        if name.startswith(own):
-            settings[name.removeprefix(own).lower()] = _Given(value, f"environment {name}")
+    own, known = f"{ENVIRONMENT_PREFIX}{service.upper()}_", settings_of(config_type)
+    settings: dict[str, _Given] = {}
+    for name in sorted(environment, key=lambda name: (name.startswith(own), name)):  # a service's own variables win
+        key, value = _key_of(name, own), environment[name]
+        if key is None:
+            continue
+        if key in known or not key.endswith(_FILE):
+            settings[key] = _Given(value, f"environment {name}")
+        elif value:
+            _refuse_twice(name, environment)
+            settings[key.removesuffix(_FILE)] = _from_named_file(name, value)
     _refuse_unknown(config_type, settings)
     return settings
+
+
+def _key_of(name: str, own: str) -> str | None:
+    """The setting that a variable is of, with `_file` behind it where it names a file; None for one of others."""
+    key = name.removeprefix(own if name.startswith(own) else ENVIRONMENT_PREFIX).lower()
+    return key if name.startswith(own) or (name in _COMMON_VARIABLES and key != "config") else None
+
+
+def _refuse_twice(name: str, environment: Mapping[str, str]) -> None:
+    direct = name.removesuffix(_FILE.upper())
+    if environment.get(direct):
+        raise ConfigError(f"{name} and {direct}: both are set; one is allowed")
+
+
+def _from_named_file(name: str, path: str) -> _Given:
+    try:
+        return _Given(Path(path).read_text().strip(), f"environment {name}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, _Given]) -> None:

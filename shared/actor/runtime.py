@@ -33,7 +33,7 @@ from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility
 from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
-from shared.telemetry.metrics import HANDLED, PHASE, UNDELIVERED, metrics_server
+from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
 from shared.topics import instance_control, lifecycle_of, name_claims
 
 log = logging.getLogger(__name__)
@@ -248,6 +248,7 @@ class ActorRuntime:
     async def _heartbeat(self) -> None:
         while True:
             before = time.monotonic()
+            HEARTBEAT_AGE.set_function(lambda since=before: time.monotonic() - since)  # type: ignore[misc]
             await asyncio.sleep(HEARTBEAT_SECONDS)
             await self._publish_lifecycle()
             if (pause := time.monotonic() - before - HEARTBEAT_SECONDS) > MAX_PAUSE_REPORTED:

@@ -13,6 +13,7 @@ UNDECODABLE = Counter(
 HANDLED = Counter("baton_messages_handled_total", "Messages that the service's actor has handled.", ["service"])
 UNDELIVERED = Counter("baton_undelivered_messages_total", "Messages that had no subscriber.", ["service"])
 PHASE = Gauge("baton_phase", "1 for the phase that the service is in, 0 for others.", ["service", "phase"])
+HEARTBEAT_AGE = Gauge("baton_heartbeat_age_seconds", "Since the service's event loop last ran its heartbeat.")
 BUS_CONNECTED = Gauge("baton_bus_connected", "1 while the bus is reachable.")
 
 _MILLISECONDS = (1, 2.5, 5, 10, 20, 40, 60, 80, 100, 250, 500, 750, 1_000, 2_500, 5_000, 10_000, 20_000, 40_000, 80_000)

@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 
+from deploy.container_secrets import password_variable
 from shared.permissions import USERS, User, permissions_of
 
 
@@ -29,14 +30,13 @@ def make_passwords() -> Mapping[User, str]:
 MAX_PAYLOAD = 8 * 2**20
 ANSWERS_PER_QUESTION = 4
 ANSWER_TIME = "2m"
-CONTAINER_PASSWORD = "$NATS_PASSWORD"
-"""A variable in nats-server's own environment, from which it reads the password."""
-
 CONTAINER_HEADING = """\
 # nats-server for Baton in containers. Written by `python -m deploy.supervisor.servers.nats_config`; a test compares.
 #
-# There is one user per service, with the subjects that the service may publish and subscribe to. All users have the
-# password NATS_PASSWORD; give each its own if the services do not trust each other. It must not look like a number.
+# There is one user per service, with the subjects that the service may publish and subscribe to. Their passwords are
+# made by deploy/container_secrets.py at the first start.
+
+include "./secrets/passwords.conf"
 
 """
 
@@ -62,8 +62,8 @@ def authorization(namespace: str, passwords: Mapping[User, str], *, shared_inbox
 def container_config() -> str:
     """Configuration for containers. It has no user for a supervisor, as the container runtime starts, scales and
     restarts the services."""
-    users = [user for user in USERS if user != "supervisor"]
-    return CONTAINER_HEADING + _listener("0.0.0.0", 4222) + _users("baton", dict.fromkeys(users, CONTAINER_PASSWORD))
+    passwords: dict[User, str] = {u: f"${password_variable(u)}" for u in USERS if u != "supervisor"}
+    return CONTAINER_HEADING + _listener("0.0.0.0", 4222) + _users("baton", passwords)
 
 
 def _listener(host: str, port: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -61,7 +62,6 @@ class ComposeProject:
         self._environment = {
             "BATON_PORT": str(self.port),
             "BATON_API_KEYS": "compose-key",
-            "NATS_PASSWORD": "a-test",
             **environment,
         }
 
@@ -85,11 +85,16 @@ class ComposeProject:
         """Until so many containers are up and each says that it is healthy."""
         deadline = time.monotonic() + START_DEADLINE
         while time.monotonic() < deadline:
-            states = [self.state(container) for container in self("ps", "-q").split()]
+            states = [self.state(container) for container in self.running()]
             if len(states) == count and set(states) == {"healthy"}:
                 return
             time.sleep(1)
         raise AssertionError(f"not healthy within {START_DEADLINE} s: {self('ps')}\n{self('logs', '--tail=20')}")
+
+    def running(self) -> list[str]:
+        """Ids of the containers that are up; without the one that makes the secrets and ends."""
+        containers = self("ps", "-q").split()
+        return [each for each in containers if inspected(each, "{{.State.Running}}") == "true"]
 
     def metric(self, service: str, line: str) -> float:
         """A number of that service's /metrics, by the beginning of its line; 0 where there is none."""
@@ -98,7 +103,11 @@ class ComposeProject:
         return sum(float(each.rpartition(" ")[2]) for each in shown if each.startswith(line))
 
     def state(self, container: str) -> str:
-        return _run(["docker", "inspect", "--format", "{{.State.Health.Status}}", container]).stdout.strip()
+        return inspected(container, "{{.State.Health.Status}}")
+
+
+def inspected(container: str, what: str) -> str:
+    return _run(["docker", "inspect", "--format", what, container]).stdout.strip()
 
 
 @contextlib.contextmanager
@@ -159,6 +168,35 @@ def test_light_images_carry_no_torch_and_run_as_nobody_special(project: ComposeP
     assert project("exec", "-T", service, "python", "-c", probe).split() == ["None", "10001"]
 
 
+def test_no_secret_can_be_seen_from_outside_a_container(project: ComposeProject) -> None:
+    made = project("exec", "-T", "nats", "cat", "/etc/nats/secrets/passwords.conf")
+    passwords = dict(re.findall(r'(\w+)_PASSWORD: "(\S+)"', made))
+    assert len(passwords) == len(LIGHT) + 2
+    for container in project("ps", "-q").split():
+        shown = _run(["docker", "inspect", container]).stdout
+        assert shown
+        assert [user for user, password in passwords.items() if password in shown] == []
+    for container in project.running():
+        shown = _run(["docker", "top", container]).stdout
+        assert [user for user, password in passwords.items() if password in shown] == []
+    for service in (*LIGHT, "worker"):
+        seen = project("exec", "-T", service, "sh", "-c", "cat /run/baton/*; stat -c %a:%u /run/baton/*")
+        assert [user for user, password in passwords.items() if password in seen] == [service.upper()]
+        assert set(re.findall(r"\d+:\d+$", seen, re.M)) == {"600:10001"}
+
+
+def test_a_hung_service_is_restarted(project: ComposeProject) -> None:
+    container = project("ps", "-q", "tokenizer").strip()
+    started = inspected(container, "{{.State.StartedAt}}")
+    project("exec", "-T", "tokenizer", "sh", "-c", "kill -STOP $(cat /proc/1/task/1/children)")
+    deadline = time.monotonic() + START_DEADLINE
+    while inspected(container, "{{.State.StartedAt}}") == started and time.monotonic() < deadline:
+        time.sleep(1)
+    assert inspected(container, "{{.State.StartedAt}}") != started
+    project.until_healthy(AGGREGATED)
+    assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
+
+
 def test_an_engine_whose_worker_is_gone_is_not_healthy_and_recovers(project: ComposeProject) -> None:
     scheduler = project("ps", "-q", "scheduler").strip()
     project("stop", "--timeout", "5", "worker")
@@ -201,9 +239,8 @@ def test_redis_below_the_store_is_started_by_its_profile() -> None:
     command = compose_command()
     if command is not None and not image_is_there(image):
         pytest.skip(f"{image} can neither be found nor fetched here")
-    url = "redis://:a-redis-test@redis:6379/0"
-    with up(AGGREGATED + 1, "redis", "redis", REDIS_PASSWORD="a-redis-test", BATON_REDIS_URL=url) as project:
-        assert "PONG" in project("exec", "-T", "redis", "redis-cli", "ping")
+    with up(AGGREGATED + 1, "redis", "redis", BATON_REDIS_URL_FILE="/run/baton/redis-url") as project:
+        assert "NOAUTH" in project("exec", "-T", "redis", "redis-cli", "ping")
         assert "Paris" in project.chat("What is the capital of France?")["choices"][0]["message"]["content"]
 
 

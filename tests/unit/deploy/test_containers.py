@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from deploy.configuration import CONFIGS
+from deploy.container_secrets import SERVICES, make
 from deploy.healthcheck import is_healthy
 from deploy.supervisor.servers.nats_config import container_config
+from shared.bus.nats_bus import NatsOptions, connect
 from shared.config import load_config
 from shared.settings import parse_bytes
+from tests.support.cluster.nats_server import BINARY
+from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 
 
@@ -43,7 +50,7 @@ def started_by(*profiles: str) -> set[str]:
     return {name for name, each in services if not each.get("profiles") or set(profiles) & set(each["profiles"])}
 
 
-PLAIN = {"nats", "gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore"}
+PLAIN = {"secrets", "nats", "gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer", "kvstore"}
 
 
 def test_without_a_profile_one_engine_does_everything() -> None:
@@ -57,12 +64,85 @@ def test_profiles_add_pools_and_a_redis() -> None:
     assert started_by("redis") == PLAIN | {"redis"}
 
 
-@pytest.mark.parametrize("container", sorted(compose()["services"].keys() - {"nats", "redis"}))
-def test_every_container_is_told_only_what_its_service_knows(container: str) -> None:
-    service = container.split("-")[0]
-    told = {key: str(value) for key, value in compose()["services"][container]["environment"].items()}
-    config = load_config(service, CONFIGS[service], [], told)
-    assert config.nats_user == service
+@pytest.mark.parametrize("container", sorted(compose()["services"].keys() - {"nats", "redis", "secrets"}))
+def test_every_container_is_told_only_what_its_service_knows(container: str, secrets: Path) -> None:
+    service, described = container.split("-")[0], compose()["services"][container]
+    told = {key: "" if value is None else str(value) for key, value in described["environment"].items()}
+    mounted = secrets / service
+    assert f"secret-{service}:/run/baton:ro" in described["volumes"]
+    assert [each for each in described["volumes"] if each.startswith("secret-")] == [f"secret-{service}:/run/baton:ro"]
+    inside = {name: value.replace("/run/baton", str(mounted)) for name, value in told.items()}
+    config = load_config(service, CONFIGS[service], [], inside)
+    assert (config.nats_user, config.nats_password) == (service, (mounted / "nats-password").read_text())
+
+
+def made_secrets(folder: Path) -> Path:
+    for name in (*SERVICES, "nats", "redis"):
+        (folder / name).mkdir(exist_ok=True)
+    make(folder)
+    return folder
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    return made_secrets(tmp_path)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_secrets_are_made_once_and_are_private(secrets: Path) -> None:
+    first = contents(secrets)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in secrets.rglob("*"))
+    passwords = [text for name, text in first.items() if name.endswith("-password") or name == "redis/password"]
+    assert len(set(passwords)) == len(passwords) == len(SERVICES) + 2
+    assert min(map(len, passwords)) >= 32
+    (secrets / "worker" / "nats-password").unlink()
+    make(secrets)
+    assert contents(secrets) == first
+
+
+def test_a_volume_holds_the_password_of_its_own_service_only(secrets: Path) -> None:
+    found = contents(secrets)
+    for service in SERVICES:
+        password = found[f"{service}/nats-password"]
+        assert {name.split("/")[0] for name, text in found.items() if password in text} == {service, "nats"}
+    kept = found["redis/password"]
+    assert {name.split("/")[0] for name, text in found.items() if kept in text} == {"redis", "kvstore"}
+
+
+def test_no_secret_stands_in_the_compose_file_or_on_a_command_line() -> None:
+    for name, described in compose()["services"].items():
+        told = {**described.get("environment", {}), **described.get("build", {}).get("args", {})}
+        assert [key for key in told if "PASSWORD" in key and not key.endswith("_FILE")] == [], name
+        assert "pass" not in " ".join(described.get("command", [])), name
+
+
+@pytest.fixture
+def containers_nats(secrets: Path) -> Iterator[str]:
+    """A server as the containers' one, but for its address."""
+    folder = secrets / "etc"
+    folder.mkdir()
+    (folder / "secrets").symlink_to(secrets / "nats")
+    port = free_port()
+    config = (REPOSITORY / "deploy" / "nats.conf").read_text().replace("0.0.0.0", "127.0.0.1")
+    (folder / "baton.conf").write_text(config.replace("port: 4222", f"port: {port}"))
+    server = subprocess.Popen([str(BINARY), "-c", str(folder / "baton.conf")], stderr=subprocess.DEVNULL)
+    try:
+        yield f"nats://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def test_nats_server_takes_the_containers_configuration(secrets: Path, containers_nats: str) -> None:
+    for user in (*SERVICES, "operator"):
+        place = "nats/operator-password" if user == "operator" else f"{user}/nats-password"
+        password = (secrets / place).read_text()
+        options = NatsOptions(servers=(containers_nats,), user=user, password=password, connect_timeout=60.0)
+        bus = await connect(options)
+        await bus.close()
 
 
 def test_an_engines_containers_name_each_other_and_the_stores_node() -> None:

@@ -132,3 +132,27 @@ def test_a_flag_that_is_none_is_named_in_one_line(flag: str) -> None:
     assert flag in str(refused.value)
     assert "--help" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_variable_may_name_a_file_with_the_value(tmp_path: Path) -> None:
+    secret, name = tmp_path / "password", tmp_path / "name"
+    secret.write_text("p4ss\n")
+    name.write_text("one")
+    config = load_config(
+        "gateway",
+        ServiceConfig,
+        [],
+        {"BATON_NATS_PASSWORD_FILE": str(secret), "BATON_GATEWAY_INSTANCE_FILE": str(name), "BATON_NATS_USER_FILE": ""},
+    )
+    assert (config.nats_password, config.instance, config.nats_user) == ("p4ss", "one", None)
+
+
+def test_a_value_from_a_file_is_given_once_and_readable(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none")
+    with pytest.raises(ConfigError, match=f"BATON_NATS_PASSWORD_FILE: {missing}: No such file"):
+        load_config("gateway", ServiceConfig, [], {"BATON_NATS_PASSWORD_FILE": missing})
+    both = {"BATON_NATS_PASSWORD_FILE": missing, "BATON_NATS_PASSWORD": "x"}
+    with pytest.raises(ConfigError, match="BATON_NATS_PASSWORD_FILE and BATON_NATS_PASSWORD: both are set"):
+        load_config("gateway", ServiceConfig, [], both)
+    with pytest.raises(ConfigError, match="frobnicate"):
+        load_config("gateway", ServiceConfig, [], {"BATON_GATEWAY_FROBNICATE_FILE": __file__})
