@@ -7,13 +7,15 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from shared.addresses import is_loopback
 from shared.config import ServiceConfig
 from shared.ids import NodeId
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 
 class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
-    """Settings of one node's store. Raises ValueError where TLS files are not given all together, or without a port."""
+    """Settings of one node's store. Raises ValueError where TLS files are not given all together or without a port, and
+    where strangers could fetch blocks."""
 
     node: Annotated[
         str,
@@ -61,12 +63,23 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
         str | None, Meta(description="PEM certificate of the authority that signed the certificates of all stores.")
     ] = None
 
+    insecure: Annotated[
+        bool,
+        Meta(description="Send blocks without TLS to whoever reaches transfer-host."),
+        UpOption(),
+    ] = False
+
     def __post_init__(self) -> None:
         given = [f is not None for f in (self.transfer_tls_cert, self.transfer_tls_key, self.transfer_tls_ca)]
         if any(given) and not all(given):
             raise ValueError("transfer_tls_cert, transfer_tls_key, transfer_tls_ca: all three, or none")
         if any(given) and self.transfer_port is None:
             raise ValueError("transfer_tls_cert: without transfer_port there is nothing to encrypt")
+        if self.transfer_port is not None and not (any(given) or self.insecure or is_loopback(self.transfer_host)):
+            raise ValueError(
+                f"transfer_host {self.transfer_host}: whoever reaches it could fetch every block; give "
+                "transfer_tls_cert, transfer_tls_key and transfer_tls_ca, or insecure"
+            )
 
     def tls_files(self) -> tuple[str, str, str] | None:
         """Paths of certificate, key and authority; None where TLS is off."""

@@ -100,6 +100,7 @@ def nats_env(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = No
     """Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls."""
     state = running_stack(name, run_dir)
     values = {"NATS_URL": ",".join(state.nats_url), "NATS_USER": state.nats_user, "NATS_PASSWORD": state.nats_password}
+    values["NATS_CA"] = state.nats_ca
     known = {name: value for name, value in values.items() if value is not None}
     if as_json:
         print(json.dumps(known))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ async def operator_bus(state: StackState) -> AsyncIterator[Bus]:
         name="baton-command",
         user=state.nats_user,
         password=state.nats_password,
+        tls_ca=Path(state.nats_ca) if state.nats_ca is not None else None,
         connect_timeout=CONNECT_TIMEOUT,
     )
     try:

@@ -56,6 +56,25 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         Meta(description="Secret that all hosts share; better set by environment."),
         UpOption(HOSTS, environment="BATON_CLUSTER_TOKEN"),
     ] = None
+    tls_cert: Annotated[
+        str | None,
+        Meta(description="PEM certificate of host 0, with the name that --master has, for its NATS server."),
+        UpOption(HOSTS),
+    ] = None
+    tls_key: Annotated[str | None, Meta(description="PEM key of that certificate."), UpOption(HOSTS)] = None
+    tls_ca: Annotated[
+        str | None,
+        Meta(description="PEM certificate of the authority that signed it; for every host."),
+        UpOption(HOSTS),
+    ] = None
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="Allow what other machines could misuse: a gateway without API keys, a bus and transfers "
+            "without TLS, ranks that meet on a public address."
+        ),
+        UpOption(RUN),
+    ] = False
     redis: Annotated[bool, Meta(description="Start a redis-server for evicted blocks."), UpOption(STORE)] = False
     redis_memory: Annotated[
         ByteSize, Meta(description="Memory limit of the redis-server of --redis."), UpOption(STORE)

@@ -18,6 +18,17 @@ class OutsideBus(Struct, frozen=True, kw_only=True):
     """One or more URLs. They may hold user:password@, so services get them by environment, never by flag."""
 
 
+class TlsFiles(Struct, frozen=True, kw_only=True):
+    """TLS of the first host's nats-server: paths of PEM files, absolute."""
+
+    authority: str
+    """What every host checks the server's certificate with."""
+    certificate: str | None = None
+    """On the first host; it names the host as the others reach it."""
+    key: str | None = None
+    """On the first host."""
+
+
 class HostsSpec(Struct, frozen=True, kw_only=True):
     """Settings for ranks on several hosts: the address of the first host, and what the others need to join it."""
 
@@ -27,6 +38,8 @@ class HostsSpec(Struct, frozen=True, kw_only=True):
     """Port of the first host's nats-server; unused with an external NATS server."""
     token: str | None = None
     """A secret that all hosts share; None with an external NATS server."""
+    tls: TlsFiles | None = None
+    """None: the bus between the hosts is not encrypted."""
 
 
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):

@@ -395,6 +395,7 @@ class Stack:
             nats_url=self._access.urls,
             nats_user=user,
             nats_password=password,
+            nats_ca=self._access.authority,
             nats_pid=nats.process.pid if nats else None,
             redis_pid=redis.process.pid if redis else None,
             arenas=str(self._store.arenas) if self._store.arenas else None,

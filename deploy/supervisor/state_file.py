@@ -110,6 +110,8 @@ class StackState(Struct, frozen=True, kw_only=True):
     """The operator's user; None with an external NATS server."""
     nats_password: str | None
     nats_pid: int | None
+    nats_ca: str | None = None
+    """Path of what the server's certificate is checked with; None without TLS."""
     redis_pid: int | None = None
     """Process id of the embedded redis-server; None without one."""
     arenas: str | None = None

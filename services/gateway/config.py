@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +13,7 @@ from services.gateway.http.body_budget import BodyBudget
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import StreamSettings
 from services.gateway.parsing.output_parser import ParserChoice
+from shared.addresses import is_loopback
 from shared.config import ServiceConfig
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
@@ -22,14 +22,6 @@ Positive = Annotated[int, Meta(ge=1)]
 
 BODY_PATIENCE = 5.0
 """Seconds that a body waits for room: longer than a burst takes to be read, shorter than clients' timeouts."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach `host`; not so for a name, as it may come to mean anything."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):

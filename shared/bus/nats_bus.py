@@ -87,8 +87,14 @@ class NatsOptions(msgspec.Struct, frozen=True, kw_only=True):
     credentials: Path | None = None
     """A NATS .creds file."""
     tls_ca: Path | None = None
+    """What the server's certificate is checked with, in place of the system's authorities."""
     connect_timeout: float = 10.0
     """Seconds until a first connection is given up."""
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the server must offer TLS: an authority or a `tls://` URL says so."""
+        return self.tls_ca is not None or any(server.startswith("tls://") for server in self.servers)
 
 
 class NatsSubscription:
@@ -295,6 +301,16 @@ def _allow_websockets() -> None:
         raise BusError("a NATS server's WebSocket needs aiohttp, which is not installed") from None
 
 
+class _EncryptedClient(Client):
+    """Sends no password over a connection that is not encrypted, whatever the server says that it needs: between us and
+    it there may be somebody who leaves its demand out."""
+
+    def _connect_command(self) -> bytes:
+        if not self._server_info.get("tls_required"):
+            raise nats.errors.Error("it offers no TLS")
+        return super()._connect_command()
+
+
 async def connect(options: NatsOptions) -> NatsBus:
     """A bus on the first server that answers. Raises BusError, naming the servers, when none does in time."""
     if any(server.startswith(("ws://", "wss://")) for server in options.servers):
@@ -336,7 +352,7 @@ async def connect(options: NatsOptions) -> NatsBus:
         "max_outstanding_pings": 2,
         "pending_size": PENDING_BYTES,
     }
-    client = Client()
+    client = _EncryptedClient() if options.is_encrypted else Client()
     try:
         async with asyncio.timeout(options.connect_timeout):
             await client.connect(**arguments)

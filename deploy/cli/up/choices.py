@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
+from deploy.cli.up.other_hosts import check_outside_bus, hosts_choice
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
@@ -20,7 +21,7 @@ from deploy.supervisor.core.plan import POOLS, Counts, process_specs
 from deploy.supervisor.launch import EVERY_SERVICE, LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import EmbeddedRedis, HostsSpec, OutsideBus, OutsideRedis, StackSpec, StoreSpec
+from deploy.supervisor.spec import EmbeddedRedis, OutsideBus, OutsideRedis, StackSpec, StoreSpec
 from deploy.supervisor.state_file import shared_memory
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
@@ -45,15 +46,9 @@ def stack_spec(
     values = given(typed)
     stack, dealt = stack_settings(values), placed(values)
     pp, outside_bus = dealt["pp"], dealt["nats_url"]
+    check_outside_bus(outside_bus or (), insecure=stack.insecure)
     hosts = hosts_choice(
-        nodes=stack.nodes,
-        node_rank=stack.node_rank,
-        master=stack.master,
-        token=stack.cluster_token,
-        outside_bus=bool(outside_bus),
-        ranks=stack.tp * pp,
-        pools=stack.prefill + stack.decode,
-        kvstore_memory=dealt["kvstore_memory"],
+        stack, outside_bus=bool(outside_bus), ranks=stack.tp * pp, kvstore_memory=dealt["kvstore_memory"]
     )
     clear_leftovers(run_dir)
     store = store_choice(
@@ -263,50 +258,6 @@ def _node(text: str | None) -> NodeId:
         return NodeId(checked_instance(text))
     except ValueError:
         raise CommandError(f"--node {text}: 1 to 64 of A-Z a-z 0-9 _ - are allowed", status=2) from None
-
-
-# From what was typed about several hosts to a `HostsSpec`.
-
-
-MIN_TOKEN_LENGTH = 16
-
-
-def hosts_choice(
-    *,
-    nodes: int,
-    node_rank: int,
-    master: str | None,
-    token: str | None,
-    outside_bus: bool,
-    ranks: int,
-    pools: int,
-    kvstore_memory: str | None,
-) -> HostsSpec | None:
-    """None: this host only. Raises CommandError."""
-    if nodes == 1 and node_rank == 0:
-        return None
-    if node_rank >= nodes:
-        raise CommandError(f"--node-rank {node_rank}: from 0 to {nodes - 1}, as --nodes is {nodes}", status=2)
-    if ranks < nodes:
-        raise CommandError(f"--nodes {nodes}: an engine has {ranks} ranks only; see --tp and --pp", status=2)
-    if pools:
-        raise CommandError("--nodes: pools hand over through the KV store of one host; use --engines", status=2)
-    if kvstore_memory not in (None, "0"):
-        raise CommandError("--nodes: the ranks of an engine over several hosts share no KV store", status=2)
-    if not outside_bus and (token is None or len(token) < MIN_TOKEN_LENGTH):
-        raise CommandError(
-            f"--nodes: BATON_CLUSTER_TOKEN must be the same {MIN_TOKEN_LENGTH} characters or more on every host",
-            status=2,
-        )
-    host, port = _master(master)
-    return HostsSpec(master=host, port=port, token=None if outside_bus else token)
-
-
-def _master(text: str | None) -> tuple[str, int]:
-    host, _, port = (text or "").rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise CommandError(f"--master {text}: HOST:PORT of the first host is expected, as all hosts reach it", status=2)
-    return host.strip("[]"), int(port)
 
 
 # `--speculative`, checked before anything starts.

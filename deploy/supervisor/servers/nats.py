@@ -61,6 +61,7 @@ class NatsServer:
         if former is not None and former.nats_passwords:
             self.passwords = {user: former.nats_passwords.get(user, made) for user, made in self.passwords.items()}
         self._children = children
+        self._tls = hosts.tls if hosts else None
         self._config = run_dir / "nats.conf"
         self._namespace = namespace
         self._host = hosts.master if hosts else HOST
@@ -91,7 +92,8 @@ class NatsServer:
         return ""
 
     def _written(self, *, shared_inboxes: bool = False) -> str:
-        return nats_config(self._host, self.port, self._namespace, self.passwords, shared_inboxes=shared_inboxes)
+        listener = (self._host, self.port, self._namespace, self.passwords)
+        return nats_config(*listener, tls=self._tls, shared_inboxes=shared_inboxes)
 
     def _reconfigure(self, former: str) -> None:
         """Gives the users of an adopted server what this release's services need. Those of a former release that live
@@ -139,11 +141,18 @@ class BusAccess:
             return user, passwords_of(self._joins.token)[user]
         return (user, self.embedded.passwords[user]) if self.embedded is not None else None
 
+    @property
+    def authority(self) -> str | None:
+        """Path of what the server's certificate is checked with; None where the server has none, or is one outside."""
+        return self._spec.hosts.tls.authority if self._spec.hosts and self._spec.hosts.tls else None
+
     def environment(self, user: User) -> dict[str, str]:
         """Never flags: a process list shows those."""
         environment = {"BATON_NATS_URL": ",".join(self.urls)}
         if (credentials := self.credentials(user)) is not None:
             environment["BATON_NATS_USER"], environment["BATON_NATS_PASSWORD"] = credentials
+        if self.authority is not None:
+            environment["BATON_NATS_CA"] = self.authority
         return environment
 
     async def start(self, children: ChildProcesses, logs: LogFolder, former: StackState | None) -> None:
@@ -165,7 +174,12 @@ class BusAccess:
         """The supervisor's own. Raises BusError."""
         user, password = self.credentials("supervisor") or (None, None)
         options = NatsOptions(
-            servers=self.urls, namespace=self._spec.namespace, name="supervisor", user=user, password=password
+            servers=self.urls,
+            namespace=self._spec.namespace,
+            name="supervisor",
+            user=user,
+            password=password,
+            tls_ca=Path(self.authority) if self.authority is not None else None,
         )
         if self._joins is not None:  # whose first host may be started after this one
             options = replace(options, connect_timeout=self._spec.start_timeout)

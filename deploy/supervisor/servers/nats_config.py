@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from deploy.container_secrets import password_variable
+from deploy.supervisor.spec import TlsFiles
 from shared.permissions import USERS, User, permissions_of
 
 
@@ -46,10 +47,20 @@ SHARED_INBOXES = "_INBOX.>"
 
 
 def nats_config(
-    host: str, port: int, namespace: str, passwords: Mapping[User, str], *, shared_inboxes: bool = False
+    host: str,
+    port: int,
+    namespace: str,
+    passwords: Mapping[User, str],
+    *,
+    tls: TlsFiles | None = None,
+    shared_inboxes: bool = False,
 ) -> str:
-    """Configuration for one address, with one user per service, nothing on disk and no other port open."""
-    return _listener(host, port) + authorization(namespace, passwords, shared_inboxes=shared_inboxes)
+    """Configuration for one address, with one user per service, nothing on disk and no other port open. `tls`: clients
+    must encrypt; it has a certificate and a key."""
+    encrypted = ""
+    if tls is not None:
+        encrypted = f"tls {{ cert_file: {json.dumps(tls.certificate)}, key_file: {json.dumps(tls.key)} }}\n"
+    return _listener(host, port) + encrypted + authorization(namespace, passwords, shared_inboxes=shared_inboxes)
 
 
 def authorization(namespace: str, passwords: Mapping[User, str], *, shared_inboxes: bool = False) -> str:

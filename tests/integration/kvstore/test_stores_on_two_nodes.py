@@ -202,7 +202,7 @@ async def test_a_store_stops_when_told_whatever_it_is_connected_to(shared_nats: 
 
 def test_a_store_that_cannot_have_what_it_is_told_says_so_and_ends(shared_nats: NatsServer, tmp_path: Path) -> None:
     argv = ["--node", "n", "--directory", str(tmp_path), "--nats-url", shared_nats.url, "--metrics-port", "none"]
-    elsewhere = ["--transfer-port", "0", "--transfer-host", "203.0.113.7"]
+    elsewhere = ["--transfer-port", "0", "--transfer-host", "203.0.113.7", "--insecure"]
     ended = subprocess.run(
         [sys.executable, "-m", "kvstore", *argv, *elsewhere], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )

@@ -18,14 +18,17 @@ from typing import Any
 from tests.support.cluster.conversations import QUESTIONS, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack
 from tests.support.cluster.stores_in_two_namespaces import HERE, PORT, another_namespace, inside
+from tests.support.cluster.tls_authority import Authority
 
 TOKENS = 80
 DEADLINE = 120.0
 TOKEN = {"BATON_CLUSTER_TOKEN": "known to both hosts and to nobody else"}
 
 
-def host(folder: Path, number: int, within: list[str]) -> RunningStack:
+def host(folder: Path, number: int, within: list[str], authority: Authority) -> RunningStack:
     argv = ["--nodes=2", f"--node-rank={number}", f"--master={HERE}:{PORT}", "--tp=2", "--pp=2", "--device=cpu"]
+    certificate, key, ca = authority.files(f"host-{number}", HERE)
+    argv += [f"--tls-ca={ca}", *([f"--tls-cert={certificate}", f"--tls-key={key}"] if number == 0 else [])]
     return RunningStack(folder / f"host-{number}", [*argv, "--port=0", "--set=worker.threads=1"], TOKEN, within)
 
 
@@ -49,14 +52,15 @@ async def interrupted(stack: RunningStack, interrupt: Callable[[], object]) -> l
 def main() -> None:
     folder = Path(sys.argv[1])
     holder = another_namespace()
-    second, first = host(folder, 1, inside(holder)), host(folder, 0, [])
+    authority = Authority(folder / "tls")
+    second, first = host(folder, 1, inside(holder), authority), host(folder, 0, [], authority)
     again: list[RunningStack] = []
 
     def exchange_second() -> None:
         """Its supervisor is killed, and with it all that it ran; another one is started."""
         second.supervisor.kill()
         second.supervisor.wait()
-        again.append(host(folder, 1, inside(holder)))
+        again.append(host(folder, 1, inside(holder), authority))
 
     try:
         for stack in (first, second):

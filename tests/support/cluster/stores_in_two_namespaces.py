@@ -63,8 +63,10 @@ def inside(holder: subprocess.Popen[bytes]) -> list[str]:
 
 
 async def exchange(holder: subprocess.Popen[bytes]) -> None:
-    near = StoreProcess(URL, "near", "--transfer-port", "7700", "--transfer-host", HERE)
-    far = StoreProcess(URL, "far", "--transfer-port", "7700", "--transfer-host", THERE, inside=inside(holder))
+    near = StoreProcess(URL, "near", "--transfer-port", "7700", "--transfer-host", HERE, "--insecure")
+    far = StoreProcess(
+        URL, "far", "--transfer-port", "7700", "--transfer-host", THERE, "--insecure", inside=inside(holder)
+    )
     async with clients(URL, near, far) as (at_near, at_far):
         await know_each_other(at_near, at_far)
         for saves, pulls, source in ((at_near, at_far, near), (at_far, at_near, far)):

@@ -20,14 +20,14 @@ class Authority:
         self._openssl("req", "-x509", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=stores", *NEW_KEY)
 
     def signed(self, name: str, host: str = HERE) -> TransferTls:
-        return TransferTls.read(*self._files(name, host))
+        return TransferTls.read(*self.files(name, host))
 
     def flags(self, name: str, host: str = HERE) -> tuple[str, ...]:
         """For `python -m kvstore`."""
-        certificate, key, authority = self._files(name, host)
+        certificate, key, authority = self.files(name, host)
         return ("--transfer-tls-cert", certificate, "--transfer-tls-key", key, "--transfer-tls-ca", authority)
 
-    def _files(self, name: str, host: str) -> tuple[str, str, str]:
+    def files(self, name: str, host: str = HERE) -> tuple[str, str, str]:
         self._openssl(
             "req", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", *NEW_KEY
         )

@@ -65,3 +65,13 @@ def test_others_are_told_a_name_that_they_can_reach(flags: tuple[str, ...], know
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
 def test_where_every_address_is_listened_on_others_are_told_the_hosts_name(wildcard: str) -> None:
     assert below.known_as(configured("--transfer-host", wildcard)) not in ("", wildcard)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node-1"])
+def test_strangers_fetch_no_blocks_unless_they_may(host: str) -> None:
+    reached = ["--node=n", "--directory=/tmp/x", "--transfer-port=0", f"--transfer-host={host}"]
+    with pytest.raises(ConfigError, match="whoever reaches it could fetch every block"):
+        load_config("kvstore", KvStoreConfig, reached, {})
+    tls = ["--transfer-tls-cert=c", "--transfer-tls-key=k", "--transfer-tls-ca=a"]
+    for allowed in (tls, ["--insecure"], ["--transfer-host=127.0.0.1"]):
+        load_config("kvstore", KvStoreConfig, [*reached, *allowed], {})

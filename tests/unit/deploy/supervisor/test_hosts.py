@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from deploy.cli.up.choices import hosts_choice
+from deploy.cli.up.other_hosts import check_outside_bus, hosts_choice
 from deploy.errors import CommandError
 from deploy.supervisor.core.events import (
     ClockTick,
@@ -22,7 +25,8 @@ from deploy.supervisor.core.other_hosts import HOST_SILENCE_SECONDS, OtherHostRa
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.core.supervisor import Supervisor
 from deploy.supervisor.servers.nats_config import passwords_of
-from deploy.supervisor.spec import HostsSpec
+from deploy.supervisor.settings import StackSettings
+from deploy.supervisor.spec import HostsSpec, TlsFiles
 from shared.ids import EngineId, InstanceId
 from shared.messages.supervisor import EngineRanks, RankStatus
 
@@ -151,24 +155,79 @@ def test_a_silent_host_is_lost_once() -> None:
     assert companions.silent(CURRENT, HOST_SILENCE_SECONDS + 2) == []
 
 
-def chosen(**options: object) -> HostsSpec | None:
-    given = {
-        "nodes": 2,
-        "node_rank": 0,
-        "master": "10.0.0.1:4222",
-        "token": "0123456789abcdef",
-        "outside_bus": False,
-        "ranks": 2,
-        "pools": 0,
-        "kvstore_memory": None,
-    }
-    return hosts_choice(**{**given, **options})  # type: ignore[arg-type]
+TOKEN = "0123456789abcdef"
+
+
+def chosen(
+    outside_bus: bool = False, ranks: int = 2, kvstore_memory: str | None = None, **typed: Any
+) -> HostsSpec | None:
+    given = {"nodes": 2, "master": "10.0.0.1:4222", "cluster_token": TOKEN, "insecure": True}
+    stack = StackSettings(**{**given, **typed})
+    return hosts_choice(stack, outside_bus=outside_bus, ranks=ranks, kvstore_memory=kvstore_memory)
 
 
 def test_hosts_are_what_was_typed() -> None:
-    assert chosen() == HostsSpec(master="10.0.0.1", port=4222, token="0123456789abcdef")
+    assert chosen() == HostsSpec(master="10.0.0.1", port=4222, token=TOKEN)
     assert chosen(nodes=1) is None
-    assert chosen(outside_bus=True, token=None, kvstore_memory="0") == HostsSpec(master="10.0.0.1", port=4222)
+    assert chosen(outside_bus=True, cluster_token=None, kvstore_memory="0") == HostsSpec(master="10.0.0.1", port=4222)
+
+
+def test_a_bus_beyond_the_host_is_encrypted_unless_it_may_be_insecure(tmp_path: Path) -> None:
+    authority, certificate, key = (str(tmp_path / name) for name in ("ca.pem", "h.pem", "h.key"))
+    for path in (authority, certificate, key):
+        Path(path).touch()
+    for host, given in ((0, {}), (1, {}), (0, {"tls_ca": authority})):
+        with pytest.raises(CommandError, match="unencrypted"):
+            chosen(insecure=False, node_rank=host, **given)
+    first = chosen(insecure=False, tls_ca=authority, tls_cert=certificate, tls_key=key)
+    assert first is not None
+    assert first.tls == TlsFiles(authority=authority, certificate=certificate, key=key)
+    other = chosen(insecure=False, node_rank=1, tls_ca=authority)
+    assert other is not None
+    assert other.tls == TlsFiles(authority=authority)
+    assert chosen(insecure=False, master="127.0.0.1:4222") is not None
+    assert chosen(insecure=False, outside_bus=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"tls_cert": "h.pem", "tls_ca": "ca.pem"}, "--tls-cert and --tls-key together"),
+        ({"tls_cert": "h.pem", "tls_key": "h.key"}, "--tls-ca is for every host"),
+        ({"tls_ca": "elsewhere.pem"}, "--tls-ca .*elsewhere.pem: there is no such file"),
+    ],
+)
+def test_files_of_tls_are_given_together_and_are_there(
+    given: dict[str, str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ca.pem", "h.pem", "h.key"):
+        Path(name).touch()
+    with pytest.raises(CommandError, match=named):
+        chosen(**given)
+
+
+def test_ranks_meet_on_a_private_network_only(tmp_path: Path) -> None:
+    path = tmp_path / "file.pem"
+    path.touch()
+    files = {"tls_ca": str(path), "tls_cert": str(path), "tls_key": str(path)}
+    with pytest.raises(CommandError, match="private network"):
+        chosen(insecure=False, master="8.8.8.8:4222", **files)
+    with pytest.raises(CommandError, match="private network"):
+        chosen(insecure=False, master="8.8.8.8:4222", outside_bus=True)
+    assert chosen(master="8.8.8.8:4222") is not None
+
+
+@pytest.mark.parametrize("url", ["nats://10.0.0.1:4222", "10.0.0.1", "ws://nats.example.com"])
+def test_an_external_bus_beyond_the_host_is_encrypted_unless_it_may_be_insecure(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CommandError, match="unencrypted"):
+        check_outside_bus(["tls://nats.example.com", url], insecure=False)
+    check_outside_bus([url], insecure=True)
+    check_outside_bus(["tls://nats.example.com", "wss://nats.example.com", "nats://127.0.0.1:4222"], insecure=False)
+    monkeypatch.setenv("BATON_NATS_CA", "ca.pem")
+    check_outside_bus([url], insecure=False)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +236,10 @@ def test_hosts_are_what_was_typed() -> None:
         ({"node_rank": 2}, "--node-rank 2"),
         ({"nodes": 1, "node_rank": 1}, "--node-rank 1"),
         ({"ranks": 1}, "1 ranks"),
-        ({"pools": 1}, "pools"),
+        ({"prefill": 1}, "pools"),
         ({"kvstore_memory": "1GiB"}, "KV store"),
-        ({"token": None}, "BATON_CLUSTER_TOKEN"),
-        ({"token": "short"}, "BATON_CLUSTER_TOKEN"),
+        ({"cluster_token": None}, "BATON_CLUSTER_TOKEN"),
+        ({"cluster_token": "short"}, "BATON_CLUSTER_TOKEN"),
         ({"master": None}, "--master"),
         ({"master": "host"}, "--master host"),
         ({"master": "host:99999"}, "--master"),
