@@ -38,12 +38,12 @@ class CommandLineOf(Protocol):
 
 
 def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> list[str]:
-    """`python -m services.X --key=value …`; the user's own settings come last and override the others."""
+    """`python -m services.X --key=value …`; the user's own settings come last and override the others. Without those
+    that are secrets: see `secret_settings`."""
     settings = {
         **_common(spec, process),
         **_own(spec, process, where),
-        **spec.settings.get(EVERY_SERVICE, {}),
-        **spec.settings.get(process.service, {}),
+        **{key: value for key, value in _chosen(spec, process).items() if key not in SECRETS},
     }
     return [sys.executable, "-m", module_of(process.service), *flags(settings)]
 
@@ -141,10 +141,21 @@ def _arenas(where: LaunchContext, key: str) -> dict[str, str]:
     return {key: str(where.arenas)} if where.arenas else {}
 
 
+def _chosen(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
+    """What the user said of this service's settings, or of all services'."""
+    return {**spec.settings.get(EVERY_SERVICE, {}), **spec.settings.get(process.service, {})}
+
+
+SECRETS = frozenset({"api_keys", "nats_password", "nats_url", "redis_url"})
+"""Settings that are passwords, or URLs that may hold one."""
+
+
 def secret_settings(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     """Settings that go by environment, as every user of the machine may read a command line."""
+    own = f"BATON_{process.service.upper()}_"
+    found: dict[str, str] = {}
     if process.service == "gateway" and spec.api_keys:
-        return {"BATON_GATEWAY_API_KEYS": ",".join(spec.api_keys)}
+        found["BATON_GATEWAY_API_KEYS"] = ",".join(spec.api_keys)
     if process.service == "kvstore" and where.redis_url is not None:
-        return {"BATON_KVSTORE_REDIS_URL": where.redis_url}
-    return {}
+        found["BATON_KVSTORE_REDIS_URL"] = where.redis_url
+    return found | {f"{own}{key.upper()}": value for key, value in _chosen(spec, process).items() if key in SECRETS}

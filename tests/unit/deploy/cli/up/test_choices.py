@@ -108,6 +108,18 @@ def test_store_schedulers_and_ranks_are_told_of_one_node_and_one_directory() -> 
     assert not any("secret" in flag for flags_ in told.values() for flag in flags_)
 
 
+def test_secrets_that_are_set_by_hand_go_by_environment_too() -> None:
+    typed = ["gateway.api_keys=secret-1", "kvstore.redis_url=redis://:secret-2@h", "nats_password=secret-3"]
+    stack = spec(counts=Counts(kvstore=1), settings=parsed_settings([*typed, "gateway.max_body=7"]))
+    told = commands(stack)
+    assert not any("secret" in flag for argv in told.values() for flag in argv)
+    assert "--max-body=7" in told["gateway-1"]
+    secrets = {str(each.instance): secret_settings(stack, each, WHERE) for each in all_process_specs(stack.counts)}
+    assert secrets["gateway-1"] == {"BATON_GATEWAY_API_KEYS": "secret-1", "BATON_GATEWAY_NATS_PASSWORD": "secret-3"}
+    assert secrets["kvstore-1"]["BATON_KVSTORE_REDIS_URL"] == "redis://:secret-2@h"
+    assert secrets["tokenizer-1"] == {"BATON_TOKENIZER_NATS_PASSWORD": "secret-3"}
+
+
 def test_without_a_store_nobody_is_told_of_one() -> None:
     flags_ = [flag for argv in commands(spec()).values() for flag in argv]
     assert not any(flag.startswith(("--node", "--kvstore", "--role")) for flag in flags_)
