@@ -310,6 +310,11 @@ class _EncryptedClient(Client):
             raise nats.errors.Error("it offers no TLS")
         return super()._connect_command()
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if not self.is_connected:  # what waits for the server would be written to a transport that TLS has closed
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
 
 async def connect(options: NatsOptions) -> NatsBus:
     """A bus on the first server that answers. Raises BusError, naming the servers, when none does in time."""

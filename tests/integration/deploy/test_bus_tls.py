@@ -9,10 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.supervisor.servers.nats_config import authorization, make_passwords, nats_config
+from deploy.supervisor.servers.nats_config import make_passwords, nats_config
 from deploy.supervisor.spec import TlsFiles
+from shared import topics
 from shared.bus import BusError
 from shared.bus.nats_bus import NatsOptions, connect
+from shared.ids import Attempt, RequestId
+from shared.messages.coordinator import Withdraw
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.tls_authority import Authority
 
@@ -29,13 +32,17 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def server(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     certificate, key, ca = authority.files("host-0")
-    tls = TlsFiles(authority=ca, certificate=certificate, key=key)
-    written = nats_config("127.0.0.1", 0, "baton", PASSWORDS, tls=tls)
-    encrypted = next(line for line in written.splitlines() if line.startswith("tls "))
     with nats_server(
-        tmp_path_factory.mktemp("nats"), more=f"{encrypted}\n{authorization('baton', PASSWORDS)}"
+        tmp_path_factory.mktemp("nats"),
+        more=encryption(TlsFiles(authority=ca, certificate=certificate, key=key)),
     ) as running:
         yield running
+
+
+def encryption(tls: TlsFiles) -> str:
+    """What `baton up` writes into the server's configuration, but for its address."""
+    written = nats_config("127.0.0.1", 0, "baton", PASSWORDS, tls=tls)
+    return written[written.index("tls {") :]
 
 
 def gateway(url: str, ca: str | None, patience: float = 60.0) -> NatsOptions:
@@ -52,6 +59,18 @@ async def test_a_client_with_the_authority_connects(server: NatsServer, authorit
     bus = await connect(gateway(server.url, authority.files("host-0")[2]))
     assert bus.connected
     await bus.close()
+
+
+async def test_a_bus_that_has_gone_is_closed_without_an_error(authority: Authority, tmp_path: Path) -> None:
+    certificate, key, ca = authority.files("host-0")
+    with nats_server(tmp_path, more=encryption(TlsFiles(authority=ca, certificate=certificate, key=key))) as server:
+        bus = await connect(gateway(server.url, ca))
+        server.kill()
+        async with asyncio.timeout(60):
+            while bus.connected:
+                await asyncio.sleep(0.01)
+        await bus.publish(topics.withdrawals(), Withdraw(RequestId("r"), Attempt(1)))
+        await bus.close()
 
 
 async def test_a_server_of_another_authority_is_refused(server: NatsServer, tmp_path: Path) -> None:
