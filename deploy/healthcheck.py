@@ -42,16 +42,16 @@ def stands_still(metrics: str | None) -> bool:
     return any(float(age) > MAX_HEARTBEAT_AGE for age in ages)
 
 
-def look(port: str, notes: Path, init: int = INIT, wait: float = ANSWER_SECONDS) -> int:
+def look(port: str, notes: Path, init: int | None, wait: float = ANSWER_SECONDS) -> int:
     """The exit status: 0 while healthy, 1 otherwise, also if there is no answer within `wait` seconds. `notes` is where
-    it remembers its former looks at this process."""
+    it remembers its former looks at the child of `init` that it may kill; None: there is none."""
     try:
         metrics = _metrics(port, wait)
     except OSError as error:  # nobody listens: it starts, or has ended
         print(error, file=sys.stderr)
         return 1
     healthy, still = metrics is not None and is_healthy(metrics), stands_still(metrics)
-    service = _service(init)
+    service = _service(init) if init is not None else None
     if service is not None:
         _judge(*service, notes, healthy=healthy, still=still)
     return 0 if healthy and not still else 1
@@ -71,8 +71,7 @@ def _metrics(port: str, wait: float) -> str | None:
 
 
 def _service(init: int) -> tuple[int, str] | None:
-    """Pid and start time of the oldest child of `init` that is not this process; None where there is none, as where
-    the service itself is the first process, which cannot be killed from within."""
+    """Pid and start time of the oldest child of `init` that is not this process; None where there is none."""
     found: list[tuple[int, int]] = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -87,19 +86,26 @@ def _service(init: int) -> tuple[int, str] | None:
 
 def _judge(pid: int, started: str, notes: Path, *, healthy: bool, still: bool) -> None:
     """Counts looks at which a process stood still that was ready once, and kills it at the last."""
-    known = {"process": f"{pid} {started}", "was_ready": False, "still": 0}
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(notes.read_text())
-        if before["process"] == known["process"]:
-            known = before
-    known["was_ready"] = known["was_ready"] or healthy
-    known["still"] = int(known["still"]) + 1 if still and known["was_ready"] else 0
+    process, was_ready, times = f"{pid} {started}", False, 0
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        noted = json.loads(notes.read_text())
+        if noted["process"] == process:
+            was_ready, times = bool(noted["was_ready"]), int(noted["still"])
+    was_ready = was_ready or healthy
+    times = times + 1 if still and was_ready else 0
     with contextlib.suppress(OSError):
-        notes.write_text(json.dumps(known))
-    if known["still"] >= LOOKS_BEFORE_KILL:
+        notes.write_text(json.dumps({"process": process, "was_ready": was_ready, "still": times}))
+    if times >= LOOKS_BEFORE_KILL:
         print(f"process {pid} stands still and is killed", file=sys.stderr)
         os.kill(pid, signal.SIGKILL)
 
 
+def main(port: str) -> int:
+    """The exit status. Where the service is the first process itself, it is only looked at."""
+    notes = Path(tempfile.gettempdir()) / "baton-health.json"
+    is_init = not Path(f"/proc/{INIT}/comm").read_text().startswith("python")
+    return look(port, notes, INIT if is_init else None)
+
+
 if __name__ == "__main__":
-    raise SystemExit(look(sys.argv[1], Path(tempfile.gettempdir()) / "baton-health.json"))
+    raise SystemExit(main(sys.argv[1]))

@@ -100,7 +100,7 @@ def test_a_service_of_this_release_publishes_the_age_that_is_judged() -> None:
 
     from shared.telemetry.metrics import HEARTBEAT_AGE
 
-    HEARTBEAT_AGE.set(7.0)
+    HEARTBEAT_AGE.set_function(lambda: 7.0)
     assert stands_still(generate_latest().decode())
-    HEARTBEAT_AGE.set(1.0)
+    HEARTBEAT_AGE.set_function(lambda: 1.0)
     assert not stands_still(generate_latest().decode())
