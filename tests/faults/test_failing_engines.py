@@ -30,7 +30,7 @@ def garbage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(tmp_path_factory: pytest.TempPathFactory, garbage: Path) -> Iterator[RunningStack]:
     environment = {"GARBAGE_WHEN_THERE": str(garbage), "PYTHONPATH": os.pathsep.join((str(HOOK), str(REPOSITORY)))}
     folder = tmp_path_factory.mktemp("failing")
-    settings = ("scheduler.canary_interval_s=0.5", "scheduler.ejection_s=1")
+    settings = ("scheduler.canary_interval_s=0.5", "scheduler.ejection_s=0.3")
     with running_stack(
         folder, engines=2, coordinators=2, kvstore="0", settings=settings, environment=environment
     ) as stack:
@@ -66,6 +66,25 @@ async def texts(stack: RunningStack, tokens: int = 40) -> list[str]:
 def health(said: Mapping[str, Lifecycle]) -> EngineHealth:
     report = said[FAILING].engine
     return EngineHealth() if report is None or report.health is None else report.health
+
+
+async def test_an_engine_that_fails_requests_at_once_draws_no_traffic_though_its_canaries_are_right(
+    stack: RunningStack, garbage: Path
+) -> None:
+    right = await texts(stack)
+    before = stack.pid(RANK)
+    await asyncio.to_thread(garbage.write_text, f"{before} prompts")
+    async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
+        while "engine suspect" not in stack.log(FAILING):
+            seen = await stream_chat(client, stack.model, QUESTIONS[0], max_tokens=2)
+            assert right[0].startswith(seen.text)
+    assert "requests failed in 10 s" in stack.log(FAILING)
+    assert await texts(stack) == right
+    await asyncio.to_thread(garbage.unlink)
+    await stack.until_heard(lambda said: health(said).suspect is None)
+    assert stack.pid(RANK) == before, "nothing shows that its rank is at fault"
+    assert await blocks_in_use(stack) == 0
+    assert placed_while_ejected(stack) == 0
 
 
 async def test_streams_of_an_engine_that_computes_nan_go_on_elsewhere_with_the_right_text(

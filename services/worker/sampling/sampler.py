@@ -70,7 +70,7 @@ def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> Sa
 
 def undefined_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     """[R] whether the logit of a row's drawn token is NaN: then the token means nothing. One number is read of each
-    row, which shows it wherever a row is NaN as a whole, as after a fault in any layer, or the draw is greedy."""
+    row, which shows it wherever a row is NaN as a whole, as after a fault in any layer before the last."""
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan()
 
 

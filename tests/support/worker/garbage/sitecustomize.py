@@ -1,8 +1,8 @@
 """On the PYTHONPATH of a stack under test: while the file $GARBAGE_WHEN_THERE is there, one rank computes garbage.
 
-The file names the process to do so by its pid, and what its logits become: "PID zero" has token 0 win for ever,
-"PID nan" makes them NaN. Python imports this at its start, long before the model's classes exist; a finder wraps them
-when they are imported.
+The file names the process to do so by its pid, and what its logits become: "PID zero" has token 0 win for ever, "PID
+nan" makes them NaN, "PID prompts" only those of prompts that are not as long as a canary's. Python imports this at its
+start, long before the model's classes exist; a finder wraps them when they are imported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 DECODER = "services.worker.models.native_decoder"
+CANARY_PROMPT = 24
 
 
 def wanted() -> str | None:
@@ -32,9 +33,10 @@ def spoilt(forward: Any) -> Any:
     def spoiling(*arguments: Any, **keywords: Any) -> Any:
         logits = forward(*arguments, **keywords)
         what = wanted()
-        if what is None or logits is None:
+        tokens = len(arguments[1])
+        if what is None or logits is None or (what == "prompts" and tokens in (1, CANARY_PROMPT)):
             return logits
-        if what == "nan":
+        if what in ("nan", "prompts"):
             return logits * float("nan")
         logits = logits.clone()
         logits[:, 0] = 1e4
