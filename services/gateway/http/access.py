@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from services.gateway.api.errors import RequestError, not_allowed
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.core.api_keys import ANONYMOUS, MIN_PRIORITY, ApiKey, KeyName, KeyScope
-from services.gateway.core.rate_limits import LimitExceeded, LimitState
+from services.gateway.core.rate_limits import LimitExceeded, LimitState, TokenBucket
 from services.gateway.http.call import Call
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 MAX_SHARE = 3
 """So many times what is free may one key have open: three quarters where it is alone, and the less the more keys there
 are, so that there is always room for another (dynamic thresholds, Choudhury and Hahne 1998)."""
+MAX_STRANGERS = 60
+"""Audit lines per minute of calls without a valid key."""
 CHARS_PER_TOKEN = 4
 EXPECTED_OUTPUT = 256
 """Tokens that a request without `max_tokens` is expected to generate, for each choice."""
@@ -40,6 +42,7 @@ class AccessControl:
         self._keys, self._limiter, self._share_prefixes = keys, limiter, share_prefixes
         self._open: Counter[KeyName] = Counter()
         """Open sequences of each key."""
+        self._strangers = TokenBucket(MAX_STRANGERS, time.monotonic())
 
     def identify(self, call: Call, scope: KeyScope) -> None:
         """Sets the call's key. Raises RequestError: 401 without a valid key, 403 where it lacks `scope`."""
@@ -131,8 +134,12 @@ class AccessControl:
 
     def audit(self, call: Call, endpoint: str, began: float) -> None:
         """Logs who asked for what, and what it came to; nothing of any text. `began` is the monotonic time at which the
-        call came in."""
-        record = call.record
+        call came in. Of those without a valid key some are left out, so that strangers cannot fill the log."""
+        record, now = call.record, time.monotonic()
+        if self._keys.required and call.key is ANONYMOUS:
+            if self._strangers.level(now) < 1:
+                return
+            self._strangers.take(1, now)
         fields = {
             "key": call.key.name or None,
             "endpoint": endpoint,
@@ -141,7 +148,7 @@ class AccessControl:
             "model": record.model,
             "prompt_tokens": record.prompt_tokens,
             "output_tokens": record.output_tokens,
-            "duration": round(time.monotonic() - began, 4),
+            "duration": round(now - began, 4),
             "client": (call.scope.get("client") or [None])[0],
             "request": record.request,
             "client_request": call.client_id,

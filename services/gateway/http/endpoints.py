@@ -28,7 +28,7 @@ from services.gateway.api.response import (
     response_body,
 )
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
-from services.gateway.core.api_keys import ANONYMOUS, KeyScope
+from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, Call
@@ -67,11 +67,9 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
         call, began = Call(scope, receive, send, self._limits), time.monotonic()
-        identified = False
         try:
             if self._scope is not None:
                 self._access.identify(call, self._scope)
-                identified = True
                 if self._scope == "inference":
                     self._access.start(call)
             await self._handler(call)
@@ -80,7 +78,7 @@ class Endpoint:
         finally:
             call.close()
             self._access.finish(call)
-            if identified or call.key is not ANONYMOUS:
+            if self._scope is not None:
                 self._access.audit(call, self._path, began)
 
 

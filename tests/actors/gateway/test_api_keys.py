@@ -13,6 +13,7 @@ import pytest
 
 from deploy.cli.keys import new_key
 from services.gateway.config import GatewayConfig
+from services.gateway.http.access import MAX_STRANGERS
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import Tokenize
 from tests.support.gateway.fake_services import MODEL, eventually
@@ -148,6 +149,17 @@ async def test_each_request_leaves_a_line_without_any_text(
     assert {line["endpoint"] for line in lines()} == {"/v1/chat/completions"}
     assert [line.get("model") for line in lines()] == [MODEL, MODEL, MODEL, None]
     assert not any("secret text" in repr(line) or keys.secrets["alice"] in repr(line) for line in lines())
+
+
+async def test_strangers_leave_lines_and_cannot_fill_the_log(
+    stack: GatewayStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(MAX_STRANGERS + 40):
+            assert (await stack.http.get("/v1/models")).status_code == 401
+    lines = [vars(record) for record in caplog.records if record.getMessage() == "audit"]
+    assert MAX_STRANGERS <= len(lines) < MAX_STRANGERS + 40
+    assert {(line.get("key"), line["status"], line["client"]) for line in lines} == {(None, 401, "127.0.0.1")}
 
 
 async def test_the_file_is_read_again_when_it_changes_and_a_bad_one_changes_nothing(
