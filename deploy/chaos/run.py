@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from deploy.chaos.checks import StackWatch, memory, stack_watch
@@ -82,14 +82,20 @@ class ChaosOptions(NamedTuple):
 class ChaosRun:
     """Owns the load on one stack, and its faults' rounds."""
 
-    def __init__(self, stack: ChaosStack, faults: Sequence[Fault], options: ChaosOptions) -> None:
-        """`stack` runs already."""
+    def __init__(self, stack: ChaosStack, faults: Mapping[Fault, frozenset[str]], options: ChaosOptions) -> None:
+        """`stack` runs already. `faults` with the targets that each is to strike, without any for all of them. Raises
+        CommandError where a fault has no such target here."""
         self._stack, self._options = stack, options
         self._faults = {fault.name: fault for fault in faults}
         self.skipped = {name: why for name, fault in self._faults.items() if (why := fault.missing(stack))}
         """Faults that cannot be done here, and why."""
-        possible = {name: fault for name, fault in self._faults.items() if name not in self.skipped}
-        self.cases = cases_of({name: list(fault.targets(stack)) for name, fault in possible.items()})
+        self.cases = cases_of(
+            {
+                fault.name: _targets(fault, list(fault.targets(stack)), wanted)
+                for fault, wanted in faults.items()
+                if fault.name not in self.skipped
+            }
+        )
         self.memory: list[Mapping[str, int]] = []
         """Bytes of each process, before the first round and after each."""
         self.broken: str | None = None
@@ -171,6 +177,12 @@ class ChaosRun:
             allowed=allowed,
             complaints=complaints,
         )
+
+
+def _targets(fault: Fault, found: list[str], wanted: frozenset[str]) -> list[str]:
+    if unknown := wanted - set(found):
+        raise CommandError(f"--faults {fault.name}:{min(unknown)}: its targets are {', '.join(found)}", status=2)
+    return [target for target in found if target in wanted] if wanted else found
 
 
 async def _served(load: Load, since: float, clients: asyncio.Task[list[Stream]]) -> None:

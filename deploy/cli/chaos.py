@@ -36,7 +36,7 @@ STACK_OPTIONS = (
 
 
 def chaos(
-    faults: Annotated[str | None, typer.Option(help="Kinds of faults, e.g. kill,stop. Default: all.")] = None,
+    faults: Annotated[str | None, typer.Option(help="FAULT or FAULT:TARGET, as kill,cut:bus. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed is the same schedule.")] = 0,
     duration: Annotated[float, typer.Option(min=1, help="Seconds; the last round is finished.")] = 180.0,
     streams: Annotated[int, typer.Option(min=1, max=256, help="Clients, each with one open stream.")] = 8,

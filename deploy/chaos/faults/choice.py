@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from deploy.chaos.faults.connections import CutConnection, RedisLoss, RedisSession, SilentConnection, SlowConnection
 from deploy.chaos.faults.fault import Fault
@@ -35,15 +35,20 @@ FAULTS: Mapping[str, Fault] = {
 }
 
 
-def chosen_faults(names: str | None) -> list[Fault]:
-    """Those of a list such as `kill,stop`; all of them without a list. Raises CommandError."""
-    wanted = list(FAULTS) if names is None else [name.strip() for name in names.split(",")]
-    for name in wanted:
+def chosen_faults(names: str | None) -> dict[Fault, frozenset[str]]:
+    """Those of a list such as `kill,cut:gateway`, each with the targets that were named, without any for all of them;
+    all faults without a list. Raises CommandError."""
+    found: dict[Fault, frozenset[str]] = {}
+    for each in FAULTS if names is None else names.split(","):
+        name, colon, target = each.strip().partition(":")
         if name not in FAULTS:
             raise CommandError(f"--faults {names}: {name!r} is none of {', '.join(FAULTS)}", status=2)
-    return [FAULTS[name] for name in dict.fromkeys(wanted)]
+        before = found.get(FAULTS[name])
+        everything = not colon or (before is not None and not before)
+        found[FAULTS[name]] = frozenset() if everything else (before or frozenset()) | {target}
+    return found
 
 
-def needs_of(faults: Sequence[Fault]) -> frozenset[Need]:
+def needs_of(faults: Iterable[Fault]) -> frozenset[Need]:
     """What their stack has to be made with."""
     return frozenset[Need]().union(*(fault.needs for fault in faults))

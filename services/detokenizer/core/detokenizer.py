@@ -30,10 +30,13 @@ from shared.messages.gateway import (
 )
 from shared.messages.scheduler import Cancel, StopMatched, TokenBatchLost
 from shared.packing import TOKEN_BYTES
+from shared.reliability.recent import RecentEntries
 from shared.reliability.sequence_numbers import SourceNumbers
 
 MAX_STREAMS = 16_384
 """Requests that a detokenizer holds by default; further ones fail and are dispatched elsewhere."""
+MAX_GATEWAYS = 4096
+"""Names of gateways, of all that there ever were, whose messages' numbers are kept."""
 MAX_STOP_CHARS = 16_384
 """Most characters of all stop strings of a request together; it bounds the automaton that finds them."""
 
@@ -61,8 +64,9 @@ class Detokenizer:
         self._max_streams = max_streams
         self._batches: SourceNumbers[EngineId] = SourceNumbers()
         self._epoch = epoch
-        self._numbers: dict[GatewayId, int] = {}
-        """Of the next message to each gateway."""
+        self._numbers: RecentEntries[GatewayId, int] = RecentEntries(MAX_GATEWAYS)
+        """Of the next message to each gateway. They go on where a gateway seems gone: one that was only cut off takes a
+        lower number for a repeated message."""
         self._pending: defaultdict[GatewayId, _PendingDeltas] = defaultdict(lambda: _PendingDeltas([], [], []))
         """What of the present batch goes into that message."""
         self.streams: dict[RequestId, RequestStream] = {}
@@ -244,7 +248,6 @@ class Detokenizer:
     def _gateway_lost(self, gateway: GatewayId, reason: str) -> list[Action]:
         """Frees what the engines hold for it. The failures are sent nevertheless: it may have been cut off for a moment
         only."""
-        self._numbers.pop(gateway, None)  # a new one under its name gets messages from number 0
         self._pending.pop(gateway, None)
         dropped = [stream for stream in self.streams.values() if stream.opened.gateway == gateway]
         cancelled: list[Action] = [ToEngine(s.engine, Cancel(s.opened.request, s.opened.attempt)) for s in dropped]

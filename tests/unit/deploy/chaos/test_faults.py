@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from deploy.chaos.faults.choice import FAULTS, chosen_faults, needs_of
+from deploy.chaos.run import ChaosOptions, ChaosRun
+from deploy.chaos.schedule import Case
 from deploy.chaos.stack import ChaosStack
+from deploy.errors import CommandError
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.processes import ProcessIdentity, start_time
@@ -78,6 +81,15 @@ def test_only_what_has_no_other_of_its_kind_may_cost_an_error(
     stack: ChaosStack, fault: str, victim: str, errors: set[str]
 ) -> None:
     assert FAULTS[fault].allowed(stack, victim) == errors
+
+
+def test_a_run_strikes_the_targets_that_were_named(stack: ChaosStack) -> None:
+    options = ChaosOptions(seed=0, duration=1.0, clients=1, tokens=2)
+    run = ChaosRun(stack, chosen_faults("kill:rank 1,stop:gateway,redis-loss"), options)
+    assert run.cases == [Case("kill", "rank 1"), Case("stop", "gateway")]
+    assert set(run.skipped) == {"redis-loss"}
+    with pytest.raises(CommandError, match="kill:rank 7: its targets are "):
+        ChaosRun(stack, chosen_faults("kill:rank 7"), options)
 
 
 def test_deadlines_are_those_after_which_the_product_notices(stack: ChaosStack) -> None:

@@ -135,6 +135,8 @@ def test_requests_differ_and_are_the_same_each_time() -> None:
 
 def test_faults_are_chosen_by_name() -> None:
     assert [fault.name for fault in chosen_faults("stop, kill,stop")] == ["stop", "kill"]
+    chosen = {fault.name: set(targets) for fault, targets in chosen_faults("cut:bus,cut:rank 0,kill:bus,kill").items()}
+    assert chosen == {"cut": {"bus", "rank 0"}, "kill": set()}
     assert [fault.name for fault in chosen_faults(None)] == list(FAULTS)
     with pytest.raises(CommandError, match="'fire' is none of kill, "):
         chosen_faults("kill,fire")

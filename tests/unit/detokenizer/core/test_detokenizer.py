@@ -26,6 +26,7 @@ from shared.messages.scheduler import Cancel, StopMatched, TokenBatchLost
 from shared.models.byte_alphabet import ALPHABET
 from shared.models.tokenizer_files import special_ids
 from shared.packing import pack
+from shared.reliability.sequence_numbers import SourceNumbers
 from tests.support.models import tiny_tokenizers
 
 R, S = RequestId("r"), RequestId("s")
@@ -396,14 +397,19 @@ def test_requests_of_an_engine_that_is_gone_fail(bench: Bench) -> None:
     assert bench.batch(entries=(NewTokens(R, ONE, 0, ids("a")),)) == [ToEngine(ENGINE, TokenBatchLost(HERE))]
 
 
-def test_requests_of_a_gateway_that_is_gone_are_cancelled_and_its_numbers_begin_anew(bench: Bench) -> None:
+def test_requests_of_a_gateway_that_is_gone_are_cancelled_and_its_numbers_go_on(bench: Bench) -> None:
     bench.batch(opened=(opened(R), opened(S, gateway=GatewayId("gateway-2"))))
     assert bench.core.end_streams(GatewayLost(GATEWAY, "restarted")) == [
         ToEngine(ENGINE, Cancel(R, ONE)),
         ToGateway(GATEWAY, RequestFailed(R, ONE, "gateway gateway-1: restarted")),
     ]
     assert set(bench.core.streams) == {S}
-    assert bench.batch(opened=(opened(R, TWO),)) == [deltas(0, opened=(StreamOpened(R, TWO, 40, 16),))]
+    # It lives after all: what is numbered from 0 again, it would take for repeated.
+    seen: SourceNumbers[DetokenizerId] = SourceNumbers()
+    assert seen.record(HERE, EPOCH, 0) == "first"
+    [again] = bench.batch(opened=(opened(R, TWO),))
+    assert again == deltas(1, opened=(StreamOpened(R, TWO, 40, 16),))
+    assert seen.record(HERE, EPOCH, again.message.number) == "next"
 
 
 def test_more_streams_than_the_limit_are_turned_away(bench: Bench) -> None:
