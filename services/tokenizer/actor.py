@@ -66,6 +66,7 @@ class TokenizerActor(Actor):
         self._long: set[asyncio.Task[Any]] = set()
         self._attempts: dict[RequestId, Attempt] = {}
         """The newest attempt of each request whose prompt is long and not yet tokenized."""
+        self._renderings: dict[RequestId, asyncio.Task[Prompt]] = {}
         self._failure: BaseException | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -177,7 +178,7 @@ class TokenizerActor(Actor):
     async def _tokenize_long(self, message: Tokenize, started: float) -> None:
         self._attempts[message.request] = message.attempt
         try:
-            prompt = await self._render(message.prompt)
+            prompt = await self._rendered(message)
             outcome = await self._lanes.run(_size(prompt), self._route_newest, message, prompt)
         except PromptRefused as refused:
             outcome = rejected(message, refused)
@@ -190,6 +191,14 @@ class TokenizerActor(Actor):
         """On a thread: None where the request was dispatched again while this attempt waited."""
         newest = self._attempts.get(message.request)
         return self._encoder.route(message, prompt) if newest == message.attempt else None
+
+    async def _rendered(self, message: Tokenize) -> Prompt:
+        """Like `_render`; a later attempt waits for the rendering of an earlier one, and for none of its own."""
+        running = self._renderings.get(message.request)
+        if running is None:
+            running = self._renderings[message.request] = asyncio.create_task(self._render(message.prompt))
+            running.add_done_callback(lambda _: self._renderings.pop(message.request))
+        return await running
 
     async def _render(self, prompt: Prompt) -> Prompt:
         """The prompt itself, or the text of a chat that brings its own template. Raises PromptRefused."""

@@ -23,7 +23,8 @@ from shared.messages.tokenizer import ChatPrompt
 MAX_TEMPLATE_CHARS = 65_536
 CPU_TIMEOUT = 1
 """Seconds of CPU time, as the kernel counts them."""
-WALL_TIMEOUT = 5.0
+WALL_TIMEOUT = 20.0
+"""Far more than the CPU time: on a busy machine the process may wait for seconds before it begins."""
 MAX_MEMORY = 256 * 2**20
 """Bytes of address space."""
 MAX_OUTPUT = 16 * 2**20

@@ -15,7 +15,7 @@ MAX_DEPTH = 4
 MAX_OPTIONAL = 5
 REFUSED = ("model", "prompt_embeds", "logits_processors", "guided_whitespace_pattern", "functions", "function_call")
 """Fields that make a body useless unless their values are certain ones; most bodies have none of them."""
-TIMEOUT = 120.0
+TIMEOUT = 240.0
 """Seconds for one answer, on a machine that is busy with all the others."""
 TEXTS = (
     "",
@@ -229,8 +229,9 @@ def post(path: str, body: bytes) -> FuzzRequest:
     return FuzzRequest(_head("POST", path, headers) + body, True)
 
 
-async def send(port: int, request: FuzzRequest) -> bytes:
-    """Returns all that the server answers until it closes the connection; improper requests are cut off in the end."""
+async def send(port: int, request: FuzzRequest) -> bytes | None:
+    """Returns all that the server answers until it closes the connection; None where that takes too long. Improper
+    requests are cut off in the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request.data)
@@ -241,19 +242,25 @@ async def send(port: int, request: FuzzRequest) -> bytes:
             return await reader.read(-1)
     except ConnectionError:
         return b""
+    except TimeoutError:
+        return None
     finally:
         writer.close()
 
 
-def status_of(answer: bytes) -> int | None:
+def status_of(answer: bytes | None) -> int | None:
     """The status of an answer; None where none came."""
+    if answer is None:
+        return None
     words = answer.split(b"\r\n", 1)[0].split(b" ")
     return int(words[1]) if len(words) > 1 and words[1].isdigit() else None
 
 
-def faults(request: FuzzRequest, answer: bytes) -> str | None:
+def faults(request: FuzzRequest, answer: bytes | None) -> str | None:
     """Returns what is wrong with an answer: none at all, a server's error, or an error that names no field."""
     status = status_of(answer)
+    if answer is None:
+        return "no end in time"
     if status is None:
         return "no answer" if request.proper else None
     if status >= 500 and status != 503:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.tokenizer import encoding_lanes
+from services.tokenizer import client_template, encoding_lanes
 from services.tokenizer.actor import INLINE_BYTES, TokenizerActor
 from services.tokenizer.client_template import MAX_TEMPLATE_CHARS
 from services.tokenizer.core.chat_template import ChatTemplates
@@ -194,6 +194,30 @@ async def test_an_attempt_that_was_given_up_while_it_waited_is_not_encoded(
     large_go_on.set()
     routes = [(await heard(ring.routed)).generation for _ in range(2)]
     assert [(route.request, route.attempt) for route in routes] == [("first", 1), ("second", 2)]
+
+
+async def test_a_later_attempt_waits_for_the_rendering_of_an_earlier_one(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: asyncio.Queue[None] = asyncio.Queue()
+    go_on, run = asyncio.Event(), client_template._run
+
+    async def counted(request: bytes) -> bytes:
+        started.put_nowait(None)
+        await go_on.wait()
+        return await run(request)
+
+    monkeypatch.setattr(client_template, "_run", counted)
+    prompt = ChatPrompt(messages=MESSAGES, template="{{ messages[0].content }}")
+    await ring.tokenize(prompt, attempt=1)
+    await heard(started)
+    await ring.tokenize(prompt, attempt=2)
+    await ring.tokenize(TextPrompt("Hello"), "later")
+    assert (await heard(ring.routed)).generation.request == "later"
+    go_on.set()
+    assert (await heard(ring.routed)).generation.attempt == 2
+    assert started.empty()
+    assert ring.routed.empty()
 
 
 async def test_of_more_long_prompts_than_there_is_room_for_the_last_are_refused(
