@@ -141,7 +141,8 @@ def detokenizer_tokens(instance: DetokenizerId) -> Topic[detokenizer.TokenBatch]
 
 @_cached
 def gateway_inbox(instance: GatewayId) -> Topic[gateway.GatewayMessage]:
-    """detokenizer, coordinator, tokenizer, scheduler → the gateway that holds the client's connection."""
+    """detokenizer, coordinator, tokenizer, scheduler → the gateway that holds the client's connection; a gateway → the
+    one that keeps copies of its streams."""
     return Topic(f"gateway.{instance}.deltas", gateway.GatewayMessage)
 
 

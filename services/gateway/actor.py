@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
+from services.gateway.core.stream_records import GatewayLife, StreamRecords
 from services.gateway.http.access import AccessControl
 from services.gateway.http.app import body_context, build_app
 from services.gateway.http.body_parser import BodyParser
@@ -24,19 +25,26 @@ from services.gateway.metrics import metrics_of_process
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from services.gateway.resumable_streams import ResumableStreams
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
 from shared.ids import GatewayId
 from shared.messages.gateway import (
     Deltas,
+    ForgetStream,
     GatewayRequest,
+    KeepStream,
     MetricsPage,
     ReadMetrics,
     RequestFailed,
     RequestPlaced,
     RequestQueued,
     RequestRejected,
+    StreamCopy,
+    StreamsGrown,
+    StreamUnknown,
+    TakeStream,
     UsageReport,
 )
 from shared.messages.lifecycle import Lifecycle, Phase
@@ -66,8 +74,17 @@ class Gateway(Actor):
         super().__init__(bus, config.instance_id())
         self._listens = listens
         self._gateway = GatewayId(self.instance)
-        self.requests = RequestTable(bus, self._gateway, config.policy(), config.limits(), config.max_open_requests)
+        self.requests = RequestTable(
+            bus,
+            self._gateway,
+            config.policy(),
+            config.limits(),
+            config.max_open_requests,
+            StreamRecords(config.resumable_memory, config.resume_s, config.request_s),
+        )
         self.peers = GatewayPeers(bus, self._gateway)
+        own = GatewayLife(self._gateway, self.incarnation)
+        self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
         self._bodies = config.body_limits()
         self._parsers: list[BodyParser] = []
@@ -89,6 +106,7 @@ class Gateway(Actor):
         return build_app(
             self.requests,
             self.peers,
+            self.streams,
             config.stream_settings(),
             bodies=self._bodies,
             parser=body_parser,
@@ -139,10 +157,14 @@ class Gateway(Actor):
         match message:
             case Deltas() | RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
                 await self.requests.handle(message)
+                await self.streams.replicate()
+            case KeepStream() | StreamsGrown() | ForgetStream():
+                await self.streams.handle(message)
             case UsageReport():
                 self._limiter.record_report(message)
             case Lifecycle(service="gateway"):
-                self.peers.record_lifecycle(message, self.bus.liveness_now())
+                if self.peers.record_lifecycle(message, self.bus.liveness_now()):
+                    await self.streams.find_keepers()
             case Lifecycle():
                 await self.requests.record_lifecycle(message)
             case Tick():
@@ -151,16 +173,19 @@ class Gateway(Actor):
                     await self.server.refresh_date()
                 self.peers.expire(message.alive_now)
                 await self.requests.tick(message.now)
+                await self.streams.tick()
             case Undelivered():
                 await self.requests.record_undelivered(message.message)
             case _:
                 raise AssertionError(message)
 
-    async def respond(self, request: GatewayRequest) -> MetricsPage:
+    async def respond(self, request: GatewayRequest) -> MetricsPage | StreamCopy | StreamUnknown:
         """Answers another gateway."""
         match request:
             case ReadMetrics():
                 return MetricsPage(metrics_of_process())
+            case TakeStream():
+                return await self.streams.answer(request)
             case _:
                 assert_never(request)
 

@@ -132,6 +132,13 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     unread_limit: Annotated[
         ByteSize, Meta(description="Bytes that a streaming client may leave unread before it is disconnected.")
     ] = 2**20
+    resume_s: Annotated[
+        Seconds,
+        Meta(description="Seconds for which a resumable stream waits for its client, and can be read after its end."),
+    ] = 120.0
+    resumable_memory: Annotated[
+        ByteSize, Meta(description="Memory of resumable streams, copies of other gateways' included; then 503.")
+    ] = 64 * 2**20
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0

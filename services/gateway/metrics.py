@@ -27,6 +27,10 @@ OPEN = Gauge("baton_gateway_open_requests", "Open requests, by whether an engine
 BODY_BYTES = Gauge("baton_gateway_body_bytes", "Bytes that the bodies of open requests hold.")
 KEYS = Gauge("baton_gateway_api_keys", "API keys that clients may send.")
 KEYS_FILE_VALID = Gauge("baton_gateway_keys_file_valid", "1; 0 while the file of keys cannot be used as it is.")
+RECORD_BYTES = Gauge("baton_gateway_resumable_bytes", "Memory of resumable streams and of copies, roughly.")
+RESUMED = Counter(
+    "baton_gateway_resumed_total", "Streams that clients resumed, by where the gateway had them from.", ["source"]
+)
 STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from services.gateway.core.stream_records import GatewayLife
 from services.gateway.metrics import metrics_of_process
 from shared import topics
 from shared.bus import Bus, BusError
@@ -25,10 +26,12 @@ class GatewayPeers:
         self._bus = bus
         self._registry = Registry()
 
-    def record_lifecycle(self, message: Lifecycle, now: float) -> None:
-        """Takes a gateway's lifecycle message."""
+    def record_lifecycle(self, message: Lifecycle, now: float) -> bool:
+        """Takes a gateway's lifecycle message. Returns whether others are ready than before."""
+        before = self.ready()
         if message.instance != InstanceId(self.own):
             self._registry.record_lifecycle(message, now)
+        return self.ready() != before
 
     def expire(self, now: float) -> None:
         """Forgets gateways that were silent for too long."""
@@ -37,6 +40,14 @@ class GatewayPeers:
     def alive(self) -> list[GatewayId]:
         """Returns the other gateways that live, draining ones included, in the order of their names."""
         return sorted(GatewayId(message.instance) for message in self._registry.all())
+
+    def lives(self) -> set[GatewayLife]:
+        """Returns the runs of the other gateways that live."""
+        return {_life(message) for message in self._registry.all()}
+
+    def ready(self) -> list[GatewayLife]:
+        """Returns those that serve requests and do not drain, in the order of their names."""
+        return sorted(_life(message) for message in self._registry.all(phase="ready"))
 
     async def ask_all(self, request: GatewayRequest, reply_type: Any) -> dict[GatewayId, Any]:
         """Returns the answers of all other gateways that answer in time."""
@@ -54,3 +65,7 @@ class GatewayPeers:
         """Returns the metrics of every gateway, this one included."""
         others = await self.ask_all(ReadMetrics(), MetricsPage)
         return {self.own: metrics_of_process(), **{peer: page.text for peer, page in others.items()}}
+
+
+def _life(message: Lifecycle) -> GatewayLife:
+    return GatewayLife(GatewayId(message.instance), message.incarnation)

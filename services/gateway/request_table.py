@@ -7,11 +7,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, assert_never
 
-from services.gateway.api.chat import AssistantMessage
+from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ChoiceRequest, GenerationRequest, RequestLimits
 from services.gateway.api.response import (
@@ -25,16 +25,17 @@ from services.gateway.api.response import (
 )
 from services.gateway.core.cluster import Absence, ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
-from services.gateway.core.open_request import FIRST_ATTEMPT, RetryPolicy
+from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput, RetryPolicy
+from services.gateway.core.stream_records import StreamRecord, StreamRecords, choice_requests, newest_attempt
 from services.gateway.core.supervisor import NoAnswer, RequestSupervisor
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
 from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge
-from shared.ids import GatewayId, ModelName, RequestId
+from shared.ids import Attempt, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.dialects import THINKING_MARKS
-from shared.messages.gateway import Delta, GatewayMessage, PromptLogprobsDelta, RequestRejected, StreamOpened
+from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestMessage, RequestRejected, StreamOpened
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import ProbeReply
 from shared.messages.tokenizer import Tokenize
@@ -44,12 +45,25 @@ log = logging.getLogger(__name__)
 BUS_AWAY = "the bus is away"
 PROBE_TIMEOUT = 1.0
 """Seconds that an engine may take to answer a probe."""
+ATTEMPTS_OF_A_GATEWAY = 1000
+"""More than a gateway makes of a request: one that takes it over counts on beyond them. Which thousand is drawn, so
+that of two gateways that take it over at once one has the newer attempt."""
 
 
 class RequestTable:
     """Owns the open responses and the supervision of their requests."""
 
-    def __init__(self, bus: Bus, gateway: GatewayId, policy: RetryPolicy, limits: RequestLimits, max_open: int) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        gateway: GatewayId,
+        policy: RetryPolicy,
+        limits: RequestLimits,
+        max_open: int,
+        records: StreamRecords,
+    ) -> None:
+        self.records = records
+        """What was generated of resumable streams, this gateway's own and copies."""
         self.limits = limits
         self.timeout = policy.request_s
         """Seconds that an answer may take in all."""
@@ -119,19 +133,22 @@ class RequestTable:
         writer: ResponseWriter,
         details: list[PromptDetails],
         meters: ModelMeters | None = None,
+        record: StreamRecord | None = None,
     ) -> GenerationResponse:
         """Dispatches every sequence of a request. `details` describe its prompts where the client wants that, else it
-        is empty. `meters`: other than the model's, for requests that no client has sent."""
-        now, arrival = self._bus.liveness_now(), time.time()
-        grammar = generation.output_grammar
+        is empty. `meters`: other than the model's, for requests that no client has sent. `record`: of a resumable
+        stream, new or not: the response gets what is recorded, and only what nobody generates is dispatched. The
+        response that had it until now ends."""
+        now, arrival = self._bus.liveness_now(), time.time() if record is None else record.opening.arrival
+        seed = secrets.randbits(63) if record is None else record.opening.seed
         max_model_len = self.cluster.max_model_len(generation.model)
         choices: dict[RequestId, ChoiceState] = {}
-        effects: list[Effect] = []
-        for choice in generation.choices(secrets.randbits(63)):
-            request = RequestId(header.id if generation.sequences == 1 else f"{header.id}-{choice.position}")
-            choices[request] = _choice_state(generation, choice, details)
-            message = _tokenize(generation, choice, request, self._gateway, arrival, max_model_len)
-            effects += self._supervisor.open(message, now, accepted=meters is not None)
+        messages: dict[RequestId, Tokenize] = {}
+        requests = choice_requests(header.id, generation.sequences)
+        for request, choice in zip(requests, generation.choices(seed), strict=True):
+            choices[request] = _choice_state(generation, choice, details, None if record is None else request)
+            messages[request] = _tokenize(generation, choice, request, self._gateway, arrival, max_model_len)
+        grammar = generation.output_grammar
         response = GenerationResponse(
             header,
             choices,
@@ -141,9 +158,38 @@ class RequestTable:
             grammar_field=grammar.field if grammar is not None else None,
         )
         self._add(response)
-        self._routes |= {request: (response, state) for request, state in choices.items()}
+        effects: list[Effect] = []
+        if record is not None and record.begun:
+            effects = self._resume(response, record, messages, now)
+        else:
+            for message in messages.values():
+                effects += self._supervisor.open(message, now, accepted=meters is not None)
+            self._routes |= {request: (response, state) for request, state in choices.items()}
         await self._perform(effects)
         return response
+
+    def _resume(
+        self, response: GenerationResponse, record: StreamRecord, messages: dict[RequestId, Tokenize], now: float
+    ) -> list[Effect]:
+        """Gives the response what is recorded. Nothing may come between this and the routes of what follows."""
+        effects: list[Effect] = []
+        attempt = Attempt(newest_attempt(record) + ATTEMPTS_OF_A_GATEWAY * (1 + secrets.randbelow(1000)))
+        for request, choice in record.choices.items():
+            if (former := self._routes.pop(request, None)) is not None:
+                former[0].end("taken over")
+            state, delta = response.requests[request], choice.delta()
+            if choice.opened is not None:
+                response.record_opened(choice.opened)
+            if choice.finish is None:
+                self._routes[request] = response, state
+            if delta is not None:
+                response.restore(state, delta, time.monotonic())
+            if choice.finish is None and request not in self._supervisor:
+                prompt_tokens = None if choice.opened is None else choice.opened.prompt_tokens
+                age = max(0.0, time.time() - record.opening.arrival)
+                emitted = EmittedOutput(attempt, choice.tokens, choice.chars, prompt_tokens, age)
+                effects += self._supervisor.resume(messages[request], emitted, now)
+        return effects
 
     def open_empty(
         self, generation: GenerationRequest, header: ResponseHeader, writer: ResponseWriter
@@ -159,9 +205,10 @@ class RequestTable:
         self._responses.add(response)
         STREAMS.set(len(self._responses))
 
-    async def close(self, response: GenerationResponse, outcome: ResponseOutcome) -> None:
-        """Ends a client's response: cancels what is still generated for it, then counts and logs it."""
-        await self.cancel(response)
+    async def close(self, response: GenerationResponse, outcome: ResponseOutcome, *, resumable: bool = False) -> None:
+        """Ends a client's response: cancels what is still generated for it, then counts and logs it. `resumable`:
+        generating goes on, and the record grows."""
+        await self.cancel(response, detach=resumable)
         header, choices = response.header, response.choices
         REQUESTS.labels(header.model, header.kind, outcome).inc()
         if outcome in ("client left", "client too slow"):
@@ -182,20 +229,30 @@ class RequestTable:
             summary |= {"status": response.error.status, "reason": response.error.message}
         log.info("answered", extra=summary)
 
-    async def cancel(self, response: GenerationResponse) -> None:
-        """Forgets a response, and cancels whatever is still generated for it."""
+    async def cancel(self, response: GenerationResponse, *, detach: bool = False) -> None:
+        """Forgets a response, and cancels whatever is still generated for it; nothing with `detach`."""
         self._responses.discard(response)
         STREAMS.set(len(self._responses))
+        own = [r for r in response.requests if (route := self._routes.get(r)) is not None and route[0] is response]
+        for request in own:
+            del self._routes[request]
+        if not detach:
+            await self.abandon(own)
+
+    async def abandon(self, requests: Iterable[RequestId]) -> None:
+        """Cancels requests of which no response is left here, and ends the response of those that have one: another
+        gateway goes on with them."""
         now = self._bus.liveness_now()
         effects: list[Effect] = []
-        for request in response.requests:
-            if self._routes.pop(request, None) is not None:
-                effects += self._supervisor.close(request, now)
+        for request in requests:
+            if (route := self._routes.pop(request, None)) is not None:
+                route[0].end("taken over")
+            effects += self._supervisor.close(request, now)
         await self._perform(effects)
 
     # For the actor.
 
-    async def handle(self, message: GatewayMessage) -> None:
+    async def handle(self, message: RequestMessage) -> None:
         """Takes a message about a request."""
         await self._perform(self._supervisor.handle(message, self._bus.liveness_now()))
 
@@ -231,8 +288,10 @@ class RequestTable:
         OPEN.labels("running").set(len(self._supervisor) - queued)
 
     def stop(self) -> None:
-        """Fails every open response: the gateway is stopping."""
+        """Fails every open response, as the gateway is stopping; resumable ones break off and go on elsewhere."""
         for response in list(self._responses):
+            if self.records.get(response.header.id) is not None:
+                response.end("taken over")
             response.fail(RequestError(503, "this gateway is stopping", retry_after=1.0))
 
     # What the supervisor wants done.
@@ -244,16 +303,19 @@ class RequestTable:
         for effect in effects:
             match effect:
                 case Delta():
+                    self.records.record(effect)  # with no wait before the client has it: see _resume
                     find = self._routes.get if effect.finish is None else self._routes.pop
                     if (route := find(effect.request, None)) is not None:
                         route[0].record_delta(route[1], effect, now)
                 case StreamOpened():
+                    self.records.record(effect)
                     if (route := self._routes.get(effect.request)) is not None:
                         route[0].record_opened(effect)
                 case PromptLogprobsDelta():
                     if (route := self._routes.get(effect.request)) is not None:
                         route[1].record_prompt_logprobs(effect)
                 case RequestRejected():
+                    self.records.fail(effect.request)
                     if (route := self._routes.pop(effect.request, None)) is not None:
                         route[0].reject(effect)
                 case DispatchAttempt():
@@ -297,12 +359,17 @@ class RequestTable:
         await self._perform(self._supervisor.record_probe_reply(probe.request, probe.attempt, reply, now))
 
 
-def _choice_state(generation: GenerationRequest, choice: ChoiceRequest, details: list[PromptDetails]) -> ChoiceState:
-    """The state of a choice to which nothing has been sent. `details`: see `RequestTable.open`."""
+def _choice_state(
+    generation: GenerationRequest, choice: ChoiceRequest, details: list[PromptDetails], resumable: RequestId | None
+) -> ChoiceState:
+    """The state of a choice to which nothing has been sent. `details`: see `RequestTable.open`. `resumable`: set where
+    its tool calls are to have the same ids again."""
     prompt = choice.position // generation.n
     state = ChoiceState(choice.position, prompt, only_echo=generation.only_echo)
     if generation.parser_options is not None:
-        state.message = AssistantMessage(generation.parser_options)
+        mistral = generation.parser_options.dialect.tools == "mistral"
+        new_id = None if resumable is None else repeatable_ids(resumable, mistral)
+        state.message = AssistantMessage(generation.parser_options, new_id)
     if details:
         text, state.prompt_ids = details[prompt].text, details[prompt].token_ids
         state.echo, state.prompt_text = text if generation.echo else "", text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.ids import Attempt, Count, DetokenizerId, EngineId, GatewayId, Incarnation, RequestId, TokenId
 from shared.messages.dialects import Thinking
@@ -176,6 +176,80 @@ class MetricsPage(Struct, frozen=True, array_like=True, tag=True):
     text: bytes
 
 
-GatewayRequest = ReadMetrics
+MAX_STREAM_CHOICES = 16
+"""Sequences of a resumable stream: the id of each of its events has the position of every one."""
+
+
+class StreamOpening(Struct, frozen=True, array_like=True, kw_only=True):
+    """All that a gateway needs to take a resumable stream over from another one, but its output."""
+
+    stream: str
+    """The response's id; it cannot be guessed."""
+    key: str
+    """Name of the API key that opened it, and that alone may resume it; empty where there are no keys."""
+    kind: Literal["chat", "completion"]
+    body: bytes
+    """The request, as the client sent it."""
+    choices: Annotated[int, Meta(ge=1, le=MAX_STREAM_CHOICES)]
+    """Sequences that it generates."""
+    seed: Count
+    """Drawn for choices without a seed of the client's."""
+    arrival: float
+    """Unix seconds when the first gateway took the request."""
+
+
+class KeepStream(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → another gateway: keep a copy of this stream of mine; its output follows in `StreamsGrown`."""
+
+    owner: GatewayId
+    incarnation: Incarnation
+    opening: StreamOpening
+
+
+class StreamsGrown(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → the one that keeps copies of its streams: their new output. What does not continue a copy is dropped,
+    so that the copy stays behind; nothing is lost, as the rest can be generated again."""
+
+    owner: GatewayId
+    opened: tuple[StreamOpened, ...]
+    deltas: tuple[Delta, ...]
+
+
+class ForgetStream(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → the one that keeps a copy: nobody can resume this stream any more."""
+
+    owner: GatewayId
+    stream: str
+
+
+class TakeStream(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → another gateway: a client of mine resumes this stream. Answered by a `StreamCopy`, with which its
+    present owner gives it up, or by `StreamUnknown`."""
+
+    taker: GatewayId
+    incarnation: Incarnation
+    stream: str
+    key: str
+
+
+class StreamCopy(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `TakeStream`: all that is known of the stream, with at most one delta for each choice."""
+
+    opening: StreamOpening
+    opened: tuple[StreamOpened, ...]
+    deltas: tuple[Delta, ...]
+    owned: bool
+    """Whether the sender owned the stream until now, so that nobody knows more of it."""
+
+
+class StreamUnknown(Struct, frozen=True, array_like=True, tag=True):
+    """Reply to `TakeStream`: there is no such stream here, or not for that key."""
+
+
+GatewayRequest = ReadMetrics | TakeStream
 """What gateways ask each other."""
-GatewayMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
+RequestMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
+"""Of other services, about a request."""
+StreamMessage = KeepStream | StreamsGrown | ForgetStream
+"""Of other gateways, about their resumable streams."""
+GatewayMessage = RequestMessage | StreamMessage

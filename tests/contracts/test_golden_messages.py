@@ -82,6 +82,10 @@ ENGINE_REPORT = lifecycle.EngineReport(
 WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
 
+STREAM_OPENING = gateway.StreamOpening(
+    stream="chatcmpl-1", key="alice", kind="chat", body=b"{}", choices=1, seed=7, arrival=1.5
+)
+
 MESSAGES: list[Any] = [
     tokenizer.Tokenize(
         request=R,
@@ -279,6 +283,14 @@ MESSAGES: list[Any] = [
     gateway.ReadMetrics(),
     gateway.MetricsPage(b"a 1.0\n"),
     scheduler.OutlierReport("9 requests failed"),
+    gateway.KeepStream(GatewayId("gateway-1"), Incarnation(1), STREAM_OPENING),
+    gateway.StreamsGrown(
+        GatewayId("gateway-1"), (gateway.StreamOpened(R, A, 1, 0),), (gateway.Delta(R, A, 0, (9,), "a"),)
+    ),
+    gateway.ForgetStream(GatewayId("gateway-1"), "chatcmpl-1"),
+    gateway.TakeStream(GatewayId("gateway-2"), Incarnation(2), "chatcmpl-1", "alice"),
+    gateway.StreamCopy(STREAM_OPENING, (), (gateway.Delta(R, A, 0, (9,), "a", "stop"),), True),
+    gateway.StreamUnknown(),
 ]
 
 
@@ -354,7 +366,12 @@ def test_a_cut_or_foreign_payload_is_undecodable(number: int) -> None:
 
 
 def test_unions_tell_their_members_apart() -> None:
-    unions: list[Any] = [gateway.GatewayMessage, scheduler.SchedulerControl, scheduler.WorkerResult]
+    unions: list[Any] = [
+        gateway.GatewayMessage,
+        gateway.GatewayRequest,
+        scheduler.SchedulerControl,
+        scheduler.WorkerResult,
+    ]
     unions += [
         tokenizer.TokenizerRequest,
         tokenizer.TokenizerReply,

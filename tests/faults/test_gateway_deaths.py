@@ -1,10 +1,11 @@
-"""Two gateways behind one port, and one of them is killed: the other one answers, and no stream ends as if it was
-complete."""
+"""Two gateways behind one port, and one of them is killed: the other one answers, resumable streams go on with the same
+text, and no other stream ends as if it was complete."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -12,6 +13,7 @@ from openai import APIConnectionError, AsyncOpenAI
 
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.gateway.event_streams import Event, events, last_id
 
 STREAMS = 8
 TOKENS = 200
@@ -75,4 +77,65 @@ async def test_streams_end_with_an_error_and_new_requests_are_served(
     for end in broken:
         assert isinstance(end, APIConnectionError) or "incomplete chunked read" in str(end), repr(end)
     await asyncio.to_thread(stack.replaced, VICTIM, pid)
+    await stack.until_heard(lambda said: all(life.phase == "ready" for life in said.values()))
+
+
+async def resumed_stream(stack: RunningStack, question: str, begun: asyncio.Event) -> tuple[list[Event], int]:
+    """All events of a stream, on as many connections as it takes, and how many times it was cut off."""
+    request = {
+        "model": stack.model,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"resumable": True, "include_usage": True},
+    }
+    seen: list[Event] = []
+    for cuts in range(20):
+        try:
+            async with httpx2.AsyncClient(base_url=stack.url, timeout=DEADLINE) as http:
+                async for event in events(http, request, last_id(seen) if seen else None):
+                    seen.append(event)
+                    if len(seen) == 5:
+                        begun.set()
+            return seen, cuts
+        except httpx2.TransportError:
+            await asyncio.sleep(0.05)
+    raise AssertionError("cut off again and again")
+
+
+def said(seen: list[Event]) -> dict[str, Any]:
+    choices = [choice for _, data in seen[:-1] for choice in data["choices"]]
+    return {
+        "text": "".join(choice["delta"].get("content") or "" for choice in choices),
+        "roles": sum("role" in choice["delta"] for choice in choices),
+        "ends": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [data["usage"]["completion_tokens"] for _, data in seen[:-1] if data["usage"]],
+        "done": [data for _, data in seen if data == "[DONE]"],
+    }
+
+
+async def eight(stack: RunningStack, begun: list[asyncio.Event]) -> list[tuple[list[Event], int]]:
+    async with asyncio.timeout(DEADLINE):
+        return await asyncio.gather(
+            *(resumed_stream(stack, question, event) for question, event in zip(QUESTIONS, begun, strict=True))
+        )
+
+
+async def test_resumable_streams_go_on_with_the_same_text(stack: RunningStack) -> None:
+    undisturbed = [said(seen) for seen, _ in await eight(stack, [asyncio.Event() for _ in QUESTIONS])]
+    assert [each["usage"] for each in undisturbed] == [[TOKENS]] * STREAMS
+    begun = [asyncio.Event() for _ in QUESTIONS]
+    streams = asyncio.create_task(eight(stack, begun))
+    async with asyncio.timeout(DEADLINE):
+        await asyncio.gather(*(event.wait() for event in begun))
+    async with asyncio.timeout(DEADLINE):
+        opened = await requests_by_gateway(stack)
+    victim = max(opened, key=lambda name: opened[name])
+    pid = stack.kill(victim)
+    finished = await streams
+    assert [said(seen) for seen, _ in finished] == undisturbed
+    assert sum(cuts for _, cuts in finished) >= 1, opened
+    await asyncio.to_thread(stack.replaced, victim, pid)
     await stack.until_heard(lambda said: all(life.phase == "ready" for life in said.values()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any, NamedTuple, assert_never
 
 import msgspec
@@ -130,6 +132,20 @@ ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 def mistral_id() -> str:
     """Draws the id of a tool call as Mistral's chat templates require it: nine letters and digits."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+
+
+def repeatable_ids(name: str, mistral: bool) -> NewId:
+    """Returns what makes the ids of a choice's tool calls, one after the other: the same for the same `name`, so that a
+    stream that is resumed at another gateway has them again."""
+    numbers = itertools.count()
+
+    def make() -> str:
+        digest = blake2b(f"{name}/{next(numbers)}".encode(), digest_size=12).digest()
+        if not mistral:
+            return f"call_{digest.hex()}"
+        return "".join(ALPHANUMERIC[byte % len(ALPHANUMERIC)] for byte in digest[:9])
+
+    return make
 
 
 class _ToolCall(NamedTuple):

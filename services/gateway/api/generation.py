@@ -16,6 +16,7 @@ from services.gateway.api.errors import RequestError, abbreviated, invalid, not_
 from services.gateway.api.structured_outputs import OutputGrammar, ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
+from shared.messages.gateway import MAX_STREAM_CHOICES
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import Prompt
@@ -43,10 +44,11 @@ class RequestLimits(Struct, frozen=True, kw_only=True):
 
 
 class StreamOptions(NamedTuple):
-    """OpenAI's `stream_options`: usage in a last chunk, or in every chunk."""
+    """OpenAI's `stream_options`: usage in a last chunk, or in every chunk; and whether the stream can be resumed."""
 
     include_usage: bool
     continuous_usage: bool
+    resumable: bool = False
 
 
 EarlyStopping = bool | Literal["never"]
@@ -190,6 +192,7 @@ class StreamOptionFields(Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    resumable: bool | None = None
 
 
 class CommonFields(Struct, kw_only=True):
@@ -283,7 +286,21 @@ def stream_options(fields: CommonFields) -> StreamOptions | None:
             raise invalid("stream_options", "only allowed when stream is true")
         return None
     usage = options is not None and bool(options.include_usage)
-    return StreamOptions(usage, usage and options is not None and bool(options.continuous_usage_stats))
+    continuous = usage and options is not None and bool(options.continuous_usage_stats)
+    return StreamOptions(usage, continuous, options is not None and bool(options.resumable))
+
+
+def check_resumable(generation: GenerationRequest) -> None:
+    """Raises RequestError 400 for what a resumable stream cannot have."""
+    if generation.stream is None or not generation.stream.resumable:
+        return
+    field = "stream_options.resumable"
+    if generation.sequences > MAX_STREAM_CHOICES:
+        raise invalid(
+            field, f"{generation.sequences} choices; at most {MAX_STREAM_CHOICES} are allowed in a resumable stream"
+        )
+    if generation.sampling.prompt_logprobs is not None:
+        raise invalid(field, "not allowed together with log-probabilities of the prompt")
 
 
 def check_token_ids(name: str, ids: list[int], card: ModelCard) -> None:

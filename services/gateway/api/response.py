@@ -30,7 +30,8 @@ from shared.messages.generation import FinishReason
 FINGERPRINT = "baton"
 """`system_fingerprint`: to be changed when the same seed no longer gives the same text."""
 
-ResponseOutcome = Literal["finished", "failed", "client left", "client too slow"]
+ResponseOutcome = Literal["finished", "failed", "client left", "client too slow", "taken over"]
+"""taken over: the client resumes the stream on another connection, or is to do so at another gateway."""
 
 
 class ResponseHeader(NamedTuple):
@@ -214,6 +215,19 @@ class GenerationResponse:
                 if self.first_token_at is None:
                     self.first_token_at = now
             choice.last_token_at = now
+        self._deliver(choice, delta, now)
+
+    def restore(self, choice: ChoiceState, delta: Delta, now: float) -> None:
+        """Takes output that was generated before this response was opened: it is in no figures."""
+        if choice.only_echo:
+            delta = without_output(delta)
+        choice.tokens += len(delta.tokens)
+        if choice.tokens:
+            choice.first_token_at = choice.last_token_at = self.first_token_at = now
+        if not self.ended.done():
+            self._deliver(choice, delta, now)
+
+    def _deliver(self, choice: ChoiceState, delta: Delta, now: float) -> None:
         if delta.finish is not None:
             choice.finish, choice.stop_reason = delta.finish, delta.stop_reason
         if not self.writer.write(choice, delta, now):

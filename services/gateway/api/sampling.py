@@ -12,6 +12,7 @@ from services.gateway.api.generation import (
     GenerationRequest,
     RequestLimits,
     ResponseOptions,
+    check_resumable,
     check_token_ids,
     stream_options,
 )
@@ -65,7 +66,7 @@ def generation_request(
     """Returns the request that `fields` make with what the endpoint has read itself: `prompts`, log-probabilities, and
     in `own` further fields of a GenerationRequest. Raises RequestError 400."""
     keep = fields.truncate_prompt_tokens
-    return GenerationRequest(
+    generation = GenerationRequest(
         model=card,
         prompts=prompts,
         n=fields.n or 1,
@@ -89,6 +90,8 @@ def generation_request(
         prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
         **own,
     )
+    check_resumable(generation)
+    return generation
 
 
 def sampling_params(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -37,6 +38,21 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
 }
 
 FIRST_ATTEMPT = Attempt(1)
+
+
+class EmittedOutput(NamedTuple):
+    """What was generated of a request by the gateway that had it before."""
+
+    attempt: Attempt
+    """Higher than any that the other gateway can have made, so that its messages are stale."""
+    tokens: Sequence[int]
+    chars: int
+    prompt_tokens: int | None
+    """None where its stream was not opened."""
+    age: float
+    """Seconds since the client sent it."""
+
+
 MAX_HISTORY = 32
 """Transitions of a request that are kept for the text of an `IllegalTransition`."""
 

@@ -16,16 +16,16 @@ from services.gateway.core.effects import (
     Effect,
     ProbeEngine,
 )
-from services.gateway.core.open_request import OpenRequest, RetryPolicy
+from services.gateway.core.open_request import EmittedOutput, OpenRequest, RetryPolicy
 from services.gateway.core.poisoned import PoisonedRequests, rejection
 from shared.ids import Attempt, DetokenizerId, EngineId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import (
     Death,
     Deltas,
-    GatewayMessage,
     PromptLogprobsDelta,
     RequestFailed,
+    RequestMessage,
     RequestPlaced,
     RequestQueued,
     RequestRejected,
@@ -93,6 +93,16 @@ class RequestSupervisor:
         self._open[tokenize.request] = request
         return [DispatchAttempt(request.message())]
 
+    def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float) -> list[Effect]:
+        """Opens a request of another gateway, behind what that one's client was given."""
+        if self._poisoned and self._poisoned.refuses(tokenize, now):
+            return [rejection(tokenize)]
+        request = OpenRequest(tokenize, now - emitted.age, now, now, accepted=True)
+        request.attempt, request.tokens, request.chars = emitted.attempt, list(emitted.tokens), emitted.chars
+        request.usage_sent, request.prompt_tokens = emitted.prompt_tokens is not None, emitted.prompt_tokens
+        self._open[tokenize.request] = request
+        return [DispatchAttempt(request.message())]
+
     def close(self, request: RequestId, now: float) -> list[Effect]:
         """Ends a request that its client no longer wants. An unknown one is no error: it may just have ended."""
         current = self._open.pop(request, None)
@@ -124,7 +134,7 @@ class RequestSupervisor:
             for effect in (*self._release(request, now), *self._give_up(request, why))
         ]
 
-    def handle(self, message: GatewayMessage, now: float) -> list[Effect]:
+    def handle(self, message: RequestMessage, now: float) -> list[Effect]:
         """Takes a message of another service. Messages about ended requests and earlier attempts are dropped."""
         match message:
             case Deltas():

@@ -23,6 +23,7 @@ from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handle
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from services.gateway.resumable_streams import ResumableStreams
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 def build_app(
     table: RequestTable,
     peers: GatewayPeers,
+    streams: ResumableStreams,
     settings: StreamSettings,
     *,
     bodies: BodyLimits,
@@ -44,7 +46,7 @@ def build_app(
         return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])
 
     def generation(kind: Literal["chat", "completion"]) -> Handler:
-        return GenerationEndpoint(table, kind, parser, access, settings)
+        return GenerationEndpoint(table, kind, parser, access, streams, settings)
 
     return Starlette(
         routes=[

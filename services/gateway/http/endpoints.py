@@ -11,13 +11,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.api.errors import RequestError, abbreviated, invalid
+from services.gateway.api.event_ids import EventId
 from services.gateway.api.generation import GenerationRequest, StreamOptions
 from services.gateway.api.openapi import openapi_page
 from services.gateway.api.response import (
@@ -29,15 +31,19 @@ from services.gateway.api.response import (
 )
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
 from services.gateway.core.api_keys import KeyScope
+from services.gateway.core.stream_records import StreamRecord
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, Call
+from services.gateway.http.resumable import ResumableWriter
 from services.gateway.http.streaming import SseFrames, StreamWriter
 from services.gateway.metrics import MergedPages
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
+from services.gateway.resumable_streams import ResumableStreams
 from services.gateway.tokenizer_client import PromptDetails
 from shared.ids import ModelName
+from shared.messages.gateway import StreamOpening
 from shared.messages.lifecycle import ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
 from shared.packing import unpack
@@ -102,16 +108,22 @@ class GenerationEndpoint:
         kind: Literal["chat", "completion"],
         parser: BodyParser,
         access: AccessControl,
+        streams: ResumableStreams,
         settings: StreamSettings,
     ) -> None:
         self._table, self._kind, self._parser, self._settings = table, kind, parser, settings
-        self._access = access
+        self._access, self._streams = access, streams
+        self._prefix = "chatcmpl" if kind == "chat" else "cmpl"
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
+        if last := call.header(b"last-event-id"):
+            await self._resume(call, EventId.read(last))
+            return
         table = self._table
         with table.arriving():
-            generation: GenerationRequest = await self._parser.read(self._kind, await call.body())
+            body = await call.body()
+            generation: GenerationRequest = await self._parser.read(self._kind, body)
         call.record.model = generation.model.name
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
@@ -121,25 +133,61 @@ class GenerationEndpoint:
             searches = await open_searches(table.tokenizer, generation)
         else:
             details = await table.tokenizer.prompt_details(generation)
-        prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
-        response_id = f"{prefix}-{secrets.token_hex(12)}"
-        header = ResponseHeader(generation.kind, response_id, int(time.time()), generation.model.name)
-        call.record.request = response_id
-        log.info(
-            "request",
-            extra={
-                "request": header.id,
-                "client_request": call.client_id,
-                "endpoint": header.kind,
-                "model": header.model,
-                "choices": generation.sequences,
-                "stream": generation.stream is not None,
-            },
-        )
+        response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
+        header = ResponseHeader(generation.kind, response_id, int(arrival), generation.model.name)
+        self._log(call, generation, header)
         if generation.stream is None:
             await self._respond(call, generation, header, details, searches)
+        elif generation.stream.resumable:
+            opening = StreamOpening(
+                stream=response_id,
+                key=call.key.name,
+                kind=self._kind,
+                body=body,
+                choices=generation.sequences,
+                seed=secrets.randbits(63),
+                arrival=arrival,
+            )
+            record = await self._streams.open(opening)
+            nothing = EventId(response_id, (None,) * generation.sequences)
+            await self._stream(call, generation, header, details, generation.stream, record, nothing)
         else:
             await self._stream(call, generation, header, details, generation.stream)
+
+    async def _resume(self, call: Call, last: EventId) -> None:
+        """Responds with the rest of a stream that began on another connection. Raises RequestError."""
+        table = self._table
+        with table.arriving():
+            await call.body()  # clients may send their request again; what counts is the one that began the stream
+            if not last.stream.startswith(f"{self._prefix}-"):
+                raise invalid("Last-Event-ID", f"{last.stream} is the id of a stream of the other endpoint")
+            record = await self._streams.take(last.stream, call.key.name)
+            opening = record.opening
+            if len(last.choices) != opening.choices:
+                raise invalid("Last-Event-ID", f"{len(last.choices)} choices; the stream has {opening.choices}")
+            generation: GenerationRequest = await self._parser.read(opening.kind, opening.body)
+        call.record.model = generation.model.name
+        generation = self._access.bound(generation, call.key)
+        self._access.reserve(call, generation, table.free)
+        details = await table.tokenizer.prompt_details(generation)
+        header = ResponseHeader(generation.kind, opening.stream, int(opening.arrival), generation.model.name)
+        self._log(call, generation, header, last)
+        assert generation.stream is not None
+        await self._stream(call, generation, header, details, generation.stream, record, last)
+
+    def _log(
+        self, call: Call, generation: GenerationRequest, header: ResponseHeader, last: EventId | None = None
+    ) -> None:
+        call.record.request = header.id
+        extra = {
+            "request": header.id,
+            "client_request": call.client_id,
+            "endpoint": header.kind,
+            "model": header.model,
+            "choices": generation.sequences,
+            "stream": generation.stream is not None,
+        }
+        log.info("request", extra=extra if last is None else {**extra, "resumed_after": str(last)})
 
     async def _respond(
         self,
@@ -171,9 +219,12 @@ class GenerationEndpoint:
         header: ResponseHeader,
         details: list[PromptDetails],
         options: StreamOptions,
+        record: StreamRecord | None = None,
+        last: EventId | None = None,
     ) -> None:
-        """Responds with events as tokens arrive."""
-        writer = StreamWriter(
+        """Responds with events as tokens arrive. `record`: of a resumable stream, whose client has everything up to the
+        event `last`."""
+        writer = (StreamWriter if last is None else partial(ResumableWriter, last=last))(
             SseFrames(header, options, generation.sequences, generation.response_options),
             call.connection,
             include_usage=options.include_usage,
@@ -181,9 +232,9 @@ class GenerationEndpoint:
             unread_limit=self._settings.unread_limit,
             now=time.monotonic(),
         )
-        response = await self._table.open(generation, header, writer, details)
+        response = await self._table.open(generation, header, writer, details, record=record)
         response.ended.add_done_callback(lambda _: writer.wake())
-        async with self._open_for(call, response):
+        async with self._open_for(call, response, record):
             await writer.first
             # Until there is something to write, an error is still an error response.
             if started := writer.waiting:
@@ -192,16 +243,23 @@ class GenerationEndpoint:
             outcome = await response.ended
         if not started and response.error is not None:
             raise response.error
-        if outcome == "client too slow":
+        if outcome in ("client too slow", "taken over"):
             call.connection.abort()
         elif started:
             await self._finish(call, call.end())
 
     @asynccontextmanager
-    async def _open_for(self, call: Call, response: GenerationResponse) -> AsyncIterator[None]:
-        """Ends the response when the client leaves meanwhile; closes it at the end."""
+    async def _open_for(
+        self, call: Call, response: GenerationResponse, record: StreamRecord | None = None
+    ) -> AsyncIterator[None]:
+        """Ends the response when the client leaves meanwhile; closes it at the end. With a `record` generating goes on
+        without the client, which can resume the stream once it has read of it."""
         connection = call.connection
+        billed, resumed = 0, False
         try:
+            if record is not None:
+                billed, resumed, record.begun = record.billed, record.begun, True
+                record.readers += 1
             connection.on_lost = lambda: response.end("client left")
             if connection.is_closing():
                 response.end("client left")
@@ -209,10 +267,17 @@ class GenerationEndpoint:
         finally:
             connection.on_lost = None
             outcome = response.ended.result() if response.ended.done() else "client left"
-            await self._table.close(response, outcome)
+            if record is None:
+                await self._table.close(response, outcome)
+            else:
+                known = resumed or call.record.status is not None
+                await self._streams.leave(record, response, outcome, known_to_client=known)
+            tokens = sum(choice.tokens for choice in response.choices)
             call.record.outcome = outcome
-            call.record.prompt_tokens = prompt_tokens(response.choices)
-            call.record.output_tokens = sum(choice.tokens for choice in response.choices)
+            call.record.prompt_tokens = 0 if resumed else prompt_tokens(response.choices)
+            call.record.output_tokens = max(0, tokens - billed)
+            if record is not None:
+                record.billed = max(tokens, billed)
 
     async def _finish(self, call: Call, writing: Awaitable[None]) -> None:
         """Aborts the connection of a client that does not read the response's end."""

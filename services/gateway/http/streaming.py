@@ -99,6 +99,16 @@ class SseFrames:
     def _tail(self, choice: ChoiceState) -> bytes:
         return b',"usage":%b}\n\n' % encode(usage([choice])) if self._continuous else self._end
 
+    def pass_over(self, choice: ChoiceState, delta: Delta) -> None:
+        """Counts output as sent that the client has from another connection."""
+        if not choice.started:
+            choice.started, choice.text_offset = True, len(choice.echo)
+            choice.echo_first_token = choice.prompt_ids = None
+        if choice.message is not None:
+            choice.message.feed(delta.text, delta.finish)
+        if delta.logprobs and not self._chat:
+            _, choice.text_offset = completion_logprobs(delta.logprobs, choice.text_offset, self._naming)
+
     def usage(self, choices: list[ChoiceState]) -> bytes:
         """Returns the last chunk, which is sent if the client requested usage."""
         return self._head + b',"choices":[],"usage":%b}\n\n' % encode(usage(choices))
@@ -143,24 +153,36 @@ class StreamWriter(ResponseWriter):
             choice.token_ids.extend(delta.tokens)
         if not delta.text and delta.finish is None:
             return True  # half a character, or perhaps the start of a stop string
-        if choice.message is not None:
-            parsed = choice.message.feed(delta.text, delta.finish)
-            if not parsed and delta.finish is None:
-                return True  # perhaps the start of a marker
-            frame = (b"" if choice.started else self._frames.role(choice)) + self._frames.delta(choice, parsed)
-            choice.started = True
-        elif choice.started:
-            frame = self._frames.text(choice, delta.text)
-        else:
-            choice.started, choice.text_offset = True, len(choice.echo)
-            frame = self._frames.role(choice) + self._frames.text(choice, choice.echo + delta.text)
-        self._write(frame)
+        if not (frames := self.frames(choice, delta)):
+            return True  # perhaps the start of a marker
+        self._write(frames[0] if len(frames) == 1 else b"".join(frames))
         self._written_at = now
         return self._connection.unread() <= self._unread_limit
 
+    def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
+        """Returns the events of new output: the role before the first, none where nothing is decided yet."""
+        if choice.message is not None:
+            parsed = choice.message.feed(delta.text, delta.finish)
+            if not parsed and delta.finish is None:
+                return []
+            role = b"" if choice.started else self._frames.role(choice)
+            frame = self._frames.delta(choice, parsed)
+        elif choice.started:
+            return [self._frames.text(choice, delta.text)]
+        else:
+            choice.text_offset = len(choice.echo)
+            role = self._frames.role(choice)
+            frame = self._frames.text(choice, choice.echo + delta.text)
+        choice.started = True
+        return [role, frame] if role else [frame]
+
     def complete(self, choices: list[ChoiceState]) -> None:
         """Writes the last events."""
-        self._write(self._frames.usage(choices) + DONE if self._include_usage else DONE)
+        self._write(b"".join(self.last_frames(choices)))
+
+    def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
+        """Returns the last events: the usage if the client requested it, and the end."""
+        return [self._frames.usage(choices), DONE] if self._include_usage else [DONE]
 
     def fail(self, error: RequestError) -> None:
         """Writes the error as an event, once the response has started; before, the endpoint makes it a response."""

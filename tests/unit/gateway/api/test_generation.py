@@ -96,7 +96,7 @@ def test_every_field_arrives() -> None:
     )
     assert (stopping.ignore_eos, stopping.include_stop) == (True, True)
     assert (job.n, job.seed, job.priority, job.cache_salt, job.skip_special_tokens) == (2, -3, -2, "s", False)
-    assert job.stream == (True, True)
+    assert job.stream == (True, True, False)
 
 
 @pytest.mark.parametrize(
