@@ -101,6 +101,9 @@ def _description(operation: Operation) -> dict[str, Any]:
         description["security"] = [{}, {"key": []}]
     if "{name}" in operation.path:
         description["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.content_types is GENERATED:
+        resumed = {"name": "Last-Event-ID", "in": "header", "required": False, "schema": {"type": "string"}}
+        description["parameters"] = [resumed]
     if operation.body is not None:
         schema = {"$ref": SCHEMAS + operation.body.__name__}
         description["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

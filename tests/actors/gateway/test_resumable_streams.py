@@ -21,6 +21,7 @@ from shared.packing import count
 from tests.support.gateway.event_streams import Event, events, last_id
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+from tests.support.paths import REPOSITORY
 
 TOKENS = 40
 RESUMABLE = {"include_usage": True, "resumable": True}
@@ -163,6 +164,30 @@ async def test_a_gateway_that_stops_leaves_its_streams_to_the_other_one(pair: Pa
     assert_complete(seen + again + await rest(two, last_id(again)))
     assert tokenizes(two.ring)[-1].gateway == "gateway-2"
     assert_complete(seen + await rest(two, last_id(seen)))  # and once more from where it was
+
+
+async def test_the_example_of_the_docs_reads_on_where_it_was_cut_off(pair: Pair) -> None:
+    one, _ = pair
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    [example] = [block for block in page.split("```")[1::2] if "def chunks(" in block]
+    names: dict[str, Any] = {}
+    exec(example.removeprefix("python\n").partition("\nbody = ")[0], names)
+
+    loop = asyncio.get_running_loop()
+
+    def read() -> str:
+        seen = ""
+        for number, chunk in enumerate(names["chunks"](f"{one.url}/v1/chat/completions", body())):
+            seen += "".join(choice["delta"].get("content", "") for choice in chunk["choices"])
+            if number % 7 == 6:  # the client's connections break
+                loop.call_soon_threadsafe(cut)
+        return seen
+
+    def cut() -> None:
+        for connection in list(one.gateway.server._server.server_state.connections):
+            connection.transport.abort()
+
+    assert await asyncio.to_thread(read) == said(TOKENS)
 
 
 async def test_a_finished_stream_can_be_read_again_for_a_while(memory_bus: MemoryBus) -> None:

@@ -23,6 +23,8 @@ def test_every_schema_is_valid_and_every_reference_leads_somewhere() -> None:
     for operation in OPERATIONS:
         described = PAGE["paths"][operation.path][operation.method.lower()]
         assert ("requestBody" in described) == (operation.body is not None)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert [each["name"] for each in PAGE["paths"][path]["post"]["parameters"]] == ["Last-Event-ID"]
     for name in PAGE["components"]["schemas"]:
         validator = jsonschema.Draft202012Validator(schema_of(name))
         validator.check_schema(schema_of(name))
