@@ -48,3 +48,10 @@ def test_every_module_that_a_page_runs_exists(page: Path) -> None:
     assert [
         path for path in named if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file()
     ] == []
+
+
+def test_decisions_are_numbered_without_a_gap_and_once_each() -> None:
+    files = sorted((REPOSITORY / "docs/adr").glob("0*.md"))
+    titles = [file.read_text(encoding="utf-8").split(".", 1)[0] for file in files]
+    assert [int(file.name[:4]) for file in files] == list(range(1, len(files) + 1))
+    assert titles == [f"# {number}" for number in range(1, len(files) + 1)]

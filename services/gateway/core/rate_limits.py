@@ -3,7 +3,7 @@
 Requests and tokens per minute are token buckets that hold a minute's worth. Their level may fall below zero, by what
 other gateways admitted at the same moment and by outputs that were longer than expected; it is paid back before the
 next request is admitted. So over t minutes a key gets at most its limit × (t + 1), and one minute's worth more for each
-further gateway (docs/adr/0025).
+further gateway (docs/adr/0024).
 """
 
 from __future__ import annotations

@@ -241,6 +241,7 @@ async def test_garbage_on_every_subject_harms_nobody(stack: RunningStack, client
     import nats
 
     before = {m.instance: m.pid for m in stack.state.members}
+    assert stack.refusals() == []
     for user in ("gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer"):
         name, password = stack.user_credentials(user)
         connection = await nats.connect(list(stack.state.nats_url), user=name, password=password, allow_reconnect=False)
@@ -249,6 +250,8 @@ async def test_garbage_on_every_subject_harms_nobody(stack: RunningStack, client
                 await connection.publish(f"baton.{subject}", garbage)
         await connection.flush()
         await connection.close()
+    stack.own_refusals = len(stack.refusals())
+    assert stack.own_refusals > 0
     answer = await stream_chat(client, stack.model, "What is the capital of France?")
     assert "Paris" in answer.text
     assert {m.instance: m.pid for m in stack.state.members} == before
