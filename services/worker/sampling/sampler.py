@@ -42,15 +42,14 @@ class SamplerOutput:
     """[R] int64 the sampled token of each row."""
     logprobs: tuple[RowLogprobs, ...] = ()
     undefined: Tensor | None = None
-    """[R] bool, see `undefined_rows`; None where nobody has looked."""
+    """[R] where not 0 the row's token was drawn from NaN, see `undefined_rows`; None where nobody has looked."""
 
     def on_host(self) -> SamplerOutput:
-        """This output on the host; see `transfer.to_host`."""
-        return SamplerOutput(
-            to_host(self.tokens),
-            tuple(RowLogprobs(rows, part.on_host()) for rows, part in self.logprobs),
-            None if self.undefined is None else to_host(self.undefined),
-        )
+        """This output on the host; see `transfer.to_host`. Tokens and what is undefined are one copy."""
+        undefined = self.tokens.new_empty(0) if self.undefined is None else self.undefined.to(self.tokens.dtype)
+        tokens, flags = to_host(torch.cat((self.tokens, undefined))).tensor_split((len(self.tokens),))
+        logprobs = tuple(RowLogprobs(rows, part.on_host()) for rows, part in self.logprobs)
+        return SamplerOutput(tokens, logprobs, None if self.undefined is None else flags)
 
 
 def sample(logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
