@@ -222,6 +222,8 @@ class RequestSupervisor:
             current = self._open.get(delta.request)
             if current is None or current.attempt != delta.attempt or current.state == "paused":
                 effects += self._abandoned.cancel_again(delta.request, delta.attempt, now)
+            elif not current.usage_sent:  # the message before was lost, and with it what `usage` reports
+                effects += self._retry(current, "the opening of the stream was lost", now, at_once=True)
             elif (
                 current.tokenize.sampling.prompt_logprobs is not None
                 and not current.tokens

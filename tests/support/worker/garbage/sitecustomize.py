@@ -1,8 +1,8 @@
 """On the PYTHONPATH of a stack under test: while the file $GARBAGE_WHEN_THERE is there, one rank computes garbage.
 
 The file names the process to do so by its pid, and what its logits become: "PID zero" has token 0 win for ever, "PID
-nan" makes them NaN, "PID prompts" only those of prompts that are not as long as a canary's. Python imports this at its
-start, long before the model's classes exist; a finder wraps them when they are imported.
+nan" makes them NaN, "PID prompts" only in steps with prompts and without a canary's. Python imports this at its start,
+long before the model's classes exist; a finder wraps them when they are imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 DECODER = "services.worker.models.native_decoder"
-CANARY_PROMPT = 24
+CANARY_STRIDE = 7919
+"""Between the tokens of a canary's prompt, see services/scheduler/core/health/canary.py."""
 
 
 def wanted() -> str | None:
@@ -29,12 +30,18 @@ def wanted() -> str | None:
     return what if int(pid) == os.getpid() else None
 
 
+def has_canary(tokens: list[int], vocabulary: int) -> bool:
+    begin = [CANARY_STRIDE % vocabulary, 2 * CANARY_STRIDE % vocabulary]
+    return any(tokens[at : at + 2] == begin for at in range(len(tokens)))
+
+
 def spoilt(forward: Any) -> Any:
     def spoiling(*arguments: Any, **keywords: Any) -> Any:
         logits = forward(*arguments, **keywords)
         what = wanted()
-        tokens = len(arguments[1])
-        if what is None or logits is None or (what == "prompts" and tokens in (1, CANARY_PROMPT)):
+        if what is None or logits is None:
+            return logits
+        if what == "prompts" and (len(arguments[1]) == 1 or has_canary(arguments[1].tolist(), logits.shape[1])):
             return logits
         if what in ("nan", "prompts"):
             return logits * float("nan")

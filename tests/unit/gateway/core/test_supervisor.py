@@ -77,13 +77,19 @@ class Watched:
         delta = Delta(R, Attempt(attempt), position, (position,), f"<{position}>", **more)
         return self.deltas((delta,), now, skip)
 
-    def deltas(self, deltas: tuple[Delta, ...], now: float, skip: int = 0, opened: Any = ()) -> list[Any]:
+    def deltas(self, deltas: tuple[Delta, ...], now: float, skip: int = 0, opened: Any = None) -> list[Any]:
+        """Streams that none of `opened` opens are opened first, and the effect of that is left out."""
         self.number += skip
+        first = [] if opened is not None else [StreamOpened(delta.request, delta.attempt, 1, 0) for delta in deltas]
         message = Deltas(
-            detokenizer=DETOKENIZER, epoch=Incarnation(1), number=self.number, opened=opened, deltas=deltas
+            detokenizer=DETOKENIZER,
+            epoch=Incarnation(1),
+            number=self.number,
+            opened=opened or tuple(first),
+            deltas=deltas,
         )
         self.number += 1
-        return self.supervision.handle(message, now)
+        return [effect for effect in self.supervision.handle(message, now) if effect not in first]
 
     def probed(self, answer: Any, now: float, attempt: int = 1) -> list[Any]:
         return self.supervision.record_probe_reply(R, Attempt(attempt), answer, now)
@@ -499,3 +505,14 @@ def test_an_attempt_that_failed_of_what_caches_may_hold_is_repeated_without_them
     watched.supervision.handle(RequestFailed(R, Attempt(2), "the engine died"), 1.3)
     later = dispatched(watched.supervision.tick(3.0))
     assert not later.prefix_caching, "nobody has shown yet that they are sound"
+
+
+def test_output_without_its_opening_shows_a_loss() -> None:
+    """The message that had it was lost; without it the client would be told of a prompt of no tokens."""
+    watched = Watched()
+    watched.placed(0.5)
+    begun = (Delta(R, Attempt(1), 0, (5,), "a"),)
+    tokenize = dispatched(watched.deltas(begun, 1.0, skip=1, opened=()))
+    assert tokenize.attempt == 2
+    opened = (StreamOpened(R, Attempt(2), 9, 0),)
+    assert watched.deltas((Delta(R, Attempt(2), 0, (5,), "a"),), 2.0, opened=opened)[0] == opened[0]
