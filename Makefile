@@ -53,10 +53,10 @@ down: setup ## end a stack that `baton up --detach` started
 
 # Several processes (tests/conftest.py); each takes whole files: what their tests share is made once. One: ARGS="-n 0".
 test: $(DEV) $(KERNELS) ## all tests but the slow ones and those of faults
-	$(BIN)/python -m pytest -m "not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
 
 test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or are sent hostile input
-	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
+	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile --durations 10 tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
 	$(BIN)/python -m pytest -m slow --ignore=tests/fuzz $(ARGS)

@@ -140,7 +140,7 @@ async def test_searches_and_scored_prompts_survive_the_death_of_every_engine(
     assert await blocks_in_use(pairs) == 0
 
 
-@pytest.mark.parametrize("victim", ["engine-1", "engine-1-rank0"])
+@pytest.mark.parametrize("victim", ["engine-1", pytest.param("engine-1-rank0", marks=pytest.mark.slow)])
 async def test_streams_survive_the_death_of_a_lone_engine(
     lone: RunningStack, undisturbed: list[Streamed], victim: str
 ) -> None:

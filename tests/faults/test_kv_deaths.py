@@ -118,7 +118,7 @@ async def scene(stack: RunningStack, asked: list[list[int]], undisturbed: list[S
     ("victim", "moment"),
     [
         ("prefill-1", prompts_are_computed("prefill-1")),
-        ("prefill-1", tokens_are_drawn("prefill-1")),
+        slow("prefill-1", tokens_are_drawn("prefill-1")),
         slow("prefill-1", requests_are_handed_to("decode-1")),
         slow("prefill-1-rank0", prompts_are_computed("prefill-1")),
         ("prefill-1-rank0", tokens_are_drawn("prefill-1")),
@@ -129,7 +129,7 @@ async def scene(stack: RunningStack, asked: list[list[int]], undisturbed: list[S
         slow("kvstore-1", store_is_asked(NODE, Find)),
         slow("kvstore-1", store_is_asked(NODE, Reserve)),
         ("kvstore-1", store_is_asked(NODE, Commit)),
-        ("kvstore-1", blocks_are_copied("decode-1")),
+        slow("kvstore-1", blocks_are_copied("decode-1")),
         ("detokenizer-1", requests_are_handed_to("decode-1")),
         slow("coordinator-1", prompts_are_computed("prefill-1")),
     ],

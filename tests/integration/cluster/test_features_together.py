@@ -217,6 +217,7 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answ
         assert await counted(stack, "engine-1", "accepted_draft_tokens_total") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.features(
     "guided",
     "speculative",

@@ -400,7 +400,7 @@ def baton(stack: TinyStack, *argv: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_service_that_keeps_dying_is_shown_as_failed_with_its_last_words_until_it_lives(
     start: Start, tmp_path: Path
 ) -> None:

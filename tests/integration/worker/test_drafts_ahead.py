@@ -223,6 +223,7 @@ def test_whatever_happens_to_sequences_each_draws_what_it_would_alone(
     assert driver.drafted > driver.accepted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.features("guided", "speculative", "n > 1")
 def test_a_whole_engine_that_drafts_ahead_says_the_same(clock: LateClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scheduler, threads and all: requests with grammars and penalties come between those that go ahead."""

@@ -85,6 +85,7 @@ def documents(engine: GuidedEngine, chosen: list[Case], most: int) -> tuple[int,
     return written, cut
 
 
+@pytest.mark.slow
 def test_documents_of_a_model_with_random_weights_satisfy_their_schemas(engine: GuidedEngine) -> None:
     written, cut = documents(engine, cases()[::3], most=100)
     assert written > 130
@@ -117,6 +118,7 @@ def test_forced_tokens_change_no_output_and_save_steps(
     assert driver.drafted > 0
 
 
+@pytest.mark.slow
 def test_forced_tokens_are_accepted_by_a_model_that_spells_as_its_tokenizer_does() -> None:
     plain, jumping = (GuidedEngine(guided_backend(DEMO_MODEL), speculate=count) for count in (0, 8))
     outputs = []

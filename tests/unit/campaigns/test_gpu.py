@@ -72,6 +72,7 @@ def test_what_a_run_leaves_behind_in_a_session_of_its_own_is_ended(tmp_path: Pat
     assert not psutil.pid_exists(child_told_in(log))
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert in_a_process(RUNS_ONE, WAITS, "3", str(log)).startswith("None stopped: not over after")
@@ -117,6 +118,7 @@ def campaign(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_or_hangs_is_told_and_the_others_go_on(campaign: Any, tmp_path: Path) -> None:
     begun = time.monotonic()
     status, found, text = campaign("--stage", "tests,roofline,kernels,idle")
@@ -141,6 +143,7 @@ def test_stages_of_a_run_before_stay_in_the_report(campaign: Any) -> None:
     assert "1 failed" in text
 
 
+@pytest.mark.slow
 def test_without_a_choice_every_stage_is_run_but_the_one_that_another_contains(campaign: Any) -> None:
     assert set(campaign()[1]) == set(get_args(StageName)) - {"serve"}
 

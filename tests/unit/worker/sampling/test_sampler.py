@@ -23,7 +23,7 @@ from tests.support.worker.drawn_tokens import DrawnInLists, in_lists
 
 VOCABULARY = 600
 """Several chunks of the inverse distribution function, and more than the candidates of a nucleus."""
-DRAWS = 4000
+DRAWS = 2500
 
 
 def logits_of(spread: float, seed: int = 0) -> Tensor:
