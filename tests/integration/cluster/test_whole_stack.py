@@ -241,17 +241,15 @@ async def test_garbage_on_every_subject_harms_nobody(stack: RunningStack, client
     import nats
 
     before = {m.instance: m.pid for m in stack.state.members}
-    assert stack.refusals() == []
     for user in ("gateway", "tokenizer", "coordinator", "scheduler", "worker", "detokenizer"):
         name, password = stack.user_credentials(user)
         connection = await nats.connect(list(stack.state.nats_url), user=name, password=password, allow_reconnect=False)
+        stack.own_connections.add(connection.client_id)
         for subject in SUBJECTS:
             for garbage in (b"", b"\xc1\xff", b"\x91\xa1x", b"[]", b"\x80", bytes(range(256))):
                 await connection.publish(f"baton.{subject}", garbage)
         await connection.flush()
         await connection.close()
-    stack.own_refusals = len(stack.refusals())
-    assert stack.own_refusals > 0
     answer = await stream_chat(client, stack.model, "What is the capital of France?")
     assert "Paris" in answer.text
     assert {m.instance: m.pid for m in stack.state.members} == before

@@ -63,8 +63,8 @@ class RunningStack:
         timeout = [] if any(each.startswith("--orphan-timeout") for each in argv) else [ORPHAN_TIMEOUT]
         self._argv = [*within, sys.executable, "-m", "deploy.cli", "up", "--run-dir", str(run_dir), *argv, *timeout]
         self._environment = {**os.environ, **(environment or {})}
-        self.own_refusals = 0
-        """Leading refusals of the bus's log that a test has provoked itself."""
+        self.own_connections: set[int | None] = set()
+        """Ids of connections to its bus by which a test says what is to be refused."""
         self.supervisor = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -146,10 +146,11 @@ class RunningStack:
         return (self.run_dir / "logs" / f"{instance}.log").read_text(errors="replace")
 
     def refusals(self) -> list[str]:
-        """What its bus has refused to users, as it says in its log; a bus of others has no log here."""
+        """What its bus has refused to processes of the stack, by its log; a bus of others has no log here."""
         log = self.run_dir / "logs" / "nats-server.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return [line for line in lines if "violation" in line.lower()]
+        own = [f"- cid:{connection} -" for connection in self.own_connections]
+        return [line for line in lines if "violation" in line.lower() and not any(each in line for each in own)]
 
     def last_words(self) -> str:
         """What it said, and the end of every log: for a failing test's message."""
@@ -322,7 +323,7 @@ def running_stack(
         stack.until(lambda state: state.phase == "ready", START_DEADLINE)
         stack.wait_until_it_serves()
         yield stack
-        refused = stack.refusals()[stack.own_refusals :]
+        refused = stack.refusals()
         assert not refused, f"somebody said or heard what the bus does not permit: {refused[:5]}"
     finally:
         stack.stop()
