@@ -212,7 +212,7 @@ def detail(life: Lifecycle | None) -> dict[str, Any] | None:
             "blocks_total": engine.blocks_total,
             "steps": engine.steps,
             "tokens": engine.tokens,
-            "suspect": engine.health.suspect if engine.health is not None else None,
+            "suspect": engine.suspect,
         }
     if life is not None and life.worker is not None:
         worker = life.worker

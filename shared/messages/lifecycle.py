@@ -82,6 +82,11 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     health: EngineHealth | None = None
     """None: of a release that does not watch it."""
 
+    @property
+    def suspect(self) -> str | None:
+        """Why the engine is taken to fail, for people; None where it is not, or does not say."""
+        return None if self.health is None else self.health.suspect
+
 
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The occupancy and hit counts of a node's KV store."""

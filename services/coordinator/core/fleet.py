@@ -203,7 +203,7 @@ class EngineFleet:
         """Ejects an engine on which requests fail, until it says so itself. False where that is of no use: it is a
         suspect already, is not ready, or is of a release that does not know of it."""
         load = self._engines.get(InstanceId(engine))
-        if load is None or load.phase != "ready" or load.report.health is None or load.report.health.suspect:
+        if load is None or load.phase != "ready" or load.report.health is None or load.report.suspect:
             return False
         if self._accused.get(load.instance, -math.inf) > at.now:
             return False
@@ -267,7 +267,7 @@ class EngineFleet:
         if engine in self._accused:
             return ACCUSED.suspect
         load = self._engines.get(engine)
-        return None if load is None or load.report.health is None else load.report.health.suspect
+        return None if load is None else load.report.suspect
 
     def models(self) -> set[ModelName]:
         """The models that engines serve at the moment."""
@@ -367,7 +367,7 @@ class EngineFleet:
     def _end_accusation(self, life: Lifecycle, at: Moment) -> None:
         """Its own word counts again, once it calls itself a suspect or has not done so for long."""
         until = self._accused.get(life.instance)
-        suspect = life.engine is not None and life.engine.health is not None and life.engine.health.suspect is not None
+        suspect = life.engine is not None and life.engine.suspect is not None
         if until is not None and (suspect or at.now >= until):
             del self._accused[life.instance]
 
