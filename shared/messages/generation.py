@@ -16,6 +16,8 @@ MAX_FLOAT = sys.float_info.max
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogprobCount = Annotated[int, Meta(ge=0, le=2**16)]
 """How many most likely tokens; a gateway allows 1000 at most."""
+EXPECTED_OUTPUT = 256
+"""Output tokens that a request without `max_tokens` counts for."""
 
 FinishReason = Literal["stop", "length"]
 """OpenAI's words. A cancelled or failed request never finishes; it is rejected or failed."""
@@ -90,6 +92,11 @@ class StopConditions(Struct, frozen=True, array_like=True, kw_only=True):
     ignore_eos: bool = False
     include_stop: bool = False
     """Whether a stop string that was hit is part of the text."""
+
+    @property
+    def expected_tokens(self) -> int:
+        """How many output tokens a request counts for before it has any, where shares and limits are kept."""
+        return EXPECTED_OUTPUT if self.max_tokens is None else self.max_tokens
 
 
 class Generation(Struct, frozen=True, array_like=True, kw_only=True):

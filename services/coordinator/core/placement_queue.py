@@ -18,9 +18,6 @@ from shared.ids import ModelName, RequestId
 from shared.messages.generation import Generation
 from shared.packing import count
 
-EXPECTED_OUTPUT = 256
-"""Output tokens that a request without `max_tokens` counts for."""
-
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
@@ -43,8 +40,7 @@ class QueuedRequest:
     def cost(self) -> float:
         """What it counts for: its tokens, with all that it may generate, by its key's weight."""
         generation = self.generation
-        output = generation.stopping.max_tokens
-        tokens = generation.prompt_length + (EXPECTED_OUTPUT if output is None else output)
+        tokens = generation.prompt_length + generation.stopping.expected_tokens
         return max(1, tokens, count(generation.tokens)) / generation.weight
 
 

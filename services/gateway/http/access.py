@@ -29,8 +29,6 @@ are, so that there is always room for another (dynamic thresholds, Choudhury and
 MAX_STRANGERS = 60
 """Audit lines per minute of calls without a valid key."""
 CHARS_PER_TOKEN = 4
-EXPECTED_OUTPUT = 256
-"""Tokens that a request without `max_tokens` is expected to generate, for each choice."""
 
 
 class AccessControl:
@@ -166,8 +164,7 @@ def check_model(model: ModelName, key: ApiKey) -> None:
 def expected_tokens(generation: GenerationRequest) -> int:
     """Returns how many tokens a request may come to, as OpenAI estimates it: those of its prompts, by their length, and
     all that it lets each choice generate."""
-    output = generation.stopping.max_tokens
-    most = min(EXPECTED_OUTPUT if output is None else output, generation.model.max_model_len)
+    most = min(generation.stopping.expected_tokens, generation.model.max_model_len)
     return sum(_prompt_tokens(prompt) for prompt in generation.prompts) + generation.sequences * most
 
 
