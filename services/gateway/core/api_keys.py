@@ -14,7 +14,6 @@ weight = 2.0                          # 1, unless given
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -119,14 +118,14 @@ class KeyRing:
 
     def __init__(self, keys: Iterable[tuple[str, ApiKey]]) -> None:
         """`keys`: hash and key. Raises KeyFileError where two have one hash or one name."""
-        self._keys: dict[str, tuple[str, ApiKey]] = {}
+        self._keys: dict[str, ApiKey] = {}
         self._by_name: dict[KeyName, ApiKey] = {}
         for hashed, key in keys:
             if hashed in self._keys:
-                raise KeyFileError(f"keys.{key.name}: hash: it is that of {self._keys[hashed][1].name!r}, too")
+                raise KeyFileError(f"keys.{key.name}: hash: it is that of {self._keys[hashed].name!r}, too")
             if key.name in self._by_name:
                 raise KeyFileError(f"keys.{key.name}: there are two of this name, one of them in the settings")
-            self._keys[hashed] = hashed, key
+            self._keys[hashed] = key
             self._by_name[key.name] = key
 
     def __iter__(self) -> Iterator[ApiKey]:
@@ -137,10 +136,8 @@ class KeyRing:
 
     def find(self, secret: bytes) -> ApiKey | None:
         """The key that a client has sent. The time that it takes tells nothing of other keys: what is looked up is a
-        hash, whose bits no client can choose, and hashes are compared in constant time."""
-        hashed = hashed_key(secret)
-        known = self._keys.get(hashed)
-        return known[1] if known is not None and hmac.compare_digest(known[0], hashed) else None
+        hash, whose bits no client can choose."""
+        return self._keys.get(hashed_key(secret))
 
 
 def hashed_key(secret: bytes) -> str:

@@ -278,8 +278,8 @@ class StreamRecords:
 
     # Copies at other gateways.
 
-    def take_grown(self) -> dict[GatewayId, StreamsGrown]:
-        """Returns what to send to those who keep copies, `owner` left empty, since the last call."""
+    def take_grown(self, owner: GatewayId) -> dict[GatewayId, StreamsGrown]:
+        """Returns what `owner`, this gateway, is to send to those who keep copies, since the last call."""
         opened: dict[GatewayId, list[StreamOpened]] = {}
         deltas: dict[GatewayId, list[Delta]] = {}
         grown, self._grown = self._grown, []
@@ -293,7 +293,7 @@ class StreamRecords:
             else:
                 deltas.setdefault(peer, []).append(output)
         return {
-            peer: StreamsGrown(GatewayId(""), tuple(opened.get(peer, ())), tuple(deltas.get(peer, ())))
+            peer: StreamsGrown(owner, tuple(opened.get(peer, ())), tuple(deltas.get(peer, ())))
             for peer in {*opened, *deltas}
         }
 

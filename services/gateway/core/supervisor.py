@@ -5,7 +5,7 @@ ADR 1 says why an engine is probed before a silent request is retried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, assert_never
 
 from services.gateway.core.cluster import Absence
@@ -120,19 +120,11 @@ class RequestSupervisor:
             for request in self._open.values()
             if request.tokenize.model == model and not request.accepted and request.opened_at >= absence.since
         ]
-        return [
-            effect
-            for request in unserved
-            for effect in (*self._release(request, now), *self._give_up(request, absence.reason))
-        ]
+        return self._give_up_each(unserved, absence.reason, now)
 
     def give_up_all(self, why: str, now: float) -> list[Effect]:
         """Ends every open request, wherever it is."""
-        return [
-            effect
-            for request in list(self._open.values())
-            for effect in (*self._release(request, now), *self._give_up(request, why))
-        ]
+        return self._give_up_each(list(self._open.values()), why, now)
 
     def handle(self, message: RequestMessage, now: float) -> list[Effect]:
         """Takes a message of another service. Messages about ended requests and earlier attempts are dropped."""
@@ -353,6 +345,12 @@ class RequestSupervisor:
         current.apply("pause")
         current.resume_at = now + min(self._policy.pause_s * 2 ** min(current.pauses, 8), self._policy.pause_limit_s)
         current.pauses += 1
+
+    def _give_up_each(self, requests: Iterable[OpenRequest], why: str, now: float) -> list[Effect]:
+        """Ends requests wherever they are."""
+        return [
+            effect for request in requests for effect in (*self._release(request, now), *self._give_up(request, why))
+        ]
 
     def _give_up(self, current: OpenRequest, why: str) -> list[Effect]:
         rejected = RequestRejected(

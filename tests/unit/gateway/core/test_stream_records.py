@@ -85,11 +85,11 @@ def test_what_is_added_goes_to_who_keeps_a_copy() -> None:
     records.record(StreamOpened(RequestId("t-1"), Attempt(1), 3, 0))
     for each in (delta(0, "ab"), delta(0, "xy", request="t-1"), delta(0, "?", request="other")):
         records.record(each)
-    sent = records.take_grown()
+    sent = records.take_grown(ONE.gateway)
     assert {peer: ([o.request for o in g.opened], [d.text for d in g.deltas]) for peer, g in sent.items()} == {
         TWO.gateway: (["t-1"], ["xy"])
     }
-    assert records.take_grown() == {}
+    assert records.take_grown(ONE.gateway) == {}
     records.fail(RequestId("t-0"))
     assert records.take_forgotten() == [(TWO.gateway, "t")]
     assert records.get("t") is None
