@@ -7,13 +7,16 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deploy.cli.running_stack import AsJson
 from deploy.cli.up.options import given, offers, with_options
 from deploy.errors import CommandError
+
+if TYPE_CHECKING:
+    from deploy.chaos.stack import Need
 
 STACK = "The stack that it starts"
 STACK_OPTIONS = (
@@ -60,7 +63,6 @@ def chaos(
     Ends with status 1 where a stream was lost or altered, something stayed held, or a process did not come back.
     """
     from deploy.chaos.faults.choice import chosen_faults, needs_of
-    from deploy.chaos.namespaces import namespaces_command, run_again
     from deploy.chaos.report import figures, round_line, text
     from deploy.chaos.run import ChaosOptions, ChaosRun, RoundResult
     from deploy.chaos.schedule import Strike
@@ -70,10 +72,8 @@ def chaos(
 
     chosen = chosen_faults(faults)
     needs, values = needs_of(chosen), given(typed)
-    if "namespaces" in needs and not in_namespaces:
-        if (way := namespaces_command()) is not None:
-            run_again(way, [*sys.argv[1:], "--in-namespaces"])
-        needs -= {"namespaces", "disk"}
+    if not in_namespaces:
+        needs = _needs_outside_namespaces(needs)
     model = model_directory(values.pop("model", None)) if "model copy" in needs else None
     argv = [*_up_options(values), *(f"--set={each}" for each in settings or ())]
     output = OutputOptions(output_json, as_json, False, False, None, _typed_command())
@@ -99,9 +99,22 @@ def chaos(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stack ends with this command, however it is ended
     with chaos_stack(argv, run_dir, needs, model) as stack:
         run, results = asyncio.run(rounds(stack))
-    report.end(found(run, results), text(found(run, results)))
+    result = found(run, results)
+    report.end(result, text(result))
     if run.broken or not results or not all(result.is_good for result in results):
         raise SystemExit(1)
+
+
+def _needs_outside_namespaces(needs: frozenset[Need]) -> frozenset[Need]:
+    """Runs the command again in namespaces where these are needed and permitted, and does not return then; otherwise
+    returns what can be had without them."""
+    from deploy.chaos.namespaces import namespaces_command, run_again
+
+    if "namespaces" not in needs:
+        return needs
+    if (way := namespaces_command()) is not None:
+        run_again(way, [*sys.argv[1:], "--in-namespaces"])
+    return needs - {"namespaces", "disk"}
 
 
 def _typed_command() -> str:

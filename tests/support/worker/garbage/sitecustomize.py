@@ -18,8 +18,6 @@ from types import ModuleType
 from typing import Any
 
 DECODER = "services.worker.models.native_decoder"
-CANARY_STRIDE = 7919
-"""Between the tokens of a canary's prompt, see services/scheduler/core/health/canary.py."""
 
 
 def wanted() -> str | None:
@@ -31,7 +29,9 @@ def wanted() -> str | None:
 
 
 def has_canary(tokens: list[int], vocabulary: int) -> bool:
-    begin = [CANARY_STRIDE % vocabulary, 2 * CANARY_STRIDE % vocabulary]
+    from services.scheduler.core.health.canary import PROMPT_STRIDE
+
+    begin = [PROMPT_STRIDE % vocabulary, 2 * PROMPT_STRIDE % vocabulary]
     return any(tokens[at : at + 2] == begin for at in range(len(tokens)))
 
 
