@@ -180,9 +180,9 @@ def test_no_secret_can_be_seen_from_outside_a_container(project: ComposeProject)
         shown = _run(["docker", "top", container]).stdout
         assert [user for user, password in passwords.items() if password in shown] == []
     for service in (*LIGHT, "worker"):
-        seen = project("exec", "-T", service, "sh", "-c", "cat /run/baton/*; stat -c %a:%u /run/baton/*")
+        seen = project("exec", "-T", service, "sh", "-c", "stat -c %a:%u /run/baton/*; cat /run/baton/*")
         assert [user for user, password in passwords.items() if password in seen] == [service.upper()]
-        assert set(re.findall(r"\d+:\d+$", seen, re.M)) == {"600:10001"}
+        assert set(re.findall(r"^\d+:\d+$", seen, re.M)) == {"600:10001"}
 
 
 def test_a_hung_service_is_restarted(project: ComposeProject) -> None:
