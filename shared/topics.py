@@ -66,7 +66,7 @@ def route() -> Topic[coordinator.Route]:
 
 
 def withdrawals() -> Topic[coordinator.Withdraw]:
-    """gateway → every coordinator: the client of a request that may queue there went away."""
+    """gateway → every coordinator: a request was given up that may queue there, or that one of them has placed."""
     return Topic("withdraw", coordinator.Withdraw)
 
 

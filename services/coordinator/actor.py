@@ -80,8 +80,7 @@ class CoordinatorActor(Actor):
                 if suspect:
                     await self.isolate(None)
             case Withdraw():
-                if self.core.withdraw(message):
-                    log.info("queued request withdrawn", extra={"request": message.request, "attempt": message.attempt})
+                await self._send(self.core.withdraw(message))
             case PlacementMade():
                 self.core.record_announcement(message, at)
             case KvEvents() | KvDump():
@@ -176,6 +175,7 @@ class CoordinatorActor(Actor):
                 case NotifyGateway(gateway, message):
                     await self._notify(gateway, message)
                 case CancelOnEngine(engine, cancel):
+                    log.info("cancelled", extra={"request": cancel.request, "engine": engine})
                     await self.bus.publish(topics.engine_control(engine), cancel)
                 case AccuseEngine(engine, report):
                     metrics.ACCUSATIONS.labels(engine).inc()

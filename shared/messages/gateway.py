@@ -123,6 +123,9 @@ class StreamOpened(Struct, frozen=True, array_like=True):
     cached_tokens: Count
     thinking: Thinking | None = None
     """Whether a chat's prompt ends inside or behind the model's reasoning; None if it ends with neither mark."""
+    engine: EngineId | None = None
+    """The engine that opened it: there a gateway ends what it has given up, though it never received the placement.
+    None from a detokenizer of an older release."""
 
 
 class Deltas(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

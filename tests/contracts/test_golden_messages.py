@@ -206,7 +206,7 @@ MESSAGES: list[Any] = [
         detokenizer=DetokenizerId("detokenizer-1"),
         epoch=Incarnation(1),
         number=0,
-        opened=(gateway.StreamOpened(R, A, 1, 0),),
+        opened=(gateway.StreamOpened(R, A, 1, 0, None, E),),
         deltas=(gateway.Delta(R, A, 0, (9,), "a", "stop", None, (gateway.PositionLogprobs(LOGPROB_TEXT, ()),)),),
         scored=(gateway.PromptLogprobsDelta(R, A, 1, (gateway.PositionLogprobs(LOGPROB_TEXT, (), 3),)),),
     ),
@@ -285,7 +285,7 @@ MESSAGES: list[Any] = [
     scheduler.OutlierReport("9 requests failed"),
     gateway.KeepStream(GatewayId("gateway-1"), Incarnation(1), STREAM_OPENING),
     gateway.StreamsGrown(
-        GatewayId("gateway-1"), (gateway.StreamOpened(R, A, 1, 0),), (gateway.Delta(R, A, 0, (9,), "a"),)
+        GatewayId("gateway-1"), (gateway.StreamOpened(R, A, 1, 0, None, E),), (gateway.Delta(R, A, 0, (9,), "a"),)
     ),
     gateway.ForgetStream(GatewayId("gateway-1"), "chatcmpl-1"),
     gateway.TakeStream(GatewayId("gateway-2"), Incarnation(2), "chatcmpl-1", "alice"),

@@ -78,7 +78,7 @@ class NotifyGateway(NamedTuple):
 
 
 class CancelOnEngine(NamedTuple):
-    """The gateway of this request is gone: have the engine free what it holds of it."""
+    """The gateway of this request is gone or has given it up: have the engine free what it holds of it."""
 
     engine: EngineId
     cancel: Cancel

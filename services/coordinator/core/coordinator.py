@@ -16,7 +16,7 @@ from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequ
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
 from shared.blocks import BLOCK_SIZE
-from shared.ids import EngineId, InstanceId, ModelName, RequestId
+from shared.ids import Attempt, EngineId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import PlacementMade, Route, Withdraw
 from shared.messages.gateway import ErrorKind, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.generation import Generation
@@ -35,6 +35,7 @@ MAX_REMEMBERED = 65_536
 
 class _Placed(NamedTuple):
     engine: EngineId
+    attempt: Attempt
     at: float
     """In monotonic seconds."""
 
@@ -78,14 +79,19 @@ class Coordinator:
         accusations = self._record_failure(generation, placed, at) if generation.avoid else []
         return [*accusations, *self._admit(generation, at)]
 
-    def withdraw(self, message: Withdraw) -> bool:
-        """The client went away. True where the request waited here."""
-        self._fence.close(message.request, message.attempt)
-        queued = self.queue.get(message.request)
-        if queued is None or queued.generation.attempt > message.attempt:
-            return False
-        self.queue.remove(message.request)
-        return True
+    def withdraw(self, message: Withdraw) -> list[Action]:
+        """The gateway has given up these attempts: the request leaves the queue or, where it was placed here, ends at
+        its engine, which the gateway does not know."""
+        request, attempt = message.request, message.attempt
+        self._fence.close(request, attempt)
+        queued = self.queue.get(request)
+        if queued is not None and queued.generation.attempt <= attempt:
+            self.queue.remove(request)
+            return []
+        placed = self._engines.get(request)
+        if placed is None or placed.attempt > attempt:
+            return []
+        return [CancelOnEngine(placed.engine, Cancel(request, attempt))]
 
     def engine_unreachable(self, generate: GenerateRequest, at: Moment) -> list[Action]:
         """A Generate had no subscriber: the engine is gone, and the request goes elsewhere."""
@@ -98,10 +104,7 @@ class Coordinator:
 
     def gateway_unreachable(self, message: RequestPlaced | RequestQueued | RequestRejected) -> list[Action]:
         """A message to a gateway had no subscriber: the gateway is gone, and its request is of no use."""
-        self.withdraw(Withdraw(message.request, message.attempt))
-        if isinstance(message, RequestPlaced):
-            return [CancelOnEngine(message.engine, Cancel(message.request, message.attempt))]
-        return []
+        return self.withdraw(Withdraw(message.request, message.attempt))
 
     def release_queue(self) -> list[Route]:
         """Empties the queue for another coordinator to take over; nothing where there is none. A request that none
@@ -232,7 +235,7 @@ class Coordinator:
         engine, reuse = placement.engine, placement.reuse
         self.fleet.record_placement(placement, at)
         self._expected.add(placement.prefix, engine, at.now)
-        self._engines[generation.request] = _Placed(engine, at.now)
+        self._engines[generation.request] = _Placed(engine, generation.attempt, at.now)
         self._outliers.record_placement(engine, at.now)
         generate = GenerateRequest(
             generation,

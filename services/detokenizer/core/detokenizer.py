@@ -174,7 +174,9 @@ class Detokenizer:
             return
         stream = self.streams[opened.request] = RequestStream(opened, engine, self._vocabulary)
         self._pending[opened.gateway].opened.append(
-            StreamOpened(opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens, opened.thinking)
+            StreamOpened(
+                opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens, opened.thinking, engine
+            )
         )
         replayed = stream.replay()
         if replayed is not None:

@@ -87,9 +87,9 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     """Seconds before the next attempt, if an immediate one has just failed; doubled for each further one."""
     pause_limit_s: float = 1.0
     departed_limit: int = 4096
-    """Requests of clients that left, remembered so that late messages about them are answered by a cancel."""
+    """Requests given up, remembered so that what still comes of them is answered by calling them off again."""
     recancel_s: float = 1.0
-    """A cancel is repeated after this when tokens of such a request keep coming."""
+    """That is repeated after this when tokens of such a request keep coming."""
     deaths: int = 2
     """Processes that may die of a request. One that was alone there at the last of so many deaths is given up."""
     suspect_tokens: int = 6

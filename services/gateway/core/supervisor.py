@@ -42,26 +42,38 @@ NoAnswer = Literal["nobody there", "no answer in time"]
 
 
 class AbandonedRequests:
-    """Owns the last `limit` requests whose clients left: where each was, and when its cancel was last sent.
+    """Owns the last `limit` requests of which an attempt was given up: where it was, and when it was last called off.
 
-    An engine that missed the cancel keeps sending tokens, and is sent the cancel again.
+    Where that was lost, or the engine was not known, its stream goes on; what comes of it is answered by calling it off
+    again.
     """
 
     def __init__(self, limit: int, again_after: float) -> None:
         self._again_after = again_after
-        self._entries: RecentEntries[RequestId, tuple[EngineId, float]] = RecentEntries(limit)
+        self._entries: RecentEntries[RequestId, tuple[EngineId | None, float]] = RecentEntries(limit)
 
-    def add(self, request: RequestId, engine: EngineId, now: float) -> None:
-        """Remembers a request that was just cancelled at `engine`."""
+    def add(self, request: RequestId, engine: EngineId | None, now: float) -> None:
+        """Remembers a request that was just cancelled at `engine`; or, if that is None, withdrawn from whoever may have
+        placed it."""
         self._entries[request] = (engine, now)
 
-    def cancel_again(self, request: RequestId, attempt: Attempt, now: float) -> list[CancelAttempt]:
-        """Returns the cancel to repeat, now that tokens of `request` have arrived."""
+    def call_off_again(
+        self, request: RequestId, attempt: Attempt, now: float, engine: EngineId | None = None
+    ) -> list[Effect]:
+        """Calls off an attempt of which output has just arrived that nobody wants; `engine` has it, where that came
+        along. Nothing if the same was done a moment ago."""
         entry = self._entries.get(request)
-        if entry is None or now - entry[1] < self._again_after:
+        if entry is None:
+            if engine is None:
+                return []
+            entry = (None, now)
+        former, since = entry
+        new = engine is not None and engine != former
+        if not new and now - since < self._again_after:
             return []
-        self._entries[request] = (entry[0], now)
-        return [CancelAttempt(entry[0], Cancel(request, attempt))]
+        at = former if engine is None else engine
+        self._entries[request] = (at, now)
+        return [Withdraw(request, attempt) if at is None else CancelAttempt(at, Cancel(request, attempt))]
 
 
 class RequestSupervisor:
@@ -213,7 +225,7 @@ class RequestSupervisor:
         for delta in message.deltas:
             current = self._open.get(delta.request)
             if current is None or current.attempt != delta.attempt or current.state == "paused":
-                effects += self._abandoned.cancel_again(delta.request, delta.attempt, now)
+                effects += self._abandoned.call_off_again(delta.request, delta.attempt, now)
             elif not current.usage_sent:  # the message before was lost, and with it what `usage` reports
                 effects += self._retry(current, "the opening of the stream was lost", now, at_once=True)
             elif (
@@ -237,9 +249,9 @@ class RequestSupervisor:
     def _stream_opened(self, opened: StreamOpened, detokenizer: DetokenizerId, now: float) -> list[Effect]:
         current = self._current(opened.request, opened.attempt)
         if current is None:
-            return []
+            return self._abandoned.call_off_again(opened.request, opened.attempt, now, opened.engine)
         if current.state != "placed":
-            current.place(None, detokenizer, now)
+            current.place(opened.engine, detokenizer, now)
         current.last_message_at = now
         current.prompt_tokens = opened.prompt_tokens
         if current.usage_sent:
@@ -334,6 +346,7 @@ class RequestSupervisor:
             case "paused":
                 return []
             case _:
+                self._abandoned.add(current.request, None, now)
                 return [Withdraw(current.request, current.attempt)]
 
     def _dispatch(self, current: OpenRequest, now: float) -> list[Effect]:

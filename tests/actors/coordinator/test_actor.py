@@ -112,6 +112,16 @@ async def test_a_withdrawn_request_is_never_placed(world: World) -> None:
     assert generate.generation.request == "s"
 
 
+async def test_a_request_that_is_withdrawn_after_it_was_placed_is_cancelled_at_its_engine(world: World) -> None:
+    await world.start()
+    await world.hear(engine("a"), detokenizer())
+    await world.bus.publish(topics.route(), route("r"))
+    await world.got(GenerateRequest, RequestPlaced)
+    await world.bus.publish(topics.withdrawals(), Withdraw(RequestId("r"), Attempt(1)))
+    *_, cancel = await world.got(GenerateRequest, RequestPlaced, Cancel)
+    assert cancel == Cancel(RequestId("r"), Attempt(1))
+
+
 async def test_an_engine_without_subscriber_loses_its_request_to_another(world: World) -> None:
     await world.start(engine_listens=False)
     await world.hear(engine("a"), engine("b", waiting=3), detokenizer())

@@ -14,6 +14,13 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shared import topics
+from shared.ids import Attempt, GatewayId, ModelName, RequestId
+from shared.messages.coordinator import Withdraw
+from shared.messages.gateway import Deltas
+from shared.messages.generation import SamplingOptions, StopConditions
+from shared.messages.tokenizer import TextPrompt, Tokenize
+from tests.support.cluster.bus_moments import user_bus
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, blocks_in_use, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.paths import DEMO_MODEL
@@ -235,6 +242,36 @@ async def test_a_body_over_the_bus_limit_is_413(http: httpx2.AsyncClient, stack:
     body = {"model": stack.model, "prompt": "x" * (9 * 2**20)}
     answer = await http.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 413
+
+
+async def test_what_a_gateway_gives_up_without_knowing_its_engine_ends_there(stack: RunningStack) -> None:
+    """A gateway that never reads its `RequestPlaced`, as if all of them were lost."""
+    gateway, request, attempt = GatewayId("gateway-forgetful"), RequestId("given-up"), Attempt(1)
+    received: list[Any] = []
+
+    async def note(message: Any) -> None:
+        received.append(message)
+
+    async with user_bus(stack, "gateway") as bus:
+        await bus.subscribe(topics.gateway_inbox(gateway), note)
+        tokenize = Tokenize(
+            request=request,
+            attempt=attempt,
+            gateway=gateway,
+            model=ModelName(stack.model),
+            prompt=TextPrompt("The capital of"),
+            sampling=SamplingOptions(seed=7),
+            stopping=StopConditions(max_tokens=1900, ignore_eos=True),
+        )
+        await bus.publish(topics.tokenize(ModelName(stack.model)), tokenize)
+        async with asyncio.timeout(DEADLINE):
+            while not any(isinstance(message, Deltas) and message.deltas for message in received):
+                await asyncio.sleep(0.01)
+        await bus.publish(topics.withdrawals(), Withdraw(request, attempt))
+        await stack.until_heard(lambda said: said["engine-1"].engine is not None and not said["engine-1"].load)
+    deltas = [delta for message in received if isinstance(message, Deltas) for delta in message.deltas]
+    assert deltas
+    assert all(delta.finish is None for delta in deltas), "it ran to its end"
 
 
 async def test_garbage_on_every_subject_harms_nobody(stack: RunningStack, client: AsyncOpenAI) -> None:

@@ -127,7 +127,7 @@ class Placement(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_client_goes_away(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.open)))
-        assert self.core.withdraw(Withdraw(RequestId(name), Attempt(1)))
+        self.take(self.core.withdraw(Withdraw(RequestId(name), Attempt(1))))
         self.end(name)
 
     @rule(seconds=st.floats(0.01, 3))

@@ -87,14 +87,21 @@ class Listener:
 
 
 @contextlib.asynccontextmanager
-async def listening(stack: RunningStack, moment: Moment) -> AsyncIterator[Listener]:
-    """What brings the moment about belongs inside."""
+async def user_bus(stack: RunningStack, service: str) -> AsyncIterator[Bus]:
+    """A connection that may do what `service` may."""
     state = stack.state
-    user, password = stack.user_credentials(moment.user)
+    user, password = stack.user_credentials(service)
     bus = await connect(NatsOptions(servers=state.nats_url, namespace=state.namespace, user=user, password=password))
     try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(stack: RunningStack, moment: Moment) -> AsyncIterator[Listener]:
+    """What brings the moment about belongs inside."""
+    async with user_bus(stack, moment.user) as bus:
         listener = Listener(bus, moment)
         await listener.begin()
         yield listener
-    finally:
-        await bus.close()

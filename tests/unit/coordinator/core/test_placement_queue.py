@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.actions import NotifyGateway, PlaceRequest
+from services.coordinator.core.actions import CancelOnEngine, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from shared.ids import Attempt, InstanceId, RequestId
+from shared.ids import Attempt, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import GenerateRequest
+from shared.messages.scheduler import Cancel, GenerateRequest
 from tests.support.engines.coordinator_events import GATEWAY, at, detokenizer, engine, life, route, summary
 
 FULL = engine("a", waiting=8)
@@ -148,18 +148,27 @@ def test_without_a_detokenizer_requests_wait_and_then_hear_why() -> None:
 def test_a_withdrawn_request_is_neither_kept_nor_taken_later() -> None:
     core = coordinator(FULL, detokenizer())
     core.route(route("r"), at(1))
-    assert core.withdraw(Withdraw(RequestId("r"), Attempt(1)))
+    assert core.withdraw(Withdraw(RequestId("r"), Attempt(1))) == []
     assert len(core.queue) == 0
     assert core.route(route("r"), at(1)) == []
-    assert not core.withdraw(Withdraw(RequestId("unseen"), Attempt(1)))
+    assert core.withdraw(Withdraw(RequestId("unseen"), Attempt(1))) == []
     assert core.route(route("unseen"), at(1)) == []
 
 
 def test_a_withdrawal_of_an_old_attempt_leaves_the_new_one_alone() -> None:
     core = coordinator(FULL, detokenizer())
     core.route(route("r", 2), at(1))
-    assert not core.withdraw(Withdraw(RequestId("r"), Attempt(1)))
+    assert core.withdraw(Withdraw(RequestId("r"), Attempt(1))) == []
     assert RequestId("r") in core.queue
+
+
+def test_a_withdrawn_request_is_cancelled_where_it_was_placed_but_a_newer_attempt_is_not() -> None:
+    core = coordinator(engine("a"), detokenizer())
+    assert summary(core.route(route("r", 2), at(1))) == [("place", "r", "a")]
+    assert core.withdraw(Withdraw(RequestId("r"), Attempt(1))) == []
+    (cancel,) = core.withdraw(Withdraw(RequestId("r"), Attempt(2)))
+    assert cancel == CancelOnEngine(EngineId("a"), Cancel(RequestId("r"), Attempt(2)))
+    assert core.withdraw(Withdraw(RequestId("r"), Attempt(2))) == [cancel], "the first may have been lost"
 
 
 def test_stale_attempts_are_dropped_and_new_ones_take_their_place() -> None:

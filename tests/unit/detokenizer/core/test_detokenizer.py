@@ -105,7 +105,7 @@ def bench() -> Bench:
 def test_tokens_become_text_from_the_opening_to_the_end(bench: Bench) -> None:
     world, smile = ids(" world"), letters("😀")
     assert bench.batch(opened=(opened(),), entries=(NewTokens(R, ONE, 0, world),)) == [
-        deltas(0, Delta(R, ONE, 0, world, " world"), opened=(StreamOpened(R, ONE, 40, 16),))
+        deltas(0, Delta(R, ONE, 0, world, " world"), opened=(StreamOpened(R, ONE, 40, 16, engine=ENGINE),))
     ]
     at = len(world)
     assert bench.batch(entries=(NewTokens(R, ONE, at, (*smile, EOS), "stop"),)) == [
@@ -122,7 +122,11 @@ def test_each_gateway_gets_one_message_for_a_batch_numbered_for_itself(bench: Be
         entries=(NewTokens(R, ONE, 0, ids("a")), NewTokens(S, ONE, 0, ids("b"))),
     )
     to_second = Deltas(
-        detokenizer=HERE, epoch=EPOCH, number=0, opened=(StreamOpened(RequestId("t"), ONE, 40, 16),), deltas=()
+        detokenizer=HERE,
+        epoch=EPOCH,
+        number=0,
+        opened=(StreamOpened(RequestId("t"), ONE, 40, 16, engine=ENGINE),),
+        deltas=(),
     )
     assert actions == [
         ToGateway(second, to_second),
@@ -220,7 +224,7 @@ def test_a_resumed_stream_goes_on_where_the_client_left_off(bench: Bench) -> Non
     assert bench.batch(
         opened=(opened(attempt=TWO, context=(*ids("Hello"), *output), resumed=4, sent_chars=4),),
         entries=(NewTokens(R, TWO, 4, letters("ef")),),
-    ) == [deltas(0, Delta(R, TWO, 4, letters("ef"), "ef"), opened=(StreamOpened(R, TWO, 40, 16),))]
+    ) == [deltas(0, Delta(R, TWO, 4, letters("ef"), "ef"), opened=(StreamOpened(R, TWO, 40, 16, engine=ENGINE),))]
 
 
 def test_text_that_was_held_back_from_the_client_is_not_lost_at_a_resume(bench: Bench) -> None:
@@ -242,7 +246,7 @@ def test_a_stop_string_complete_before_the_border_ends_the_request_at_once(bench
     context = (*ids("Hello"), *letters("abEND"))
     stream = opened(attempt=TWO, context=context, resumed=5, sent_chars=1, stop=("END",))
     assert bench.batch(opened=(stream,), entries=(NewTokens(R, TWO, 5, letters("x")),)) == [
-        deltas(0, Delta(R, TWO, 5, (), "b", "stop", "END"), opened=(StreamOpened(R, TWO, 40, 16),)),
+        deltas(0, Delta(R, TWO, 5, (), "b", "stop", "END"), opened=(StreamOpened(R, TWO, 40, 16, engine=ENGINE),)),
         ToEngine(ENGINE, StopMatched(R, TWO)),
     ]
 
@@ -250,7 +254,7 @@ def test_a_stop_string_complete_before_the_border_ends_the_request_at_once(bench
 def test_text_that_never_reached_the_client_is_sent_with_the_opening(bench: Bench) -> None:
     context = (*ids("Hello"), *letters("abcd"))
     assert bench.batch(opened=(opened(attempt=TWO, context=context, resumed=4, sent_chars=1),)) == [
-        deltas(0, Delta(R, TWO, 4, (), "bcd"), opened=(StreamOpened(R, TWO, 40, 16),))
+        deltas(0, Delta(R, TWO, 4, (), "bcd"), opened=(StreamOpened(R, TWO, 40, 16, engine=ENGINE),))
     ]
 
 
@@ -284,7 +288,7 @@ def test_an_engine_that_was_never_heard_from_its_first_batch_on_has_a_gap(bench:
 
 def test_who_is_started_anew_joins_an_engines_batches_where_streams_begin(bench: Bench) -> None:
     first = bench.batch(skip=5, opened=(opened(R),), entries=(NewTokens(R, ONE, 0, ids("a")),))
-    assert first == [deltas(0, Delta(R, ONE, 0, ids("a"), "a"), opened=(StreamOpened(R, ONE, 40, 16),))]
+    assert first == [deltas(0, Delta(R, ONE, 0, ids("a"), "a"), opened=(StreamOpened(R, ONE, 40, 16, engine=ENGINE),))]
     assert bench.batch(entries=(NewTokens(R, ONE, 1, ids("b")),)) == [deltas(1, Delta(R, ONE, 1, ids("b"), "b"))]
     assert bench.core.counters.gaps == 0
 
@@ -408,7 +412,7 @@ def test_requests_of_a_gateway_that_is_gone_are_cancelled_and_its_numbers_go_on(
     seen: SourceNumbers[DetokenizerId] = SourceNumbers()
     assert seen.record(HERE, EPOCH, 0) == "first"
     [again] = bench.batch(opened=(opened(R, TWO),))
-    assert again == deltas(1, opened=(StreamOpened(R, TWO, 40, 16),))
+    assert again == deltas(1, opened=(StreamOpened(R, TWO, 40, 16, engine=ENGINE),))
     assert seen.record(HERE, EPOCH, again.message.number) == "next"
 
 

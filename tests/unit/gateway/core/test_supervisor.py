@@ -422,6 +422,41 @@ def test_an_engine_that_missed_the_cancel_is_told_again() -> None:
     assert watched.delta(4, 2.3) == []
 
 
+def opened_by(engine: EngineId | None, attempt: int = 1) -> tuple[StreamOpened, ...]:
+    return (StreamOpened(R, Attempt(attempt), 5, 2, engine=engine),)
+
+
+def test_a_stream_that_opens_for_nobody_is_cancelled_where_it_runs_though_its_placement_was_lost() -> None:
+    watched = Watched()
+    assert watched.supervision.close(R, 0.1) == [Withdraw(R, Attempt(1))]
+    assert watched.deltas((), 0.2, opened=opened_by(OTHER)) == [CancelAttempt(OTHER, Cancel(R, Attempt(1)))]
+    late = Delta(R, Attempt(1), 1, (1,), "b")
+    assert watched.deltas((late,), 0.3, opened=()) == []
+    assert watched.deltas((late,), 1.3, opened=()) == [CancelAttempt(OTHER, Cancel(R, Attempt(1)))]
+
+
+def test_an_attempt_that_was_not_placed_in_time_is_cancelled_where_it_runs_and_the_next_one_is_not() -> None:
+    watched = Watched()
+    assert dispatched(watched.supervision.tick(10.1)).attempt == 2
+    assert watched.deltas((), 10.2, opened=opened_by(OTHER)) == [CancelAttempt(OTHER, Cancel(R, Attempt(1)))]
+    assert len(watched.deltas((), 10.3, opened=opened_by(ENGINE, 2))) == 1
+    assert watched.supervision.close(R, 10.4) == [CancelAttempt(ENGINE, Cancel(R, Attempt(2)))]
+
+
+def test_what_an_engine_without_a_name_sends_on_is_withdrawn_again() -> None:
+    watched = Watched()
+    watched.supervision.close(R, 0.1)
+    assert watched.delta(0, 0.2) == []
+    assert watched.delta(1, 1.2) == [Withdraw(R, Attempt(1))]
+    assert watched.delta(2, 1.3) == []
+
+
+def test_an_opened_stream_names_its_engine_to_those_that_wait_for_it() -> None:
+    watched = Watched()
+    watched.deltas((), 0.1, opened=opened_by(ENGINE))
+    assert watched.supervision.tick(2.2) == [ProbeEngine(ENGINE, Probe(R, Attempt(1)))]
+
+
 def test_tokens_may_overtake_the_word_of_their_placement() -> None:
     watched = Watched()
     assert len(watched.delta(0, 0.1)) == 1
