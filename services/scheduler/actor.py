@@ -120,7 +120,7 @@ class SchedulerActor(Actor):
         self._room_reported_at = -math.inf
         self._check_due = False
         self._checked_at = 0.0
-        self._health = self.core.health.report()
+        self._health = self.core.health.suspicion.report
         """As it was last published."""
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -204,7 +204,7 @@ class SchedulerActor(Actor):
         self._kv.update(self.core)
         if self.core.isolated != self.isolated:
             await self.isolate(self.core.isolated)
-        if (health := self.core.health.report()) != self._health:
+        if (health := self.core.health.suspicion.report) != self._health:
             await self._publish_health(health)
         due = self.core.plan_due
         if due is not None and self._alarm_at != due:  # it may fire a little late, as the bus's clock may be paused

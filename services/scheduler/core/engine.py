@@ -64,6 +64,8 @@ class EngineCore:
         """None while there are no workers."""
         self.plan_due: float | None = None
         """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
+        self.isolated: RequestId | None = None
+        """The suspect that is computed alone; None while there is none, and others may be computed."""
         self._epoch = epoch
         self._tickets = count(1)
         self._outbox = EngineOutbox(engine, epoch)
@@ -101,20 +103,28 @@ class EngineCore:
             case _:
                 assert_never(event)
         outputs = self._advance(now)
-        if self.epoch_state is not None and self.health.canary.is_due(now) and self._ask_canary(self.epoch_state, now):
+        if self.health.probed and self.health.canary.is_due(now) and self._ask_canary(now):
             outputs += self._advance(now)
         return outputs
 
     def _advance(self, now: float) -> list[Output]:
         """Plans what can be planned now. Returns all that is to be sent."""
-        if self.epoch_state is not None:
-            self.plan_due = self.epoch_state.plan(now)
+        state = self.epoch_state
+        if state is not None:
+            self.plan_due = state.plan(now)
         if self.role.node is not None:
             self._exchange_with_store(now)
-        return self.health.separate(self._outbox.take(), now)
+        if state is not None:
+            suspect = state.isolation.current
+            self.isolated = None if suspect is None else suspect.generation.request
+        outputs = self._outbox.take()
+        return self.health.separate(outputs, now) if self.health.probed else outputs
 
-    def _ask_canary(self, state: EpochState, now: float) -> bool:
-        """Whether the engine has asked something of itself."""
+    def _ask_canary(self, now: float) -> bool:
+        """Whether the engine has asked something of itself, which it does while there are workers."""
+        state = self.epoch_state
+        if state is None:
+            return False
         canary = self.health.next_request(state.workers, now, idle=self.idle)
         if canary is None:
             return False
@@ -138,8 +148,13 @@ class EngineCore:
     @property
     def waiting(self) -> int:
         """Requests of clients that are not computed yet."""
-        running = 0 if self.epoch_state is None else self.epoch_state.queues.running
-        return self.load - running + self.health.running(self.requests)
+        state = self.epoch_state
+        if state is None:
+            return 0
+        held, running = state.requests.held, state.queues.running
+        if self.health.canary.run is None:
+            return len(held) - running
+        return self.health.requests(held) - running + self.health.running(held)
 
     @property
     def epoch(self) -> Incarnation | None:
@@ -150,12 +165,6 @@ class EngineCore:
     def serves(self) -> bool:
         """Whether requests may come: there are workers, and what they are to say to a canary is known."""
         return self.epoch_state is not None and self.health.knows_answer
-
-    @property
-    def isolated(self) -> RequestId | None:
-        """The suspect that is computed alone; None while there is none, and others may be computed."""
-        suspect = None if self.epoch_state is None else self.epoch_state.isolation.current
-        return None if suspect is None else suspect.generation.request
 
     def takes_over(self, engine: EngineId) -> bool:
         """Whether another engine takes requests over, as far as is known."""
@@ -173,7 +182,7 @@ class EngineCore:
         """A snapshot of the engine's state. It is slow if many requests wait, so do not take one for every event."""
         state = self.epoch_state
         if state is None:
-            return EngineSnapshot(replace(self.counters), 0, None, self.health.report())
+            return EngineSnapshot(replace(self.counters), 0, None, self.health.suspicion.report)
         held, queues, pool = state.requests.held, state.queues, state.memory.pool
         requests, running = self.load, queues.running - self.health.running(held)
         epoch = EpochSnapshot(
@@ -192,7 +201,7 @@ class EngineCore:
             step_deadline=state.steps.seconds_allowed(state.limits.step_timeout),
             preemptions=state.planner.preemption.count,
         )
-        return EngineSnapshot(replace(self.counters), requests, epoch, self.health.report())
+        return EngineSnapshot(replace(self.counters), requests, epoch, self.health.suspicion.report)
 
     def report(self) -> EngineReport | None:
         """The load as it is reported to coordinators, or None while there are no workers."""
@@ -372,6 +381,6 @@ class EngineCore:
             deaths = dict.fromkeys(state.computing(), how) if died else {}
             state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True, deaths=deaths)
             state.close()
-        self.epoch_state = self.plan_due = None
+        self.epoch_state = self.plan_due = self.isolated = None
         self._epoch = Incarnation(self._epoch + 1)
         self._outbox.start_epoch(self._epoch)

@@ -108,16 +108,17 @@ class EpochState:
     def plan(self, now: float) -> float | None:
         """Plans until enough are in flight, or nothing is left to do. Returns when the next plan is due, where the
         workers have enough to do until then. Raises EngineStuck."""
-        steps, limits = self.steps, self.limits
+        steps, limits, isolation = self.steps, self.limits, self.isolation
         while steps.issued - steps.finished <= self._plans_ahead:
             if limits.plan_late and limits.run_ahead:
                 due = steps.next_due(limits.stages)
                 if now < due:
                     return due
-            if self.isolation.needed and self.isolation.pauses(steps.in_flight):
+            suspected = isolation.current is not None or self.queues.suspects
+            if suspected and isolation.pauses(steps.in_flight):
                 return None if steps.in_flight else now
             step = self.planner.plan(now)
-            if step is None and self.isolation.needed and self.isolation.goes_on(steps.in_flight):
+            if step is None and suspected and isolation.goes_on(steps.in_flight):
                 continue
             if step is None:
                 held = len(self.requests.held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
@@ -58,18 +58,17 @@ class QueueKey(NamedTuple):
     ticket: int
 
 
+@dataclass(slots=True)
 class AcceptanceRate:
     """The probability that a draft is accepted if those before it were, from counts that fade with each step."""
 
-    __slots__ = ("_accepted", "_tried")
-
-    FADE = 0.9
+    FADE: ClassVar = 0.9
     """The factor by which a step reduces the weight of earlier ones."""
-    FADE_UNTRIED = 0.98
+    FADE_UNTRIED: ClassVar = 0.98
     """The factor for a step without drafts. It makes an old rate fade, so that drafts are tried again some time."""
 
-    def __init__(self) -> None:
-        self._accepted = self._tried = 0.0
+    _accepted: float = 0.0
+    _tried: float = 0.0
 
     def record(self, drafted: int, accepted: int) -> None:
         """Adds one step's drafts. Those behind the first rejected one count as not tried."""
@@ -140,13 +139,13 @@ class TokenState:
         self.planned += count
         self.length += count
 
-    def plan_prefill(self, count: int) -> None:
-        """Records a plan that computes `count` more tokens of the prompt."""
+    def plan_prefill(self, count: int) -> bool:
+        """Records a plan that computes `count` more tokens of the prompt. Returns whether it is whole with them: then
+        the step draws a token."""
         self.planned += count
-
-    def expect_token(self) -> None:
-        """Records that the step at the end of the prompt draws a token."""
-        self.length += 1
+        whole = self.planned == self.length
+        self.length += whole
+        return whole
 
     def retract(self, count: int, *, planned: bool) -> None:
         """Corrects the upper bounds: a step yielded `count` tokens fewer; `planned`: they had been planned, too."""

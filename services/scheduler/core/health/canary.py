@@ -50,7 +50,7 @@ class CanaryOutcome(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Run:
+class CanaryRun:
     """A canary that has not ended."""
 
     cancel: Cancel
@@ -74,7 +74,8 @@ class Canary:
     def __init__(self, interval: float) -> None:
         """`interval`: seconds between two canaries, at least; 0: there are none."""
         self._interval = interval
-        self._run: _Run | None = None
+        self.run: CanaryRun | None = None
+        """The canary under way; None while there is none. Written here only."""
         self._number = 0
         self._due = 0.0
         self._hurried = -interval
@@ -86,18 +87,13 @@ class Canary:
         self._longest: float | None = None
 
     @property
-    def request(self) -> RequestId | None:
-        """The canary under way; None while there is none."""
-        return None if self._run is None else self._run.cancel.request
-
-    @property
     def recorded(self) -> bool:
         """Whether the right answer is known, or was sought in vain."""
         return not self._interval or self._expected is not None or self._recordings >= MAX_RECORDINGS
 
     def is_due(self, now: float) -> bool:
         """Whether the next one may come; `next_request` knows whether it must wait for the engine to be idle."""
-        return self._interval > 0 and self._run is None and now >= self._due
+        return self._interval > 0 and self.run is None and now >= self._due
 
     def hurry(self, now: float) -> None:
         """The next one is due at once, however busy the engine is; but no oftener than others, which come beside."""
@@ -107,7 +103,7 @@ class Canary:
 
     def abandon(self) -> None:
         """The one under way is lost with all other requests, and says nothing; the next is due at once."""
-        self._run = None
+        self.run = None
         self._due = 0.0
 
     def forget_answer(self) -> None:
@@ -126,7 +122,7 @@ class Canary:
             return None
         self._number += 1
         request, attempt = RequestId(f"canary-{self._number}"), Attempt(1)
-        self._run = _Run(Cancel(request, attempt))
+        self.run = CanaryRun(Cancel(request, attempt))
         generation = Generation(
             request=request,
             attempt=attempt,
@@ -144,13 +140,13 @@ class Canary:
 
     def enter(self, sequence: SequenceId) -> None:
         """The engine has accepted it, as this sequence."""
-        assert self._run is not None, "behind next_request"
-        self._run.sequence = sequence
+        assert self.run is not None, "behind next_request"
+        self.run.sequence = sequence
 
     def overdue(self, now: float) -> Cancel | None:
         """The cancel of a canary that is late, after which `give_up` ends it. The first one may take as long as its
         steps may."""
-        run = self._run
+        run = self.run
         if run is None or run.begun is None or self._longest is None:
             return None
         return run.cancel if now - run.begun > self._seconds_allowed(self._longest) else None
@@ -174,8 +170,6 @@ class Canary:
     def separate(self, outputs: list[Output], now: float) -> tuple[list[Output], CanaryOutcome | None]:
         """Takes what is the canary's out of the engine's outputs. Returns the rest, and how the canary has ended, if
         this shows it."""
-        if not self._interval:
-            return outputs, None
         rest: list[Output] = []
         outcome: CanaryOutcome | None = None
         for output in outputs:
@@ -192,13 +186,13 @@ class Canary:
         return rest, outcome
 
     def _planned(self, plan: StepPlan, now: float) -> None:
-        run = self._run
+        run = self.run
         if run is not None and any(work.sequence == run.sequence for work in plan.work):
             run.begun = now if run.begun is None else run.begun
             run.alone = run.alone and len(plan.work) == 1
 
     def _receive(self, batch: TokenBatch, now: float) -> CanaryOutcome | None:
-        run = self._run
+        run = self.run
         if run is None:
             return None
         for entry in batch.entries:
@@ -210,14 +204,14 @@ class Canary:
         return None
 
     def _answered(self, message: RequestRejected | RequestFailed | RequestPlaced, now: float) -> CanaryOutcome | None:
-        run = self._run
+        run = self.run
         if run is None or message.request != run.cancel.request:
             return None
         match message:
             case RequestFailed(reason=reason):
                 return self._end(reason, now)
             case RequestRejected():  # the queue is full: that says nothing of what is computed
-                self._run = None
+                self.run = None
                 self.pause(self._interval, now)
                 return None
             case RequestPlaced():
@@ -241,7 +235,7 @@ class Canary:
         return f"{len(expected) - same} of {len(expected)} tokens are others than before"
 
     def _end(self, fault: str | None, now: float) -> CanaryOutcome:
-        run, self._run = self._run, None
+        run, self.run = self.run, None
         assert run is not None, "only a canary under way ends"
         seconds = 0.0 if run.begun is None else now - run.begun
         if fault is None:

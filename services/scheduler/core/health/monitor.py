@@ -13,7 +13,7 @@ from services.scheduler.core.health.suspicion import Suspicion
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.sequence import Sequence as EngineSequence
 from shared.ids import RequestId
-from shared.messages.lifecycle import EngineHealth, ModelCard
+from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, SequenceFailed
 
 
@@ -22,8 +22,10 @@ class HealthMonitor:
     wrong are measured by what was right before."""
 
     def __init__(self, limits: EngineLimits, counters: EngineCounters) -> None:
+        self.probed = limits.canary_interval > 0
+        """Whether there are canaries. Without, none is ever due, and nothing that the engine sends is one's."""
         self.canary = Canary(limits.canary_interval)
-        self.suspicion = Suspicion(limits.ejection_time, probed=limits.canary_interval > 0)
+        self.suspicion = Suspicion(limits.ejection_time, probed=self.probed)
         self._counters = counters
         self._workers: WorkersReady | None = None
 
@@ -32,17 +34,15 @@ class HealthMonitor:
         """Whether canaries can be compared, or never will be; a suspect need not wait for that."""
         return self.canary.recorded or self.suspicion.reason is not None
 
-    def report(self) -> EngineHealth:
-        """As coordinators, the supervisor and people see it."""
-        return self.suspicion.report()
-
     def requests(self, held: Mapping[RequestId, EngineSequence]) -> int:
         """How many of the requests held are clients'."""
-        return len(held) - (self.canary.request in held)
+        run = self.canary.run
+        return len(held) - (run is not None and run.cancel.request in held)
 
     def running(self, held: Mapping[RequestId, EngineSequence]) -> bool:
         """Whether a canary is among the running sequences."""
-        sequence = held.get(self.canary.request) if self.canary.request is not None else None
+        run = self.canary.run
+        sequence = None if run is None else held.get(run.cancel.request)
         return sequence is not None and sequence.phase in ("prefilling", "decoding")
 
     # ---- what happens to the engine
@@ -82,7 +82,10 @@ class HealthMonitor:
 
     def tick(self, now: float) -> Cancel | None:
         """Time has passed. Returns the cancel of a canary that is late; the outcome is recorded."""
-        self.suspicion.tick(now)
+        if self.suspicion.ejections:  # else it was no suspect for long: nothing ends, and nothing is forgotten
+            self.suspicion.tick(now)
+        if self.canary.run is None:
+            return None
         cancel = self.canary.overdue(now)
         if cancel is not None:
             self._record(self.canary.give_up(now), now)

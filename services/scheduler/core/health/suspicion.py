@@ -28,6 +28,8 @@ class Suspicion:
         be right before it ends."""
         self._base = base
         self._probed = probed
+        self.report = EngineHealth()
+        """As coordinators, the supervisor and people see it."""
         self.reason: str | None = None
         """What makes it a suspect, for people; None: it is none."""
         self.ejections = 0
@@ -50,16 +52,19 @@ class Suspicion:
         self._faults, self._good = self._faults + 1, 0
         if self._faults >= FAULTS_UNTIL_SUSPECT:
             self._suspect(f"canary: {fault}", now)
+        self._update_report()
 
     def accuse(self, reason: str, now: float) -> None:
         """Others say why requests should not go to this engine. Of a suspect that is known already."""
         if self.reason is None:
             self._suspect(reason, now)
+            self._update_report()
 
     def record_restart(self) -> None:
         """Its workers are new ones: what the former got wrong says nothing of them."""
         self._faults = self._good = 0
         self._restarts += self.reason is not None
+        self._update_report()
 
     def tick(self, now: float) -> None:
         """Ends the suspicion where its time is over and the last canaries were right; forgets old ones."""
@@ -70,6 +75,7 @@ class Suspicion:
             self.reason = None
             self._restarts = 0
             self._cleared_at = now
+        self._update_report()
 
     @property
     def probe_interval(self) -> float:
@@ -81,9 +87,8 @@ class Suspicion:
         """Whether the last canary had a fault, and it is no suspect yet."""
         return self.reason is None and self._faults > 0
 
-    def report(self) -> EngineHealth:
-        """As it is published."""
-        return EngineHealth(
+    def _update_report(self) -> None:
+        self.report = EngineHealth(
             suspect=self.reason, ejections=self.ejections, faults=self._faults if self.reason is not None else 0
         )
 

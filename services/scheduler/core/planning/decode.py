@@ -112,7 +112,9 @@ class DecodePlanner:
             members = self._queues.decoding.copy()  # preemption changes the queue
         if self._micro_batches is not None:
             members = self._micro_batches.choose(members)
-        step.drafts = drafts = self._speculation.start_step(len(members), step.budget, guided=self._queues.guided > 0)
+        speculation, guided, drafts = self._speculation, self._queues.guided > 0, 0
+        if members and (speculation.max_drafts or guided):
+            step.drafts = drafts = speculation.start_step(len(members), step.budget, guided=guided)
         for sequence in members:
             tokens = sequence.tokens
             if tokens.length >= tokens.limit or sequence.phase != "decoding":

@@ -6,9 +6,8 @@ until it has the tokens at which the process died, or has left. Then the others 
 
 from __future__ import annotations
 
-from services.scheduler.core.planning.admission import Admission
 from services.scheduler.core.planning.decode import DecodePlanner
-from services.scheduler.core.planning.prefill import PrefillPlanner
+from services.scheduler.core.planning.prefill import Admission, PrefillPlanner
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.sequence import Sequence
@@ -18,7 +17,8 @@ STEPS_BETWEEN = 4
 
 
 class SuspectIsolation:
-    """Owns which suspect is on trial, and how many steps the others have before the next one is."""
+    """Owns which suspect is on trial, and how many steps the others have before the next one is. Where no suspect is
+    queued or on trial, none of its methods need be called."""
 
     def __init__(
         self, queues: SequenceQueues, admission: Admission, prefills: PrefillPlanner, decodes: DecodePlanner
@@ -32,11 +32,6 @@ class SuspectIsolation:
         self._steps_due = 0
         """Steps that the others still have before the next trial."""
         self._short_of_room = False
-
-    @property
-    def needed(self) -> bool:
-        """Whether there is a suspect at all; else nothing below need be called."""
-        return self.current is not None or bool(self._queues.suspects)
 
     @property
     def holds_back_admission(self) -> bool:

@@ -1,8 +1,8 @@
 """Builds the next step: which sequences compute how many tokens in which blocks. Knows lengths, never token values.
 
-One token budget a step. Decoding sequences first (`decode.py`), then the rest of chunked prefills (`prefill.py`), then
-waiting sequences (`admission.py`); beside them, what is copied to the KV store and what is compiled. A suspect of a
-death has steps of its own (`isolation.py`).
+One token budget a step. Decoding sequences first (`decode.py`), then the rest of chunked prefills and waiting sequences
+(`prefill.py`); beside them, what is copied to the KV store and what is compiled. A suspect of a death has steps of its
+own (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory.allocation import BlockAllocator
-from services.scheduler.core.planning.admission import Admission
 from services.scheduler.core.planning.decode import DecodePlanner, MicroBatches, Preemption
 from services.scheduler.core.planning.isolation import SuspectIsolation
-from services.scheduler.core.planning.prefill import PrefillPlanner
+from services.scheduler.core.planning.prefill import Admission, PrefillPlanner
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.grammars import Grammars
@@ -64,7 +63,7 @@ class StepPlanner:
 
     def plan(self, now: float) -> StepBuilder | None:
         """The next step, or None where there is nothing to compute, copy or compile before results come."""
-        step = StepBuilder(self._limits)
+        step = StepBuilder(self._limits.max_batch_tokens, self._limits.max_new_bytes)
         queues, preempted = self.queues, self.preemption.count
         alone = self.isolation.current is not None
         if alone:
@@ -85,7 +84,7 @@ class StepPlanner:
         if self._saves.ready and not alone:
             self._saves.plan(MAX_BLOCKS_BESIDE_DECODES if step.decodes else MAX_BLOCKS, now)
         if (self._grammars.unsent or self._grammars.resend) and not alone:
-            step.grammars = self._grammars.take(step.bytes_left, now)
+            step.grammars = self._grammars.take(step.new_bytes, now)
         if not step.work and not self._transfers.planned and not step.grammars.compile:
             return None
         if queues.suspects and not alone:

@@ -1,12 +1,21 @@
-"""The prompts that a step computes, or chunks of them, after the decodes."""
+"""The prompts that a step computes, or chunks of them, after the decodes: those under way, then waiting sequences.
+
+Of the waiting ones the first in the queue enter, while there is budget, a free place among those that run, and memory
+for the whole of each.
+"""
 
 from __future__ import annotations
 
+from typing import assert_never
+
+from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
+from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import BLOCK_SIZE
+from services.scheduler.core.transfer.loads import Loads
+from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.messages.worker import SequenceWork
 from shared.packing import pack
 
@@ -42,20 +51,97 @@ class PrefillPlanner:
             step.start(sequence)
             self._queues.introduce(sequence)
         new_blocks = self._memory.grow(sequence, tokens.planned + count)
-        tokens.plan_prefill(count)
+        whole = tokens.plan_prefill(count)
         step.budget -= count
-        last = tokens.planned == tokens.length
-        step.work.append(SequenceWork(sequence.id, count, pack(new_blocks), last))
+        step.work.append(SequenceWork(sequence.id, count, pack(new_blocks), whole))
         step.filled.append(sequence)
-        if last:
-            self._draw(sequence, step)
-
-    def _draw(self, sequence: Sequence, step: StepBuilder) -> None:
-        """The prompt is whole with this step, which draws the first token."""
+        if not whole:
+            return
         step.samples += 1
-        sequence.tokens.expect_token()
-        if sequence.transfer.decode_on is not None and sequence.tokens.length < sequence.tokens.limit:
+        if sequence.transfer.decode_on is not None and tokens.length < tokens.limit:
             self._queues.start_hand_over(sequence)
             step.handing.append(sequence)
         else:
             self._queues.start_decoding(sequence)
+
+
+class Admission:
+    """Owns nothing; takes from the waiting queue."""
+
+    def __init__(
+        self,
+        max_running: int,
+        memory: BlockAllocator,
+        queues: SequenceQueues,
+        loads: Loads,
+        prompts: SharedPrompts,
+        prefills: PrefillPlanner,
+        counters: EngineCounters,
+    ) -> None:
+        self._max_running = max_running
+        self._memory = memory
+        self._queues = queues
+        self._loads = loads
+        self._prompts = prompts
+        self._prefills = prefills
+        self._counters = counters
+
+    def admit(self, step: StepBuilder, now: float) -> None:
+        """Lets sequences enter until one has to go on waiting; all behind it wait, too."""
+        queues = self._queues
+        while queues.waiting and queues.running < self._max_running:
+            if not self._admit_first(queues.waiting[0], step, now):
+                return
+
+    def _admit_first(self, sequence: Sequence, step: StepBuilder, now: float) -> bool:
+        """Admits the queue's first sequence, loads it, or sets it aside; False if it must wait in the queue."""
+        looked_up = sequence.id in self._loads.lookups
+        if step.budget <= 0 and not looked_up:
+            return False
+        cached = self._memory.cached_blocks(sequence)
+        decision = self._loads.decide(sequence, len(cached), now) if looked_up else "compute"
+        match decision:
+            case "compute" if self._prompts.wait(sequence, len(cached)):
+                self._counters.prompts_shared += 1
+                self._queues.set_aside(sequence)
+            case "compute":
+                if step.budget <= 0 or not self._fits(sequence, cached) or not step.fits_new(sequence):
+                    return False
+                self._queues.start_prefill(sequence, cached)
+                self._prefills.prefill(sequence, step)
+            case "load":
+                if not self._fits(sequence, cached):
+                    return False
+                self._queues.start_loading(sequence)
+                self._loads.start(sequence, cached, now)
+            case "await":
+                self._loads.await_other(sequence, len(cached))
+                self._queues.set_aside(sequence)
+            case "look again":
+                if self._loads.look_up(sequence):
+                    self._queues.set_aside(sequence)
+                else:
+                    self._loads.forget(sequence)
+            case _:
+                assert_never(decision)
+        return True
+
+    def has_room_for(self, suspect: Sequence) -> bool:
+        """Whether the first of the suspects could enter."""
+        return self._queues.running < self._max_running and self._fits(suspect, self._memory.cached_blocks(suspect))
+
+    def admit_suspect(self, suspect: Sequence) -> None:
+        """Lets the first of the suspects enter. It finds room, and computes what a KV store may hold of it."""
+        self._queues.start_prefill(suspect, self._memory.cached_blocks(suspect))
+
+    def _fits(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Whether all known tokens fit, beside what prefills under way still need and a block for each that runs.
+
+        Admitting by the first chunk alone would fill memory with prompts of which none can be finished; and without
+        the block for each, a new sequence would be preempted within the next 16 steps.
+        """
+        pool, queues = self._memory.pool, self._queues
+        coming = (*queues.prefilling, *queues.loading.values())
+        promised = sum(blocks_for(s.tokens.length) - len(s.blocks.numbers) for s in coming) + queues.running
+        needed = blocks_for(sequence.tokens.length) - len(cached) + pool.count_free(cached)
+        return needed + promised <= pool.free

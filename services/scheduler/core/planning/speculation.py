@@ -147,7 +147,8 @@ class SpeculationBudget:
     """Owns the engine's acceptance rate and the cost of drafting; each sequence owns its own acceptance rate."""
 
     def __init__(self, max_drafts: int, jump_ahead: int, policy: SpeculationPolicy) -> None:
-        self._max_drafts = max_drafts
+        self.max_drafts = max_drafts
+        """Drafts that the ranks can make for a sequence without a grammar; 0: only grammars force some."""
         self._jump_ahead = max(max_drafts, jump_ahead)
         self._policy = policy
         self._costs = DraftCosts()
@@ -170,7 +171,7 @@ class SpeculationBudget:
         """Plans a step of `decodes` sequences with `budget` tokens left. Returns how many drafts it may hold; 0: no
         sequence drafts, and `drafts_for` need not be called. `guided`: whether a sequence has a grammar; only those may
         jump ahead."""
-        if not decodes or not (self._jump_ahead if guided else self._max_drafts) or self._policy == "off":
+        if not decodes or not (self._jump_ahead if guided else self.max_drafts) or self._policy == "off":
             return 0
         if self._policy == "dynamic" and not self._choose(decodes, guided):
             return 0
@@ -187,7 +188,7 @@ class SpeculationBudget:
         if not self._guesses and (controller.drafting or not guided):
             return False
         self._assumed = self._overall.rate(ASSUMED_ACCEPTANCE)
-        threshold = costs.threshold(decodes, self._assumed, self._max_drafts or self._jump_ahead)
+        threshold = costs.threshold(decodes, self._assumed, self.max_drafts or self._jump_ahead)
         self._threshold = threshold or 0.0
         self._fixed_lengths = self._set_lengths(known=threshold is not None) if self._guesses else None
         self._min_drafts = 1 if self._guesses and not controller.drafting else 0
@@ -203,7 +204,7 @@ class SpeculationBudget:
     def drafts_for(self, sequence: Sequence) -> int:
         """Number of drafts for the sequence's next step, if there is room for them."""
         guided = sequence.generation.grammar is not None
-        limit = self._jump_ahead if guided else self._max_drafts
+        limit = self._jump_ahead if guided else self.max_drafts
         if not limit or self._policy == "fixed":
             return limit
         if not self._guesses and not guided:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.queue.grammars import GrammarOrders
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import blocks_for
@@ -27,64 +27,45 @@ class StartedSequence(NamedTuple):
     cached: int
 
 
+@dataclass(slots=True)
 class StepBuilder:
     """One step while it is planned; each planner fills its part."""
 
-    __slots__ = (
-        "_max_new_bytes",
-        "_new_bytes",
-        "budget",
-        "decodes",
-        "drafts",
-        "extras",
-        "filled",
-        "grammars",
-        "handing",
-        "logprobs",
-        "samples",
-        "scores",
-        "started",
-        "work",
-    )
-
-    def __init__(self, limits: EngineLimits) -> None:
-        self._max_new_bytes = limits.max_new_bytes
-        self._new_bytes = 0
-        self.work: list[SequenceWork] = []
-        self.budget = limits.max_batch_tokens
-        """Tokens that it may still compute."""
-        self.decodes = 0
-        """Sequences that decode in it."""
-        self.samples = 0
-        """Sequences that draw in it."""
-        self.drafts = 0
-        """Drafts that it may still hold."""
-        self.extras: dict[SequenceId, int] = {}
-        """Tokens beyond the first that each sequence may yield."""
-        self.scores, self.logprobs = MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, MAX_PROMPT_LOGPROBS_PER_PLAN
-        """Prompt tokens that it may still score, and log-probabilities of them that it may still report."""
-        self.started: list[StartedSequence] = []
-        self.handing: list[Sequence] = []
-        """Sequences whose only token it draws: the next ones come from another engine."""
-        self.grammars = GrammarOrders((), ())
-        """What the workers compile beside it, and forget."""
-        self.filled: list[Sequence] = []
-        """Sequences that may have filled a block."""
+    budget: int
+    """Tokens that it may still compute."""
+    new_bytes: int
+    """Bytes that sequences and grammars that the workers do not know may still take in the plan; negative behind a
+    sequence that is larger than that alone."""
+    work: list[SequenceWork] = field(default_factory=list)
+    decodes: int = 0
+    """Sequences that decode in it."""
+    samples: int = 0
+    """Sequences that draw in it."""
+    drafts: int = 0
+    """Drafts that it may still hold."""
+    extras: dict[SequenceId, int] = field(default_factory=dict)
+    """Tokens beyond the first that each sequence may yield."""
+    scores: int = MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN
+    """Prompt tokens that it may still score."""
+    logprobs: int = MAX_PROMPT_LOGPROBS_PER_PLAN
+    """Log-probabilities of prompt tokens that it may still report."""
+    started: list[StartedSequence] = field(default_factory=list)
+    handing: list[Sequence] = field(default_factory=list)
+    """Sequences whose only token it draws: the next ones come from another engine."""
+    grammars: GrammarOrders = field(default_factory=GrammarOrders)
+    """What the workers compile beside it, and forget."""
+    filled: list[Sequence] = field(default_factory=list)
+    """Sequences that may have filled a block."""
 
     def fits_new(self, sequence: Sequence) -> bool:
         """Whether the plan has bytes left for the tokens of a sequence that the workers do not know. One always has
         room, however long it is."""
-        return not self.started or self._new_bytes + _new_bytes(sequence) <= self._max_new_bytes
+        return not self.started or _new_bytes(sequence) <= self.new_bytes
 
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence that the workers do not know; the caller asks `fits_new` first."""
-        self._new_bytes += _new_bytes(sequence)
+        self.new_bytes -= _new_bytes(sequence)
         self.started.append(StartedSequence(sequence, sequence.tokens.planned))
-
-    @property
-    def bytes_left(self) -> int:
-        """Bytes that something else that is new may take in the plan."""
-        return self._max_new_bytes - self._new_bytes
 
 
 def _new_bytes(sequence: Sequence) -> int:

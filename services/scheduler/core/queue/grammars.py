@@ -48,8 +48,8 @@ class GrammarOutcome(NamedTuple):
 class GrammarOrders(NamedTuple):
     """What a plan has the workers do with grammars."""
 
-    compile: tuple[Grammar, ...]
-    forget: tuple[GrammarKey, ...]
+    compile: tuple[Grammar, ...] = ()
+    forget: tuple[GrammarKey, ...] = ()
 
 
 class Grammars:

@@ -7,17 +7,16 @@ preempted.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import attrgetter
 
 from services.scheduler.core.memory.allocation import BlockAllocator
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
-from services.scheduler.core.sequence import QueueKey, Sequence
+from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.loads import Loads
 from shared.ids import SequenceId
 
-
-def _queue_key(sequence: Sequence) -> QueueKey:
-    return sequence.queue_key
+_queue_key = attrgetter("queue_key")
 
 
 class RequestQueue(list[Sequence]):
@@ -136,20 +135,14 @@ class SequenceQueues:
     # ---- their turn
 
     def start_prefill(self, sequence: Sequence, cached: list[int]) -> None:
-        """From the waiting queue among those that compute their prompts, but for what its `cached` blocks hold."""
+        """From the waiting queue, or from the suspects, among those that compute their prompts, but for what its
+        `cached` blocks hold."""
         if self._loads.enabled:
             self._loads.forget(sequence)
-        self.waiting.remove(sequence)
+        queue = self.suspects if sequence.phase == "quarantined" else self.waiting
+        queue.remove(sequence)
         self._memory.adopt(sequence, cached)
         self._prefill(sequence)
-
-    def start_trial(self, suspect: Sequence, cached: list[int]) -> None:
-        """From the suspects among those that compute their prompts, but for what its `cached` blocks hold."""
-        if self._loads.enabled:
-            self._loads.forget(suspect)
-        self.suspects.remove(suspect)
-        self._memory.adopt(suspect, cached)
-        self._prefill(suspect)
 
     def start_loading(self, sequence: Sequence) -> None:
         """From the waiting queue to where it is given blocks from the store."""

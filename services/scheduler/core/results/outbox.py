@@ -49,10 +49,31 @@ class TokenStreams:
 
     def open(self, sequence: Sequence, cached_tokens: int) -> None:
         """Announces a request, once."""
-        if not sequence.stream.opened:
-            sequence.stream.opened = True
-            sequence.stream.cached_tokens = min(cached_tokens, sequence.tokens.prompt_length)
-            self.batch_for(sequence.detokenizer).opened.append(_open_stream(sequence))
+        if sequence.stream.opened:
+            return
+        generation, stopping = sequence.generation, sequence.generation.stopping
+        prompt_length = sequence.tokens.prompt_length
+        start = max(0, prompt_length - CONTEXT_TOKENS)
+        sequence.stream.opened = True
+        sequence.stream.cached_tokens = min(cached_tokens, prompt_length)
+        opening = OpenStream(
+            request=generation.request,
+            attempt=generation.attempt,
+            gateway=generation.gateway,
+            model=generation.model,
+            context=generation.tokens[start * TOKEN_BYTES :],
+            resumed=len(generation.tokens) // TOKEN_BYTES - prompt_length,
+            sent_chars=generation.sent_chars,
+            prompt_tokens=prompt_length,
+            cached_tokens=sequence.stream.cached_tokens,
+            stop=stopping.stop,
+            include_stop=stopping.include_stop,
+            min_tokens=stopping.min_tokens,
+            skip_special_tokens=generation.skip_special_tokens,
+            keep_markup=generation.keep_markup,
+            thinking=generation.thinking,
+        )
+        self.batch_for(sequence.detokenizer).opened.append(opening)
 
     def add_prompt_logprobs(self, sequence: Sequence, scored: SequencePromptLogprobs) -> None:
         """Log-probabilities of a part of the prompt."""
@@ -98,14 +119,16 @@ class TokenStreams:
                 continue
             del self._pending[detokenizer]
             *first, last = _parts(pending.opened) if pending.opened else [()]
+            number = self._numbers.get(detokenizer, 0)
             for opened in first:
-                number = self._next_number(detokenizer)
                 opening = TokenBatch(engine=self._engine, epoch=self._epoch, number=number, opened=opened)
                 batches.append(SendTokens(detokenizer, opening))
+                number += 1
+            self._numbers[detokenizer] = number + 1
             batch = TokenBatch(
                 engine=self._engine,
                 epoch=self._epoch,
-                number=self._next_number(detokenizer),
+                number=number,
                 opened=last,
                 entries=tuple(pending.entries),
                 abandoned=tuple(pending.abandoned),
@@ -114,11 +137,6 @@ class TokenStreams:
             )
             batches.append(SendTokens(detokenizer, batch))
         return batches
-
-    def _next_number(self, detokenizer: DetokenizerId) -> int:
-        number = self._numbers.get(detokenizer, 0)
-        self._numbers[detokenizer] = number + 1
-        return number
 
 
 class EngineOutbox:
@@ -149,13 +167,6 @@ class EngineOutbox:
         outputs, self._outputs = self._outputs, []
         outputs += self.streams.flush()
         return outputs
-
-    def end_attempt(self, sequence: Sequence, *, tell_detokenizer: bool) -> None:
-        """Ends the attempt. `tell_detokenizer` is False if the detokenizer knows of the end by a token, or requested
-        it."""
-        self.fence.close(sequence.generation.request, sequence.generation.attempt)
-        if tell_detokenizer:
-            self.streams.abandon(sequence)
 
     def refuse(self, generate: GenerateRequest, answer: RequestRejected | RequestFailed) -> None:
         """The final answer to a request that was never accepted. What was accepted elsewhere, and has been seen by its
@@ -218,27 +229,3 @@ def _parts(opened: list[OpenStream]) -> list[tuple[OpenStream, ...]]:
         parts[-1].append(stream)
         chars += own
     return [tuple(part) for part in parts]
-
-
-def _open_stream(sequence: Sequence) -> OpenStream:
-    generation = sequence.generation
-    stopping = generation.stopping
-    prompt_length = sequence.tokens.prompt_length
-    start = max(0, prompt_length - CONTEXT_TOKENS)
-    return OpenStream(
-        request=generation.request,
-        attempt=generation.attempt,
-        gateway=generation.gateway,
-        model=generation.model,
-        context=generation.tokens[start * TOKEN_BYTES :],
-        resumed=len(generation.tokens) // TOKEN_BYTES - prompt_length,
-        sent_chars=generation.sent_chars,
-        prompt_tokens=prompt_length,
-        cached_tokens=sequence.stream.cached_tokens,
-        stop=stopping.stop,
-        include_stop=stopping.include_stop,
-        min_tokens=stopping.min_tokens,
-        skip_special_tokens=generation.skip_special_tokens,
-        keep_markup=generation.keep_markup,
-        thinking=generation.thinking,
-    )

@@ -18,7 +18,6 @@ from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
-from shared.messages.worker import GrammarRef
 from shared.packing import TOKEN_BYTES, unpack
 
 OVERLOADED_RETRY = 1.0
@@ -143,23 +142,17 @@ class EngineRequests:
             return
         if held is not None:
             self.end(held, tell_detokenizer=True)
-        validated = self._validator.validate(generate, next(self._tickets))
-        if isinstance(validated, Sequence):
-            answer = self._refusal(generation, validated.grammar)
-            if answer is None:
-                self._accept(validated)
-                return
+        sequence = self._validator.validate(generate, next(self._tickets))
+        if isinstance(sequence, RequestRejected):
+            refusal = sequence
+        elif sequence.grammar is not None and (error := self._grammars.error(sequence.grammar.key)) is not None:
+            refusal = _refused_grammar(generation, error)
+        elif self._queues.queued >= self._max_waiting:
+            refusal = _overloaded(generation, f"{self._max_waiting} requests are waiting already, and no more may")
         else:
-            answer = validated
-        self._outbox.refuse(generate, answer)
-
-    def _refusal(self, generation: Generation, grammar: GrammarRef | None) -> RequestRejected | None:
-        """Why a valid request cannot be accepted."""
-        if grammar is not None and (error := self._grammars.error(grammar.key)) is not None:
-            return _refused_grammar(generation, error)
-        if self._queues.queued >= self._max_waiting:
-            return _overloaded(generation, f"{self._max_waiting} requests are waiting already, and no more may")
-        return None
+            self._accept(sequence)
+            return
+        self._outbox.refuse(generate, refusal)
 
     def _accept(self, sequence: Sequence) -> None:
         other = sequence.transfer.decode_on
@@ -182,12 +175,15 @@ class EngineRequests:
         return True
 
     def end(self, sequence: Sequence, *, tell_detokenizer: bool) -> None:
-        """Ends the request's attempt and frees its blocks. The caller has sent the final answer, or sends it now."""
+        """Ends the request's attempt and frees its blocks. The caller has sent the final answer, or sends it now.
+        `tell_detokenizer` is False if the detokenizer knows of the end by a token, or requested it."""
         del self.held[sequence.generation.request]
         if self._hand_overs.waiting:
             self._hand_overs.forget(sequence)
         self._queues.remove(sequence)
-        self._outbox.end_attempt(sequence, tell_detokenizer=tell_detokenizer)
+        self._outbox.fence.close(sequence.generation.request, sequence.generation.attempt)
+        if tell_detokenizer:
+            self._outbox.streams.abandon(sequence)
 
     def end_where(self, concerned: Callable[[Sequence], bool]) -> None:
         """Ends them without an answer, because no client waits for one any more."""

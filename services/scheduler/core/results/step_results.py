@@ -12,8 +12,6 @@ from services.scheduler.core.planning.step_timing import ExpectedResult
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.results.requests import EngineRequests
-from services.scheduler.core.sequence import Sequence
-from shared.messages.generation import FinishReason
 from shared.messages.scheduler import SampledTokens, StepFinished
 
 
@@ -112,13 +110,8 @@ class StepResults:
             entries.append(token_entry(sequence, tokens, finish, logprobs))
             if len(sequence.tokens.hashes) > sequence.blocks.indexed:
                 self._memory.index_full_blocks(sequence)
-            if finish is not None or sequence.phase == "returning":
-                self._leave(sequence, finish)
+            if finish is not None:
+                self._requests.end(sequence, tell_detokenizer=False)
+            elif sequence.phase == "returning" and not sequence.tokens.in_flight:  # all its tokens are known now
+                self._queues.requeue(sequence)
         self._counters.output_tokens += output_tokens
-
-    def _leave(self, sequence: Sequence, finish: FinishReason | None) -> None:
-        """The sequence has ended; or it was preempted, and waits again once all its tokens are known."""
-        if finish is not None:
-            self._requests.end(sequence, tell_detokenizer=False)
-        elif not sequence.tokens.in_flight:
-            self._queues.requeue(sequence)

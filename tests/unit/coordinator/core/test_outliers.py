@@ -160,7 +160,7 @@ class TrapSimulation:
                 core.lifecycle(each, Moment(now, now))
 
     def _health(self, each: Lifecycle) -> EngineHealth:
-        return self.suspicion.report() if each.instance == self.failing else EngineHealth()
+        return self.suspicion.report if each.instance == self.failing else EngineHealth()
 
     def _at(self, when: float, what: str, who: str = "", attempt: int = 0) -> None:
         self._order += 1

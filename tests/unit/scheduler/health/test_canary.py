@@ -66,7 +66,7 @@ class WatchedRing(Ring):
 
     @property
     def health(self) -> EngineHealth:
-        return self.engine.health.report()
+        return self.engine.health.suspicion.report
 
     @property
     def canaries(self) -> int:
