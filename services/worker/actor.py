@@ -76,7 +76,8 @@ class WorkerActor(Actor):
         arrival = self._plans.submit(message)
         match arrival:
             case "first" | "next":
-                self._check_gap(message)
+                if self._gap is not None:
+                    self._close_gap(self._gap, message)
                 if arrival == "first":
                     self._published = 0
                 self._watchdog.start(message, time.perf_counter())
@@ -190,9 +191,9 @@ class WorkerActor(Actor):
         log.error("plan missing", extra={"epoch": missed.epoch, "expected": missed.expected})
         await self.bus.publish(self._results, missed)
 
-    def _check_gap(self, plan: StepPlan) -> None:
-        """A plan has come that can be computed. Raises RankOutOfStep where it is of a new epoch, as other ranks may be
-        waiting for this one in the step that it missed."""
-        gap, self._gap = self._gap, None
-        if gap is not None and gap.epoch != plan.epoch and self._identity.world_size > 1:
+    def _close_gap(self, gap: StepMissed, plan: StepPlan) -> None:
+        """Behind a gap, a plan has come that can be computed. Raises RankOutOfStep where it is of a new epoch, as other
+        ranks may be waiting for this one in the step that it missed."""
+        self._gap = None
+        if gap.epoch != plan.epoch and self._identity.world_size > 1:
             raise RankOutOfStep(f"step {gap.expected} of epoch {gap.epoch} never came")

@@ -47,7 +47,7 @@ class DecodeReuse:
         elif choices is None or not choices.table.position_independent(choices):
             self._before = None
         else:
-            room = self._sequences.room(batch.sampled_indices)
+            room = self._sequences.blocks.room(batch.sampled_indices)
             self._before = _Before(work, batch, choices, room, _whole(rows.positions))
 
     def next(self, work: tuple[SequenceWork, ...]) -> Batch | None:
@@ -59,18 +59,16 @@ class DecodeReuse:
         rows = before.batch.rows
         if rows.max_context + 2 > self._sequences.tokens.shape[1]:  # somebody's context is full
             return None
+        ends, room, blocks = rows.context_lens + 1, before.room, self._sequences.blocks
         grown = [place for place, item in enumerate(work) if item.blocks]
-        ends = rows.context_lens + 1
-        room = self._with_blocks(before, work, grown) if grown else before.room
+        if grown:
+            for place in grown:
+                item = work[place]
+                blocks.append(int(before.batch.sampled_indices[place]), item.sequence, item.blocks)
+            room = blocks.room(before.batch.sampled_indices)
         if (ends > room).any():
             raise BrokenPlan(f"{work[int((ends > room).argmax())]}: its blocks are full")
         return self._moved_on(before, work, ends, room, tables_changed=bool(grown))
-
-    def _with_blocks(self, before: _Before, work: tuple[SequenceWork, ...], grown: list[int]) -> Int32s:
-        seq_indices = before.batch.sampled_indices
-        for place in grown:
-            self._sequences.append_blocks(int(seq_indices[place]), work[place])
-        return self._sequences.room(seq_indices)
 
     def _moved_on(
         self, before: _Before, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool

@@ -86,10 +86,9 @@ class ScoredPrompts:
     def __init__(self) -> None:
         self._by_index: dict[int, _ScoredPrompt] = {}
 
-    def put(self, seq_index: int, new: NewSequence) -> None:
-        """A new sequence, which may not want its prompt scored."""
-        if new.sampling.prompt_logprobs is not None:
-            self._by_index[seq_index] = _ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
+    def put(self, seq_index: int, new: NewSequence, num_logprobs: int) -> None:
+        """A new sequence whose prompt is scored, with so many of the most likely tokens beside each."""
+        self._by_index[seq_index] = _ScoredPrompt(new.sequence, new.prompt_length, num_logprobs)
 
     def forget(self, seq_index: int) -> None:
         """The sequence at `seq_index` has left, whether or not its prompt was scored."""

@@ -38,7 +38,9 @@ class SequenceTable:
         self.generations: NDArray[np.int64] = np.zeros(max_sequences, dtype=np.int64)
         """[sequences] a number that changes when a sequence leaves, so that what is drawn for one that has left is not
         taken for the next one's."""
-        self._blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1), num_blocks)
+        self.blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1), num_blocks)
+        self.block_tables = self.blocks.ids
+        """[sequences, blocks] the blocks of each sequence in their order."""
         self._parameters = ParameterTable(max_sequences, vocab_size)
         self._scored = ScoredPrompts()
 
@@ -74,12 +76,13 @@ class SequenceTable:
         self.lengths[seq_index] = len(tokens)
         self.prompt_lengths[seq_index] = new.prompt_length
         self._computed[seq_index] = new.computed
-        self._blocks.begin(seq_index)
-        self._blocks.append(seq_index, new.sequence, new.blocks)
-        if new.computed > self._blocks.room(seq_index):
+        self.blocks.begin(seq_index)
+        self.blocks.append(seq_index, new.sequence, new.blocks)
+        if new.computed > self.blocks.room(seq_index):
             raise BrokenPlan(f"sequence {new.sequence}: {new.computed} computed tokens lie in too few blocks")
         self._parameters.put(seq_index, new)
-        self._scored.put(seq_index, new)
+        if new.sampling.prompt_logprobs is not None:
+            self._scored.put(seq_index, new, new.sampling.prompt_logprobs)
         return seq_index
 
     def _check_new(self, new: NewSequence, length: int) -> None:
@@ -103,7 +106,7 @@ class SequenceTable:
             raise BrokenPlan("a sequence has two shares of one step")
         for item in work:
             if item.blocks:
-                self._blocks.append(self._indices[item.sequence], item.sequence, item.blocks)
+                self.blocks.append(self._indices[item.sequence], item.sequence, item.blocks)
         full = self.lengths[seq_indices] >= self.tokens.shape[1]
         if full.any():
             work = tuple(work[i] for i in np.flatnonzero(~full))
@@ -111,14 +114,10 @@ class SequenceTable:
         counts = np.array([item.count for item in work], dtype=np.int32)
         samples = np.array([item.sample for item in work], dtype=np.bool_)
         asked = np.array([item.speculate for item in work], dtype=np.int32)
-        return ScheduledWork(work, seq_indices, counts, samples, self._most_drafts(seq_indices, counts, samples, asked))
-
-    def _most_drafts(self, seq_indices: Indices, counts: Int32s, samples: NDArray[np.bool_], asked: Int32s) -> Int32s:
-        """[W] Drafts are verified where a decode samples, and have to fit the context and the blocks."""
-        if not asked.any():
-            return asked
-        room = np.minimum(self._blocks.room(seq_indices), self.tokens.shape[1] - 1) - self.lengths[seq_indices]
-        return np.where(samples & (counts == 1), np.clip(room, 0, asked), 0).astype(np.int32)
+        if asked.any():  # drafts are verified where a decode samples, and have to fit the context and the blocks
+            room = np.minimum(self.blocks.room(seq_indices), self.tokens.shape[1] - 1) - self.lengths[seq_indices]
+            asked = np.where(samples & (counts == 1), np.clip(room, 0, asked), 0).astype(np.int32)
+        return ScheduledWork(work, seq_indices, counts, samples, asked)
 
     def batch(self, scheduled: ScheduledWork, drafts: DraftTokens | None = None) -> Batch:
         """The rows of `scheduled`, which count as computed from here on; `drafts` are those of the speculating ones.
@@ -143,20 +142,24 @@ class SequenceTable:
     def _check_work(self, scheduled: ScheduledWork) -> None:
         seq_indices = scheduled.seq_indices
         ends = self._computed[seq_indices] + scheduled.counts
-        broken = (scheduled.counts < 1) | (ends > self.lengths[seq_indices]) | (ends > self._blocks.room(seq_indices))
+        broken = (scheduled.counts < 1) | (ends > self.lengths[seq_indices]) | (ends > self.blocks.room(seq_indices))
         broken |= scheduled.samples & (ends != self.lengths[seq_indices])
         if broken.any():
             first = int(broken.argmax())
             seq_index = int(seq_indices[first])
             length, computed = self.lengths[seq_index], self._computed[seq_index]
-            held = self._blocks.held(seq_index)
+            held = self.blocks.held[seq_index]
             raise BrokenPlan(f"{scheduled.work[first]}: of {length} tokens {computed} are computed, in {held} blocks")
 
     def _flattened(self, scheduled: ScheduledWork, drafted: Int32s) -> Batch:
-        units = self._units(scheduled, drafted)
+        # Each share is one run of rows; but each draft is one of its own, as all of them are decodes then.
+        share, ahead = expand_drafts(drafted)
+        seq_indices = scheduled.seq_indices[share]
+        units = RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
+        rows = rows_of(units, self.block_tables, self.tokens)
         sampling = np.flatnonzero(scheduled.samples)
-        sampled_indices = scheduled.seq_indices[sampling]
-        rows = rows_of(units, self._blocks.ids, self.tokens)
+        sampled_indices, drafted = scheduled.seq_indices[sampling], drafted[sampling]
+        owner, behind = expand_drafts(drafted)
         prompts = self._scored.rows_of(units, rows.last_rows, self.tokens)
         drawn = rows.last_rows[scheduled.samples[units.share]]
         union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
@@ -166,24 +169,12 @@ class SequenceTable:
             logits_rows=drawn if union is None else union.rows,
             sampled=tuple(scheduled.work[i].sequence for i in sampling),
             sampled_indices=sampled_indices,
-            drafted=drafted[sampling],
-            choices=self._choices(sampled_indices, drafted[sampling]),
+            drafted=drafted,
+            choices=self.sampling_batch(sampled_indices[owner], behind) if len(sampling) else None,
             drawn_rows=drawn,
             prompts=prompts,
             merged=union,
         )
-
-    def _units(self, scheduled: ScheduledWork, drafted: Int32s) -> RowRuns:
-        """Each share is one run of rows; but each draft is one of its own, as all of them are decodes then."""
-        share, ahead = expand_drafts(drafted)
-        seq_indices = scheduled.seq_indices[share]
-        return RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
-
-    def _choices(self, seq_indices: Indices, drafted: Int32s) -> SamplingBatch | None:
-        if not len(seq_indices):
-            return None
-        owner, ahead = expand_drafts(drafted)
-        return self.sampling_batch(seq_indices[owner], ahead)
 
     def append(self, seq_indices: Indices, counts: Int32s, drawn: Int32s) -> None:
         """What was drawn for the sequences of a batch: each gains the first `counts` [Q] tokens of its row of `drawn`
@@ -192,14 +183,6 @@ class SequenceTable:
             self.fill(seq_indices, self.advance(seq_indices), drawn[:, 0])
         else:
             self.fill_all(seq_indices, self.assume(seq_indices, counts - 1), counts, drawn)
-
-    def append_blocks(self, seq_index: int, work: SequenceWork) -> None:
-        """Adds the blocks that `work` brings. Raises BrokenPlan if they are too many."""
-        self._blocks.append(seq_index, work.sequence, work.blocks)
-
-    def room(self, seq_indices: Indices) -> Int32s:
-        """Tokens that each one's blocks hold."""
-        return self._blocks.room(seq_indices)
 
     def count_computed(self, seq_indices: Indices) -> None:
         """One more token of each, in a batch that was not made here."""
@@ -242,11 +225,6 @@ class SequenceTable:
         drafts: Int32s = self.tokens[seq_indices[:, None], at]
         return drafts
 
-    @property
-    def block_tables(self) -> Int32s:
-        """[sequences, blocks] the blocks of each sequence in their order."""
-        return self._blocks.ids
-
     def sampling_batch(self, seq_indices: Indices, ahead: Int32s | int) -> SamplingBatch:
         """How the tokens are drawn that come `ahead` tokens behind the known ones of the sequences in `seq_indices`."""
         return self._parameters.sampling_batch(
@@ -276,28 +254,25 @@ class BlockTables:
         self._num_blocks = num_blocks
         self.ids: Int32s = np.zeros((max_sequences, width), dtype=np.int32)
         """[sequences, width]"""
-        self._held = np.zeros(max_sequences, dtype=np.int32)
+        self.held: Int32s = np.zeros(max_sequences, dtype=np.int32)
+        """[sequences] blocks in each table."""
 
     def begin(self, seq_index: int) -> None:
         """An empty table for whoever is at `seq_index` now."""
-        self._held[seq_index] = 0
+        self.held[seq_index] = 0
 
     def append(self, seq_index: int, sequence: SequenceId, packed: bytes) -> None:
         """Raises BrokenPlan where they are too many, or not of this worker's memory."""
         blocks = np.frombuffer(packed, dtype=_WIRE)
-        held = int(self._held[seq_index])
+        held = int(self.held[seq_index])
         if held + len(blocks) > self.ids.shape[1]:
             raise BrokenPlan(f"sequence {sequence}: {held + len(blocks)} blocks are more than its context fills")
         if len(blocks) and int(blocks.max()) >= self._num_blocks:
             raise BrokenPlan(f"sequence {sequence}: block {blocks.max()} of {self._num_blocks}")
         self.ids[seq_index, held : held + len(blocks)] = blocks
-        self._held[seq_index] = held + len(blocks)
-
-    def held(self, seq_indices: Indices | int) -> Int32s:
-        """Blocks in each table."""
-        held: Int32s = self._held[seq_indices]
-        return held
+        self.held[seq_index] = held + len(blocks)
 
     def room(self, seq_indices: Indices | int) -> Int32s:
         """Tokens that each one's blocks hold."""
-        return self.held(seq_indices) * np.int32(BLOCK_SIZE)
+        room: Int32s = self.held[seq_indices] * np.int32(BLOCK_SIZE)
+        return room

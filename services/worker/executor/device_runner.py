@@ -23,7 +23,7 @@ from services.worker.batch.batch import Batch, DraftTokens, ScheduledWork
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.staging import STAGING_BUFFERS
 from services.worker.executor.pending import LaunchedBatch, PendingSteps, StepMarks
-from services.worker.executor.rank_state import RankState, split_logits
+from services.worker.executor.rank_state import RankState, masked, split_logits
 from services.worker.executor.runner import StepRunner, step_output, undefined_sequences
 from services.worker.executor.timing import clock_of
 from services.worker.executor.token_table import TokenTable
@@ -123,8 +123,8 @@ class DeviceRunner(StepRunner):
         choices = batch.choices
         if rank.guided:
             self._pending.finish_for(rank.guided.with_grammar(batch.sampled_indices))
-            rank.request_masks(batch)
-            choices = rank.masked(batch)
+            rank.request_masks(rank.guided, batch)
+            choices = masked(rank.guided, choices)
         logits, scored = split_logits(batch, logits)
         drawn = self.sample(batch, logits, choices, self._history)
         # What is drawn behind a draft that is not accepted lies behind the sequence's end then, where nobody reads.

@@ -85,10 +85,10 @@ class RankDrafting:
 
         They may lie on the device alone, unless other ranks or a grammar need them. For `rejected` see
         `DraftRequest`."""
-        speculating, communicator = scheduled.speculating, self._communicator
-        if not len(speculating):
+        if not scheduled.speculates.any():
             self.steps_without_drafts += 1
             return None
+        speculating, communicator = scheduled.speculating, self._communicator
         self.steps_without_drafts = 0
         limits = scheduled.speculates[speculating]
         request = DraftRequest(scheduled.seq_indices[speculating], limits, self._sequences, rejected)

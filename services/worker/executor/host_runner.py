@@ -28,7 +28,7 @@ from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
 from services.worker.batch.staging import rows_in_place
 from services.worker.executor.pending import ExpectedSteps
-from services.worker.executor.rank_state import RankState, split_logits
+from services.worker.executor.rank_state import RankState, masked, split_logits
 from services.worker.executor.runner import StepRunner, step_output, undefined_sequences
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.sampler import SamplerOutput
@@ -91,11 +91,11 @@ class HostRunner(StepRunner):
     def _inputs(self, plan: StepPlan) -> _Inputs | None:
         """None where there is nothing to compute."""
         rank, sequences = self.rank, self.rank.sequences
-        for sequence in plan.released:
-            self._expected.release(sequence)
         if plan.released or plan.new or plan.transfers:
             rank.update_sequences(plan)
         if not rank.draws:
+            for sequence in plan.released:
+                self._expected.release(sequence)
             self._expected.receive_for(plan.work)
         batch = None if plan.released or plan.new else self._reuse.next(plan.work)
         if batch is not None:
@@ -137,11 +137,12 @@ class HostRunner(StepRunner):
         batch, ids, meta, _ = step.inputs
         if self._on_cpu:
             np.copyto(batch.rows.ids, rank.sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
-        rank.request_masks(batch)  # made on another core meanwhile
+        guided, choices = rank.guided or None, batch.choices  # None, too, where no sequence has a grammar
+        if guided is not None:
+            rank.request_masks(guided, batch)  # made on another core meanwhile
         logits, features = rank.forward(ids, meta)
-        choices = rank.masked(batch)
-        if rank.guided:
-            step.failed = rank.guided.take_failed()
+        if guided is not None:
+            choices, step.failed = masked(guided, choices), guided.take_failed()
         if not self._on_cpu:
             torch.cuda.synchronize(rank.device)
         forwarded = time.perf_counter()
@@ -155,6 +156,8 @@ class HostRunner(StepRunner):
             drawn = self.sample(batch, logits, choices, rank.sequences.history)
             step.verdict = self._accept(step.inputs, drawn)
             step.failed += undefined_sequences(batch, drawn.undefined)
+            if guided is not None:
+                guided.accept(batch.sampled_indices, step.verdict.counts, step.verdict.tokens)
         if rank.drafting.observes:
             rank.drafting.observe(batch, meta, features, batch.last_rows((step.verdict or NO_TOKENS).counts))
         over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0
@@ -173,8 +176,6 @@ class HostRunner(StepRunner):
             rank.sequences.append(batch.sampled_indices, verdict.counts, verdict.tokens)
         else:
             rank.sequences.fill(batch.sampled_indices, places, verdict.tokens[:, 0])
-        if rank.guided:
-            rank.guided.accept(batch.sampled_indices, verdict.counts, verdict.tokens)
         return verdict
 
 

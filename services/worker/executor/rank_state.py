@@ -132,18 +132,18 @@ class RankState:
         """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""
         return verify_batch(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
 
-    def request_masks(self, batch: Batch) -> None:
-        """Has made what `masked` needs. Best called before the device computes."""
-        if batch.choices is not None and self.guided:
+    def request_masks(self, guided: GuidedSequences, batch: Batch) -> None:
+        """Has made what `masked` needs; `guided`: this rank's. Best called before the device computes."""
+        if batch.choices is not None:
             drafts = self.sequences.drafts(batch.sampled_indices, int(batch.drafted.max(initial=0)))
-            self.guided.request_masks(batch.sampled_indices, batch.drafted, drafts)
+            guided.request_masks(batch.sampled_indices, batch.drafted, drafts)
 
-    def masked(self, batch: Batch) -> SamplingBatch | None:
-        """How to draw, with what grammars allow; behind `request_masks`. Best called while the device computes."""
-        if batch.choices is None or self.guided is None:
-            return batch.choices
-        mask = self.guided.masks()
-        return batch.choices if mask is None else batch.choices.masked(mask)
+
+def masked(guided: GuidedSequences, choices: SamplingBatch | None) -> SamplingBatch | None:
+    """`choices` with what grammars allow; behind `request_masks`. Best called while the device computes."""
+    if choices is None or (mask := guided.masks()) is None:
+        return choices
+    return choices.masked(mask)
 
 
 def split_logits(batch: Batch, logits: Tensor | None) -> SplitLogits:

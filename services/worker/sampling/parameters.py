@@ -159,9 +159,10 @@ class ParameterTable:
         self.repetition[seq_index] = min(max(params.repetition_penalty, 1 / MAX_FACTOR), MAX_FACTOR)
         self.seed[seq_index] = params.seed & (2**64 - 1)
         self._min_tokens[seq_index] = min(sequence.min_tokens, MAX_TOKENS)
-        drawn = self._draw_features(seq_index, params, greedy)
-        logprobs = self._logprob_features(seq_index, params)
-        self._features[seq_index] = drawn | logprobs | self._put_lists(seq_index, sequence)
+        self.logprobs[seq_index] = params.logprobs or 0
+        self._features[seq_index] = self._draw_features(seq_index, params, greedy) | self._put_lists(
+            seq_index, sequence
+        )
 
     def _draw_features(self, seq_index: int, params: SamplingOptions, greedy: bool) -> Feature:
         features = Feature(0)
@@ -173,18 +174,16 @@ class ParameterTable:
                 features |= Feature.MIN_P
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             features |= Feature.PENALTIES
+        if params.logprobs is not None:
+            features |= Feature.LOGPROBS
         return features
-
-    def _logprob_features(self, seq_index: int, params: SamplingOptions) -> Feature:
-        self.logprobs[seq_index] = params.logprobs or 0
-        if params.logprob_token_ids is not None:
-            self.logprob_ids.put(seq_index, self._inside(params.logprob_token_ids))
-            return Feature.LOGPROBS | Feature.LOGPROB_IDS
-        return Feature(0) if params.logprobs is None else Feature.LOGPROBS
 
     def _put_lists(self, seq_index: int, sequence: NewSequence) -> Feature:
         """What is asked for as lists of tokens."""
         params, features = sequence.sampling, Feature(0)
+        if params.logprob_token_ids is not None:
+            self.logprob_ids.put(seq_index, self._inside(params.logprob_token_ids))
+            features |= Feature.LOGPROBS | Feature.LOGPROB_IDS
         if biases := {token: value for token, value in params.logit_bias if 0 <= token < self._vocab_size}:
             self.bias_tokens.put(seq_index, tuple(biases))
             self.bias_values.put(seq_index, tuple(biases.values()))
