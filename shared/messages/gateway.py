@@ -67,6 +67,8 @@ class RequestFailed(Struct, frozen=True, array_like=True, tag=True):
     """Output tokens that it had at this death, those included that were being drawn; 0 where that is unknown."""
     caches_doubtful: bool = False
     """Whether cached blocks may be at fault, so that the next attempt is better computed without any."""
+    grammar_died: bool = False
+    """Whether the process of its grammar died, which may be that grammar's doing."""
 
 
 class LogprobText(Struct, frozen=True, array_like=True, gc=False):

@@ -136,12 +136,13 @@ class SequencePromptLogprobs(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-GrammarFault = Literal["refused", "busy", "lost"]
+GrammarFault = Literal["refused", "busy", "lost", "died"]
 """What a grammar's error means. refused: it is beyond a limit, or no grammar; it would be again. busy: too much else is
-being compiled; later it may be. lost: the process that held it has ended, by no fault of its own."""
+being compiled; later it may be. lost: nothing holds it any more, by no fault of its own. died: its own process was
+killed, or did not answer; nobody knows why, so it may be the grammar's doing."""
 
 
-SequenceFault = Literal["refused", "busy", "lost", "nan"]
+SequenceFault = Literal["refused", "busy", "lost", "died", "nan"]
 """A `GrammarFault` of the sequence's grammar. nan: the model computed no number for its next token."""
 
 

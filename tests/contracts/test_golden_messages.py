@@ -201,7 +201,7 @@ MESSAGES: list[Any] = [
     gateway.RequestPlaced(R, A, E, DetokenizerId("detokenizer-1")),
     gateway.RequestPlaced(R, A, E, DetokenizerId("detokenizer-1"), EngineId("engine-2")),
     gateway.RequestRejected(request=R, attempt=A, kind="invalid_request", message="no", field="prompt"),
-    gateway.RequestFailed(R, A, "gone", "alone", 7),
+    gateway.RequestFailed(R, A, "gone", "alone", 7, False, True),
     gateway.Deltas(
         detokenizer=DetokenizerId("detokenizer-1"),
         epoch=Incarnation(1),

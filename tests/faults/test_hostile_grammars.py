@@ -8,11 +8,13 @@ the rank's own process (docs/adr/0020).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -105,3 +107,51 @@ async def test_many_choices_with_a_long_schema_make_no_plan_that_does_not_fit_th
     assert {json.loads(choice.message.content) for choice in answer.choices} <= {"yes", "no"}
     assert len(answer.choices) == 128
     assert {name: stack.pid(name) for name in before} == before
+
+
+def grammar_processes(rank: int) -> list[psutil.Process]:
+    """Those of a rank's grammars: what the server that starts them has forked."""
+    servers = [child for child in psutil.Process(rank).children() if "fork_server" in " ".join(child.cmdline())]
+    return [process for server in servers for process in server.children()]
+
+
+async def kill_grammars(rank: int) -> None:
+    """Every one that there is, until it is cancelled."""
+    while True:
+        for process in grammar_processes(rank):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.sleep(0.02)
+
+
+async def test_a_grammar_whose_processes_are_killed_again_and_again_is_refused_by_name(
+    stack: RunningStack, client: AsyncOpenAI
+) -> None:
+    """It was tried six times, and each time in vain, as the process that had been killed was taken for compiled."""
+    rank = stack.pid("engine-1-rank0")
+    (before, *_) = await good(client, stack.model)
+    killing = asyncio.create_task(kill_grammars(rank))
+    try:
+        with pytest.raises(openai.InternalServerError) as failed:
+            await ask(client.with_options(max_retries=0), stack.model, {"regex": "[x-z]{200}"}, max_tokens=250)
+    finally:
+        killing.cancel()
+    assert failed.value.status_code == 500
+    assert "refused for 60 s" in failed.value.message
+    assert failed.value.param == "structured_outputs.regex"
+    text = (await ask(client, stack.model, {"regex": "[u-w]{200}"}, max_tokens=250)).choices[0].message.content
+    assert len(text) == 200
+    assert (await good(client, stack.model))[0].text == before.text
+
+
+async def test_a_stream_whose_grammar_loses_its_process_once_goes_on(stack: RunningStack, client: AsyncOpenAI) -> None:
+    rank = stack.pid("engine-1-rank0")
+    undisturbed = await ask(client, stack.model, {"regex": "[a-f]{300}"}, max_tokens=310)
+    stream = await ask(client, stack.model, {"regex": "[a-f]{300}"}, max_tokens=310, stream=True)
+    text = ""
+    async for chunk in stream:
+        before, text = text, text + (chunk.choices[0].delta.content or "" if chunk.choices else "")
+        if not before and text:
+            for process in grammar_processes(rank):
+                process.kill()
+    assert text == undisturbed.choices[0].message.content

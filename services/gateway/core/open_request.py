@@ -91,14 +91,18 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     recancel_s: float = 1.0
     """That is repeated after this when tokens of such a request keep coming."""
     deaths: int = 2
-    """Processes that may die of a request. One that was alone there at the last of so many deaths is given up."""
+    """Processes that may die of a request. One that was alone there at the last of so many deaths is given up, as is
+    one whose grammar's process died so many times."""
     suspect_tokens: int = 6
     """How far beyond the client's tokens a suspect is computed alone: as many as may have been on their way to it when
     the process died. Four times as many after each further death that it shared with others."""
     refuse_s: float = 600.0
     """How long a request is refused at once, after an equal one was given up for its deaths."""
+    refuse_grammar_s: float = 60.0
+    """How long a grammar is refused at once, after a request was given up as its processes died. Shorter, as that may
+    be the machine's doing."""
     refused_limit: int = 1024
-    """Requests given up for their deaths that are remembered."""
+    """Requests, and grammars, given up for their deaths that are remembered."""
     avoid_limit: int = 4
     """Most failed engines that a request avoids."""
 
@@ -143,6 +147,8 @@ class OpenRequest:
     """Processes that died while they had the request."""
     suspect_until: int | None = None
     """Output tokens that it is to have before it is computed beside others; None as long as no process died with it."""
+    grammar_deaths: int = 0
+    """Processes of its grammar that died."""
     uncached: bool = False
     """Whether its next attempts use no cached blocks, since some may have made one fail."""
     resume_at: float = 0.0

@@ -1,4 +1,4 @@
-"""Requests of which processes died: what is equal in all of them, and for how long they are refused."""
+"""Requests and grammars of which processes died: what is equal in all of them, and for how long they are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from shared.ids import Attempt, GatewayId, RequestId
 from shared.messages.gateway import RequestRejected
+from shared.messages.generation import Grammar
 from shared.messages.tokenizer import Tokenize
 from shared.reliability.recent import RecentEntries
 
@@ -47,22 +48,46 @@ def rejection(tokenize: Tokenize) -> RequestRejected:
 
 
 class PoisonedRequests:
-    """Owns the fingerprints of the last `limit` requests that processes died of. Each is refused for `seconds`."""
+    """Owns the marks of the last `limit` requests and grammars that processes died of. A request is refused for
+    `seconds`, a grammar for `grammar_seconds`."""
 
-    def __init__(self, limit: int, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, limit: int, seconds: float, grammar_seconds: float) -> None:
+        self._seconds, self._grammar_seconds = seconds, grammar_seconds
         self._until: RecentEntries[bytes, float] = RecentEntries(limit)
-
-    def __bool__(self) -> bool:
-        return bool(self._until)
+        """By the fingerprint of a request, or the key of a grammar."""
 
     def add(self, tokenize: Tokenize, now: float) -> None:
         """Refuses equal requests from now on."""
         self._until[fingerprint(tokenize)] = now + self._seconds
 
+    def add_grammar(self, grammar: Grammar, now: float) -> None:
+        """Refuses requests with this grammar from now on."""
+        self._until[grammar.key] = now + self._grammar_seconds
+
     def refuses(self, tokenize: Tokenize, now: float) -> bool:
         """Whether an equal request was given up a short while ago."""
-        mark = fingerprint(tokenize)
+        return bool(self._until) and self._holds(fingerprint(tokenize), now)
+
+    def refusal(self, tokenize: Tokenize, now: float) -> RequestRejected | None:
+        """The answer to a request that is refused at once, as is or for its grammar; None where it is not."""
+        if not self._until:
+            return None
+        if tokenize.grammar is not None and self._holds(tokenize.grammar.key, now):
+            return self.grammar_rejection(tokenize)
+        return rejection(tokenize) if self.refuses(tokenize, now) else None
+
+    def grammar_rejection(self, tokenize: Tokenize) -> RequestRejected:
+        """The final answer to a request whose grammar's processes died."""
+        return RequestRejected(
+            request=tokenize.request,
+            attempt=tokenize.attempt,
+            kind="poisoned",
+            message="the process that compiles and follows it was killed, or did not answer, again and again; the"
+            f" grammar is refused for {self._grammar_seconds:g} s",
+            field="grammar",
+        )
+
+    def _holds(self, mark: bytes, now: float) -> bool:
         until = self._until.get(mark)
         if until is not None and now >= until:
             del self._until[mark]

@@ -84,7 +84,7 @@ class RequestSupervisor:
         self._open: dict[RequestId, OpenRequest] = {}
         self._numbers: SourceNumbers[DetokenizerId] = SourceNumbers()
         self._abandoned = AbandonedRequests(policy.departed_limit, policy.recancel_s)
-        self._poisoned = PoisonedRequests(policy.refused_limit, policy.refuse_s)
+        self._poisoned = PoisonedRequests(policy.refused_limit, policy.refuse_s, policy.refuse_grammar_s)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -99,16 +99,16 @@ class RequestSupervisor:
     def open(self, tokenize: Tokenize, now: float, *, accepted: bool = False) -> list[Effect]:
         """Opens a new request and dispatches its first attempt; or rejects it at once, where processes died of an equal
         one. `accepted`: it continues an answer that has begun."""
-        if self._poisoned and self._poisoned.refuses(tokenize, now):
-            return [rejection(tokenize)]
+        if (refused := self._poisoned.refusal(tokenize, now)) is not None:
+            return [refused]
         request = OpenRequest(tokenize, now, now, now, accepted=accepted)
         self._open[tokenize.request] = request
         return [DispatchAttempt(request.message())]
 
     def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float) -> list[Effect]:
         """Opens a request of another gateway, behind what that one's client was given."""
-        if self._poisoned and self._poisoned.refuses(tokenize, now):
-            return [rejection(tokenize)]
+        if (refused := self._poisoned.refusal(tokenize, now)) is not None:
+            return [refused]
         request = OpenRequest(tokenize, now - emitted.age, now, now, accepted=True)
         request.attempt, request.tokens, request.chars = emitted.attempt, list(emitted.tokens), emitted.chars
         request.usage_sent, request.prompt_tokens = emitted.prompt_tokens is not None, emitted.prompt_tokens
@@ -297,11 +297,12 @@ class RequestSupervisor:
 
     def _rejected(self, rejected: RequestRejected, now: float) -> list[Effect]:
         """A rejection for what the request is ends it. One for lack of capacity ends it only in its first attempt: what
-        was accepted once waits."""
+        was accepted once waits. But not for a grammar that has cost a process: its next try is the last."""
         current = self._current(rejected.request, rejected.attempt)
         if current is None:
             return []
-        if rejected.kind in ("overloaded", "unavailable") and current.attempt > 1:
+        waits = current.attempt > 1 and not current.grammar_deaths
+        if rejected.kind in ("overloaded", "unavailable") and waits:
             return self._retry(current, rejected.message, now, at_once=False, blame=False)
         return self._end(current, rejected)
 
@@ -399,6 +400,8 @@ class RequestSupervisor:
             return []
         current.uncached = current.uncached or failed.caches_doubtful
         ended = self._count_death(current, failed.death, failed.reached, now)
+        if failed.grammar_died:
+            ended = ended or self._count_grammar_death(current, now)
         return ended or self._retry(current, failed.reason, now, at_once=False)
 
     def _count_death(self, current: OpenRequest, death: Death | None, reached: int, now: float) -> list[Effect]:
@@ -412,6 +415,16 @@ class RequestSupervisor:
         self._poisoned.add(current.tokenize, now)
         equal = [r for r in self._open.values() if r.deaths and self._poisoned.refuses(r.tokenize, now)]
         return [effect for r in equal for effect in (*self._release(r, now), *self._end(r, rejection(r.message())))]
+
+    def _count_grammar_death(self, current: OpenRequest, now: float) -> list[Effect]:
+        """Ends the request after the last process that its grammar may cost, and refuses the grammar for a while."""
+        grammar = current.tokenize.grammar
+        current.grammar_deaths += 1
+        if grammar is None or current.grammar_deaths < self._policy.deaths:
+            return []
+        self._poisoned.add_grammar(grammar, now)
+        rejected = self._poisoned.grammar_rejection(current.message())
+        return [*self._release(current, now), *self._end(current, rejected)]
 
     # Silence and probes.
 

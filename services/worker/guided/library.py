@@ -160,6 +160,8 @@ class GrammarLibrary:
     def _request(self, grammar: Grammar, report: Report) -> None:
         key = grammar.key
         self._stale.pop(key, None)
+        if (process := self._processes.get(key)) is not None and process.gone:
+            self._end(key)
         job = self._lanes.job(key)
         if key in self._processes:
             report(CompileResult(key, None))

@@ -136,6 +136,11 @@ class GrammarProcess:
         self.compiled = False
         self._gone: GrammarGone | None = None
 
+    @property
+    def gone(self) -> bool:
+        """Whether it is known to have ended; nothing can follow the grammar here any more."""
+        return self._gone is not None
+
     def send(self, message: ToProcess) -> None:
         """Raises GrammarGone."""
         self._check()
@@ -190,8 +195,11 @@ class GrammarProcess:
 
     def _reason(self, exited: Exited | None) -> GrammarGone:
         limits = self._server.limits
+        if exited is None and not self._server.alive:
+            return GrammarGone("the server of grammars' processes has ended", "lost")
         if exited is None or exited.signal == signal.SIGKILL:
-            return GrammarGone("the process that followed the grammar was ended", "lost")
+            error = f"the process of the grammar was killed, or did not answer for {ANSWER_TIMEOUT:g} s"
+            return GrammarGone(error, "died")
         if exited.signal == signal.SIGPROF:
             error = limits.too_slow_to_follow() if self.compiled else limits.too_long_to_compile()
             return GrammarGone(error, "refused")
@@ -200,4 +208,4 @@ class GrammarProcess:
         if exited.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
             name = signal.Signals(exited.signal).name
             return GrammarGone(f"the grammar's matcher cannot take it, and ended with {name}", "refused")
-        return GrammarGone(f"the process that followed the grammar ended with status {exited.status}", "lost")
+        return GrammarGone(f"the process of the grammar ended with status {exited.status}", "died")

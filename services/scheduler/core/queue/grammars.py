@@ -166,7 +166,7 @@ class Grammars:
         """A sequence that followed it failed."""
         if fault == "refused":
             self._refused[key] = error
-        elif fault == "lost":
+        elif fault in ("lost", "died"):
             self._compiled.pop(key, None)
 
     def expire(self, now: float) -> list[GrammarOutcome]:

@@ -242,8 +242,9 @@ class EngineRequests:
                 answer = _refused_grammar(generation, error)
             case "busy":
                 answer = _overloaded(generation, error)
-            case "lost":
-                answer = RequestFailed(generation.request, generation.attempt, error)
+            case "lost" | "died":
+                died = fault == "died"
+                answer = RequestFailed(generation.request, generation.attempt, error, grammar_died=died)
             case _:
                 assert_never(fault)
         self._outbox.send_to_gateway(generation, answer)

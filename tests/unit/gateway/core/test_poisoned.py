@@ -6,12 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.gateway.core.effects import DispatchAttempt
+from services.gateway.core.effects import CancelAttempt, DispatchAttempt
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.supervisor import RequestSupervisor
 from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
 from shared.messages.gateway import Death, RequestFailed, RequestPlaced, RequestRejected
-from shared.messages.generation import SamplingOptions
+from shared.messages.generation import Grammar, SamplingOptions
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.tokenizer import TextPrompt, Tokenize
 from tests.unit.gateway.core.test_supervisor import first_message, life
@@ -120,3 +120,47 @@ def test_a_tokenizer_dies_of_what_was_dispatched() -> None:
     assert suspicions(it.gone(life("tokenizer", "tokenizer-1"), "failed")) == {RequestId("c"): 6}
     effects = it.gone(replace(life("tokenizer", "tokenizer-2"), isolated=RequestId("c")), "failed")
     assert rejected(effects) == [(RequestId("c"), "poisoned")]
+
+
+WORD = Grammar("regex", "[a-z]+")
+
+
+def guided(request: RequestId, grammar: Grammar = WORD) -> Tokenize:
+    return replace(message(request), grammar=grammar)
+
+
+class Guided(Supervision):
+    """Two requests with one grammar."""
+
+    def __init__(self) -> None:
+        self.core = RequestSupervisor(POLICY)
+        for request in (A, B):
+            self.core.open(guided(request), 0.0)
+            self.place(request, 1)
+
+    def grammar_died(self, request: RequestId, attempt: int, now: float = 1.0) -> list[Any]:
+        return self.core.handle(RequestFailed(request, Attempt(attempt), "killed", grammar_died=True), now)
+
+
+def test_a_grammar_whose_process_died_is_tried_once_more_and_then_refused_by_its_hash() -> None:
+    it = Guided()
+    (dispatch,) = [each.tokenize for each in it.grammar_died(A, 1) if isinstance(each, DispatchAttempt)]
+    assert (dispatch.attempt, dispatch.suspect_until) == (2, None), "nobody else need be kept from it"
+    it.place(A, 2)
+    (cancel, refused) = it.grammar_died(A, 2)
+    assert isinstance(cancel, CancelAttempt)
+    assert (refused.kind, refused.field) == ("poisoned", "grammar")
+    assert "refused for 60 s" in refused.message
+    assert B in it.core, "its own process may live"
+    assert rejected(it.core.open(guided(RequestId("c")), 60.9)) == [(RequestId("c"), "poisoned")]
+    other = guided(RequestId("d"), Grammar("regex", "[a-z]*"))
+    assert it.core.open(other, 60.9) == [DispatchAttempt(other)]
+    later = guided(RequestId("e"))
+    assert it.core.open(later, 61.1) == [DispatchAttempt(later)]
+
+
+def test_the_second_try_of_a_grammar_that_cost_a_process_waits_for_no_room() -> None:
+    it = Guided()
+    it.grammar_died(A, 1)
+    full = RequestRejected(request=A, attempt=Attempt(2), kind="overloaded", message="too many", retry_after=1.0)
+    assert rejected(it.core.handle(full, 2.0)) == [(A, "overloaded")]

@@ -279,7 +279,8 @@ def test_many_sequences_with_one_long_grammar_make_small_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "answer"), [("refused", "invalid_request"), ("busy", "overloaded"), ("lost", "failed")]
+    ("fault", "answer"),
+    [("refused", "invalid_request"), ("busy", "overloaded"), ("lost", "failed"), ("died", "failed")],
 )
 def test_a_sequence_whose_grammar_fails_in_a_step_ends_and_what_was_drawn_for_it_is_dropped(
     fault: GrammarFault, answer: str
@@ -304,7 +305,8 @@ def test_a_sequence_whose_grammar_fails_in_a_step_ends_and_what_was_drawn_for_it
     assert len(ring.output_of("b")) == 5
     again = told(ring.send(guided("c")))
     assert [type(word) for word in again] == ([RequestRejected] if fault == "refused" else [])
-    assert asked(ring) == ([DIGITS] if fault == "lost" else []), "its process is gone"
+    assert asked(ring) == ([DIGITS] if fault in ("lost", "died") else []), "its process is gone"
+    assert isinstance(word, RequestRejected) or word.grammar_died == (fault == "died")
 
 
 def test_what_was_waited_is_counted() -> None:

@@ -175,7 +175,11 @@ def test_a_process_that_is_killed_loses_its_sequences_and_nobody_elses(guided: G
     mask = guided.mask(0, 1)
     assert mask is not None
     assert mask.rows.tolist() == [0]
-    assert [(each.sequence, each.fault) for each in guided.sequences.take_failed()] == [(SequenceId(1), "lost")]
+    assert [(each.sequence, each.fault) for each in guided.sequences.take_failed()] == [(SequenceId(1), "died")]
+    guided.add(2, victim)
+    again = guided.mask(0, 2)
+    assert again is not None
+    assert again.rows.tolist() == [0, 1], "it was compiled once more"
 
 
 def test_a_forgotten_grammar_has_no_process(library: GrammarLibrary, guided: Guided) -> None:
