@@ -52,6 +52,11 @@ COMMANDS: Mapping[str, Listed] = {
         "peers|gpu.",
         PASSED_ON,
     ),
+    "simulate": Listed(
+        USE,
+        "deploy.cli.simulate",
+        "Simulate a fleet under load: the real coordinator and schedulers on a virtual clock, with simulated devices.",
+    ),
     "chaos": Listed(
         USE,
         "deploy.cli.chaos",

@@ -100,8 +100,18 @@ class SimBackend:
         """Nothing is needed to imagine."""
         return nullcontext()
 
+    def another(self) -> SimBackend:
+        """A device of the same kind that holds nothing."""
+        return SimBackend(self.card, self.num_blocks, self._seconds, self._vocabulary, self.device, self._speculation)
+
     def prepare(self, plan: StepPlan) -> SimStep:
         """What the step draws is known at once. Raises ValueError for a plan that cannot be computed."""
+        output = self.compute(plan)
+        return SimStep(self, output, output.timing.forward)
+
+    def compute(self, plan: StepPlan) -> StepOutput:
+        """Applies `plan`, on no clock: `timing.forward` is what the device takes for it. Raises ValueError for a plan
+        that cannot be computed."""
         for sequence in plan.released:
             del self._held[sequence]
             self._scores.pop(sequence, None)
@@ -114,7 +124,7 @@ class SimBackend:
         drafted = sum(work.speculate for work in plan.work)
         accepted = _accepted(sampled) if drafted else ()
         timing = StepTiming(wait=0.0, prepare=0.0, forward=seconds, sample=0.0)
-        return SimStep(self, StepOutput(sampled, timing, drafted, accepted, scored), seconds)
+        return StepOutput(sampled, timing, drafted, accepted, scored)
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[SampledTokens, ...], float]:
         sampled: list[SampledTokens] = []

@@ -1,0 +1,161 @@
+"""A share of the engines, simulated together; and the same in a process of its own, so that several cores help."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from math import inf
+from multiprocessing.connection import Connection
+from typing import NamedTuple, Protocol
+
+from deploy.simulation.engine import EngineKit, EngineNews, EngineTotals, RequestRecord, SimulationError, VirtualEngine
+from shared.messages.scheduler import GenerateRequest
+
+STOP_SECONDS = 10.0
+"""Within which a cell's process ends once it is told to."""
+
+
+class StartEngine(NamedTuple):
+    """A new engine, whose workers are ready at `at`."""
+
+    engine: int
+    at: float
+
+
+class DrainEngine(NamedTuple):
+    """An engine takes no more requests from `at` on, and stops when the last has ended."""
+
+    engine: int
+    at: float
+
+
+class DeliverRequest(NamedTuple):
+    """A request comes to an engine."""
+
+    engine: int
+    at: float
+    request: GenerateRequest
+
+
+CellOrder = StartEngine | DrainEngine | DeliverRequest
+
+
+class CellState(NamedTuple):
+    """How far a cell is."""
+
+    next_at: float
+    """When something happens in it next by itself; infinity for never."""
+    news: list[EngineNews]
+    """What is to be heard of its engines, in no order."""
+
+
+class CellResult(NamedTuple):
+    """What a cell leaves behind, by engine."""
+
+    records: list[RequestRecord]
+    """All requests that have ended, in the order of their ends."""
+    totals: list[EngineTotals]
+
+
+class Cell(Protocol):
+    """Engines that are simulated together."""
+
+    def begin(self, orders: Sequence[CellOrder], until: float) -> None:
+        """Takes the orders, none of which is for a time that has passed, and simulates up to `until`, exclusively."""
+
+    def finish(self) -> CellState:
+        """What came of the last `begin`. Raises SimulationError."""
+
+    def close(self) -> CellResult:
+        """Ends it."""
+
+
+class EngineCell:
+    """Owns engines, in this process."""
+
+    def __init__(self, kit: EngineKit) -> None:
+        self._kit = kit
+        self.engines: dict[int, VirtualEngine] = {}
+
+    def begin(self, orders: Sequence[CellOrder], until: float) -> None:
+        """As `Cell` has it. Raises SimulationError."""
+        for order in orders:
+            match order:
+                case DeliverRequest(engine, at, request):
+                    self.engines[engine].place(request, at)
+                case StartEngine(engine, at):
+                    self.engines[engine] = VirtualEngine(engine, self._kit, ready=at)
+                case DrainEngine(engine, at):
+                    self.engines[engine].drain(at)
+        for each in self.engines.values():
+            if each.next_at < until:
+                each.run(until)
+
+    def finish(self) -> CellState:
+        """As `Cell` has it."""
+        news: list[EngineNews] = []
+        next_at = inf
+        for engine in self.engines.values():
+            if engine.news:
+                news += engine.news
+                engine.news.clear()
+            next_at = min(next_at, engine.next_at)
+        return CellState(next_at, news)
+
+    def close(self) -> CellResult:
+        """As `Cell` has it."""
+        engines = [engine for _, engine in sorted(self.engines.items())]
+        return CellResult([each for engine in engines for each in engine.records], [each.totals for each in engines])
+
+
+class ProcessCell:
+    """Owns a process with an `EngineCell` in it."""
+
+    def __init__(self, make_kit: Callable[[], EngineKit]) -> None:
+        """`make_kit` is called in the process; it is picklable."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make_kit), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, orders: Sequence[CellOrder], until: float) -> None:
+        """As `Cell` has it; returns at once."""
+        self._pipe.send((list(orders), until))
+
+    def finish(self) -> CellState:
+        """As `Cell` has it. Raises SimulationError."""
+        found = self._receive()
+        assert isinstance(found, CellState)
+        return found
+
+    def close(self) -> CellResult:
+        """As `Cell` has it. Raises SimulationError."""
+        self._pipe.send(None)
+        found = self._receive()
+        assert isinstance(found, CellResult)
+        self._process.join(STOP_SECONDS)
+        return found
+
+    def _receive(self) -> CellState | CellResult:
+        try:
+            found: CellState | CellResult | SimulationError = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise SimulationError("the process of a cell has died") from None
+        if isinstance(found, SimulationError):
+            raise found
+        return found
+
+
+def _serve(pipe: Connection, make_kit: Callable[[], EngineKit]) -> None:
+    """The process of a cell, until it is told to end or its parent is gone."""
+    cell = EngineCell(make_kit())
+    try:
+        while (work := pipe.recv()) is not None:
+            cell.begin(*work)
+            pipe.send(cell.finish())
+        pipe.send(cell.close())
+    except SimulationError as error:
+        pipe.send(error)
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return

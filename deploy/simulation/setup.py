@@ -1,0 +1,98 @@
+"""What is simulated: the services' own settings, and the model whose steps are timed. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace as with_fields
+
+from deploy.simulation.engine import EngineKit
+from deploy.simulation.hops import HopDelays
+from services.coordinator.config import CoordinatorConfig
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.limits import EngineLimits
+from services.worker.config import WorkerConfig
+from services.worker.sim.backend import SimBackend, create_sim_backend
+from services.worker.sim.tokens import SimSpeculation
+from shared.config import load_config
+
+UNUSED_CANARY = 0.0
+"""Canaries are left out: an idle engine's own requests, which no client waits for."""
+
+
+class SimulationSetup(NamedTuple):
+    """Makes the engines of a simulation, in any process."""
+
+    worker: WorkerConfig
+    scheduler: SchedulerConfig
+    routing: CoordinatorConfig
+    hops: HopDelays
+
+    def make_kit(self) -> EngineKit:
+        """Raises BackendError where the model cannot be simulated."""
+        limits = self.scheduler.limits().bounded(self.worker.max_num_seqs, self.worker.max_batch_tokens)
+        return EngineKit(_without_canaries(limits), _device(self.worker), self.hops)
+
+    @property
+    def description(self) -> dict[str, object]:
+        """For the report."""
+        device = _device(self.worker)
+        return {
+            "model_id": device.card.name,
+            "device": device.device,
+            "tp": self.worker.world_size,
+            "blocks_per_engine": device.num_blocks,
+            "router_policy": self.routing.router_policy,
+            "hops_ms": {name: getattr(self.hops, name) * 1000 for name in self.hops.__struct_fields__},
+        }
+
+    def routed(self, policy: str) -> SimulationSetup:
+        """The same with another router policy. Raises ValueError for one that there is not."""
+        return self._replace(routing=with_fields(self.routing, router_policy=policy))
+
+
+def simulation_setup(
+    folder: Path,
+    tp: int,
+    settings: Mapping[str, Mapping[str, str]],
+    hops: HopDelays,
+    config: Path | None = None,
+) -> SimulationSetup:
+    """`settings`: service → key → value, of worker, scheduler and coordinator; `config`: a TOML file with more. Raises
+    ConfigError for one that a service does not have or take."""
+    files = [] if config is None else [f"--config={config}"]
+
+    def flags(service: str) -> list[str]:
+        given = settings.get(service, {}).items()
+        return [*files, *(f"--{key.replace('_', '-')}={value}" for key, value in given)]
+
+    own = ["--engine=simulated", f"--model={folder}", "--device=sim", f"--world-size={tp}"]
+    return SimulationSetup(
+        load_config("worker", WorkerConfig, [*flags("worker"), *own], {}),
+        load_config("scheduler", SchedulerConfig, flags("scheduler"), {}),
+        load_config("coordinator", CoordinatorConfig, flags("coordinator"), {}),
+        hops,
+    )
+
+
+def _device(config: WorkerConfig) -> SimBackend:
+    return create_sim_backend(
+        Path(config.model),
+        model_name=config.model_name(),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        kv_memory_bytes=config.kv_memory,
+        world_size=config.world_size,
+        accelerator=config.accelerator(),
+        profile=config.sim_profile,
+        step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,
+        time_scale=config.sim_time_scale,
+        speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
+    )
+
+
+def _without_canaries(limits: EngineLimits) -> EngineLimits:
+    return dataclasses.replace(limits, canary_interval=UNUSED_CANARY)

@@ -1,0 +1,63 @@
+"""Small simulations for tests: a device whose steps take 5 ms and 20 µs a token, and loads of a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from deploy.simulation.engine import EngineKit
+from deploy.simulation.front import Workload
+from deploy.simulation.hops import HopDelays
+from deploy.simulation.prompts import PromptSegment, SimRequest
+from deploy.simulation.simulation import SimulationResult, simulate
+from deploy.simulation.workloads import GeneratedLoad
+from services.coordinator.config import CoordinatorConfig
+from services.scheduler.core.limits import EngineLimits
+from services.worker.sim.backend import SimBackend
+from shared.ids import ModelName
+from shared.messages.lifecycle import ModelCard
+
+CARD = ModelCard(
+    name=ModelName("m"), max_model_len=4096, vocab_size=1000, eos_token_ids=(0,), dtype="bfloat16", created=0
+)
+LOAD = GeneratedLoad(rate=20, seconds=5, input_len=200, output_len=30, prefixes=4, prefix_len=256, seed=7)
+
+
+def step_seconds(tokens: int, pairs: int, read: int, samples: int) -> float:
+    return 0.005 + 0.00002 * tokens
+
+
+def make_kit(
+    limits: EngineLimits | None = None, blocks: int = 400, hops: HopDelays | None = None, checked: bool = False
+) -> EngineKit:
+    device = SimBackend(CARD, blocks, step_seconds, list(range(1, 1000)), "sim")
+    return EngineKit(limits or EngineLimits(max_running=16, run_ahead=2), device, hops or HopDelays(), checked=checked)
+
+
+class FixedLoad(NamedTuple):
+    """Requests as they are given."""
+
+    given: tuple[SimRequest, ...]
+    concurrency: int | None = None
+    description: dict[str, object] = {}  # noqa: RUF012
+
+    def requests(self) -> Iterator[SimRequest]:
+        return iter(self.given)
+
+
+def request(number: int, at: float, prompt: int = 100, output: int = 10, name: int | None = None) -> SimRequest:
+    own = PromptSegment(1000 + number if name is None else name, prompt)
+    return SimRequest(number, at, (own,), output)
+
+
+def run(
+    load: Workload = LOAD,
+    *,
+    engines: int = 3,
+    processes: int = 0,
+    routing: CoordinatorConfig | None = None,
+    **kit: Any,
+) -> SimulationResult:
+    routing = routing or CoordinatorConfig()
+    return simulate(partial(make_kit, **kit), routing, load, engines=engines, processes=processes)

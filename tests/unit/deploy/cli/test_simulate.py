@@ -1,0 +1,73 @@
+"""`baton simulate`: its report, its comparison, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.cli.app import loaded
+from deploy.errors import CommandError
+
+LOAD = ("--duration", "4", "--request-rate", "5", "--output-len", "12", "--num-prefixes", "2", "--engines", "2")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    loaded("simulate").main(list(argv), standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_its_report_is_that_of_the_serving_benchmark_and_the_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    out = simulated(capsys, *LOAD, "--goodput", "ttft:1000", "--by-engine")
+    for title in ("Successful requests:", "P99 TTFT (ms):", "Cache hit rate", "GPU-hours:", "SLO attainment, all (%):"):
+        assert title in out
+    assert "| engine-2 |" in out
+
+
+def test_json_has_the_settings_and_is_the_same_each_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def figures() -> dict[str, Any]:
+        result = json.loads(simulated(capsys, *LOAD, "--json", "--output-json", str(tmp_path / "result.json")))
+        assert json.loads((tmp_path / "result.json").read_text()) == result
+        return {key: value for key, value in result.items() if key not in ("date", "machine")}
+
+    first = figures()
+    assert first == figures()
+    assert first["failed"] == 0
+    assert first["model_id"] == "llama-3.1-8b"
+    assert first["router_policy"] == "kv"
+    assert [each["engine"] for each in first["by_engine"]] == ["engine-1", "engine-2"]
+
+
+def test_policies_are_compared_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulated(capsys, *LOAD, "--compare", "kv,round-robin").splitlines()
+    assert [row.split()[1] for row in rows[2:]] == ["kv", "round-robin"]
+
+
+def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "slow.toml"
+    config.write_text("[worker]\nsim_step_ms = 40\n")
+    slow = json.loads(simulated(capsys, *LOAD, "--json", "--config", str(config)))
+    fast = json.loads(simulated(capsys, *LOAD, "--json", "--set", "worker.sim_step_ms=10"))
+    assert slow["median_itl_ms"] == pytest.approx(40, rel=0.01)
+    assert fast["median_itl_ms"] == pytest.approx(10, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (("--set", "gateway.port=1"), "only coordinator, scheduler, worker are simulated"),
+        (("--set", "worker.nonsense=1"), "nonsense"),
+        (("--hops", "way=1"), "--hops: 'way' is no hop"),
+        (("--compare", "kv,best"), "--compare best"),
+        (("--goodput", "ttft"), "--goodput"),
+        (("--engines", "0"), "--engines 0"),
+        (("--model", "no-such-shape"), "no-such-shape"),
+    ],
+)
+def test_bad_input_is_explained_in_one_line(argv: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(CommandError) as failed:
+        loaded("simulate").main([*argv], standalone_mode=False)
+    assert complaint in str(failed.value)
+    assert "\n" not in str(failed.value)
