@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from services.scheduler.core.events import RankProgress, SendPlan, WorkersReady
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.limits import EngineLimits
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.planner import StepPlanner
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence

@@ -6,7 +6,7 @@ from collections import Counter
 
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import BLOCK_SIZE, blocks_for
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from services.worker.batch.rows import Int32s, RowRuns
 from services.worker.sampling.logprobs import LogprobTensors, prompt_logprobs
 from shared.ids import SequenceId
 from shared.messages.scheduler import SequencePromptLogprobs
-from shared.messages.worker import NewSequence
 
 
 class _PromptSpan(NamedTuple):
@@ -73,45 +73,30 @@ class ScoredPromptRows(NamedTuple):
         )
 
 
-class _ScoredPrompt(NamedTuple):
+class ScoredPrompt(NamedTuple):
+    """A sequence whose prompt is scored."""
+
     sequence: SequenceId
     prompt_length: int
     num_logprobs: int
     """Most likely tokens that are reported beside each of the prompt's."""
 
 
-class ScoredPrompts:
-    """Owned by the sequence table: which sequences' prompts are scored."""
-
-    def __init__(self) -> None:
-        self._by_index: dict[int, _ScoredPrompt] = {}
-
-    def put(self, seq_index: int, new: NewSequence, num_logprobs: int) -> None:
-        """A new sequence whose prompt is scored, with so many of the most likely tokens beside each."""
-        self._by_index[seq_index] = _ScoredPrompt(new.sequence, new.prompt_length, num_logprobs)
-
-    def forget(self, seq_index: int) -> None:
-        """The sequence at `seq_index` has left, whether or not its prompt was scored."""
-        self._by_index.pop(seq_index, None)
-
-    def clear(self) -> None:
-        """All sequences have left."""
-        self._by_index.clear()
-
-    def rows_of(self, units: RowRuns, last_rows: Int32s, tokens: Int32s) -> PromptRows:
-        """The scored prompt rows of a step; last_rows [U], tokens [sequences, width]."""
-        rows = PromptRows()
-        for place, seq_index in enumerate(units.seq_indices.tolist() if self._by_index else ()):
-            if (scored := self._by_index.get(seq_index)) is not None:
-                rows.add(
-                    scored.sequence,
-                    prompt=tokens[seq_index, : scored.prompt_length],
-                    computed=int(units.starts[place]),
-                    count=int(units.counts[place]),
-                    first_row=int(last_rows[place] - units.counts[place] + 1),
-                    num_logprobs=scored.num_logprobs,
-                )
-        return rows
+def prompt_rows(prompts: Mapping[int, ScoredPrompt], units: RowRuns, last_rows: Int32s, tokens: Int32s) -> PromptRows:
+    """The scored prompt rows of a step. `prompts`: those that are scored, by sequence index; last_rows [U], tokens
+    [sequences, width]."""
+    rows = PromptRows()
+    for place, seq_index in enumerate(units.seq_indices.tolist()):
+        if (scored := prompts.get(seq_index)) is not None:
+            rows.add(
+                scored.sequence,
+                prompt=tokens[seq_index, : scored.prompt_length],
+                computed=int(units.starts[place]),
+                count=int(units.counts[place]),
+                first_row=int(last_rows[place] - units.counts[place] + 1),
+                num_logprobs=scored.num_logprobs,
+            )
+    return rows
 
 
 class LogitsRows(NamedTuple):

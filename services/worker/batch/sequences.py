@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, ScheduledWork
-from services.worker.batch.prompt_rows import ScoredPrompts, merge_logits_rows
+from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import BLOCK_SIZE, blocks_for
@@ -42,7 +42,8 @@ class SequenceTable:
         self.block_tables = self.blocks.ids
         """[sequences, blocks] the blocks of each sequence in their order."""
         self._parameters = ParameterTable(max_sequences, vocab_size)
-        self._scored = ScoredPrompts()
+        self._scored: dict[int, ScoredPrompt] = {}
+        """The sequences whose prompts are scored, by sequence index."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -59,7 +60,7 @@ class SequenceTable:
         seq_index = self._seq_index(sequence)
         self._free.append(seq_index)
         self.generations[seq_index] += 1
-        self._scored.forget(seq_index)
+        self._scored.pop(seq_index, None)
         del self._indices[sequence]
         return seq_index
 
@@ -82,7 +83,7 @@ class SequenceTable:
             raise BrokenPlan(f"sequence {new.sequence}: {new.computed} computed tokens lie in too few blocks")
         self._parameters.put(seq_index, new)
         if new.sampling.prompt_logprobs is not None:
-            self._scored.put(seq_index, new, new.sampling.prompt_logprobs)
+            self._scored[seq_index] = ScoredPrompt(new.sequence, new.prompt_length, new.sampling.prompt_logprobs)
         return seq_index
 
     def _check_new(self, new: NewSequence, length: int) -> None:
@@ -131,7 +132,29 @@ class SequenceTable:
             drafted[scheduled.speculating] = drafts.counts
             if isinstance(drafts.tokens, np.ndarray):
                 self._put_drafts(scheduled.seq_indices[scheduled.speculating], drafts.tokens, drafts.counts)
-        return self._flattened(scheduled, drafted)
+        # Each share is one run of rows; but each draft is one of its own, as all of them are decodes then.
+        share, ahead = expand_drafts(drafted)
+        seq_indices = scheduled.seq_indices[share]
+        units = RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
+        rows = rows_of(units, self.block_tables, self.tokens)
+        sampling = np.flatnonzero(scheduled.samples)
+        sampled_indices, drafted = scheduled.seq_indices[sampling], drafted[sampling]
+        owner, behind = expand_drafts(drafted)
+        prompts = prompt_rows(self._scored, units, rows.last_rows, self.tokens) if self._scored else PromptRows()
+        drawn = rows.last_rows[scheduled.samples[units.share]]
+        union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
+        self._computed[scheduled.seq_indices] += scheduled.counts
+        return Batch(
+            rows=rows,
+            logits_rows=drawn if union is None else union.rows,
+            sampled=tuple(scheduled.work[i].sequence for i in sampling),
+            sampled_indices=sampled_indices,
+            drafted=drafted,
+            choices=self.sampling_batch(sampled_indices[owner], behind) if len(sampling) else None,
+            drawn_rows=drawn,
+            prompts=prompts,
+            merged=union,
+        )
 
     def _put_drafts(self, seq_indices: Indices, tokens: Int32s, counts: Int32s) -> None:
         """Behind the known tokens, where those drawn will be written over them."""
@@ -150,31 +173,6 @@ class SequenceTable:
             length, computed = self.lengths[seq_index], self._computed[seq_index]
             held = self.blocks.held[seq_index]
             raise BrokenPlan(f"{scheduled.work[first]}: of {length} tokens {computed} are computed, in {held} blocks")
-
-    def _flattened(self, scheduled: ScheduledWork, drafted: Int32s) -> Batch:
-        # Each share is one run of rows; but each draft is one of its own, as all of them are decodes then.
-        share, ahead = expand_drafts(drafted)
-        seq_indices = scheduled.seq_indices[share]
-        units = RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
-        rows = rows_of(units, self.block_tables, self.tokens)
-        sampling = np.flatnonzero(scheduled.samples)
-        sampled_indices, drafted = scheduled.seq_indices[sampling], drafted[sampling]
-        owner, behind = expand_drafts(drafted)
-        prompts = self._scored.rows_of(units, rows.last_rows, self.tokens)
-        drawn = rows.last_rows[scheduled.samples[units.share]]
-        union = merge_logits_rows(drawn, prompts.rows()) if prompts.parts else None
-        self._computed[scheduled.seq_indices] += scheduled.counts
-        return Batch(
-            rows=rows,
-            logits_rows=drawn if union is None else union.rows,
-            sampled=tuple(scheduled.work[i].sequence for i in sampling),
-            sampled_indices=sampled_indices,
-            drafted=drafted,
-            choices=self.sampling_batch(sampled_indices[owner], behind) if len(sampling) else None,
-            drawn_rows=drawn,
-            prompts=prompts,
-            merged=union,
-        )
 
     def append(self, seq_indices: Indices, counts: Int32s, drawn: Int32s) -> None:
         """What was drawn for the sequences of a batch: each gains the first `counts` [Q] tokens of its row of `drawn`

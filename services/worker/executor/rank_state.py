@@ -106,7 +106,7 @@ class RankState:
         """Removes the sequences that `plan` releases, and adds its new ones: their indices. Raises BrokenPlan."""
         for sequence in plan.released:
             seq_index = self.sequences.release(sequence)
-            if self.guided is not None:
+            if self.guided:
                 self.guided.release(seq_index)
         proposer = self.drafting.proposer
         if proposer is not None:
@@ -118,8 +118,8 @@ class RankState:
             seq_indices.append(seq_index := self.sequences.add(new))
             if proposer is not None:
                 proposer.start_sequence(seq_index, new.computed, self.sequences)
-            if self.guided is not None:
-                self.guided.add(seq_index, new)
+            if self.guided is not None and new.grammar is not None:
+                self.guided.add(seq_index, new, new.grammar)
         return seq_indices
 
     def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:

@@ -21,7 +21,7 @@ from services.worker.sampling.masks import TokenMask
 from services.worker.speculation.proposer import DraftRequest, StatelessProposer
 from shared.ids import SequenceId
 from shared.messages.scheduler import GrammarFault, SequenceFailed
-from shared.messages.worker import NewSequence
+from shared.messages.worker import GrammarRef, NewSequence
 from shared.packing import pack, unpack
 
 Int32s = NDArray[np.int32]
@@ -59,11 +59,9 @@ class GuidedSequences:
         self._asked.clear()
         self._failed.clear()
 
-    def add(self, seq_index: int, new: NewSequence) -> None:
-        """A new sequence; what it has put out already is replayed."""
-        if new.grammar is None:
-            return
-        process = self._library.process(new.grammar.key)
+    def add(self, seq_index: int, new: NewSequence, grammar: GrammarRef) -> None:
+        """A new sequence that follows `grammar`; what it has put out already is replayed."""
+        process = self._library.process(grammar.key)
         if process is None:
             self._failed.append(SequenceFailed(new.sequence, "its grammar is not compiled here", "lost"))
             return
@@ -71,7 +69,7 @@ class GuidedSequences:
         self._guided[seq_index] = _Guided(new.sequence, self._numbers, process)
         output = pack(unpack(new.tokens)[new.prompt_length :])
         try:
-            process.send(StartMatching(self._numbers, new.stop_token_ids, new.grammar.after, output))
+            process.send(StartMatching(self._numbers, new.stop_token_ids, grammar.after, output))
         except GrammarGone as gone:
             self._fail(process, gone)
 

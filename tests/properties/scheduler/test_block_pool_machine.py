@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.scheduler.core.memory.block_pool import BlockPool, NoFreeBlock, PrefixIndex
+from services.scheduler.core.memory import BlockPool, NoFreeBlock, PrefixIndex
 from shared.blocks import BlockHash
 
 TOTAL = 6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.sequence_queues import SequenceQueues

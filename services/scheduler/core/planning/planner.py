@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.limits import EngineLimits
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.decode import DecodePlanner, MicroBatches, Preemption
 from services.scheduler.core.planning.isolation import SuspectIsolation
 from services.scheduler.core.planning.prefill import Admission, PrefillPlanner

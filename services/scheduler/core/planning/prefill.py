@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from services.scheduler.core.counters import EngineCounters
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts

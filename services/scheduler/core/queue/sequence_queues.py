@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence

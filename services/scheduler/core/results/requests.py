@@ -49,8 +49,7 @@ class RequestValidator:
         """A sequence ready to wait, or why there cannot be one. `ticket`: its number, in the order of arrival here."""
         generation = generate.generation
         try:
-            self._check_shape(generation)
-            self._check_token_ids(generation)
+            self._check_tokens(generation)
             limit = self._limit(generation)
         except _InvalidRequest as invalid:
             return RequestRejected(
@@ -66,7 +65,7 @@ class RequestValidator:
         stops = frozenset((*generation.stopping.stop_token_ids, *eos))
         return Sequence(generate, QueueKey(priority, generation.arrival, ticket), limit, stops)
 
-    def _check_shape(self, generation: Generation) -> None:
+    def _check_tokens(self, generation: Generation) -> None:
         count, rest = divmod(len(generation.tokens), TOKEN_BYTES)
         if rest or not 0 < generation.prompt_length <= count:
             raise _InvalidRequest("prompt", "the prompt must hold at least one token")
@@ -75,8 +74,6 @@ class RequestValidator:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
-
-    def _check_token_ids(self, generation: Generation) -> None:
         vocabulary = self._card.vocab_size
         for field, ids in (
             ("prompt", unpack(generation.tokens)),

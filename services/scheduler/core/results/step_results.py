@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_timing import ExpectedResult
 from services.scheduler.core.queue.sequence_queues import SequenceQueues

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from services.scheduler.core.memory.block_pool import BlockPool
+from services.scheduler.core.memory import BlockPool
 from services.scheduler.core.transfer.store_client import StoreArena
 from shared.ids import LeaseId
 from shared.messages.scheduler import TransferProgress

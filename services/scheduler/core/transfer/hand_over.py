@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from services.scheduler.core.events import ForwardControl, HandOverRefused, SendHandOver
-from services.scheduler.core.memory.allocation import NamedBlock, chain
+from services.scheduler.core.memory import NamedBlock, chain
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.saves import SaveOutcome, Saves
 from services.scheduler.core.transfer.store_client import StoreClient

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from services.scheduler.core.limits import EngineLimits
-from services.scheduler.core.memory.allocation import BlockAllocator
+from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from services.scheduler.core.memory.allocation import BlockAllocator, NamedBlock
+from services.scheduler.core.memory import BlockAllocator, NamedBlock
 from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
 from shared.blocks import BLOCK_SIZE, BlockHash

@@ -74,7 +74,8 @@ class Guided:
             stop_token_ids=(self._eos,),
             grammar=ref,
         )
-        self.sequences.add(slot, new)
+        if ref is not None:
+            self.sequences.add(slot, new, ref)
 
     def mask(self, *slots: int) -> TokenMask | None:
         none = np.zeros(len(slots), dtype=np.int32)

@@ -1,0 +1,240 @@
+"""KV memory of the ranks as the scheduler sees it: the index of prefixes, the pool of blocks, and who holds which.
+
+A block may be given away while a step that writes to it is still in flight: workers execute plans strictly in order,
+and the next sequence that gets the block writes to it in a later plan. So the old step's write is done before the new
+one's first, whatever happened to the sequence in between.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from services.scheduler.core.sequence import Sequence
+from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, blocks_for
+from shared.kv_event_stream import KvChanges
+
+NO_PARENT = bytes(HASH_BYTES)
+"""In place of the hash before the first block's."""
+
+
+class PrefixIndex:
+    """Owns the two-way map between block hashes and blocks: which block holds the keys and values of which 16 tokens,
+    and of all before them. It also gathers what changed in it, to be published."""
+
+    def __init__(self) -> None:
+        self.changes = KvChanges()
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+
+    def find(self, hash_: BlockHash) -> int | None:
+        """The block of that name, free or in use."""
+        return self._block_of.get(hash_)
+
+    def holds(self, block: int) -> bool:
+        """Whether the block has a name."""
+        return block in self._hash_of
+
+    def add(self, hash_: BlockHash, block: int) -> bool:
+        """Names `block`; whether that is its name now. Where the hash is known already the first block keeps it: two
+        sequences computed the same tokens side by side, and one copy is enough to share. Raises ValueError for a block
+        that has a name."""
+        if block in self._hash_of:
+            raise ValueError(f"block {block} is indexed already")
+        if hash_ in self._block_of:
+            return False
+        self._block_of[hash_] = block
+        self._hash_of[block] = hash_
+        self.changes.stored(hash_)
+        return True
+
+    def remove(self, block: int) -> None:
+        """Takes the block's name away: its contents are about to be overwritten. Raises KeyError where it has none."""
+        hash_ = self._hash_of.pop(block)
+        del self._block_of[hash_]
+        self.changes.removed(hash_)
+
+    @property
+    def hash_of(self) -> Mapping[int, BlockHash]:
+        """Every named block with its name; not to be written."""
+        return self._hash_of
+
+    @property
+    def block_of(self) -> Mapping[BlockHash, int]:
+        """Every name with its block; not to be written."""
+        return self._block_of
+
+
+class NoFreeBlock(Exception):
+    """A block was allocated from an empty pool; callers look at `free` first, so this is a bug."""
+
+
+class BlockPool:
+    """Owns the reference count of each block, and the order in which free blocks are allocated again.
+
+    A free block is blank (its contents are of no use) or cached (the index knows it). Blank ones are allocated first,
+    then cached ones, the least recently used first; only then does the index forget them.
+    """
+
+    def __init__(self, total: int, index: PrefixIndex) -> None:
+        self.total = total
+        self.index = index
+        self._references = [0] * total
+        self._blank = list(range(total - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Blocks without a reference, cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    def allocate(self) -> int:
+        """A block for new contents, with one reference. Raises NoFreeBlock."""
+        if self._blank:
+            block = self._blank.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self.index.remove(block)
+        else:
+            raise NoFreeBlock(f"all {self.total} blocks are in use")
+        self._references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more reference to a block that is in use, or that the index knows."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less to each; those released first are allocated again first. Raises ValueError for a block
+        that has no reference."""
+        references, holds = self._references, self.index.holds
+        for block in blocks:
+            references[block] -= 1
+            if references[block] == 0:
+                if holds(block):
+                    self._cached[block] = None
+                else:
+                    self._blank.append(block)
+            elif references[block] < 0:
+                raise ValueError(f"block {block} was released more often than allocated")
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are free at present."""
+        return sum(1 for block in blocks if self._references[block] == 0)
+
+    @property
+    def references(self) -> SequenceOf[int]:
+        """The count of each block, by its number; not to be written."""
+        return self._references
+
+    @property
+    def blank(self) -> SequenceOf[int]:
+        """Free blocks without contents; the last one is allocated first."""
+        return self._blank
+
+    @property
+    def cached(self) -> KeysView[int]:
+        """Free blocks that the index knows, the least recently used first."""
+        return self._cached.keys()
+
+
+class NamedBlock(NamedTuple):
+    """The name of a full block, and the name of the block before it in the chain."""
+
+    hash: BlockHash
+    parent: bytes
+
+
+def chain(hashes: list[BlockHash], first: int, end: int) -> list[NamedBlock]:
+    """Blocks `first` to `end` (exclusive) of a sequence, each with the one before it."""
+    return [NamedBlock(hashes[i], hashes[i - 1] if i else NO_PARENT) for i in range(first, end)]
+
+
+class BlockAllocator:
+    """Owns the pool, the index, and every sequence's block table. A shared block is never written to."""
+
+    def __init__(self, num_blocks: int, *, for_store: bool = False) -> None:
+        self.index = PrefixIndex()
+        self.pool = BlockPool(num_blocks, self.index)
+        self._for_store = for_store
+        self._newly_named: list[NamedBlock] = []
+
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Leading blocks of `sequence` that lie computed in the pool.
+
+        Never all of its tokens: the last one is what the next is drawn from. A hit of everything gives the last
+        block up instead of computing one token into it, since others may be reading it.
+        """
+        found: list[int] = []
+        for hash_ in sequence.tokens.hashes[: sequence.reusable // BLOCK_SIZE]:
+            block = self.index.find(hash_)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def adopt(self, sequence: Sequence, cached: list[int]) -> None:
+        """Starts the sequence's block table with blocks that are computed already."""
+        for block in cached:
+            self.pool.share(block)
+        table = sequence.blocks
+        table.numbers = cached.copy()
+        table.indexed = len(cached)
+        table.capacity = len(cached) * BLOCK_SIZE
+        sequence.tokens.set_planned(table.capacity)
+
+    def grow(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Adds blocks until the table has room for `tokens`, and returns those. Raises NoFreeBlock: the caller looks
+        first whether so many are free."""
+        table = sequence.blocks
+        new = [self.pool.allocate() for _ in range(blocks_for(tokens) - len(table.numbers))]
+        table.numbers += new
+        table.capacity += len(new) * BLOCK_SIZE
+        return new
+
+    def fill(self, sequence: Sequence, tokens: int) -> None:
+        """The blocks that it was given hold its first `tokens` now; those that are full have their names."""
+        sequence.tokens.set_planned(tokens)
+        sequence.blocks.indexed = tokens // BLOCK_SIZE
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Releases the blocks that hold nothing of the sequence."""
+        table = sequence.blocks
+        kept = blocks_for(sequence.tokens.planned)
+        self.pool.release(reversed(table.numbers[kept:]))
+        del table.numbers[kept:]
+        table.capacity = kept * BLOCK_SIZE
+
+    def release(self, sequence: Sequence) -> None:
+        """Releases all its blocks, the end first: the beginning of a prompt is what others are likely to share."""
+        table = sequence.blocks
+        self.pool.release(reversed(table.numbers))
+        table.numbers = []
+        table.capacity = table.indexed = 0
+        sequence.tokens.set_planned(0)
+
+    def forget_names(self, sequence: Sequence) -> None:
+        """Takes the names off the blocks that only this sequence uses, so that nobody finds them once it has ended."""
+        for block in sequence.blocks.numbers:
+            if self.index.holds(block) and self.pool.references[block] == 1:
+                self.index.remove(block)
+
+    def index_full_blocks(self, sequence: Sequence) -> None:
+        """Names the blocks whose tokens are all known and planned, so that others may share them. Called once the plan
+        is made: only later plans may build on them."""
+        tokens, table = sequence.tokens, sequence.blocks
+        full = min(len(tokens.hashes), tokens.planned // BLOCK_SIZE)
+        for i in range(table.indexed, full):
+            named = self.index.add(tokens.hashes[i], table.numbers[i])
+            if named and self._for_store:
+                self._newly_named += chain(tokens.hashes, i, i + 1)
+        table.indexed = max(full, table.indexed)
+
+    def take_newly_named(self) -> list[NamedBlock]:
+        """Blocks named since the last call; none where no store is used."""
+        named, self._newly_named = self._newly_named, []
+        return named
