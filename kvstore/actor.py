@@ -62,7 +62,9 @@ class KvStoreActor(Actor):
         self._peers = peers
         self._memory = MemoryPreparation(self.store)
         self._spill = None if tier is None else BackgroundSpill(self.store, tier)
-        self._owners = Registry()
+        self._owners = Registry(lease_seconds)
+        """Schedulers. One that is only slow keeps its leases until they run out; that it died is announced."""
+        self._stores = Registry()
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Requests of schedulers, their releases, dump requests of coordinators, and the lifecycles of lease owners
@@ -127,25 +129,27 @@ class KvStoreActor(Actor):
         await self._publish_events()
 
     def _record_lifecycle(self, message: Lifecycle) -> None:
-        gone = self._owners.record_lifecycle(message, self.bus.liveness_now())
+        others = self._owners if message.service == "scheduler" else self._stores
+        gone = others.record_lifecycle(message, self.bus.liveness_now())
         if gone is not None:
-            self._forget_owner(gone)
+            self._forget(gone)
         if self._peers is not None:
             self._peers.record_lifecycle(message)
 
     def _time_passed(self, tick: Tick) -> None:
-        for gone in self._owners.expire(tick.alive_now):
-            self._forget_owner(gone)
+        for gone in (*self._owners.expire(tick.alive_now), *self._stores.expire(tick.alive_now)):
+            self._forget(gone)
         self.store.time_passed()
         metrics.set_gauges(
             self.store.report(), leases=len(self.store.core.leases), memory=self.store.core.budget.memory
         )
 
-    def _forget_owner(self, gone: InstanceGone) -> None:
-        owner = LeaseOwner(gone.last.instance, gone.last.incarnation)
-        self._search.owner_gone(owner)
-        self.store.owner_gone(owner)
-        if self._peers is not None:
+    def _forget(self, gone: InstanceGone) -> None:
+        if gone.last.service == "scheduler":
+            owner = LeaseOwner(gone.last.instance, gone.last.incarnation)
+            self._search.owner_gone(owner)
+            self.store.owner_gone(owner)
+        elif self._peers is not None:
             self._peers.gone(gone.last)
 
     async def _publish_events(self) -> None:

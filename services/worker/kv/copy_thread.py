@@ -145,7 +145,7 @@ class CopyThread:
                 self._worked = time.perf_counter()
                 self._changed.notify_all()
         if outcome != "stopped":
-            self._hand_over(TransferEnded(epoch, transfer.number, outcome == "failed"))
+            self._hand_over(TransferEnded(epoch, transfer.number, outcome != "done"))
         return True
 
     def _may_prepare(self) -> bool:

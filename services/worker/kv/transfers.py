@@ -22,7 +22,10 @@ from shared.messages.worker import Transfer
 PIECE_BYTES = 4 << 20
 """Copied between two looks at whether to go on: a millisecond's work or less."""
 
-Outcome = Literal["done", "failed", "stopped"]
+Outcome = Literal["done", "failed", "late", "stopped"]
+"""late: a lease ended before the copy under it did, as the machine is slow or a process died. Its slots have other
+generations since, so that nothing of another's was written or believed: a saved block is missing in the store, one to
+load is computed."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +51,14 @@ class BrokenTransfer(Exception):
 
 class TransferFailed(Exception):
     """What the store's side of it lacks; the text says what."""
+
+    outcome: Outcome = "failed"
+
+
+class LateCopy(TransferFailed):
+    """A slot is no longer reserved or pinned for it."""
+
+    outcome = "late"
 
 
 class Transfers:
@@ -77,8 +88,9 @@ class Transfers:
         try:
             outcome = self._run(transfer, whole, stopped)
         except (OSError, ArenaError, TransferFailed) as error:
-            _log.warning("%s %d failed: %s", transfer.kind, transfer.number, error)
-            outcome = "failed"
+            outcome = error.outcome if isinstance(error, TransferFailed) else "failed"
+            level = logging.INFO if outcome == "late" else logging.WARNING
+            _log.log(level, "%s %d %s: %s", transfer.kind, transfer.number, outcome, error)
         self._pages.used(int(whole.blocks.max(initial=0)))
         copied = len(whole.blocks) * self._bytes_of_block if outcome == "done" else 0
         record_transfer(transfer.kind, outcome, copied, time.perf_counter() - begun)
@@ -155,5 +167,10 @@ def _pieces(whole: Piece, count: int) -> Iterator[Piece]:
 
 
 def _require_all(copied: Copied) -> None:
-    if copied != "all":
-        raise TransferFailed(f"a slot has another {copied.removeprefix('other ')} than it should have")
+    match copied:
+        case "all":
+            return
+        case "other generation":
+            raise LateCopy("its lease has ended, and a slot is another block's or rests; nothing of that was touched")
+        case "other checksum":
+            raise TransferFailed("a slot has another checksum than it should have")

@@ -13,7 +13,7 @@ from kvstore.actor import KvStoreActor
 from kvstore.arena.directory import StoreDirectory
 from kvstore.core.layout import PAGE
 from shared import topics
-from shared.actor import ActorRuntime
+from shared.actor import ActorRuntime, Tick
 from shared.blocks import BLOCK_SIZE, BlockHash
 from shared.bus import NoResponders
 from shared.bus.memory_bus import MemoryBus
@@ -357,3 +357,17 @@ async def test_a_directory_is_free_again_when_its_store_has_stopped(world: World
     await world.stop()
     StoreDirectory(world.directory).close()
     await world.start()
+
+
+async def test_a_slow_engine_keeps_its_reservations_until_their_lease_runs_out(world: World) -> None:
+    """On a starved machine heartbeats fail to come for seconds: slots that were taken back then are being written."""
+    layout, names = await world.attach(), chain("slow", 2)
+    await world.hear(ENGINE, "ready")
+    lease, reserved = await world.reserve(layout, names)
+    arena = world.actor.store.arena_of(layout)
+    assert arena is not None
+    await world.actor.handle(Tick(0.0, 9.0))
+    for name, (slot, generation) in zip(names, slots_of(reserved), strict=True):
+        assert arena.header(slot).generation == generation
+        write(arena, slot, name)
+    assert await world.ask(Commit(layout=layout, owner=ENGINE, lease=lease)) == CommitReply(2)

@@ -42,10 +42,10 @@ def test_a_slot_that_has_become_anothers_is_neither_read_nor_written(rank: Rank,
     assert rank.save([0, 1], [0, 1]) == "done"
     before = bytes(arena.payload(1))
     reserve(arena, 1, 1000)
-    assert rank.save([2, 3], [0, 1]) == "failed"
+    assert rank.save([2, 3], [0, 1]) == "late"
     assert bytes(arena.payload(1)) == before
     assert not arena.is_written(1)
-    assert rank.load([4, 5], [0, 1]) == "failed"
+    assert rank.load([4, 5], [0, 1]) == "late"
 
 
 def test_others_may_run_while_blocks_are_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
