@@ -41,10 +41,9 @@ if not HAS_GPU:
 MOST_PROCESSES = 4
 """Each starts whole stacks, and has hundreds of MB of libraries."""
 LONGEST_FIRST = (
+    "tests/unit/worker/ops/triton/test_kernels_compile.py",
     "tests/integration/",
     "tests/faults/",
-    "tests/unit/worker/ops/triton/test_kernels_compile.py",
-    "tests/unit/worker/ops/triton/",
 )
 
 
@@ -61,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the files (`make test`), none shall be left alone with a long one at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
+    items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST])
 
 
 @pytest.hookimpl(tryfirst=True)

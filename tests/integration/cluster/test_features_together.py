@@ -194,6 +194,7 @@ async def counted(stack: RunningStack, instance: str, counter: str) -> float:
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
+@pytest.mark.faults
 @pytest.mark.features(
     "guided",
     "speculative",

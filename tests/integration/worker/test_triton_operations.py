@@ -24,6 +24,8 @@ from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_runner import tiny_runner
 
+pytestmark = pytest.mark.kernels
+
 PROMPTS = [[7, 3, 99, 12, 150, 31, 8], [44, 5]]
 OUTPUT = 3
 
