@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -52,6 +53,16 @@ def pytest_xdist_auto_num_workers() -> int:
     """How many processes run tests: one more than there are cores, as many tests wait; only one where there is a GPU,
     whose memory they would share."""
     return 1 if HAS_GPU else min((os.cpu_count() or 1) + 1, MOST_PROCESSES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that share stacks go to one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.support.shared_stacks import SharedStackScheduling
+
+    return SharedStackScheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

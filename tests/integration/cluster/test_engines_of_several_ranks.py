@@ -19,6 +19,7 @@ from tests.support.models.tiny_models import FAMILIES, TinyModel, make_model
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 
 OUTPUT = 6
+OUTPUT_OF_DRAFTS = 12
 WORDS = 159
 """Divide by neither 2 nor 4: one rank's share of embedding and head is padded."""
 SEEDED = SamplingOptions(seed=77, temperature=0.8, top_p=0.9)
@@ -192,7 +193,7 @@ def test_drafters_of_two_ranks_are_those_of_one(
     model = models("llama", 2)
     limits = EngineLimits(run_ahead=2, speculation="fixed")
     prompts = [prompt(5, 1), prompt(17, 2), prompt(30, 3)]
-    expected = [model.greedy(tokens, 24) for tokens in prompts]
+    expected = [model.greedy(tokens, OUTPUT_OF_DRAFTS) for tokens in prompts]
     medusa, eagle = make_medusa(model, tmp_path / "medusa"), make_eagle(model, tmp_path / "eagle")
     folders: dict[Method, Path] = {"draft": model.path, "medusa": medusa, "eagle": eagle}
     for method, folder in folders.items():
@@ -200,7 +201,7 @@ def test_drafters_of_two_ranks_are_those_of_one(
         accepted = []
         for tp, launched in ((1, False), (2, False), (2, True)):
             engine = ranks.serve(model.path, tp=tp, limits=limits, speculation=speculation, launched=launched)
-            requests = [engine.ask(tokens, 24) for tokens in prompts]
+            requests = [engine.ask(tokens, OUTPUT_OF_DRAFTS) for tokens in prompts]
             engine.run()
             assert [request.tokens for request in requests] == expected, method
             accepted.append(engine.accepted)

@@ -20,6 +20,12 @@ LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 333, 1024, 1500)
 """Prompts in tokens: around the edges of blocks and of chunks."""
 
 
+PATIENT = "scheduler.store_deadline=5"
+"""A setting where what is shared is tested, not how fast the store answers on this machine."""
+CHUNKED_AND_HANDED_OVER = ("--disaggregate-tokens=0", "--max-batch-tokens=96", "--max-num-seqs=16")
+"""Options of a stack with pools: long prompts are computed in chunks, and every request is handed over."""
+
+
 class Answered(NamedTuple):
     text: str
     cached: int

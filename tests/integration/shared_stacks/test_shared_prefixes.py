@@ -16,7 +16,9 @@ from deploy.model_choice import DEMO_MODEL
 from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import (
+    CHUNKED_AND_HANDED_OVER,
     LENGTHS,
+    PATIENT,
     Held,
     ask,
     ask_all,
@@ -32,17 +34,12 @@ from tests.support.kv.prompts import (
 from tests.support.models.tiny_models import make_model
 
 AT_REST = Held(0, 0, 0)
-CHUNKED = ("--max-batch-tokens=96", "--max-num-seqs=16")
-ALWAYS = "--disaggregate-tokens=0"
-PATIENT = "scheduler.store_deadline=5"
-"""What is shared is tested here, not how fast the store answers on this machine."""
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """The reference: one engine, no store."""
-    with running_stack(tmp_path_factory.mktemp("plain"), kvstore="0") as stack:
-        yield stack
+def plain(ring: RunningStack) -> RunningStack:
+    """The reference: one engine, which is handed nothing."""
+    return ring
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +48,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("pair")
     with running_stack(
         folder, engines=2, kvstore="64MiB", settings=[PATIENT], more=["--router-policy=round-robin"]
-    ) as stack:
-        yield stack
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """Long prompts are computed in chunks."""
-    folder = tmp_path_factory.mktemp("pools")
-    with running_stack(
-        folder, prefill=1, decode=1, kvstore="64MiB", settings=[PATIENT], more=[ALWAYS, *CHUNKED]
     ) as stack:
         yield stack
 
@@ -199,7 +186,7 @@ async def test_pools_of_any_size_continue_each_others_work(
     plain: RunningStack, tmp_path: Path, tp_prefill: int, tp_decode: int, prefill: int
 ) -> None:
     shape = {"prefill": prefill, "decode": 1, "tp_prefill": tp_prefill, "tp_decode": tp_decode}
-    with running_stack(tmp_path, **shape, kvstore="64MiB", settings=[PATIENT], more=[ALWAYS, *CHUNKED]) as stack:  # type: ignore[arg-type]
+    with running_stack(tmp_path, **shape, kvstore="64MiB", settings=[PATIENT], more=CHUNKED_AND_HANDED_OVER) as stack:  # type: ignore[arg-type]
         await assert_equal_to_plain(plain, stack, salt=3)
 
 
@@ -211,7 +198,12 @@ async def test_pipelines_continue_others_work_and_begin_it(
     plain: RunningStack, tmp_path: Path, stages: list[str]
 ) -> None:
     with running_stack(
-        tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=[PATIENT], more=[ALWAYS, *CHUNKED, *stages]
+        tmp_path,
+        prefill=1,
+        decode=1,
+        kvstore="64MiB",
+        settings=[PATIENT],
+        more=[*CHUNKED_AND_HANDED_OVER, *stages],
     ) as stack:
         await assert_equal_to_plain(plain, stack, salt=7)
 
@@ -233,7 +225,7 @@ async def test_other_models_are_handed_over_as_well(
             tp_prefill=tp_prefill,
             tp_decode=tp_decode,
             settings=[PATIENT],
-            more=[ALWAYS, *CHUNKED],
+            more=CHUNKED_AND_HANDED_OVER,
         ) as stack,
     ):
         await assert_equal_to_plain(plain, stack, salt=4)

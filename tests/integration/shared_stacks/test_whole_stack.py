@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -21,23 +21,16 @@ from shared.messages.gateway import Deltas
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import TextPrompt, Tokenize
 from tests.support.cluster.bus_moments import user_bus
-from tests.support.cluster.conversations import DEADLINE, QUESTIONS, blocks_in_use, client_of, stream_chat
-from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.cluster.conversations import DEADLINE, QUESTIONS, blocks_in_use, stream_chat
+from tests.support.cluster.stack import RunningStack
 from tests.support.paths import DEMO_MODEL
 
-CONCURRENT = 64
+CONCURRENT, TOKENS = 64, 24
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("ring"), gateways=2) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(stack.url) as client:
-        yield client
+def stack(ring: RunningStack) -> RunningStack:
+    return ring
 
 
 @pytest.fixture
@@ -80,9 +73,9 @@ async def test_the_demo_model_knows_the_capital_of_france(stack: RunningStack, c
 
 async def test_concurrent_streams_equal_their_sequential_runs(stack: RunningStack, client: AsyncOpenAI) -> None:
     questions = [f"{QUESTIONS[i % len(QUESTIONS)]}{' Please.' * (i // len(QUESTIONS))}" for i in range(CONCURRENT)]
-    alone = [await stream_chat(client, stack.model, q, max_tokens=48) for q in questions]
+    alone = [await stream_chat(client, stack.model, q, max_tokens=TOKENS) for q in questions]
     async with asyncio.timeout(DEADLINE):
-        together = await asyncio.gather(*(stream_chat(client, stack.model, q, max_tokens=48) for q in questions))
+        together = await asyncio.gather(*(stream_chat(client, stack.model, q, max_tokens=TOKENS) for q in questions))
     assert [(s.text, s.finishes, s.completion_tokens) for s in together] == [
         (s.text, s.finishes, s.completion_tokens) for s in alone
     ]

@@ -12,25 +12,10 @@ from openai import AsyncOpenAI
 
 from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack, running_stack
-from tests.support.kv.prompts import ask, handed_over, prompts, store_of, stored
+from tests.support.kv.prompts import PATIENT, ask, handed_over, prompts, store_of, stored
 
-PATIENT = "scheduler.store_deadline=5"
 OFF: dict[str, Any] = {"extra_body": {"ignore_eos": True, "enable_prefix_caching": False}}
 BLOCKS = 12
-
-
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """Caching is on. Prompts are computed by one engine and handed over to the other through the KV store."""
-    with running_stack(
-        tmp_path_factory.mktemp("on"),
-        prefill=1,
-        decode=1,
-        kvstore="64MiB",
-        settings=[PATIENT],
-        more=["--disaggregate-tokens=0"],
-    ) as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +43,28 @@ async def asked_twice(client: AsyncOpenAI, stack: RunningStack, prompt: list[int
     return first.text, second.cached
 
 
-async def test_a_request_without_caching_leaves_nothing_and_finds_nothing(cached: RunningStack) -> None:
-    (prompt,) = prompts(cached, [200])
-    async with client_of(cached.url) as client:
-        before = (await store_of(cached)).committed
-        text, found = await asked_twice(client, cached, prompt, **OFF)
-        assert (found, handed_over(cached)) == (0, 0)
-        assert await metric(cached, "coordinator-1", "baton_router_index_blocks") == 0
-        assert (await store_of(cached)).committed == before == 0
-        assert await asked_twice(client, cached, prompt) == (text, BLOCKS * 16)
-        await stored(cached, BLOCKS)
-        again = await ask(client, cached.model, prompt, **OFF)
+async def test_a_request_without_caching_leaves_nothing_and_finds_nothing(pools: RunningStack) -> None:
+    (prompt,) = prompts(pools, [200], salt=12)
+    index_blocks = "baton_router_index_blocks"
+    async with client_of(pools.url) as client:
+        before, handed = (await store_of(pools)).committed, handed_over(pools)
+        indexed = await metric(pools, "coordinator-1", index_blocks)
+        text, found = await asked_twice(client, pools, prompt, **OFF)
+        assert (found, handed_over(pools)) == (0, handed)
+        assert await metric(pools, "coordinator-1", index_blocks) == indexed
+        assert (await store_of(pools)).committed == before
+        assert await asked_twice(client, pools, prompt) == (text, BLOCKS * 16)
+        await stored(pools, before + BLOCKS)
+        again = await ask(client, pools.model, prompt, **OFF)
     assert (again.text, again.cached) == (text, 0)
-    assert await metric(cached, "coordinator-1", "baton_router_index_blocks") >= BLOCKS
+    assert await metric(pools, "coordinator-1", index_blocks) >= indexed + BLOCKS
 
 
-async def test_choices_of_one_request_without_caching_share_nothing(cached: RunningStack) -> None:
-    (prompt,) = prompts(cached, [200], salt=1)
-    async with client_of(cached.url) as client:
+async def test_choices_of_one_request_without_caching_share_nothing(pools: RunningStack) -> None:
+    (prompt,) = prompts(pools, [200], salt=13)
+    async with client_of(pools.url) as client:
         answers = await client.completions.create(
-            model=cached.model, prompt=prompt, n=3, max_tokens=8, temperature=0, extra_body=OFF["extra_body"]
+            model=pools.model, prompt=prompt, n=3, max_tokens=8, temperature=0, extra_body=OFF["extra_body"]
         )
         assert answers.usage is not None
         assert answers.usage.prompt_tokens_details is not None
@@ -85,18 +72,18 @@ async def test_choices_of_one_request_without_caching_share_nothing(cached: Runn
         assert len({choice.text for choice in answers.choices}) == 1
 
 
-async def test_the_switch_is_a_boolean(cached: RunningStack) -> None:
-    async with client_of(cached.url) as client:
+async def test_the_switch_is_a_boolean(pools: RunningStack) -> None:
+    async with client_of(pools.url) as client:
         with pytest.raises(openai.BadRequestError, match="enable_prefix_caching"):
-            await ask(client, cached.model, [5], extra_body={"enable_prefix_caching": "no"})
+            await ask(client, pools.model, [5], extra_body={"enable_prefix_caching": "no"})
 
 
 async def test_a_stack_without_caching_answers_alike_and_keeps_nothing(
-    cached: RunningStack, uncached: RunningStack
+    pools: RunningStack, uncached: RunningStack
 ) -> None:
-    (prompt,) = prompts(uncached, [200], salt=2)
-    async with client_of(cached.url) as client:
-        expected = (await ask(client, cached.model, prompt)).text
+    (prompt,) = prompts(uncached, [200], salt=14)
+    async with client_of(pools.url) as client:
+        expected = (await ask(client, pools.model, prompt)).text
     async with client_of(uncached.url) as client:
         assert await asked_twice(client, uncached, prompt) == (expected, 0)
         asking = {"extra_body": {"ignore_eos": True, "enable_prefix_caching": True}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,8 @@ FORMATS = ("hermes", "llama3_json", "mistral", "qwen3_xml", "pythonic")
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("tools")) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(stack.url) as client:
-        yield client
+def stack(ring: RunningStack) -> RunningStack:
+    return ring
 
 
 def user(text: str) -> list[Any]:

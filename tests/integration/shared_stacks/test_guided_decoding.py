@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import jsonschema
@@ -13,8 +12,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.cluster.conversations import DEADLINE, blocks_in_use, client_of, stream_chat
-from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.cluster.conversations import DEADLINE, blocks_in_use, stream_chat
+from tests.support.cluster.stack import RunningStack
 
 QUESTION = "What is the capital of France?"
 SCHEMA = {
@@ -35,15 +34,8 @@ def asks_for(schema: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("guided")) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(stack.url) as client:
-        yield client
+def stack(ring: RunningStack) -> RunningStack:
+    return ring
 
 
 async def ask(client: AsyncOpenAI, model: str, **options: Any) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +11,16 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.cluster.conversations import client_of
-from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.cluster.stack import RunningStack
 from tests.support.kv.prompts import handed_over
-from tests.support.paths import DEMO_MODEL
 
-THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
-CHUNKED = ("--max-batch-tokens=96", "--max-num-seqs=16")
-ALWAYS = "--disaggregate-tokens=0"
 TEXT = "The capital of France is Paris. The capital of Italy is Rome. The capital of"
 LONG = "Once upon a time there was a lighthouse. " * 9
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with a template that opens thoughts where it is asked to."""
-    folder = tmp_path_factory.mktemp("thinking") / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    template = folder / "chat_template.jinja"
-    template.write_text(template.read_text() + THOUGHTS)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("sampling")
-    more = [ALWAYS, *CHUNKED]
-    with running_stack(
-        folder, model=model, prefill=1, decode=1, kvstore="64MiB", settings=["scheduler.store_deadline=5"], more=more
-    ) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
-    async with client_of(stack.url) as client:
-        yield client
+def stack(pools: RunningStack) -> RunningStack:
+    return pools
 
 
 class Reference:
@@ -81,8 +53,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
+def reference(thinking_model: Path) -> Reference:
+    return Reference(thinking_model)
 
 
 def extra(completion: Any) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""The stacks that all files here ask. Each file says by a fixture `stack` which of them it means."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.cluster.conversations import client_of
+from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.kv.prompts import CHUNKED_AND_HANDED_OVER, PATIENT
+from tests.support.paths import DEMO_MODEL
+
+THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
+
+
+@pytest.fixture(scope="package")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """As `make up` starts it."""
+    with running_stack(tmp_path_factory.mktemp("ring"), gateways=2) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="package")
+def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a template that opens thoughts where it is asked to."""
+    folder = tmp_path_factory.mktemp("thinking") / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + THOUGHTS)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def pools(thinking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """An engine for prompts, in chunks, and one for what follows them: every request is handed over."""
+    with running_stack(
+        tmp_path_factory.mktemp("pools"),
+        model=thinking_model,
+        prefill=1,
+        decode=1,
+        kvstore="64MiB",
+        settings=[PATIENT],
+        more=CHUNKED_AND_HANDED_OVER,
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def client(stack: RunningStack) -> AsyncIterator[AsyncOpenAI]:
+    async with client_of(stack.url) as client:
+        yield client
