@@ -40,6 +40,8 @@ SERVICES = frozenset({"worker", "scheduler", "coordinator"})
 """Those that are simulated, and so may be set."""
 
 Arrivals = Literal["steady", "bursty", "diurnal"]
+TraceFormat = Literal["auto", "mooncake", "azure"]
+CONCURRENT_PROMPTS, SECONDS = 1000, 300.0
 
 
 def simulate(
@@ -48,7 +50,10 @@ def simulate(
         typer.Option(help="When requests come: at random, in bursts, or in daily waves.", rich_help_panel=LOAD),
     ] = "steady",
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests/s, the mean.", rich_help_panel=LOAD)] = 4.0,
-    duration: Annotated[float, typer.Option(min=0.1, help="Seconds of traffic.", rich_help_panel=LOAD)] = 300.0,
+    duration: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds of traffic (300), or of a trace (all).", rich_help_panel=LOAD),
+    ] = None,
     concurrency: Annotated[
         int | None,
         typer.Option(
@@ -57,7 +62,21 @@ def simulate(
             rich_help_panel=LOAD,
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of --concurrency.", rich_help_panel=LOAD)] = 1000,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of --concurrency (1000), or of a trace (all).", rich_help_panel=LOAD),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="File of requests in Mooncake's or Azure's format, in place of those.", rich_help_panel=LOAD),
+    ] = None,
+    trace_format: Annotated[
+        TraceFormat, typer.Option(help="The format, where it does not show.", rich_help_panel=LOAD)
+    ] = "auto",
+    trace_scale: Annotated[
+        float,
+        typer.Option(min=0.0001, help="Factor on a trace's times: 0.5 is twice the rate.", rich_help_panel=LOAD),
+    ] = 1.0,
     input_len: Annotated[
         int, typer.Option(min=1, help="Prompt tokens behind a shared prefix.", rich_help_panel=LOAD)
     ] = 1024,
@@ -127,20 +146,29 @@ def simulate(
     """
     from deploy.simulation.figures import comparison, figures, text
     from deploy.simulation.simulation import simulate as run
+    from deploy.simulation.traces import TraceError, TraceLoad
     from deploy.simulation.workloads import ConcurrentLoad, GeneratedLoad
     from services.bench.report import OutputOptions, Report
 
+    if trace is not None and concurrency is not None:
+        raise CommandError("--trace and --concurrency: one load is expected", status=2)
     objectives = _objectives(goodput or [])
     values = given(typed)
     load: Workload
-    if concurrency is not None:
+    if trace is not None:
+        load = TraceLoad(path=trace, format=trace_format, time_scale=trace_scale, count=num_prompts, seconds=duration)
+    elif concurrency is not None:
         load = ConcurrentLoad(
-            concurrency=concurrency, count=num_prompts, input_len=input_len, range_ratio=range_ratio, seed=seed
+            concurrency=concurrency,
+            count=num_prompts or CONCURRENT_PROMPTS,
+            input_len=input_len,
+            range_ratio=range_ratio,
+            seed=seed,
         )
     else:
         load = GeneratedLoad(
             rate=request_rate,
-            seconds=duration,
+            seconds=duration or SECONDS,
             arrivals=arrivals,
             burstiness=burstiness,
             period=period,
@@ -161,7 +189,10 @@ def simulate(
     with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
         setup = _setup(values, settings or [], hops, config, Path(folder))
         for policy, each in _setups(setup, compare).items():
-            result = run(each.make_kit, each.routing, load, engines=engines, processes=processes)
+            try:
+                result = run(each.make_kit, each.routing, load, engines=engines, processes=processes)
+            except TraceError as error:
+                raise CommandError(f"--trace {error}") from None
             found[policy] = {
                 **each.description,
                 **load.description,

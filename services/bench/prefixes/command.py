@@ -43,8 +43,9 @@ Puts all prompts of FILE into a radix tree that counts how many prompts go throu
                     tokens of these prefixes in these prompts, of all. Behind any: prompts that go through any node
                     that is left and is longer than --min-length, of all: also those that leave it before a leaf
 
-FILE: JSON lines of OpenAI requests (batch files too), {"prompt": ...}, {"messages": ...}, conversations or Mooncake
-traces; a JSON array of these (ShareGPT); or text, one prompt a line. May end in .gz; - is standard input.
+FILE: JSON lines of OpenAI requests (batch files too), {"prompt": ...}, {"messages": ...}, conversations, Dolly's
+instructions or Mooncake traces; a JSON array of these (ShareGPT); a Parquet file of these (LMSYS-Chat-1M; needs
+pyarrow); or text, one prompt a line. May end in .gz, but for Parquet; - is standard input.
 """
 
 

@@ -3,6 +3,8 @@
 - JSON lines: requests of the OpenAI API, as they are or in a batch file (`body`); `{"prompt": …}`, text or token ids;
   `{"messages": […]}`; conversations (`{"conversations": [{"from", "value"}]}`); Mooncake traces (`{"hash_ids": […]}`).
 - A JSON array of the same, as ShareGPT's files are.
+- Dolly's JSON lines (`{"instruction": …, "context": …}`).
+- Parquet files of the same records, as LMSYS-Chat-1M's (`conversation`) are; needs pyarrow.
 - Plain text: one prompt a line.
 """
 
@@ -18,8 +20,11 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from services.bench.errors import BenchError
 
-Format = Literal["auto", "jsonl", "json", "text"]
+Format = Literal["auto", "jsonl", "json", "parquet", "text"]
 Turns = Literal["all", "first"]
+PARQUET = ".parquet"
+PARQUET_ROWS = 1024
+"""Records that are read from a Parquet file at a time."""
 FIRST: dict[str, Format] = {"{": "jsonl", "[": "json"}
 """The format by a file's first character."""
 CHUNK = 2**20
@@ -45,9 +50,12 @@ FilePrompt = str | TokenIds | BlockIds
 def read_prompts(path: Path, format_: Format, turns: Turns) -> Iterator[FilePrompt]:
     """Raises BenchError, with the place, where the file is malformed. `-` is standard input."""
     try:
+        if format_ == "parquet" or (format_ == "auto" and path.suffix == PARQUET):
+            yield from _prompts_of_all(_parquet_records(path), turns, path)
+            return
         with _opened(path) as file:
             yield from _prompts(file, format_, turns, path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8; no Parquet
         raise BenchError(f"{path}: {error}") from None
 
 
@@ -67,6 +75,10 @@ def _prompts(file: TextIO, format_: Format, turns: Turns, path: Path) -> Iterato
         yield from (line.rstrip("\n") for line in _lines(start, file) if line.strip())
         return
     records = _json_lines(start, file) if format_ == "jsonl" else array_elements(start, file)
+    yield from _prompts_of_all(records, turns, path)
+
+
+def _prompts_of_all(records: Iterator[Any], turns: Turns, path: Path) -> Iterator[FilePrompt]:
     for number in count(1):
         try:
             found = prompts_of(next(records), turns)
@@ -75,6 +87,17 @@ def _prompts(file: TextIO, format_: Format, turns: Turns, path: Path) -> Iterato
         except ValueError as error:
             raise BenchError(f"{path}: record {number}: {error}") from None
         yield from found
+
+
+def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file. Raises BenchError where pyarrow is not installed, ValueError for a file that is none."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise BenchError(f"{path}: Parquet needs pyarrow: pip install 'baton-serve[parquet]'") from None
+    with ParquetFile(path) as file:
+        for batch in file.iter_batches(PARQUET_ROWS):
+            yield from batch.to_pylist()
 
 
 def _lines(start: str, file: TextIO) -> Iterator[str]:
@@ -127,9 +150,11 @@ def prompts_of(record: Any, turns: Turns) -> list[FilePrompt]:
             return [_rendered(messages, record.get("tools"))]
         case {"conversations": [*said]} | {"conversation": [*said]}:
             return list(_questions(said, turns))
+        case {"instruction": str(instruction), **rest}:
+            return [_instruction(instruction, rest.get("context"))]
         case {"prompt": prompt} | {"input": prompt} | {"text": prompt}:
             return _bare(prompt)
-    raise ValueError("neither prompt, messages, conversations nor hash_ids is in it")
+    raise ValueError("neither prompt, messages, conversations, instruction nor hash_ids is in it")
 
 
 def _bare(prompt: Any) -> list[FilePrompt]:
@@ -144,6 +169,15 @@ def _bare(prompt: Any) -> list[FilePrompt]:
         case [dict(), *_]:
             return [_rendered(prompt, None)]
     raise ValueError("its prompt is neither text nor token ids")
+
+
+def _instruction(instruction: str, context: object) -> str:
+    """A record of Dolly's, as it is trained on: what is to be done, and the text that it is about, if any."""
+    if context is None or context == "":
+        return instruction
+    if not isinstance(context, str):
+        raise ValueError("context is text")
+    return f"{instruction}\n\n{context}"
 
 
 def _numbers(ids: list[Any]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,34 @@ def test_text_is_one_prompt_a_line_compressed_or_not(tmp_path: Path) -> None:
     plain.write_text("one\n\n  two\nthree")
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert read(plain) == read(packed) == ["one", "  two", "three"]
+
+
+def test_instructions_in_dollys_format_are_read_with_what_they_are_about(tmp_path: Path) -> None:
+    records = [
+        {"instruction": "Who?", "context": "", "response": "I.", "category": "open_qa"},
+        {"instruction": "When?", "context": "In 1812.", "response": "1812", "category": "closed_qa"},
+    ]
+    assert read(written(tmp_path / "dolly.jsonl", *records)) == ["Who?", "When?\n\nIn 1812."]
+
+
+def test_conversations_in_lmsys_parquet_files_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    table = pyarrow.Table.from_pylist([{"conversation_id": f"{n}", "conversation": said} for n in range(3000)])
+    write_table(table, tmp_path / "lmsys.parquet")
+    assert read(tmp_path / "lmsys.parquet") == ["user: Hi\n"] * 3000
+    (tmp_path / "broken.parquet").write_bytes(b"no such thing")
+    with pytest.raises(BenchError, match=r"broken\.parquet"):
+        read(tmp_path / "broken.parquet")
+
+
+def test_parquet_without_its_library_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(BenchError, match=r"pip install 'baton-serve\[parquet\]'"):
+        read(tmp_path / "lmsys.parquet")
 
 
 def test_a_line_longer_than_what_is_read_at_once_stays_whole(tmp_path: Path) -> None:

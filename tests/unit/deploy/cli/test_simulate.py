@@ -62,6 +62,8 @@ def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixtur
         (("--hops", "way=1"), "--hops: 'way' is no hop"),
         (("--compare", "kv,best"), "--compare best"),
         (("--goodput", "ttft"), "--goodput"),
+        (("--trace", "nowhere"), "--trace nowhere: "),
+        (("--trace", "nowhere", "--concurrency", "2"), "one load is expected"),
         (("--engines", "0"), "--engines 0"),
         (("--model", "no-such-shape"), "no-such-shape"),
     ],
