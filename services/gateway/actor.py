@@ -16,8 +16,8 @@ from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.stream_records import GatewayLife, StreamRecords
 from services.gateway.http.access import AccessControl
-from services.gateway.http.app import body_context, build_app
-from services.gateway.http.body_parser import BodyParser
+from services.gateway.http.app import build_app
+from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
@@ -101,7 +101,7 @@ class Gateway(Actor):
         wrote."""
         config = self._config
         # Without a port there is one caller, whose bodies delay nobody else.
-        body_parser = BodyParser(partial(body_context, self.requests, parsers), beside=self._listens)
+        body_parser = BodyParser(partial(self._body_context, parsers), beside=self._listens)
         self._parsers.append(body_parser)
         return build_app(
             self.requests,
@@ -113,6 +113,14 @@ class Gateway(Actor):
             access=AccessControl(self.keys, self._limiter, share_prefixes=config.share_prefixes),
             cors_origins=config.cors_origins,
         )
+
+    def _body_context(self, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
+        """What a body that has arrived is read with."""
+        cluster = self.requests.cluster
+        cards, dialects = cluster.models(), None
+        if parsers is not None:
+            dialects = {card.name: parsers.dialect(cluster.dialect(card.name)) for card in cards}
+        return BodyContext(kind, cards, self.requests.limits, dialects)
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """Its inbox, what other gateways ask and report, and lifecycles of these and of what it needs."""
@@ -157,7 +165,8 @@ class Gateway(Actor):
         match message:
             case Deltas() | RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
                 await self.requests.handle(message)
-                await self.streams.replicate()
+                if self.requests.records.to_send:
+                    await self.streams.replicate()
             case KeepStream() | StreamsGrown() | ForgetStream():
                 await self.streams.handle(message)
             case UsageReport():
@@ -169,7 +178,7 @@ class Gateway(Actor):
                 await self.requests.record_lifecycle(message)
             case Tick():
                 self._ticks += 1
-                if self._ticks % 4 == 0:
+                if self._listens and self._ticks % 4 == 0:
                     await self.server.refresh_date()
                 self.peers.expire(message.alive_now)
                 await self.requests.tick(message.now)

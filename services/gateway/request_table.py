@@ -25,8 +25,8 @@ from services.gateway.api.response import (
 )
 from services.gateway.core.cluster import Absence, ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
-from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput, RetryPolicy
-from services.gateway.core.stream_records import StreamRecord, StreamRecords, choice_requests, newest_attempt
+from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput, RetryPolicy, choice_requests
+from services.gateway.core.stream_records import StreamRecord, StreamRecords, newest_attempt
 from services.gateway.core.supervisor import NoAnswer, RequestSupervisor
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
@@ -236,7 +236,7 @@ class RequestTable:
         own = [r for r in response.requests if (route := self._routes.get(r)) is not None and route[0] is response]
         for request in own:
             del self._routes[request]
-        if not detach:
+        if own and not detach:
             await self.abandon(own)
 
     async def abandon(self, requests: Iterable[RequestId]) -> None:
@@ -303,12 +303,14 @@ class RequestTable:
         for effect in effects:
             match effect:
                 case Delta():
-                    self.records.record(effect)  # with no wait before the client has it: see _resume
+                    if effect.request in self.records.choices:
+                        self.records.record(effect)  # with no wait before the client has it: see _resume
                     find = self._routes.get if effect.finish is None else self._routes.pop
                     if (route := find(effect.request, None)) is not None:
                         route[0].record_delta(route[1], effect, now)
                 case StreamOpened():
-                    self.records.record(effect)
+                    if effect.request in self.records.choices:
+                        self.records.record(effect)
                     if (route := self._routes.get(effect.request)) is not None:
                         route[0].record_opened(effect)
                 case PromptLogprobsDelta():

@@ -292,8 +292,6 @@ def stream_options(fields: CommonFields) -> StreamOptions | None:
 
 def check_resumable(generation: GenerationRequest) -> None:
     """Raises RequestError 400 for what a resumable stream cannot have."""
-    if generation.stream is None or not generation.stream.resumable:
-        return
     field = "stream_options.resumable"
     if generation.sequences > MAX_STREAM_CHOICES:
         raise invalid(

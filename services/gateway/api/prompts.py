@@ -114,8 +114,10 @@ def chat_prompt(given: list[dict[str, Any]], fields: ChatTemplateFields, limits:
     if fields.chat_template is not None and not limits.allow_request_template:
         raise invalid("chat_template", "not taken from clients, unless gateway.allow_request_template is set")
     check_depth("messages", given, max_values=None)  # forwarded as bytes
-    check_depth("tools", fields.tools)
-    check_packable("chat_template_kwargs", fields.chat_template_kwargs)
+    if fields.tools:
+        check_depth("tools", fields.tools)
+    if fields.chat_template_kwargs:
+        check_packable("chat_template_kwargs", fields.chat_template_kwargs)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
     return ChatPrompt(
         messages=msgspec.json.encode(messages),

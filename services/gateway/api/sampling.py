@@ -90,7 +90,8 @@ def generation_request(
         prefix_caching=limits.allow_prefix_caching and fields.enable_prefix_caching is not False,
         **own,
     )
-    check_resumable(generation)
+    if generation.stream is not None and generation.stream.resumable:
+        check_resumable(generation)
     return generation
 
 

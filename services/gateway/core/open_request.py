@@ -40,6 +40,11 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
 FIRST_ATTEMPT = Attempt(1)
 
 
+def choice_requests(response: str, choices: int) -> list[RequestId]:
+    """Returns the ids of the requests that a response's choices are."""
+    return [RequestId(response if choices == 1 else f"{response}-{position}") for position in range(choices)]
+
+
 class EmittedOutput(NamedTuple):
     """What was generated of a request by the gateway that had it before."""
 

@@ -53,25 +53,23 @@ class PoisonedRequests:
 
     def __init__(self, limit: int, seconds: float, grammar_seconds: float) -> None:
         self._seconds, self._grammar_seconds = seconds, grammar_seconds
-        self._until: RecentEntries[bytes, float] = RecentEntries(limit)
-        """By the fingerprint of a request, or the key of a grammar."""
+        self.until: RecentEntries[bytes, float] = RecentEntries(limit)
+        """By the fingerprint of a request, or the key of a grammar. As long as it is empty nothing is refused."""
 
     def add(self, tokenize: Tokenize, now: float) -> None:
         """Refuses equal requests from now on."""
-        self._until[fingerprint(tokenize)] = now + self._seconds
+        self.until[fingerprint(tokenize)] = now + self._seconds
 
     def add_grammar(self, grammar: Grammar, now: float) -> None:
         """Refuses requests with this grammar from now on."""
-        self._until[grammar.key] = now + self._grammar_seconds
+        self.until[grammar.key] = now + self._grammar_seconds
 
     def refuses(self, tokenize: Tokenize, now: float) -> bool:
         """Whether an equal request was given up a short while ago."""
-        return bool(self._until) and self._holds(fingerprint(tokenize), now)
+        return self._holds(fingerprint(tokenize), now)
 
     def refusal(self, tokenize: Tokenize, now: float) -> RequestRejected | None:
         """The answer to a request that is refused at once, as is or for its grammar; None where it is not."""
-        if not self._until:
-            return None
         if tokenize.grammar is not None and self._holds(tokenize.grammar.key, now):
             return self.grammar_rejection(tokenize)
         return rejection(tokenize) if self.refuses(tokenize, now) else None
@@ -88,8 +86,8 @@ class PoisonedRequests:
         )
 
     def _holds(self, mark: bytes, now: float) -> bool:
-        until = self._until.get(mark)
+        until = self.until.get(mark)
         if until is not None and now >= until:
-            del self._until[mark]
+            del self.until[mark]
             return False
         return until is not None

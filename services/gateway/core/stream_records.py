@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from services.gateway.core.open_request import FIRST_ATTEMPT
+from services.gateway.core.open_request import FIRST_ATTEMPT, choice_requests
 from shared.ids import Attempt, GatewayId, Incarnation, RequestId
 from shared.messages.gateway import (
     Delta,
@@ -134,21 +134,19 @@ class StreamRecord:
         return StreamCopy(self.opening, opened, deltas, self.owned)
 
 
-def choice_requests(stream: str, choices: int) -> list[RequestId]:
-    """Returns the ids of the requests that a response's choices are."""
-    return [RequestId(stream if choices == 1 else f"{stream}-{position}") for position in range(choices)]
-
-
 class StreamRecords:
     """Owns the records of streams, `max_bytes` at most. Each is forgotten `seconds` after it was last of use: an owned
     one when its client has left, a copy when its stream has finished or its owner has died, or after `max_age`."""
 
     def __init__(self, max_bytes: int, seconds: float, max_age: float = math.inf) -> None:
         """`max_age`: seconds that a stream may take in all."""
+        self.choices: dict[RequestId, tuple[StreamRecord, ChoiceRecord]] = {}
+        """By request: output of others is none of `record`'s business."""
+        self.to_send = False
+        """Whether `take_grown` or `take_forgotten` may have something for other gateways."""
         self._max_bytes, self._seconds, self._max_age = max_bytes, seconds, max_age
         self._records: dict[str, StreamRecord] = {}
         """The one that was used longest ago first, roughly."""
-        self._choices: dict[RequestId, tuple[StreamRecord, ChoiceRecord]] = {}
         self._grown: list[StreamOpened | Delta] = []
         """Output of owned streams that has not been copied yet."""
         self._forgotten: list[tuple[GatewayId, str]] = []
@@ -204,20 +202,21 @@ class StreamRecords:
         if record is None:
             return
         for request in record.choices:
-            del self._choices[request]
+            del self.choices[request]
         self.bytes -= record.bytes
         self._forget_copy(record)
 
     def _forget_copy(self, record: StreamRecord) -> None:
         if record.copied_to is not None:
             self._forgotten.append((record.copied_to.gateway, record.opening.stream))
+            self.to_send = True
             record.copied_to = None
 
     def _add(self, record: StreamRecord) -> bool:
         if record.bytes > MAX_STREAM_BYTES or not self._make_room(record.bytes):
             return False
         self._records[record.opening.stream] = record
-        self._choices |= {choice.request: (record, choice) for choice in record.choices.values()}
+        self.choices |= {choice.request: (record, choice) for choice in record.choices.values()}
         self.bytes += record.bytes
         return True
 
@@ -233,8 +232,8 @@ class StreamRecords:
     # Output.
 
     def record(self, output: StreamOpened | Delta) -> None:
-        """Takes what this gateway's supervisor has accepted; output of other requests is none of its business."""
-        entry = self._choices.get(output.request)
+        """Takes what this gateway's supervisor has accepted, and drops what is not of `choices`."""
+        entry = self.choices.get(output.request)
         if entry is None or not entry[0].owned:
             return
         if isinstance(output, StreamOpened):
@@ -242,12 +241,13 @@ class StreamRecords:
         else:
             self._append(output)
         self._grown.append(output)
+        self.to_send = True
 
     def grow(self, message: StreamsGrown, now: float) -> None:
         """Takes what copies have grown by. What does not continue one is dropped: the copy stays behind."""
         outputs: list[StreamOpened | Delta] = [*message.opened, *message.deltas]
         for output in outputs:
-            entry = self._choices.get(output.request)
+            entry = self.choices.get(output.request)
             if entry is None or entry[0].owner is None or entry[0].owner.gateway != message.owner:
                 continue
             entry[0].used_at = now
@@ -257,12 +257,12 @@ class StreamRecords:
                 self._append(output)
 
     def _open_choice(self, opened: StreamOpened) -> None:
-        if (entry := self._choices.get(opened.request)) is not None:
+        if (entry := self.choices.get(opened.request)) is not None:
             entry[1].open(opened)
 
     def _append(self, delta: Delta) -> None:
         """A stream that grows too large is forgotten: it goes on, and cannot be resumed any more."""
-        if (entry := self._choices.get(delta.request)) is None:
+        if (entry := self.choices.get(delta.request)) is None:
             return
         record, choice = entry
         size = choice.append(delta)
@@ -273,7 +273,7 @@ class StreamRecords:
 
     def fail(self, request: RequestId) -> None:
         """A request was given up, and its stream ends with an error."""
-        if (entry := self._choices.get(request)) is not None and entry[0].owned:
+        if (entry := self.choices.get(request)) is not None and entry[0].owned:
             self.forget(entry[0].opening.stream)
 
     # Copies at other gateways.
@@ -283,8 +283,9 @@ class StreamRecords:
         opened: dict[GatewayId, list[StreamOpened]] = {}
         deltas: dict[GatewayId, list[Delta]] = {}
         grown, self._grown = self._grown, []
+        self.to_send = bool(self._forgotten)
         for output in grown:
-            entry = self._choices.get(output.request)
+            entry = self.choices.get(output.request)
             if entry is None or entry[0].copied_to is None:
                 continue
             peer = entry[0].copied_to.gateway
@@ -300,6 +301,7 @@ class StreamRecords:
     def take_forgotten(self) -> list[tuple[GatewayId, str]]:
         """Returns whose copies of which streams have become useless since the last call."""
         forgotten, self._forgotten = self._forgotten, []
+        self.to_send = bool(self._grown)
         return forgotten
 
     def expire(self, alive: Collection[GatewayLife], now: float) -> list[StreamRecord]:

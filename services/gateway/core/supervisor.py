@@ -99,7 +99,7 @@ class RequestSupervisor:
     def open(self, tokenize: Tokenize, now: float, *, accepted: bool = False) -> list[Effect]:
         """Opens a new request and dispatches its first attempt; or rejects it at once, where processes died of an equal
         one. `accepted`: it continues an answer that has begun."""
-        if (refused := self._poisoned.refusal(tokenize, now)) is not None:
+        if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
         request = OpenRequest(tokenize, now, now, now, accepted=accepted)
         self._open[tokenize.request] = request
@@ -107,7 +107,7 @@ class RequestSupervisor:
 
     def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float) -> list[Effect]:
         """Opens a request of another gateway, behind what that one's client was given."""
-        if (refused := self._poisoned.refusal(tokenize, now)) is not None:
+        if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
         request = OpenRequest(tokenize, now - emitted.age, now, now, accepted=True)
         request.attempt, request.tokens, request.chars = emitted.attempt, list(emitted.tokens), emitted.chars

@@ -42,11 +42,12 @@ class AccessControl:
         """Open sequences of each key."""
         self._strangers = TokenBucket(MAX_STRANGERS, time.monotonic())
 
-    def identify(self, call: Call, scope: KeyScope) -> None:
-        """Sets the call's key. Raises RequestError: 401 without a valid key, 403 where it lacks `scope`."""
+    def admit(self, call: Call, scope: KeyScope) -> None:
+        """Sets the call's key, and counts a call for `inference` as an open request of it, until `finish`. Raises
+        RequestError: 401 without a valid key, 403 where it lacks `scope`, 429 above a limit."""
         if not self._keys.required:
             return
-        kind, _, secret = (call.header(b"authorization") or b"").partition(b" ")
+        kind, _, secret = call.headers.get(b"authorization", b"").partition(b" ")
         key = self._keys.ring.find(secret.strip()) if kind.lower() == b"bearer" else None
         if key is None:
             raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
@@ -54,6 +55,12 @@ class AccessControl:
         if not key.allows(scope):
             text = f"the key {key.name!r} has the scopes {', '.join(sorted(key.scopes))}; this needs {scope}"
             raise RequestError(403, text, code="insufficient_permissions")
+        if scope == "inference" and key.limited:
+            exceeded = self._limiter.start(key)
+            call.limit_headers = limit_headers(self._limiter.state(key))
+            if exceeded is not None:
+                raise _too_many(key, exceeded)
+            call.reserved = 0
 
     def bound(self, generation: GenerationRequest, key: ApiKey) -> GenerationRequest:
         """Returns a request as the key may make it: no other key's requests share prefixes with it. Raises
@@ -69,16 +76,6 @@ class AccessControl:
         if len(self._keys.ring) == 1:  # it competes with nobody
             return generation
         return replace(generation, key=key.name, weight=key.weight)
-
-    def start(self, call: Call) -> None:
-        """Counts the call as an open request of its key, until `finish`. Raises RequestError 429 above a limit."""
-        if not call.key.limited:
-            return
-        exceeded = self._limiter.start(call.key)
-        call.limit_headers = limit_headers(self._limiter.state(call.key))
-        if exceeded is not None:
-            raise _too_many(call.key, exceeded)
-        call.reserved = 0
 
     def reserve(self, call: Call, generation: GenerationRequest, free: int) -> None:
         """Takes from the key's tokens per minute what the request is expected to use. `free`: how many more sequences
@@ -98,8 +95,10 @@ class AccessControl:
             raise _too_many(call.key, reserved)
         call.reserved = reserved
 
-    def finish(self, call: Call) -> None:
-        """The call has ended: settles what it has used."""
+    def finish(self, call: Call, endpoint: str, began: float) -> None:
+        """The call has ended: settles what it has used, and logs who asked for what, and what it came to; nothing of
+        any text. `began` is the monotonic time at which the call came in. Of those without a valid key some are left
+        out of the log, so that strangers cannot fill it."""
         if call.sequences:
             self._open[call.key.name] -= call.sequences
             call.sequences = 0
@@ -107,6 +106,25 @@ class AccessControl:
             used = call.record.prompt_tokens + call.record.output_tokens
             self._limiter.finish(call.key, call.reserved, used)
             call.reserved = None
+        record, now = call.record, time.monotonic()
+        if self._keys.required and call.key is ANONYMOUS:
+            if self._strangers.level(now) < 1:
+                return
+            self._strangers.take(1, now)
+        fields = {
+            "key": call.key.name or None,
+            "endpoint": endpoint,
+            "status": record.status,
+            "outcome": record.outcome,
+            "model": record.model,
+            "prompt_tokens": record.prompt_tokens,
+            "output_tokens": record.output_tokens,
+            "duration": round(now - began, 4),
+            "client": (call.scope.get("client") or [None])[0],
+            "request": record.request,
+            "client_request": call.client_id,
+        }
+        log.info("audit", extra={name: value for name, value in fields.items() if value is not None})
 
     def keys(self) -> dict[str, Any]:
         """Returns what an administrator sees of the keys."""
@@ -129,29 +147,6 @@ class AccessControl:
             "tokens_left": limits.tokens.remaining if limits and limits.tokens else None,
             "requests_open": limits.open if limits else None,
         }
-
-    def audit(self, call: Call, endpoint: str, began: float) -> None:
-        """Logs who asked for what, and what it came to; nothing of any text. `began` is the monotonic time at which the
-        call came in. Of those without a valid key some are left out, so that strangers cannot fill the log."""
-        record, now = call.record, time.monotonic()
-        if self._keys.required and call.key is ANONYMOUS:
-            if self._strangers.level(now) < 1:
-                return
-            self._strangers.take(1, now)
-        fields = {
-            "key": call.key.name or None,
-            "endpoint": endpoint,
-            "status": record.status,
-            "outcome": record.outcome,
-            "model": record.model,
-            "prompt_tokens": record.prompt_tokens,
-            "output_tokens": record.output_tokens,
-            "duration": round(now - began, 4),
-            "client": (call.scope.get("client") or [None])[0],
-            "request": record.request,
-            "client_request": call.client_id,
-        }
-        log.info("audit", extra={name: value for name, value in fields.items() if value is not None})
 
 
 def check_model(model: ModelName, key: ApiKey) -> None:

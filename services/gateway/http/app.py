@@ -17,10 +17,9 @@ from starlette.routing import Route
 from services.gateway.api.errors import RequestError
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
-from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
+from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
-from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
@@ -69,15 +68,6 @@ def build_app(
         middleware=_cors(cors_origins),
         exception_handlers={HTTPException: _not_found, Exception: _bug},
     )
-
-
-def body_context(table: RequestTable, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
-    """Returns what a body that has arrived is read with. `parsers`: how chats' outputs are parsed; None: not at all."""
-    cards = table.cluster.models()
-    dialects = None
-    if parsers is not None:
-        dialects = {card.name: parsers.dialect(table.cluster.dialect(card.name)) for card in cards}
-    return BodyContext(kind, cards, table.limits, dialects)
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.gateway.api.errors import RequestError
@@ -35,16 +35,13 @@ class BodyBudget:
         self.used = 0
         self._waiting: deque[_Waiter] = deque()
 
-    def lease(self) -> BodyLease:
-        """Returns the lease of a new body, which holds nothing yet."""
-        return BodyLease(self)
-
     async def take(self, lease: BodyLease, size: int) -> None:
         """Raises what `lease` holds to `size` bytes. Raises RequestError 503 where there is no room in time."""
         if size <= lease.held:
             return
-        if self._fits(lease, size) and not any(self._before(waiter, size) for waiter in self._waiting):
-            self._grant(lease, size)
+        # A large body waits behind all others, a small one behind small ones.
+        before = any(size > SMALL_BODY or waiter.size <= SMALL_BODY for waiter in self._waiting)
+        if not before and self._grant(lease, size):
             return
         if len(self._waiting) >= MAX_WAITING:
             raise self._refusal()
@@ -66,63 +63,40 @@ class BodyBudget:
         self.used -= lease.held - size
         lease.held = size
         BODY_BYTES.set(self.used)
-        for waiter in list(self._grantable()):
-            self._waiting.remove(waiter)
-            waiter.granted.set_result(None)
-
-    def _grantable(self) -> Iterator[_Waiter]:
-        """Grants and yields waiting bodies in order; behind a large one that does not fit yet, small ones only."""
         large_waits = False
-        for waiter in self._waiting:
+        for waiter in list(self._waiting):  # in order; behind a large one that does not fit yet, small ones only
             if waiter.granted.done() or (large_waits and waiter.size > SMALL_BODY):
                 continue
-            if self._fits(waiter.lease, waiter.size):
-                self._grant(waiter.lease, waiter.size)
-                yield waiter
+            if self._grant(waiter.lease, waiter.size):
+                self._waiting.remove(waiter)
+                waiter.granted.set_result(None)
             elif waiter.size > SMALL_BODY:
                 large_waits = True
             else:
                 return
 
-    def _fits(self, lease: BodyLease, size: int) -> bool:
-        limit = self.limit if size <= SMALL_BODY else int(self.limit * LARGE_SHARE)
-        return self.used - lease.held + size <= limit
-
-    @staticmethod
-    def _before(waiter: _Waiter, size: int) -> bool:
-        """Whether a new body of that size has to wait behind `waiter`."""
-        return size > SMALL_BODY or waiter.size <= SMALL_BODY
-
-    def _grant(self, lease: BodyLease, size: int) -> None:
-        self.used += size - lease.held
-        lease.held = size
-        BODY_BYTES.set(self.used)
+    def _grant(self, lease: BodyLease, size: int) -> bool:
+        """Raises what `lease` holds to `size` bytes where there is room."""
+        used = self.used - lease.held + size
+        if used > (self.limit if size <= SMALL_BODY else int(self.limit * LARGE_SHARE)):
+            return False
+        lease.held, self.used = size, used
+        BODY_BYTES.set(used)
+        return True
 
     def _refusal(self) -> RequestError:
         text = f"open requests hold {self.used} bytes of bodies of the {self.limit} that are allowed; try again"
         return RequestError(503, text, retry_after=RETRY_AFTER)
 
 
+@dataclass(slots=True, eq=False)
 class BodyLease:
-    """Owns the bytes that one request's body holds of the budget."""
+    """What one request's body holds of the budget."""
 
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.held = 0
-        self.closed = False
-
-    async def take(self, size: int) -> None:
-        """Holds at least `size` bytes. Raises RequestError 503 where there is no room in time."""
-        await self._budget.take(self, size)
-
-    def shrink(self, size: int) -> None:
-        """Holds `size` bytes of those that it has taken."""
-        self._budget.give_back(self, min(size, self.held))
-
-    def close(self) -> None:
-        """Gives everything back: the request has ended."""
-        self.closed = True
-        self.shrink(0)
+    held: int = 0
+    """Bytes; only the budget changes them."""
+    closed: bool = False
+    """Whether its request has ended."""
 
 
 class _Waiter(NamedTuple):

@@ -59,10 +59,6 @@ class BodyContext(Struct, frozen=True):
     dialects: dict[ModelName, Dialect] | None
     """The format of each model's tool calls and reasoning; None: outputs are not parsed."""
 
-    def dialect_of(self) -> Callable[[ModelName], Dialect] | None:
-        """Returns how a model's dialect is found; None where outputs are not parsed."""
-        return None if self.dialects is None else self.dialects.__getitem__
-
 
 class Refused(Struct, frozen=True):
     """An error of the client's, on its way from the process."""
@@ -78,7 +74,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
     """Returns the request that a body makes. Raises RequestError."""
     match context.kind:
         case "chat":
-            return read_chat(body, context.cards, context.limits, context.dialect_of())
+            dialect_of = None if context.dialects is None else context.dialects.__getitem__
+            return read_chat(body, context.cards, context.limits, dialect_of)
         case "completion":
             return read_completion(body, context.cards, context.limits)
         case "tokenize":

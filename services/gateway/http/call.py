@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.api.errors import RequestError
 from services.gateway.api.response import ResponseOutcome
 from services.gateway.core.api_keys import ANONYMOUS
-from services.gateway.http.body_budget import BodyBudget
+from services.gateway.http.body_budget import BodyBudget, BodyLease
 from services.gateway.metrics import ERRORS
 from shared.ids import ModelName
 
@@ -87,7 +87,7 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
         self.scope, self._receive, self.send = scope, receive, send
         self._limits = limits
-        self._lease = limits.budget.lease()
+        self._lease = BodyLease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
         self.key = ANONYMOUS
         """Whose request it is, once that has been found out."""
@@ -100,14 +100,11 @@ class Call:
         """What is left of its key's limits, for the response."""
         self._body_read = False
         """Whether the body has been read to its end."""
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = self._headers.get(b"x-request-id", b"")
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        """By their lower-case names."""
+        given = self.headers.get(b"x-request-id", b"")
         self.client_id = given.decode() if _REQUEST_ID.fullmatch(given) else None
         self.id = self.client_id or secrets.token_hex(16)
-
-    def header(self, name: bytes) -> bytes | None:
-        """Returns a header by its lower-case name."""
-        return self._headers.get(name)
 
     async def body(self) -> bytes:
         """Returns the body. What it holds of the budget, it holds until `close`.
@@ -115,39 +112,35 @@ class Call:
         Raises RequestError: 413 where it is too large, which a declared length shows before anything is read; 408 where
         the client is too slow; 503 where other bodies leave no room; 400 where the client left.
         """
-        most = self._limits.max_bytes
-        declared = self._headers.get(b"content-length", b"")
+        limits, most, loop = self._limits, self._limits.max_bytes, asyncio.get_running_loop()
+        declared = self.headers.get(b"content-length", b"")
         length = min(int(declared[:20]), most + 1) if declared.isdigit() else None
         if length is not None and length > most:
             raise _too_large(most)
         parts: list[bytes] = []
-        size, seconds = 0, self._limits.timeout
+        size, left = 0, limits.timeout
         while not self._body_read:
-            await self._lease.take(min(size + READ_BYTES, most if length is None else length))
-            part, seconds = await self._part_in_time(seconds)
+            await limits.budget.take(self._lease, min(size + READ_BYTES, most if length is None else length))
+            began = loop.time()
+            try:
+                async with asyncio.timeout(min(left, limits.stall_timeout)):
+                    part = await self._part()
+            except TimeoutError:
+                if limits.stall_timeout < left:
+                    raise RequestError(408, f"nothing of the body came for {limits.stall_timeout:g} s") from None
+                raise RequestError(408, f"the body did not arrive within {limits.timeout:g} s") from None
+            left = max(0.0, left - (loop.time() - began))
             size += len(part)
             if size > most:
                 raise _too_large(most)
             parts.append(part)
-        self._lease.shrink(size)
+        limits.budget.give_back(self._lease, min(size, self._lease.held))
         return b"".join(parts)
 
     def close(self) -> None:
         """Gives back what the body holds of the budget: the request has ended."""
-        self._lease.close()
-
-    async def _part_in_time(self, seconds: float) -> tuple[bytes, float]:
-        """The next piece of the body, and how many of the `seconds` for all of it are left. Raises RequestError."""
-        loop = asyncio.get_running_loop()
-        began, stall = loop.time(), self._limits.stall_timeout
-        try:
-            async with asyncio.timeout(min(seconds, stall)):
-                part = await self._part()
-        except TimeoutError:
-            if stall < seconds:
-                raise RequestError(408, f"nothing of the body came for {stall:g} s") from None
-            raise RequestError(408, f"the body did not arrive within {self._limits.timeout:g} s") from None
-        return part, max(0.0, seconds - (loop.time() - began))
+        self._lease.closed = True
+        self._limits.budget.give_back(self._lease, 0)
 
     async def _part(self) -> bytes:
         """The next piece of the body. Raises RequestError where the client has left."""

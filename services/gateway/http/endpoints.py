@@ -75,17 +75,14 @@ class Endpoint:
         call, began = Call(scope, receive, send, self._limits), time.monotonic()
         try:
             if self._scope is not None:
-                self._access.identify(call, self._scope)
-                if self._scope == "inference":
-                    self._access.start(call)
+                self._access.admit(call, self._scope)
             await self._handler(call)
         except RequestError as error:
             await call.refuse(error)
         finally:
             call.close()
-            self._access.finish(call)
             if self._scope is not None:
-                self._access.audit(call, self._path, began)
+                self._access.finish(call, self._path, began)
 
 
 class StreamSettings(NamedTuple):
@@ -117,7 +114,7 @@ class GenerationEndpoint:
 
     async def __call__(self, call: Call) -> None:
         """Generates and responds. Raises RequestError as long as no response was started."""
-        if last := call.header(b"last-event-id"):
+        if last := call.headers.get(b"last-event-id"):
             await self._resume(call, EventId.read(last))
             return
         table = self._table

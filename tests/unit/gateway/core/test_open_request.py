@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.open_request import TRANSITIONS, OpenRequest
+from services.gateway.core.open_request import TRANSITIONS, OpenRequest, choice_requests
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import TextPrompt, Tokenize
@@ -66,3 +66,8 @@ def test_the_documentation_shows_the_table() -> None:
     for state, steps in TRANSITIONS.items():
         rows.append(f"| {state} | {' | '.join(steps.get(event, '–') for event in events)} |")
     assert "\n".join(rows) + "\n" in (REPOSITORY / "docs" / "requests.md").read_text()
+
+
+def test_a_choice_has_a_request_of_its_own() -> None:
+    assert choice_requests("s", 1) == ["s"]
+    assert choice_requests("s", 2) == ["s-0", "s-1"]

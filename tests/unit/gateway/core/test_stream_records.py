@@ -6,7 +6,6 @@ from services.gateway.core.stream_records import (
     MAX_STREAM_BYTES,
     GatewayLife,
     StreamRecords,
-    choice_requests,
     newest_attempt,
 )
 from shared.ids import Attempt, GatewayId, Incarnation, RequestId
@@ -137,8 +136,3 @@ def test_memory_has_bounds() -> None:
     assert records.get("3") is None, "one that outgrows the room is not kept"
     assert records.bytes <= 50_000
     assert StreamRecords(2**30, 10.0).open(opening(body=bytes(MAX_STREAM_BYTES)), 0.0) is None
-
-
-def test_a_choice_has_a_request_of_its_own() -> None:
-    assert choice_requests("s", 1) == ["s"]
-    assert choice_requests("s", 2) == ["s-0", "s-1"]
