@@ -53,7 +53,9 @@ class RequestOutput:
 
 def tokens_with_logprobs(answer: dict[str, Any]) -> set[int]:
     """Returns the token ids whose text `request_output` needs."""
-    positions = [position for choice in answer["choices"] for position in _positions(choice["logprobs"])]
+    positions = [
+        position for choice in answer["choices"] if choice["logprobs"] for position in _positions(choice["logprobs"])
+    ]
     return {_id(token) for chosen, _, likely in positions for token in (chosen, *likely)}
 
 
@@ -85,11 +87,9 @@ def request_output(answer: dict[str, Any], prompt: str | None, texts: Mapping[in
     )
 
 
-def _positions(body: dict[str, Any] | None) -> Iterator[tuple[str, float, dict[str, float]]]:
+def _positions(body: dict[str, Any]) -> Iterator[tuple[str, float, dict[str, float]]]:
     """For each position the chosen token, named `token_id:N`, its log-probability, and those of the most likely ones.
     In a completion these include the chosen token."""
-    if body is None:
-        return
     if "content" not in body:
         for token, logprob, likely in zip(body["tokens"], body["token_logprobs"], body["top_logprobs"], strict=True):
             yield token, logprob, likely or {}

@@ -85,22 +85,19 @@ class TokenizerActor(Actor):
             case Tokenize() if message.suspect_until is not None and self.isolated is None:
                 await self._handle_alone(message)
             case Tokenize():
-                await self._tokenize(message, time.monotonic())
+                started, size = time.monotonic(), _size(message.prompt)
+                if self._is_short(message.prompt):
+                    await self._send(message, self._encoder.route(message, message.prompt), started)
+                elif (full := self._lanes.refusal(size)) is not None:
+                    await self._send(message, _overloaded(message, full), started)
+                else:
+                    self._start_long(self._tokenize_long(message, started), size)
             case Undelivered():
                 await self._undelivered(message)
             case Tick():
                 pass
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
-
-    async def _tokenize(self, message: Tokenize, started: float) -> None:
-        size = _size(message.prompt)
-        if self._is_short(message.prompt):
-            await self._send(message, self._encoder.route(message, message.prompt), started)
-        elif (full := self._lanes.refusal(size)) is not None:
-            await self._send(message, _overloaded(message, full), started)
-        else:
-            self._start_long(self._tokenize_long(message, started), size)
 
     async def _handle_alone(self, suspect: Tokenize) -> None:
         """A process died with this request: nothing else is tokenized beside it, and the lifecycle says so."""

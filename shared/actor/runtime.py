@@ -175,7 +175,7 @@ class ActorRuntime:
                 case Undelivered():
                     await self.actor.handle_undelivered(message)
                     await self._follow_actor()
-                case Lifecycle() if self._is_incompatible(message):
+                case Lifecycle() if message.protocol != PROTOCOL and self._is_incompatible(message):
                     pass
                 case Tick() | Lifecycle():
                     await self.actor.handle(message)
@@ -229,8 +229,8 @@ class ActorRuntime:
         log.warning("stopped with open requests", extra={"load": self.actor.load()})
 
     async def _follow_actor(self) -> None:
-        if not self._draining:
-            await self._enter(self.actor.target_phase())
+        if not self._draining and (phase := self.actor.target_phase()) != self._table.phase:
+            await self._enter(phase)
 
     async def _enter(self, phase: Phase) -> None:
         before = self._table.phase

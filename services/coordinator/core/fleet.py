@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
-from services.coordinator.core.ejections import ACCUSED, RatedEngine, choose_ejected
+from services.coordinator.core.outliers import ACCUSED, RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.blocks import BLOCK_SIZE
 from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName, NodeId
@@ -55,11 +55,6 @@ def fair_room(report: EngineReport, fill: float) -> int:
     """
     backlog = max(MIN_BACKLOG, int((fill - 1) * report.running))
     return 0 if report.waiting >= backlog else room(report, fill)
-
-
-def is_fair(generation: Generation) -> bool:
-    """Whether a request competes with those of other API keys."""
-    return bool(generation.key)
 
 
 def share(whole: int, parts: int, turn: int) -> int:
@@ -290,8 +285,8 @@ class EngineFleet:
         return None if self._detokenizers else "no detokenizer is ready"
 
     def has_room(self, model: ModelName, *, fair: bool) -> bool:
-        """Whether some engine of `model` takes one more, that is `fair` (`is_fair`) or not; a quick no for a long
-        queue."""
+        """Whether some engine of `model` takes one more, that is `fair` (of an API key, and competes with those of
+        others) or not; a quick no for a long queue."""
         ready = self.ready(model)
         able = [engine for engine in ready if engine.report.role in DECODING] or ready
         return bool(self._detokenizers) and any(
@@ -307,7 +302,7 @@ class EngineFleet:
         fitting = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
         preferred = [engine for engine in fitting if engine.id not in generation.avoid] or fitting
         able = [engine for engine in preferred if engine.report.role in DECODING] or preferred
-        return self._candidates(able, fair=is_fair(generation))
+        return self._candidates(able, fair=bool(generation.key))
 
     def prefill_candidates(self, generation: Generation) -> list[Candidate]:
         """The prefill engines that may take a request and hand it over; none that is to be avoided."""
@@ -318,7 +313,7 @@ class EngineFleet:
             and engine.id not in generation.avoid
             and fits(generation, engine.report.model.max_model_len)
         )
-        return self._candidates(able, fair=is_fair(generation))
+        return self._candidates(able, fair=bool(generation.key))
 
     def choose_detokenizer(self) -> DetokenizerId | None:
         """One with the least work, with rotation among equals; None where there is none."""

@@ -1,14 +1,18 @@
-"""Engines on which requests keep failing, found by those that come again: outlier detection, as Envoy and gRPC have it.
+"""Engines on which requests keep failing, found by those that come again, and which of all suspects get no requests:
+outlier detection and ejection, as Envoy and gRPC have it.
 
 An engine that fails what it gets is empty soon, and so the cheapest. What failed there has to weigh more than its load.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from shared.ids import EngineId, RequestId
+from shared.ids import EngineId, InstanceId, RequestId
+from shared.messages.lifecycle import EngineHealth
 
 WINDOW = 10.0
 """Seconds for which placements and failures count."""
@@ -46,15 +50,15 @@ class OutlierDetector:
     it. Several coordinators share requests by chance, so each sees equal parts of both."""
 
     def __init__(self) -> None:
-        self._records: dict[EngineId, _EngineRecord] = {}
+        self._records: defaultdict[EngineId, _EngineRecord] = defaultdict(_EngineRecord)
 
     def record_placement(self, engine: EngineId, now: float) -> None:
         """A request was placed there."""
-        self._record(engine).placements.append(now)
+        self._records[engine].placements.append(now)
 
     def record_failure(self, engine: EngineId, request: RequestId, placed: float | None, now: float) -> None:
         """A request comes again that failed on `engine`, where it had come at `placed`, if that is known."""
-        record = self._record(engine)
+        record = self._records[engine]
         record.expire(now)
         if request in record.failures or len(record.failures) >= MAX_COUNTED:
             return
@@ -83,8 +87,29 @@ class OutlierDetector:
         """What was seen of it counts no more: it was said, or its process is another one."""
         self._records.pop(engine, None)
 
-    def _record(self, engine: EngineId) -> _EngineRecord:
-        record = self._records.get(engine)
-        if record is None:
-            record = self._records[engine] = _EngineRecord()
-        return record
+
+ACCUSED = EngineHealth(suspect="requests failed there, and it has not said yet that it knows")
+"""The health of an engine that this coordinator has just told so: its own report follows in a moment."""
+
+
+class RatedEngine(NamedTuple):
+    """An engine that is ready, and its health as far as is known."""
+
+    instance: InstanceId
+    health: EngineHealth | None
+
+
+def choose_ejected(engines: Collection[RatedEngine], max_share: float) -> frozenset[InstanceId]:
+    """The suspects among the engines of one model, `max_share` of all at most and never the last one.
+
+    Where there are more suspects the worst go: those with the most faulty canaries, then those that were suspects most
+    often, then by name. All coordinators see the same reports, so they agree without talking of it.
+    """
+    suspects = [each for each in engines if each.health is not None and each.health.suspect is not None]
+    most = min(int(max_share * len(engines)), len(engines) - 1)
+    return frozenset(each.instance for each in sorted(suspects, key=_badness)[: max(0, most)])
+
+
+def _badness(engine: RatedEngine) -> tuple[int, int, str]:
+    health = engine.health or EngineHealth()
+    return -health.faults, -health.ejections, engine.instance

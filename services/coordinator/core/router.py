@@ -104,30 +104,28 @@ class Router:
         return candidates[chosen], reuses[chosen]
 
     def _costs(self, request: _RoutedRequest, candidates: Sequence[Candidate], reuses: Sequence[Reuse]) -> list[float]:
+        """One that is saturated (it holds too many requests, or runs as many as it can) does not win by what it has
+        cached. Where all are, none is."""
         if self._config.router_policy != "kv":
             return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in candidates]
         blocks, discount = request.blocks, self._config.router_store_discount
-        costs = []
-        for candidate, reuse, saturated in zip(candidates, reuses, self._saturated(candidates), strict=True):
-            counted, before = reuse, candidate.prefill
-            if saturated:
-                counted = NO_REUSE
-            elif candidate.engine.id == request.expected:
-                # It computes the same prompt already: that is counted as this request's own reuse, and only once.
-                before = max(0.0, before - request.prefix.blocks)
-            costs.append(before + blocks - counted.worth(discount) + _blocks_after(candidate, blocks, counted))
-        return costs
-
-    def _saturated(self, candidates: Sequence[Candidate]) -> list[bool]:
-        """For each candidate whether it holds too many requests, or runs as many as it can, and so does not win by
-        what it has cached. Where all are saturated, none is."""
         loads = [candidate.requests for candidate in candidates]
         bound = self._config.router_saturation * sum(loads) / len(loads) + SATURATION_SLACK
         saturated = [
             load > bound or load - candidate.engine.report.waiting >= candidate.engine.report.max_running
             for load, candidate in zip(loads, candidates, strict=True)
         ]
-        return [False] * len(candidates) if all(saturated) else saturated
+        some = not all(saturated)
+        costs = []
+        for candidate, reuse, full in zip(candidates, reuses, saturated, strict=True):
+            counted, before = reuse, candidate.prefill
+            if full and some:
+                counted = NO_REUSE
+            elif candidate.engine.id == request.expected:
+                # It computes the same prompt already: that is counted as this request's own reuse, and only once.
+                before = max(0.0, before - request.prefix.blocks)
+            costs.append(before + blocks - counted.worth(discount) + _blocks_after(candidate, blocks, counted))
+        return costs
 
     def _pick(self, request: _RoutedRequest, costs: Sequence[float], purpose: str) -> int:
         """If costs are equal, rotation decides. Several coordinators may place choices of one request at the same

@@ -178,8 +178,7 @@ class Detokenizer:
                 opened.request, opened.attempt, opened.prompt_tokens, opened.cached_tokens, opened.thinking, engine
             )
         )
-        replayed = stream.replay()
-        if replayed is not None:
+        if opened.resumed and (replayed := stream.replay()) is not None:
             self._deliver(stream, replayed, actions)
 
     def _refusal(self, opened: OpenStream) -> RequestFailed | RequestRejected | None:

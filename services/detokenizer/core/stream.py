@@ -52,11 +52,9 @@ class RequestStream:
         self.awaited = True
 
     def replay(self) -> StreamUpdate | None:
-        """Runs over the output of earlier attempts, once, before new tokens. None where there was none, or where the
-        client has all of its text and it has not ended."""
+        """Runs over the output of earlier attempts, once, before new tokens, where there was some (`opened.resumed`).
+        None where the client has all of its text and it has not ended."""
         resumed = self.opened.resumed
-        if not resumed:
-            return None
         tokens = tuple(unpack(self.opened.context)[-resumed:])
         text, _, stop = self._run(tokens)
         self.position = resumed

@@ -34,13 +34,14 @@ def render_chat(prompt: ChatPrompt, template: ChatTemplate, special_tokens: Mapp
         raise PromptRefused("chat_template_kwargs", "add_generation_prompt, continue_final_message: true or false")
     if add and go_on:
         raise PromptRefused("continue_final_message", "continue_final_message excludes add_generation_prompt")
+    documents = variables.pop("documents", None)
     messages = read_json_list(prompt.messages, "messages")
     if not messages:
         raise PromptRefused("messages", "messages: at least one is needed")
     return template.render(
         [_message(message, f"messages[{index}]", template) for index, message in enumerate(messages)],
         tools=None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools"),
-        documents=_objects(variables.pop("documents", None), "chat_template_kwargs", "documents"),
+        documents=None if documents is None else _objects(documents, "chat_template_kwargs", "documents"),
         add_generation_prompt=add,
         continue_final_message=go_on,
         variables=variables,
@@ -126,9 +127,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _objects(value: Any, field: str, name: str = "") -> list[dict[str, Any]] | None:
-    if value is None:
-        return None
+def _objects(value: Any, field: str, name: str = "") -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise PromptRefused(field, f"{name or field}: an array of objects is expected")
     return value

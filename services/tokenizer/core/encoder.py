@@ -80,7 +80,9 @@ class PromptEncoder:
             if message.resume:
                 self._vocabulary.unpacked(message.resume, "resume")
             thinking = self._thinking(message.prompt, ids)
-            sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, ids)
+            sampling = message.sampling
+            if message.bad_words or sampling.thinking_budget is not None:
+                sampling = translate_sampling(message, self._vocabulary, self._templates.dialect, thinking, ids)
         except PromptRefused as refused:
             return rejected(message, refused)
         tokens = pack(ids) + message.resume
@@ -101,7 +103,7 @@ class PromptEncoder:
                 arrival=message.arrival,
                 cache_salt=message.cache_salt,
                 avoid=message.avoid,
-                grammar=adapt_grammar(message.grammar, thinking),
+                grammar=None if message.grammar is None else adapt_grammar(message.grammar, thinking),
                 keep_markup=message.keep_markup,
                 thinking=thinking,
                 prefix_caching=message.prefix_caching,
@@ -242,10 +244,10 @@ def thinking_of_continued(prompt: ChatPrompt) -> Thinking:
     return "open" if within else "closed"
 
 
-def adapt_grammar(grammar: Grammar | None, thinking: Thinking | None) -> Grammar | None:
+def adapt_grammar(grammar: Grammar, thinking: Thinking | None) -> Grammar:
     """The grammar that binds the output of a prompt in that state. Where nothing shows whether the model will think, it
     may do either."""
-    if grammar is None or thinking == "open":
+    if thinking == "open":
         return grammar
     marks = next((marks for marks in ALL_THINKING_MARKS if marks.end == grammar.after), None)
     if marks is None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.ejections import RatedEngine, choose_ejected
+from services.coordinator.core.outliers import RatedEngine, choose_ejected
 from shared.ids import InstanceId
 from shared.messages.lifecycle import EngineHealth, Lifecycle
 from tests.support.engines.coordinator_events import MODEL, at, detokenizer, engine, route, summary

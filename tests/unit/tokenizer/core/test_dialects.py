@@ -159,7 +159,6 @@ def test_a_grammar_waits_for_thoughts_that_will_end_and_for_no_others(grammar: G
 
 @pytest.mark.parametrize("thinking", [None, "open", "closed"])
 def test_a_grammar_from_the_start_stays(thinking: Thinking | None) -> None:
-    assert adapt_grammar(None, thinking) is None
     for text in ("5", "no json"):
         grammar = Grammar("json", text)
         assert adapt_grammar(grammar, thinking) == grammar
