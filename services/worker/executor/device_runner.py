@@ -23,8 +23,14 @@ from services.worker.batch.batch import Batch, DraftTokens, ScheduledWork
 from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.staging import STAGING_BUFFERS
 from services.worker.executor.pending import LaunchedBatch, PendingSteps, StepMarks
-from services.worker.executor.rank_state import RankState, masked, split_logits
-from services.worker.executor.runner import StepRunner, step_output, undefined_sequences
+from services.worker.executor.runner import (
+    RankState,
+    StepRunner,
+    masked,
+    split_logits,
+    step_output,
+    undefined_sequences,
+)
 from services.worker.executor.timing import clock_of
 from services.worker.executor.token_table import TokenTable
 from services.worker.sampling.parameters import Feature

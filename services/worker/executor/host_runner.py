@@ -28,8 +28,14 @@ from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Int32s
 from services.worker.batch.staging import rows_in_place
 from services.worker.executor.pending import ExpectedSteps
-from services.worker.executor.rank_state import RankState, masked, split_logits
-from services.worker.executor.runner import StepRunner, step_output, undefined_sequences
+from services.worker.executor.runner import (
+    RankState,
+    StepRunner,
+    masked,
+    split_logits,
+    step_output,
+    undefined_sequences,
+)
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows

@@ -19,7 +19,7 @@ from services.worker.batch.prompt_rows import ScoredPromptRows
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.distributed.communicator import ExpectedTokens, Pipeline
-from services.worker.executor.rank_state import RankState
+from services.worker.executor.runner import RankState
 from services.worker.executor.timing import Mark
 from services.worker.ops.transfer import to_device
 from services.worker.sampling.random_numbers import RejectedDrafts

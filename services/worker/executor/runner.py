@@ -1,13 +1,14 @@
-"""What takes one rank's plans through their three phases, whatever the device: prepare, launch, result.
+"""What the runners of a rank share: what it holds between steps, how it samples, and the messages of what a step drew.
 
-Two runners differ in where the drawn tokens are that the next step goes on with: in main memory (`host_runner`), or on
-the device (`device_runner`).
+Knows what a plan changes, not how steps follow each other: that is what runners differ in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +17,125 @@ from torch import Tensor
 from services.worker.backend import ExecutionMode, Step, StepOutput
 from services.worker.batch.batch import Batch
 from services.worker.batch.prompt_rows import ScoredPromptRows
-from services.worker.executor.rank_state import RankState
+from services.worker.batch.sequences import SequenceTable
+from services.worker.batch.staging import staging_for
+from services.worker.distributed.communicator import Communicator, Pipeline, SingleStage
+from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
+from services.worker.guided.guided_sequences import GuidedSequences
+from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
+from services.worker.models.decoder import Decoder
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.interface import BatchMeta
+from services.worker.ops.transfer import to_device
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.sampler import SamplerOutput, sample, undefined_rows
-from services.worker.speculation.verification import AcceptedTokens
+from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
+from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
+from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
 
 UNDEFINED = "the model computed NaN"
+
+
+class RankState:
+    """Owns a rank's share of the model, its KV memory, and its sequences with their grammars. Used from the compute
+    thread."""
+
+    def __init__(
+        self,
+        *,
+        card: ModelCard,
+        device: torch.device,
+        decoder: Decoder,
+        num_blocks: int,
+        max_num_seqs: int,
+        communicator: Communicator,
+        digest: str,
+        pipeline: Pipeline | None = None,
+        grammars: GrammarLibrary | None = None,
+        proposer: Proposer | None = None,
+        drafting: DraftSettings = NO_DRAFTS,
+        replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None = None,
+    ) -> None:
+        """`digest` tells this model's keys and values from those of any other. `grammars`: given to the rank that
+        samples. `proposer`: that of rank 0 of each stage drafts for the others, which need none. `replaying`: captures
+        what can be replayed of the decoder's forward pass on these caches."""
+        self.card = card
+        self.device = device
+        self.decoder = decoder
+        self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
+        self.communicator = communicator
+        self.pipeline = pipeline or SingleStage()
+        self.draws = self.pipeline.stage + 1 == self.pipeline.stages
+        """Or is of a stage before the last, which is sent later what was drawn."""
+        self.grammars = grammars
+        self.staging = staging_for(device)
+        self.caches: KvCaches = decoder.allocate_kv(num_blocks)
+        """Read and written by steps and copies only, and by measurements without sequences."""
+        self.kv: RankKvCache = decoder.share_kv(self.caches, digest)
+        self._forward = self._eager_or(replaying)
+        self.sequences = SequenceTable(
+            max_sequences=max_num_seqs,
+            max_model_len=card.max_model_len,
+            num_blocks=num_blocks,
+            vocab_size=card.vocab_size,
+        )
+        self.guided = None if grammars is None else GuidedSequences(grammars)
+        self.drafting = RankDrafting(
+            drafting, proposer, self.sequences, self.guided, communicator, self.pipeline, device
+        )
+
+    @torch.inference_mode()
+    def _eager_or(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass] | None) -> ForwardPass:
+        return self.decoder.fastest_pass if replaying is None else replaying(self.decoder.forward, self.caches)
+
+    def clear(self) -> None:
+        """Removes every sequence."""
+        self.sequences.clear()
+        if self.guided is not None:
+            self.guided.clear()
+        if self.drafting.proposer is not None:
+            self.drafting.proposer.clear()
+
+    def update_sequences(self, plan: StepPlan) -> list[int]:
+        """Removes the sequences that `plan` releases, and adds its new ones: their indices. Raises BrokenPlan."""
+        for sequence in plan.released:
+            seq_index = self.sequences.release(sequence)
+            if self.guided:
+                self.guided.release(seq_index)
+        proposer = self.drafting.proposer
+        if proposer is not None:
+            for transfer in plan.transfers:
+                if transfer.kind == "load":
+                    proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
+        seq_indices = []
+        for new in plan.new:
+            seq_indices.append(seq_index := self.sequences.add(new))
+            if proposer is not None:
+                proposer.start_sequence(seq_index, new.computed, self.sequences)
+            if self.guided is not None and new.grammar is not None:
+                self.guided.add(seq_index, new, new.grammar)
+        return seq_indices
+
+    def forward(self, ids: Tensor, meta: BatchMeta) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, the last hidden state of every row where the proposer wants it)."""
+        wanted = self.drafting.settings.features and self.drafting.steps_without_drafts <= FORGETS_AFTER
+        features = self.decoder.empty_features(len(ids)) if wanted else None
+        return self._forward(ids, meta, self.caches, features), features
+
+    def verified(self, batch: Batch, ids: Tensor, rows: Tensor | None, drawn: Tensor) -> VerifiedDrafts | None:
+        """Which of a step's drafts are accepted, on the device; see `verify_batch`. None where no sequence had any."""
+        return verify_batch(self.decoder.ops, batch, ids, rows, drawn) if batch.drafted.any() else None
+
+    def request_masks(self, guided: GuidedSequences, batch: Batch) -> None:
+        """Has made what `masked` needs; `guided`: this rank's. Best called before the device computes."""
+        if batch.choices is not None:
+            drafts = self.sequences.drafts(batch.sampled_indices, int(batch.drafted.max(initial=0)))
+            guided.request_masks(batch.sampled_indices, batch.drafted, drafts)
 
 
 class StepRunner:
@@ -66,6 +176,29 @@ class StepRunner:
         if choices is None or communicator.world_size == 1:
             return drawn
         return replace(drawn, tokens=communicator.broadcast(drawn.tokens))
+
+
+def masked(guided: GuidedSequences, choices: SamplingBatch | None) -> SamplingBatch | None:
+    """`choices` with what grammars allow; behind `request_masks`. Best called while the device computes."""
+    if choices is None or (mask := guided.masks()) is None:
+        return choices
+    return choices.masked(mask)
+
+
+class SplitLogits(NamedTuple):
+    """A step's logits: the rows to draw from, and what the others say of prompts."""
+
+    drawn: Tensor | None
+    """None on ranks that have no logits."""
+    scored: ScoredPromptRows
+
+
+def split_logits(batch: Batch, logits: Tensor | None) -> SplitLogits:
+    """What a step's logits are for."""
+    if batch.merged is None or logits is None:
+        return SplitLogits(logits, ScoredPromptRows())
+    drawn, scored = (to_device(rows, logits.device) for rows in batch.merged[1:])
+    return SplitLogits(logits.index_select(0, drawn), batch.prompts.scored(logits.index_select(0, scored)))
 
 
 def undefined_sequences(batch: Batch, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:

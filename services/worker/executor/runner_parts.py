@@ -1,4 +1,4 @@
-"""What the runners of one rank have in common: they differ in their KV memory, and in what they have captured."""
+"""What runners of one rank are made from: they differ in their KV memory, and in what they have captured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
-from services.worker.executor.rank_state import RankState
+from services.worker.executor.runner import RankState
 from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary

@@ -9,7 +9,7 @@ import torch
 from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
-from services.worker.executor.rank_state import RankState
+from services.worker.executor.runner import RankState
 from services.worker.graphs.capture import Capture
 from services.worker.graphs.choice import DecodeGraphs
 from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadSettings, load_model
