@@ -346,8 +346,8 @@ def test_whoever_was_not_asked_for_long_drafts_again_when_asked(
     for pause in (0, FORGETS_AFTER + 6):
         runner.reset()
         driver = Driver(runner, speculate=3 if pause else 0)
-        sequence = driver.add(tokens, 150)
-        other = driver.add(prompt(9, 2), 150)
+        sequence = driver.add(tokens, 60)
+        other = driver.add(prompt(9, 2), 60)
         while len(sequence.output) < 20:
             driver.step()
         driver.speculate = 0
