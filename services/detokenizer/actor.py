@@ -32,7 +32,7 @@ SILENCE = 10.0
 housekeeping, while the gateways notice a dead engine sooner, and a dead gateway takes no deltas."""
 
 PROBE_INTERVAL = 1.0
-"""Seconds between two looks at streams that have moved and are silent."""
+"""Seconds between two looks at streams that are silent."""
 PROBE_REPLY_TIMEOUT = 1.0
 
 
@@ -92,14 +92,14 @@ class DetokenizerActor(Actor):
         metrics.STREAMS.set(len(self.core.streams))
 
     async def background(self) -> None:
-        """Asks after streams that moved to an engine from which nothing comes, one after the other."""
+        """Asks engines after streams for which nothing comes, one after the other."""
         while True:
             await asyncio.sleep(PROBE_INTERVAL)
             for probe in self._probes.due(self.core.streams.values(), self.bus.liveness_now()):
                 reply = await self._ask(probe)
                 if self._probes.replied(probe, reply, self.bus.liveness_now()):
                     log.warning("unclaimed", extra={"request": probe.request, "engine": probe.engine})
-                    await self._send(self.core.end_streams(StreamOrphaned(probe.request, probe.attempt)))
+                    await self._send(self.core.end_streams(StreamOrphaned(*probe[1:])))
 
     async def _ask(self, probe: StreamProbe) -> ProbeReply | NoReply:
         topic = topics.engine_probes(probe.engine)

@@ -28,10 +28,12 @@ class GatewayLost(NamedTuple):
 
 
 class StreamOrphaned(NamedTuple):
-    """A stream has moved to an engine that does not have its request, and will not get it."""
+    """A stream's engine does not have its request: that never came, or its end was lost on the way here."""
 
     request: RequestId
     attempt: Attempt
+    position: int
+    """Output tokens that had arrived; with more, the stream is no orphan."""
 
 
 class ToGateway(NamedTuple):

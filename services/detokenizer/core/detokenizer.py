@@ -242,9 +242,9 @@ class Detokenizer:
 
     def _orphaned(self, message: StreamOrphaned) -> list[Action]:
         stream = self.streams.get(message.request)
-        if stream is None or stream.opened.attempt != message.attempt or not stream.awaited:
+        if stream is None or (stream.opened.attempt, stream.position) != (message.attempt, message.position):
             return []
-        return self._fail(lambda other: other is stream, f"engine {stream.engine} never got the request")
+        return self._fail(lambda other: other is stream, f"engine {stream.engine} does not have the request")
 
     def _gateway_lost(self, gateway: GatewayId, reason: str) -> list[Action]:
         """Frees what the engines hold for it. The failures are sent nevertheless: it may have been cut off for a moment

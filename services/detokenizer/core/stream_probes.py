@@ -1,6 +1,8 @@
-"""Decides when to probe an engine that a stream has moved to, but that sends no tokens for it.
+"""Decides when to probe an engine that sends no tokens for a stream.
 
-The request may have been lost on its way there, and then no process would end the stream. Pure: time is an argument.
+The request may have been lost on its way to an engine that it was handed over to; or its end was lost on the way here,
+as in an outage of the bus, and an engine with nothing else to send shows no gap. No process would end such a stream.
+Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -31,41 +33,42 @@ class StreamProbe(NamedTuple):
     engine: EngineId
     request: RequestId
     attempt: Attempt
+    position: int
+    """Output tokens that have arrived."""
 
 
 @dataclass(slots=True)
-class _AwaitedStream:
-    attempt: Attempt
-    engine: EngineId
+class _SilentStream:
+    probe: StreamProbe
     probe_at: float
     denials: int = 0
 
 
 class StreamProbes:
-    """Owns since when each stream that moved is awaited, and how often its engine did not know the request."""
+    """Owns since when each stream is silent, and how often its engine did not know the request."""
 
     def __init__(self) -> None:
-        self._awaited: dict[RequestId, _AwaitedStream] = {}
+        self._silent: dict[RequestId, _SilentStream] = {}
 
     def due(self, streams: Iterable[RequestStream], now: float) -> list[StreamProbe]:
         """The probes to send now, for all streams that there are; each is sent again after `PROBE_AFTER`."""
-        before, self._awaited = self._awaited, {}
+        before, self._silent = self._silent, {}
         for stream in streams:
-            if stream.awaited:
-                request, attempt = stream.opened.request, stream.opened.attempt
-                entry = before.get(request)
-                if entry is None or (entry.attempt, entry.engine) != (attempt, stream.engine):
-                    entry = _AwaitedStream(attempt, stream.engine, now + PROBE_AFTER)
-                self._awaited[request] = entry
-        due = [(request, entry) for request, entry in self._awaited.items() if entry.probe_at <= now][:MAX_PROBES]
-        for _, entry in due:
+            request = stream.opened.request
+            probe = StreamProbe(stream.engine, request, stream.opened.attempt, stream.position)
+            entry = before.get(request)
+            if entry is None or entry.probe != probe:
+                entry = _SilentStream(probe, now + PROBE_AFTER)
+            self._silent[request] = entry
+        due = [entry for entry in self._silent.values() if entry.probe_at <= now][:MAX_PROBES]
+        for entry in due:
             entry.probe_at = now + PROBE_AFTER
-        return [StreamProbe(entry.engine, request, entry.attempt) for request, entry in due]
+        return [entry.probe for entry in due]
 
     def replied(self, probe: StreamProbe, reply: ProbeReply | NoReply, now: float) -> bool:
         """Whether the request is lost: its engine does not know it, and did not know it a while ago."""
-        entry = self._awaited.get(probe.request)
-        if entry is None or (entry.attempt, entry.engine) != (probe.attempt, probe.engine):
+        entry = self._silent.get(probe.request)
+        if entry is None or entry.probe != probe:
             return False
         match reply:
             case ProbeReply(state="waiting" | "running"):

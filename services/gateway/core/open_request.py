@@ -1,4 +1,5 @@
-"""One open request: its state machine, and the timeouts and retries that apply to it."""
+"""One open request: its state machine, the timeouts and retries that apply to it, and what is remembered of those given
+up."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.gateway.core.effects import CancelAttempt, Effect
 from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
+from shared.messages.coordinator import Withdraw
+from shared.messages.scheduler import Cancel
 from shared.messages.tokenizer import Tokenize
 from shared.packing import pack
+from shared.reliability.recent import RecentEntries
 from shared.reliability.transitions import IllegalTransition
 
 RequestState = Literal["dispatched", "queued", "placed", "paused", "ended"]
@@ -237,3 +242,38 @@ class OpenRequest:
             suspect_until=self.suspect_until,
             prefix_caching=self.tokenize.prefix_caching and not self.uncached,
         )
+
+
+class AbandonedRequests:
+    """Owns the last `limit` requests of which an attempt was given up: where it was, and when it was last called off.
+
+    Where that was lost, or the engine was not known, its stream goes on; what comes of it is answered by calling it off
+    again.
+    """
+
+    def __init__(self, limit: int, again_after: float) -> None:
+        self._again_after = again_after
+        self._entries: RecentEntries[RequestId, tuple[EngineId | None, float]] = RecentEntries(limit)
+
+    def add(self, request: RequestId, engine: EngineId | None, now: float) -> None:
+        """Remembers a request that was just cancelled at `engine`; or, if that is None, withdrawn from whoever may have
+        placed it."""
+        self._entries[request] = (engine, now)
+
+    def call_off_again(
+        self, request: RequestId, attempt: Attempt, now: float, engine: EngineId | None = None
+    ) -> list[Effect]:
+        """Calls off an attempt of which output has just arrived that nobody wants; `engine` has it, where that came
+        along. Nothing if the same was done a moment ago."""
+        entry = self._entries.get(request)
+        if entry is None:
+            if engine is None:
+                return []
+            entry = (None, now)
+        former, since = entry
+        new = engine is not None and engine != former
+        if not new and now - since < self._again_after:
+            return []
+        at = former if engine is None else engine
+        self._entries[request] = (at, now)
+        return [Withdraw(request, attempt) if at is None else CancelAttempt(at, Cancel(request, attempt))]

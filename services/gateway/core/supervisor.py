@@ -16,7 +16,7 @@ from services.gateway.core.effects import (
     Effect,
     ProbeEngine,
 )
-from services.gateway.core.open_request import EmittedOutput, OpenRequest, RetryPolicy
+from services.gateway.core.open_request import AbandonedRequests, EmittedOutput, OpenRequest, RetryPolicy
 from services.gateway.core.poisoned import PoisonedRequests, rejection
 from shared.ids import Attempt, DetokenizerId, EngineId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
@@ -35,45 +35,9 @@ from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
 from shared.registry import InstanceGone
-from shared.reliability.recent import RecentEntries
 from shared.reliability.sequence_numbers import SourceNumbers
 
 NoAnswer = Literal["nobody there", "no answer in time"]
-
-
-class AbandonedRequests:
-    """Owns the last `limit` requests of which an attempt was given up: where it was, and when it was last called off.
-
-    Where that was lost, or the engine was not known, its stream goes on; what comes of it is answered by calling it off
-    again.
-    """
-
-    def __init__(self, limit: int, again_after: float) -> None:
-        self._again_after = again_after
-        self._entries: RecentEntries[RequestId, tuple[EngineId | None, float]] = RecentEntries(limit)
-
-    def add(self, request: RequestId, engine: EngineId | None, now: float) -> None:
-        """Remembers a request that was just cancelled at `engine`; or, if that is None, withdrawn from whoever may have
-        placed it."""
-        self._entries[request] = (engine, now)
-
-    def call_off_again(
-        self, request: RequestId, attempt: Attempt, now: float, engine: EngineId | None = None
-    ) -> list[Effect]:
-        """Calls off an attempt of which output has just arrived that nobody wants; `engine` has it, where that came
-        along. Nothing if the same was done a moment ago."""
-        entry = self._entries.get(request)
-        if entry is None:
-            if engine is None:
-                return []
-            entry = (None, now)
-        former, since = entry
-        new = engine is not None and engine != former
-        if not new and now - since < self._again_after:
-            return []
-        at = former if engine is None else engine
-        self._entries[request] = (at, now)
-        return [Withdraw(request, attempt) if at is None else CancelAttempt(at, Cancel(request, attempt))]
 
 
 class RequestSupervisor:
@@ -290,7 +254,9 @@ class RequestSupervisor:
 
     def _queued(self, queued: RequestQueued, now: float) -> list[Effect]:
         current = self._current(queued.request, queued.attempt)
-        if current is not None and current.state == "dispatched":
+        if current is None:  # the withdrawal was lost, and it would wait on for its turn
+            return [Withdraw(queued.request, queued.attempt)]
+        if current.state == "dispatched":
             current.apply("queue")
             current.last_message_at = now
         return []

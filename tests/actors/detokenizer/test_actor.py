@@ -155,11 +155,32 @@ async def test_a_stream_whose_request_never_reached_the_engine_that_it_moved_to_
     await memory_bus.serve(topics.engine_probes(other), answer)
     await ring.batch(opened=(opened(),), moved=(StreamMoved(R, ONE, other),))
     assert isinstance(await heard(ring.at_gateway), Deltas)
-    assert await heard(ring.at_gateway) == RequestFailed(R, ONE, "engine engine-2 never got the request")
+    assert await heard(ring.at_gateway) == RequestFailed(R, ONE, "engine engine-2 does not have the request")
     assert set(asked) == {Probe(R, ONE)}
     assert len(asked) >= 4, "twice it was waiting, twice it was not there"
     assert not ring.actor.core.streams
     await ring.stop()
+
+
+async def test_a_stream_whose_end_was_lost_keeps_no_detokenizer_from_draining(
+    memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an outage of the bus, when the engine has nothing else to send."""
+    monkeypatch.setattr(detokenizer, "PROBE_INTERVAL", 0.001)
+    monkeypatch.setattr(stream_probes, "PROBE_AFTER", 0.01)
+    monkeypatch.setattr(stream_probes, "DENIAL_INTERVAL", 0.0)
+    ring = Ring(memory_bus)
+    await ring.start()
+
+    async def answer(_: Probe) -> ProbeReply:
+        return ProbeReply("unknown", 0)
+
+    await memory_bus.serve(topics.engine_probes(ENGINE), answer)
+    await ring.batch(opened=(opened(),), entries=(entry(0, "a"),))
+    assert isinstance(await heard(ring.at_gateway), Deltas)
+    assert await heard(ring.at_gateway) == RequestFailed(R, ONE, "engine engine-1 does not have the request")
+    await ring.stop()
+    assert ring.runtime.phase == "stopped"
 
 
 async def test_requests_of_a_gateway_that_takes_nothing_are_cancelled(ring: Ring) -> None:

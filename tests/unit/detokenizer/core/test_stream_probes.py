@@ -1,4 +1,4 @@
-"""A stream that moved to an engine which never got its request ends, and one whose request waits there does not."""
+"""A silent stream ends whose engine does not have its request, and one whose request waits or runs there does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.messages.gateway import RequestFailed
 from shared.messages.scheduler import ProbeReply
 from tests.unit.detokenizer.core.test_detokenizer import GATEWAY, ONE, OTHER, TWO, Bench, R, ids, opened
 
-ASK = StreamProbe(OTHER, R, ONE)
+ASK = StreamProbe(OTHER, R, ONE, 1)
 UNKNOWN, WAITING = ProbeReply("unknown", 0), ProbeReply("waiting", 1)
 
 
@@ -30,7 +30,7 @@ def streams(bench: Bench) -> list[RequestStream]:
     return list(bench.core.streams.values())
 
 
-def test_only_streams_that_moved_and_are_silent_are_asked_after() -> None:
+def test_only_silent_streams_are_asked_after() -> None:
     bench, unclaimed = moved(), StreamProbes()
     assert unclaimed.due(streams(bench), 0.0) == []
     assert unclaimed.due(streams(bench), PROBE_AFTER) == [ASK]
@@ -38,6 +38,20 @@ def test_only_streams_that_moved_and_are_silent_are_asked_after() -> None:
     bench.batch(engine=OTHER, entries=(NewTokens(R, ONE, 1, ids("b")),))
     assert unclaimed.due(streams(bench), 9 * PROBE_AFTER) == []
     assert not unclaimed.replied(ASK, UNKNOWN, 9 * PROBE_AFTER), "its tokens came first"
+    assert unclaimed.due(streams(bench), 10 * PROBE_AFTER) == [StreamProbe(OTHER, R, ONE, 2)]
+
+
+def test_a_stream_whose_end_was_lost_ends_without_another_batch_of_its_engine() -> None:
+    bench, unclaimed = Bench(), StreamProbes()
+    bench.batch(opened=(opened(),), entries=(NewTokens(R, ONE, 0, ids("a")),))
+    unclaimed.due(streams(bench), 0.0)
+    (probe,) = unclaimed.due(streams(bench), PROBE_AFTER)
+    assert not unclaimed.replied(probe, UNKNOWN, PROBE_AFTER)
+    (probe,) = unclaimed.due(streams(bench), PROBE_AFTER + DENIAL_INTERVAL)
+    assert unclaimed.replied(probe, UNKNOWN, PROBE_AFTER + DENIAL_INTERVAL)
+    failed = RequestFailed(R, ONE, "engine engine-1 does not have the request")
+    assert bench.core.end_streams(StreamOrphaned(R, ONE, 1)) == [ToGateway(GATEWAY, failed)]
+    assert not bench.core.streams
 
 
 def test_a_stream_whose_engine_does_not_know_the_request_is_lost_when_it_says_so_again() -> None:
@@ -73,14 +87,14 @@ def test_another_attempt_begins_anew() -> None:
 
 def test_the_gateway_is_informed_of_a_stream_that_nobody_claims() -> None:
     bench = moved()
-    assert bench.core.end_streams(StreamOrphaned(R, TWO)) == []
-    failed = RequestFailed(R, ONE, "engine engine-2 never got the request")
-    assert bench.core.end_streams(StreamOrphaned(R, ONE)) == [ToGateway(GATEWAY, failed)]
+    assert bench.core.end_streams(StreamOrphaned(R, TWO, 1)) == []
+    failed = RequestFailed(R, ONE, "engine engine-2 does not have the request")
+    assert bench.core.end_streams(StreamOrphaned(R, ONE, 1)) == [ToGateway(GATEWAY, failed)]
     assert not bench.core.streams
 
 
 def test_a_stream_that_goes_on_meanwhile_is_not_ended() -> None:
     bench = moved()
     bench.batch(engine=OTHER, entries=(NewTokens(R, ONE, 1, ids("b")),))
-    assert bench.core.end_streams(StreamOrphaned(R, ONE)) == []
+    assert bench.core.end_streams(StreamOrphaned(R, ONE, 1)) == []
     assert bench.core.streams

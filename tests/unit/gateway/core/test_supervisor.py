@@ -179,7 +179,7 @@ def test_stale_attempts_are_fenced() -> None:
     watched.supervision.handle(RequestFailed(R, Attempt(1), "worker lost"), 1.1)
     assert watched.delta(2, 1.2, attempt=1) == []
     assert watched.supervision.handle(RequestFailed(R, Attempt(1), "again"), 1.2) == []
-    assert watched.supervision.handle(RequestQueued(R, Attempt(1)), 1.2) == []
+    assert watched.supervision.handle(RequestQueued(R, Attempt(1)), 1.2) == [Withdraw(R, Attempt(1))]
     assert watched.placed(1.2, attempt=1, engine=OTHER) == [CancelAttempt(OTHER, Cancel(R, Attempt(1)))]
     assert watched.placed(1.3, attempt=2, engine=OTHER) == []
     assert len(watched.delta(2, 1.4, attempt=2)) == 1
@@ -449,6 +449,12 @@ def test_what_an_engine_without_a_name_sends_on_is_withdrawn_again() -> None:
     assert watched.delta(0, 0.2) == []
     assert watched.delta(1, 1.2) == [Withdraw(R, Attempt(1))]
     assert watched.delta(2, 1.3) == []
+
+
+def test_what_still_queues_for_nobody_is_withdrawn_again() -> None:
+    watched = Watched()
+    watched.supervision.close(R, 0.1)
+    assert watched.supervision.handle(RequestQueued(R, Attempt(1)), 1.1) == [Withdraw(R, Attempt(1))]
 
 
 def test_an_opened_stream_names_its_engine_to_those_that_wait_for_it() -> None:
