@@ -49,9 +49,9 @@ def check_memory(memory: BlockAllocator, sequences: list[Sequence], copied: list
     _hold(len({*blank, *cached, *used}) == pool.total, "a block is in two places")
     for block in range(pool.total):
         _hold(pool.references[block] == used[block], f"block {block}: references differ from tables and transfers")
-        _hold(tables[block] < 2 or index.holds(block), f"block {block} is in two tables, but was never shared")
-    _hold(all(index.holds(b) for b in cached), "a cached block is not in the index")
-    _hold(not any(index.holds(b) for b in blank), "a blank block is in the index")
+        _hold(tables[block] < 2 or block in index.hash_of, f"block {block} is in two tables, but was never shared")
+    _hold(all(b in index.hash_of for b in cached), "a cached block is not in the index")
+    _hold(not any(b in index.hash_of for b in blank), "a blank block is in the index")
     _hold({h: b for b, h in index.hash_of.items()} == index.block_of, "the index's two sides differ")
 
 

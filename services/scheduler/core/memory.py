@@ -8,8 +8,7 @@ one's first, whatever happened to the sequence in between.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, KeysView, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.scheduler.core.sequence import Sequence
@@ -26,45 +25,29 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.changes = KvChanges()
-        self._block_of: dict[BlockHash, int] = {}
-        self._hash_of: dict[int, BlockHash] = {}
-
-    def find(self, hash_: BlockHash) -> int | None:
-        """The block of that name, free or in use."""
-        return self._block_of.get(hash_)
-
-    def holds(self, block: int) -> bool:
-        """Whether the block has a name."""
-        return block in self._hash_of
+        self.block_of: dict[BlockHash, int] = {}
+        """Every name with its block, free or in use; only this class writes it."""
+        self.hash_of: dict[int, BlockHash] = {}
+        """Every named block with its name; only this class writes it."""
 
     def add(self, hash_: BlockHash, block: int) -> bool:
         """Names `block`; whether that is its name now. Where the hash is known already the first block keeps it: two
         sequences computed the same tokens side by side, and one copy is enough to share. Raises ValueError for a block
         that has a name."""
-        if block in self._hash_of:
+        if block in self.hash_of:
             raise ValueError(f"block {block} is indexed already")
-        if hash_ in self._block_of:
+        if hash_ in self.block_of:
             return False
-        self._block_of[hash_] = block
-        self._hash_of[block] = hash_
+        self.block_of[hash_] = block
+        self.hash_of[block] = hash_
         self.changes.stored(hash_)
         return True
 
     def remove(self, block: int) -> None:
         """Takes the block's name away: its contents are about to be overwritten. Raises KeyError where it has none."""
-        hash_ = self._hash_of.pop(block)
-        del self._block_of[hash_]
+        hash_ = self.hash_of.pop(block)
+        del self.block_of[hash_]
         self.changes.removed(hash_)
-
-    @property
-    def hash_of(self) -> Mapping[int, BlockHash]:
-        """Every named block with its name; not to be written."""
-        return self._hash_of
-
-    @property
-    def block_of(self) -> Mapping[BlockHash, int]:
-        """Every name with its block; not to be written."""
-        return self._block_of
 
 
 class NoFreeBlock(Exception):
@@ -81,65 +64,49 @@ class BlockPool:
     def __init__(self, total: int, index: PrefixIndex) -> None:
         self.total = total
         self.index = index
-        self._references = [0] * total
-        self._blank = list(range(total - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.references = [0] * total
+        """The count of each block, by its number; only this class writes it, as the two below."""
+        self.blank = list(range(total - 1, -1, -1))
+        """Free blocks without contents; the last one is allocated first."""
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that the index knows, the least recently used first."""
 
     @property
     def free(self) -> int:
         """Blocks without a reference, cached ones included."""
-        return len(self._blank) + len(self._cached)
+        return len(self.blank) + len(self.cached)
 
     def allocate(self) -> int:
         """A block for new contents, with one reference. Raises NoFreeBlock."""
-        if self._blank:
-            block = self._blank.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
+        if self.blank:
+            block = self.blank.pop()
+        elif self.cached:
+            block, _ = self.cached.popitem(last=False)
             self.index.remove(block)
         else:
             raise NoFreeBlock(f"all {self.total} blocks are in use")
-        self._references[block] = 1
+        self.references[block] = 1
         return block
 
     def share(self, block: int) -> None:
         """One more reference to a block that is in use, or that the index knows."""
-        if self._references[block] == 0:
-            del self._cached[block]
-        self._references[block] += 1
+        if self.references[block] == 0:
+            del self.cached[block]
+        self.references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less to each; those released first are allocated again first. Raises ValueError for a block
         that has no reference."""
-        references, holds = self._references, self.index.holds
+        references, named = self.references, self.index.hash_of
         for block in blocks:
             references[block] -= 1
             if references[block] == 0:
-                if holds(block):
-                    self._cached[block] = None
+                if block in named:
+                    self.cached[block] = None
                 else:
-                    self._blank.append(block)
+                    self.blank.append(block)
             elif references[block] < 0:
                 raise ValueError(f"block {block} was released more often than allocated")
-
-    def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are free at present."""
-        return sum(1 for block in blocks if self._references[block] == 0)
-
-    @property
-    def references(self) -> SequenceOf[int]:
-        """The count of each block, by its number; not to be written."""
-        return self._references
-
-    @property
-    def blank(self) -> SequenceOf[int]:
-        """Free blocks without contents; the last one is allocated first."""
-        return self._blank
-
-    @property
-    def cached(self) -> KeysView[int]:
-        """Free blocks that the index knows, the least recently used first."""
-        return self._cached.keys()
 
 
 class NamedBlock(NamedTuple):
@@ -171,7 +138,7 @@ class BlockAllocator:
         """
         found: list[int] = []
         for hash_ in sequence.tokens.hashes[: sequence.reusable // BLOCK_SIZE]:
-            block = self.index.find(hash_)
+            block = self.index.block_of.get(hash_)
             if block is None:
                 break
             found.append(block)
@@ -220,7 +187,7 @@ class BlockAllocator:
     def forget_names(self, sequence: Sequence) -> None:
         """Takes the names off the blocks that only this sequence uses, so that nobody finds them once it has ended."""
         for block in sequence.blocks.numbers:
-            if self.index.holds(block) and self.pool.references[block] == 1:
+            if block in self.index.hash_of and self.pool.references[block] == 1:
                 self.index.remove(block)
 
     def index_full_blocks(self, sequence: Sequence) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
-from shared.messages.generation import FinishReason, SamplingOptions
+from shared.messages.generation import FinishReason
 from shared.messages.scheduler import GenerateRequest
 from shared.messages.worker import GrammarRef, SequenceWork
 from shared.packing import pack, unpack
@@ -225,7 +225,6 @@ class Sequence:
         "grammar",
         "history",
         "id",
-        "list_bytes",
         "phase",
         "prompt_waits",
         "queue_key",
@@ -244,8 +243,6 @@ class Sequence:
         self.queue_key = queue_key
         self.id = SequenceId(queue_key.ticket)
         """The same after a preemption: the workers receive the release before they receive the sequence again."""
-        self.list_bytes = _list_bytes(generation.sampling, len(stops))
-        """Bytes of its lists of parameters on the wire."""
         self.decode_work = SequenceWork(self.id, 1, b"", True)
         """The work of a decode step that needs no new block. It is always the same, so it is made once."""
         self.phase: SequencePhase = "waiting"
@@ -283,10 +280,3 @@ class Sequence:
     def scored(self) -> bool:
         """Whether its prompt is computed for its log-probabilities. They are sent before the first token."""
         return self.generation.sampling.prompt_logprobs is not None and not self.tokens.produced
-
-
-def _list_bytes(sampling: SamplingOptions, stops: int) -> int:
-    """An upper bound: a token takes up to 5 bytes, a word's frame 3, a bias 15."""
-    words = sum(3 + 5 * len(word) for word in sampling.bad_words)
-    ids = stops + len(sampling.allowed_token_ids or ()) + len(sampling.logprob_token_ids or ())
-    return 5 * ids + 15 * len(sampling.logit_bias) + words

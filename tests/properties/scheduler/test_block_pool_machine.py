@@ -60,7 +60,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share_one(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.names)))
-        assert self.index.find(self.names[block]) == block
+        assert self.index.block_of.get(self.names[block]) == block
         self.pool.share(block)
         if block in self.cached:
             self.cached.remove(block)

@@ -143,5 +143,6 @@ class Admission:
         pool, queues = self._memory.pool, self._queues
         coming = (*queues.prefilling, *queues.loading.values())
         promised = sum(blocks_for(s.tokens.length) - len(s.blocks.numbers) for s in coming) + queues.running
-        needed = blocks_for(sequence.tokens.length) - len(cached) + pool.count_free(cached)
-        return needed + promised <= pool.free
+        # Cached blocks that are free are taken from the pool, too.
+        in_use = sum(1 for block in cached if pool.references[block])
+        return blocks_for(sequence.tokens.length) - in_use + promised <= pool.free

@@ -69,8 +69,12 @@ class StepBuilder:
 
 
 def _new_bytes(sequence: Sequence) -> int:
-    """About the bytes of the message that makes it known to the workers, where they are many."""
-    return len(sequence.tokens.known) * TOKEN_BYTES + sequence.list_bytes
+    """About the bytes of the message that makes it known to the workers, where they are many. Of lists of parameters an
+    upper bound: a token takes up to 5 bytes, a word's frame 3, a bias 15."""
+    sampling, tokens = sequence.generation.sampling, sequence.tokens
+    words = sum([3 + 5 * len(word) for word in sampling.bad_words])
+    ids = len(tokens.stops) + len(sampling.allowed_token_ids or ()) + len(sampling.logprob_token_ids or ())
+    return len(tokens.known) * TOKEN_BYTES + 5 * ids + 15 * len(sampling.logit_bias) + words
 
 
 def new_sequence(sequence: Sequence, cached: int) -> NewSequence:

@@ -7,6 +7,7 @@ because the process that cancelled it knows already.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from services.scheduler.core.events import Output, SendHandOver, SendToGateway, SendTokens
@@ -45,7 +46,8 @@ class TokenStreams:
         self._engine = engine
         self._epoch = epoch
         self._numbers: dict[DetokenizerId, int] = {}
-        self._pending: dict[DetokenizerId, PendingBatch] = {}
+        self.pending: defaultdict[DetokenizerId, PendingBatch] = defaultdict(PendingBatch)
+        """What the next message to each detokenizer will hold, to be appended to."""
 
     def open(self, sequence: Sequence, cached_tokens: int) -> None:
         """Announces a request, once."""
@@ -73,13 +75,13 @@ class TokenStreams:
             keep_markup=generation.keep_markup,
             thinking=generation.thinking,
         )
-        self.batch_for(sequence.detokenizer).opened.append(opening)
+        self.pending[sequence.detokenizer].opened.append(opening)
 
     def add_prompt_logprobs(self, sequence: Sequence, scored: SequencePromptLogprobs) -> None:
         """Log-probabilities of a part of the prompt."""
         generation = sequence.generation
         logprobs = PromptLogprobs(generation.request, generation.attempt, scored.position, scored.logprobs)
-        self.batch_for(sequence.detokenizer).scored.append(logprobs)
+        self.pending[sequence.detokenizer].scored.append(logprobs)
 
     def abandon(self, sequence: Sequence) -> None:
         """Ends a stream that was opened without a final answer."""
@@ -88,23 +90,16 @@ class TokenStreams:
 
     def disown(self, detokenizer: DetokenizerId, request: RequestId, attempt: Attempt) -> None:
         """Informs the detokenizer that no engine continues a stream that is open there."""
-        self.batch_for(detokenizer).abandoned.append(AbandonStream(request, attempt))
+        self.pending[detokenizer].abandoned.append(AbandonStream(request, attempt))
 
     def move(self, sequence: Sequence, engine: EngineId) -> None:
         """Informs the detokenizer that the stream continues from `engine`."""
         generation = sequence.generation
-        self.batch_for(sequence.detokenizer).moved.append(StreamMoved(generation.request, generation.attempt, engine))
+        self.pending[sequence.detokenizer].moved.append(StreamMoved(generation.request, generation.attempt, engine))
 
     def forget(self, detokenizer: DetokenizerId) -> None:
         """The detokenizer is gone: messages not sent yet would mean nothing to the one that replaces it."""
-        self._pending.pop(detokenizer, None)
-
-    def batch_for(self, detokenizer: DetokenizerId) -> PendingBatch:
-        """What the next message to the detokenizer holds, to be appended to."""
-        pending = self._pending.get(detokenizer)
-        if pending is None:
-            pending = self._pending[detokenizer] = PendingBatch()
-        return pending
+        self.pending.pop(detokenizer, None)
 
     def flush(self) -> list[Output]:
         """Returns a batch for each detokenizer that has new tokens or events; several where many open with long stop
@@ -114,10 +109,10 @@ class TokenStreams:
         prompt is computed would cost more than it is worth.
         """
         batches: list[Output] = []
-        for detokenizer, pending in list(self._pending.items()):
+        for detokenizer, pending in list(self.pending.items()):
             if not (pending.entries or pending.abandoned or pending.moved or pending.scored):
                 continue
-            del self._pending[detokenizer]
+            del self.pending[detokenizer]
             *first, last = _parts(pending.opened) if pending.opened else [()]
             number = self._numbers.get(detokenizer, 0)
             for opened in first:

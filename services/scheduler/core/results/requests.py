@@ -160,7 +160,7 @@ class EngineRequests:
         self._queues.add(sequence)
         if len(sequence.tokens.known) >= sequence.tokens.limit:  # earlier attempts produced every token
             self._outbox.streams.open(sequence, 0)
-            self._outbox.streams.batch_for(sequence.detokenizer).entries.append(token_entry(sequence, (), "length"))
+            self._outbox.streams.pending[sequence.detokenizer].entries.append(token_entry(sequence, (), "length"))
             self.end(sequence, tell_detokenizer=False)
 
     def call_off(self, message: Cancel | StopMatched) -> bool:

@@ -103,7 +103,7 @@ class StepResults:
                         break
             if sequence.detokenizer != detokenizer:
                 detokenizer = sequence.detokenizer
-                entries = streams.batch_for(detokenizer).entries
+                entries = streams.pending[detokenizer].entries
                 counted = detokenizer != CANARY_DETOKENIZER
             if counted:
                 output_tokens += len(tokens)

@@ -217,7 +217,7 @@ class Saves:
         copies: list[BlockCopy] = []
         while save.reserved and len(copies) < max_blocks:
             each = save.reserved.popleft()
-            block = self._memory.index.find(each.hash) if save.block is None else save.block
+            block = self._memory.index.block_of.get(each.hash) if save.block is None else save.block
             if block is None:
                 save.complete = False
             else:
