@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -17,11 +17,12 @@ from deploy.cli.up.options import given, offers, service_settings, stack_setting
 from deploy.errors import CommandError
 
 if TYPE_CHECKING:
+    from deploy.simulation.fleet import ScalingLimits
     from deploy.simulation.front import Workload
     from deploy.simulation.setup import SimulationSetup
     from services.bench.statistics import Metric
 
-FLEET, LOAD, RESULT = "The fleet", "The load", "The result"
+FLEET, LOAD, SCALE, RESULT = "The fleet", "The load", "Engines that come and go", "The result"
 FLEET_OPTIONS = (
     "model",
     "engines",
@@ -41,6 +42,7 @@ SERVICES = frozenset({"worker", "scheduler", "coordinator"})
 
 Arrivals = Literal["steady", "bursty", "diurnal"]
 TraceFormat = Literal["auto", "mooncake", "azure"]
+Scaling = Literal["static", "queue-length"]
 CONCURRENT_PROMPTS, SECONDS = 1000, 300.0
 
 
@@ -120,8 +122,31 @@ def simulate(
             rich_help_panel=FLEET,
         ),
     ] = None,
+    scaling: Annotated[
+        Scaling,
+        typer.Option(
+            help="static: always --engines. queue-length: as many as have --target-requests each.",
+            rich_help_panel=SCALE,
+        ),
+    ] = "static",
+    target_requests: Annotated[
+        float, typer.Option(min=0.1, help="Requests per engine, waiting or running.", rich_help_panel=SCALE)
+    ] = 16.0,
+    min_engines: Annotated[int, typer.Option(min=1, help="Fewest engines.", rich_help_panel=SCALE)] = 1,
+    max_engines: Annotated[int, typer.Option(min=1, help="Most engines.", rich_help_panel=SCALE)] = 64,
+    scale_interval: Annotated[
+        float, typer.Option(min=0.5, help="Seconds between decisions.", rich_help_panel=SCALE)
+    ] = 15.0,
+    scale_down_s: Annotated[
+        float, typer.Option(min=0, help="Seconds for which fewer must be enough.", rich_help_panel=SCALE)
+    ] = 300.0,
+    start_s: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds from an engine's start until it takes requests.", rich_help_panel=SCALE),
+    ] = 30.0,
     compare: Annotated[
-        str | None, typer.Option(help="Router policies, comma-separated: one run each.", rich_help_panel=RESULT)
+        str | None,
+        typer.Option(help="Router policies or scalings, comma-separated: one run each.", rich_help_panel=RESULT),
     ] = None,
     goodput: Annotated[
         list[str] | None,
@@ -145,6 +170,7 @@ def simulate(
     Nothing is started, and no GPU is needed; the same command gives the same figures.
     """
     from deploy.simulation.figures import comparison, figures, text
+    from deploy.simulation.fleet import QueueLengthScaling
     from deploy.simulation.simulation import simulate as run
     from deploy.simulation.traces import TraceError, TraceLoad
     from deploy.simulation.workloads import ConcurrentLoad, GeneratedLoad
@@ -188,19 +214,30 @@ def simulate(
     report, found = Report(output), {}
     with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
         setup = _setup(values, settings or [], hops, config, Path(folder))
-        for policy, each in _setups(setup, compare).items():
+        limits = _limits(min_engines, max_engines, scale_interval, start_s, scale_down_s)
+        for name, (each, kind) in _runs(setup, scaling, compare).items():
+            policy = QueueLengthScaling(target_requests, limits) if kind == "queue-length" else None
             try:
-                result = run(each.make_kit, each.routing, load, engines=engines, processes=processes)
+                result = run(
+                    each.make_kit,
+                    each.routing,
+                    load,
+                    engines=engines,
+                    processes=processes,
+                    policy=policy,
+                    start_seconds=start_s,
+                )
             except TraceError as error:
                 raise CommandError(f"--trace {error}") from None
-            found[policy] = {
+            found[name] = {
                 **each.description,
+                "scaling": kind,
                 **load.description,
                 "goodput_objectives_ms": {metric: limit * 1000 for metric, limit in objectives.items()},
                 **figures(result, PERCENTS, objectives, each.worker.world_size),
             }
             if compare is None:
-                report.end(found[policy], text(found[policy], PERCENTS, by_engine=by_engine))
+                report.end(found[name], text(found[name], PERCENTS, by_engine=by_engine))
     if compare is not None:
         report.end({"runs": found}, comparison(found))
 
@@ -232,18 +269,30 @@ def _setup(
     return setup
 
 
-def _setups(setup: SimulationSetup, compare: str | None) -> dict[str, SimulationSetup]:
-    """By router policy. Raises CommandError."""
+def _runs(setup: SimulationSetup, scaling: Scaling, compare: str | None) -> dict[str, tuple[SimulationSetup, Scaling]]:
+    """What is to be simulated, by name. Raises CommandError."""
     from services.coordinator.config import Policy
 
     if compare is None:
-        return {setup.routing.router_policy: setup}
-    policies = [each.strip() for each in compare.split(",") if each.strip()]
-    known = Policy.__args__  # type: ignore[attr-defined]
-    for policy in policies:
-        if policy not in known:
-            raise CommandError(f"--compare {policy}: one of {', '.join(known)} is expected", status=2)
-    return {policy: setup.routed(policy) for policy in policies}
+        return {scaling: (setup, scaling)}
+    runs: dict[str, tuple[SimulationSetup, Scaling]] = {}
+    for name in filter(None, (each.strip() for each in compare.split(","))):
+        kind = next((each for each in get_args(Scaling) if each == name), None)
+        policy = next((each for each in get_args(Policy) if each == name), None)
+        if kind is None and policy is None:
+            known = ", ".join((*get_args(Policy), *get_args(Scaling)))
+            raise CommandError(f"--compare {name}: one of {known} is expected", status=2)
+        runs[name] = (setup if policy is None else setup.routed(policy), scaling if kind is None else kind)
+    return runs
+
+
+def _limits(minimum: int, maximum: int, interval: float, start: float, down: float) -> ScalingLimits:
+    """Raises CommandError."""
+    from deploy.simulation.fleet import ScalingLimits
+
+    if maximum < minimum:
+        raise CommandError(f"--max-engines {maximum}: must not be below --min-engines, which is {minimum}", status=2)
+    return ScalingLimits(minimum=minimum, maximum=maximum, interval=interval, start_seconds=start, stabilization=down)
 
 
 def _objectives(pairs: list[str]) -> dict[Metric, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import inf
+from math import floor, inf
 from typing import Literal, NamedTuple
 
 from deploy.simulation.hops import HopDelays
@@ -142,6 +142,8 @@ class VirtualEngine:
         self._busy = 0.0
         self._plan_at: float | None = None
         self._first_heartbeat = ready + (number * PHASE_STEP % 1.0) * HEARTBEAT_SECONDS
+        self._heartbeat = -1
+        """The number of the last one that was sent or is to be sent."""
         self._heartbeats_left = 0
         self._heartbeat_at = inf
         self._had_waiting = False
@@ -196,7 +198,7 @@ class VirtualEngine:
     def _timer(self, what: _Timer, now: float) -> None:
         match what:
             case "heartbeat":
-                self._heartbeat(now)
+                self._send_heartbeat(now)
             case "kv events":
                 self._publish_blocks(now)
             case "ready":
@@ -303,11 +305,12 @@ class VirtualEngine:
         decision, and there would be millions."""
         self._heartbeats_left = LAST_HEARTBEATS
         if self._heartbeat_at == inf and self._phase != "stopped":
-            passed = max(0, int((now - self._first_heartbeat) / HEARTBEAT_SECONDS) + 1)
-            self._heartbeat_at = self._first_heartbeat + passed * HEARTBEAT_SECONDS
+            passed = floor((now - self._first_heartbeat) / HEARTBEAT_SECONDS)
+            self._heartbeat = max(self._heartbeat + 1, passed + 1)  # not the same once more, however it was rounded
+            self._heartbeat_at = self._first_heartbeat + self._heartbeat * HEARTBEAT_SECONDS
             self._at(self._heartbeat_at, "heartbeat")
 
-    def _heartbeat(self, now: float) -> None:
+    def _send_heartbeat(self, now: float) -> None:
         self._heartbeat_at = inf
         if self._phase == "draining" and self._core.idle:
             self._phase = "stopped"

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploy.simulation.engine import RequestRecord
+from deploy.simulation.fleet import EngineLife
 from deploy.simulation.front import SentRequest
-from deploy.simulation.simulation import EngineLife, SimulationResult
+from deploy.simulation.simulation import SimulationResult
 from services.bench.report import Table, line, rule
 from services.bench.serve import serve_lines
 from services.bench.statistics import (
@@ -58,6 +59,8 @@ def figures(
         "predicted_cache_hit_rate": predicted / placed if placed else None,
         "slo_attainment": slo_attainment(requests, objectives),
         "engines": len(result.lives),
+        "mean_engines": sum(hours.values()) * 3600 / devices / result.seconds if result.seconds else 0.0,
+        "peak_engines": peak_engines(list(result.lives.values()), result.seconds),
         "gpu_hours": sum(hours.values()),
         "steps": sum(total.steps for total in result.totals),
         "by_engine": _by_engine(result, requests, percents, hours),
@@ -80,6 +83,16 @@ def slo_attainment(requests: Sequence[RequestOutcome], objectives: Mapping[Metri
 def device_seconds(life: EngineLife, end: float) -> float:
     """For how long an engine had its devices, from the first request's sending to the end of the simulation."""
     return max(0.0, min(end, end if life.stopped is None else life.stopped) - max(0.0, life.started))
+
+
+def peak_engines(lives: Sequence[EngineLife], end: float) -> int:
+    """The most engines that had their devices at a time."""
+    starts = [life.started for life in lives]
+    return max((sum(_had_devices(life, at, end) for life in lives) for at in starts), default=0)
+
+
+def _had_devices(life: EngineLife, at: float, end: float) -> bool:
+    return life.started <= at < (end if life.stopped is None else life.stopped)
 
 
 def _by_engine(
@@ -110,7 +123,8 @@ def _by_engine(
 
 def text(result: Mapping[str, Any], percents: Sequence[float], *, by_engine: bool) -> str:
     """The table of one run. `result`: what `figures` made."""
-    lines = [*serve_lines(result, percents), rule("Fleet (simulated)"), line("Engines:", result["engines"])]
+    lines = [*serve_lines(result, percents), rule("Fleet (simulated)")]
+    lines += [line("Mean engines:", result["mean_engines"]), line("Most engines at a time:", result["peak_engines"])]
     lines.append(line("GPU-hours:", result["gpu_hours"]))
     lines.append(line("Steps of all engines:", result["steps"]))
     if result["predicted_cache_hit_rate"] is not None:
@@ -154,6 +168,7 @@ def comparison(results: Mapping[str, Mapping[str, Any]]) -> str:
         "ITL p99",
         "good req/s",
         "SLO %",
+        "engines",
         "GPU-h",
     )
     return "\n".join(Table(heads, [_comparison_row(name, each) for name, each in results.items()]).lines())
@@ -169,5 +184,6 @@ def _comparison_row(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
         *(f"{result[f'{key}_ms']:.1f}" for key in milliseconds),
         "-" if good is None else f"{good:.2f}",
         "-" if slo is None else f"{100 * slo:.1f}",
-        f"{result['gpu_hours']:.1f}",
+        f"{result['mean_engines']:.1f}",
+        f"{result['gpu_hours']:.2f}",
     )

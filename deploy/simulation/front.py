@@ -9,8 +9,9 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
-from deploy.simulation.cell import DeliverRequest
+from deploy.simulation.cell import CellOrder, DeliverRequest
 from deploy.simulation.engine import EngineNews, EngineStopped, RequestEnded, SimulationError, number_of
+from deploy.simulation.fleet import SimulatedFleet
 from deploy.simulation.hops import HopDelays
 from deploy.simulation.prompts import SimRequest, generation_of
 from services.coordinator.config import CoordinatorConfig
@@ -58,14 +59,20 @@ class SentRequest:
 class RequestFront:
     """Owns the clients' open requests, the coordinator's core, and all messages that are on their way to it."""
 
-    def __init__(self, config: CoordinatorConfig, workload: Workload, model: ModelName, hops: HopDelays) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        workload: Workload,
+        model: ModelName,
+        hops: HopDelays,
+        fleet: SimulatedFleet | None = None,
+    ) -> None:
         self.coordinator = Coordinator(COORDINATOR, config, turn=zlib.crc32(COORDINATOR.encode()))
         self.sent: list[SentRequest] = []
         """All requests so far, in the order in which they came to the coordinator."""
-        self.orders: list[DeliverRequest] = []
+        self.fleet = fleet or SimulatedFleet()
+        self.orders: list[CellOrder] = []
         """To be taken by whoever simulates the engines."""
-        self.stopped: dict[EngineId, float] = {}
-        """Drained engines, and when they had stopped."""
         self.peak = 0
         """The most that were open at a time."""
         self._model = model
@@ -77,13 +84,15 @@ class RequestFront:
         """By the time at which they come to the coordinator."""
         self._news: list[EngineNews] = []
         self._tick_at = 0.0
+        self._decide_at = self.fleet.policy.interval
         self._send_first()
 
     @property
     def next_input(self) -> float:
         """When it may next give an engine something to do, as far as is known; infinity for never."""
         arrival = self._arrivals[0][0] if self._arrivals else inf
-        return min(arrival, self._tick_at) if self.coordinator.queue else arrival
+        decision = self._decide_at if self._decides else inf
+        return min(arrival, decision, self._tick_at if self.coordinator.queue else inf)
 
     @property
     def reaction(self) -> float:
@@ -92,6 +101,12 @@ class RequestFront:
         waits = hops.report + hops.place if self.coordinator.queue else inf
         follows = hops.tokens + hops.request + hops.place if self._concurrency else inf
         return min(waits, follows)
+
+    @property
+    def _decides(self) -> bool:
+        """Whether the fleet still changes: not behind the last request's arrival."""
+        clients = self._concurrency is not None and self._open
+        return bool(self._arrivals or self.coordinator.queue or clients)
 
     def hear(self, news: list[EngineNews]) -> None:
         """What is on its way from engines."""
@@ -104,7 +119,10 @@ class RequestFront:
             arrival = self._arrivals[0][0] if self._arrivals else inf
             news = self._news[0].at if self._news else inf
             now = min(arrival, news)
-            if self._tick_at <= now and self._tick_at < until and (now < inf or self.coordinator.queue):
+            busy = now < inf or bool(self.coordinator.queue)
+            if self._decides and self._decide_at <= min(now, self._tick_at) and self._decide_at < until:
+                self._decide()
+            elif self._tick_at <= now and self._tick_at < until and busy:
                 self._tick()
             elif now >= until or now == inf:
                 return
@@ -148,6 +166,10 @@ class RequestFront:
         self._act(self.coordinator.lifecycle(_DETOKENIZER, _moment(now)), now)
         self._act(self.coordinator.time_passed(_moment(now)), now)
 
+    def _decide(self) -> None:
+        now, self._decide_at = self._decide_at, self._decide_at + self.fleet.policy.interval
+        self.orders += self.fleet.decide(self.coordinator, self._model, now, now + self._hops.place)
+
     def _take_news(self, news: EngineNews) -> None:
         match news.message:
             case Lifecycle():
@@ -157,7 +179,7 @@ class RequestFront:
             case RequestEnded(request):
                 self._end(request, news.at)
             case EngineStopped(engine):
-                self.stopped[engine] = news.at
+                self.fleet.lives[engine].stopped = news.at
 
     def _act(self, actions: list[Action], now: float) -> None:
         for action in actions:

@@ -11,7 +11,7 @@ from msgspec.structs import replace as with_fields
 
 from deploy.simulation.engine import EngineKit
 from deploy.simulation.hops import HopDelays
-from services.coordinator.config import CoordinatorConfig
+from services.coordinator.config import CoordinatorConfig, Policy
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.limits import EngineLimits
 from services.worker.config import WorkerConfig
@@ -49,8 +49,8 @@ class SimulationSetup(NamedTuple):
             "hops_ms": {name: getattr(self.hops, name) * 1000 for name in self.hops.__struct_fields__},
         }
 
-    def routed(self, policy: str) -> SimulationSetup:
-        """The same with another router policy. Raises ValueError for one that there is not."""
+    def routed(self, policy: Policy) -> SimulationSetup:
+        """The same with another router policy."""
         return self._replace(routing=with_fields(self.routing, router_policy=policy))
 
 

@@ -4,26 +4,19 @@ can reach it (conservative simulation: Chandy, Misra 1979; Bryant 1977)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
-from deploy.simulation.cell import Cell, CellOrder, DrainEngine, EngineCell, ProcessCell, StartEngine
-from deploy.simulation.engine import EngineKit, EngineTotals, RequestRecord, engine_id, number_of
+from deploy.simulation.cell import Cell, CellOrder, EngineCell, ProcessCell
+from deploy.simulation.engine import EngineKit, EngineTotals, RequestRecord, number_of
+from deploy.simulation.fleet import EngineLife, ScalingPolicy, SimulatedFleet
 from deploy.simulation.front import RequestFront, SentRequest, Workload
 from deploy.simulation.hops import HopDelays
 from services.coordinator.config import CoordinatorConfig
-from shared.ids import EngineId, ModelName, RequestId
+from shared.ids import EngineId, RequestId
 
 HEAD_START = 1.0
 """Seconds before the first request in which the first engines become known."""
-
-
-@dataclass(slots=True)
-class EngineLife:
-    """When an engine had its devices, in seconds of the simulation."""
-
-    started: float
-    stopped: float | None = None
 
 
 @dataclass(slots=True)
@@ -52,19 +45,7 @@ class Simulation:
     front: RequestFront
     cells: Sequence[Cell]
     hops: HopDelays
-    lives: dict[EngineId, EngineLife] = field(default_factory=dict)
-    _orders: list[CellOrder] = field(default_factory=list)
     _windows: int = 0
-
-    def start_engine(self, at: float, ready: float) -> None:
-        """One more engine: it has its devices from `at` on, and takes requests from `ready` on."""
-        number = len(self.lives)
-        self.lives[engine_id(number)] = EngineLife(at)
-        self._orders.append(StartEngine(number, ready))
-
-    def drain_engine(self, engine: EngineId, at: float) -> None:
-        """The engine takes no more requests from `at` on; it has its devices until the last of them has ended."""
-        self._orders.append(DrainEngine(number_of(engine), at))
 
     def run(self) -> SimulationResult:
         """To the end of the last request. Raises SimulationError."""
@@ -81,8 +62,7 @@ class Simulation:
         Returns when something happens at an engine next, as far as is known."""
         front, cells = self.front, self.cells
         parts: list[list[CellOrder]] = [[] for _ in cells]
-        orders: list[CellOrder] = [*self._orders, *front.orders]
-        self._orders, front.orders = [], []
+        orders, front.orders = front.orders, []
         for order in orders:
             parts[order.engine % len(cells)].append(order)
         for cell, part in zip(cells, parts, strict=True):
@@ -99,12 +79,12 @@ class Simulation:
         closed = [cell.close() for cell in self.cells]
         records = {record.request: record for each in closed for record in each.records}
         totals = sorted((one for each in closed for one in each.totals), key=lambda one: number_of(one.engine))
-        for engine, at in self.front.stopped.items():
-            self.lives[engine].stopped = at
         ends = [record.token_times[-1] for record in records.values() if record.token_times]
         begins = [sent.sent for sent in self.front.sent]
         seconds = max(ends, default=0.0) - min(begins, default=0.0)
-        return SimulationResult(self.front.sent, records, totals, self.lives, seconds, self.front.peak, self._windows)
+        return SimulationResult(
+            self.front.sent, records, totals, self.front.fleet.lives, seconds, self.front.peak, self._windows
+        )
 
 
 def simulate(
@@ -114,13 +94,15 @@ def simulate(
     *,
     engines: int,
     processes: int = 0,
+    policy: ScalingPolicy | None = None,
+    start_seconds: float = 0.0,
 ) -> SimulationResult:
-    """A run with so many engines from its beginning to its end. `make_kit` is picklable; it is called here, and in each
+    """A run with so many engines at its beginning, to its end. `policy` changes their number, None: nobody does;
+    `start_seconds`: what each takes to start then. `make_kit` is picklable; it is called here, and in each
     of `processes` that share the engines (0: they are simulated here). Raises SimulationError."""
     kit = make_kit()
     cells: list[Cell] = [ProcessCell(make_kit) for _ in range(processes)] or [EngineCell(kit)]
-    front = RequestFront(routing, workload, ModelName(kit.device.card.name), kit.hops)
-    simulation = Simulation(front, cells, kit.hops)
-    for _ in range(engines):
-        simulation.start_engine(0.0, -HEAD_START)
-    return simulation.run()
+    fleet = SimulatedFleet(policy, start_seconds)
+    front = RequestFront(routing, workload, kit.device.card.name, kit.hops, fleet)
+    front.orders += [fleet.start(0.0, -HEAD_START) for _ in range(engines)]
+    return Simulation(front, cells, kit.hops).run()

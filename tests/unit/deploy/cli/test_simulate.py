@@ -45,6 +45,15 @@ def test_policies_are_compared_row_by_row(capsys: pytest.CaptureFixture[str]) ->
     assert [row.split()[1] for row in rows[2:]] == ["kv", "round-robin"]
 
 
+def test_a_static_fleet_and_one_that_follows_the_load_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    scaled = ("--scale-interval", "1", "--start-s", "0.5", "--scale-down-s", "0", "--target-requests", "1")
+    out = simulated(capsys, *LOAD, *scaled, "--max-engines", "3", "--compare", "static,queue-length", "--json")
+    runs = json.loads(out)["runs"]
+    assert runs["static"]["engines"] == runs["static"]["peak_engines"] == 2
+    assert runs["queue-length"]["mean_engines"] != 2
+    assert runs["queue-length"]["peak_engines"] <= 3
+
+
 def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "slow.toml"
     config.write_text("[worker]\nsim_step_ms = 40\n")
@@ -64,6 +73,7 @@ def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixtur
         (("--goodput", "ttft"), "--goodput"),
         (("--trace", "nowhere"), "--trace nowhere: "),
         (("--trace", "nowhere", "--concurrency", "2"), "one load is expected"),
+        (("--min-engines", "9", "--max-engines", "2"), "--max-engines 2"),
         (("--engines", "0"), "--engines 0"),
         (("--model", "no-such-shape"), "no-such-shape"),
     ],

@@ -31,10 +31,8 @@ def pictures(result: SimulationResult) -> list[Any]:
 def simulation(engines: int, load: FixedLoad, **kit: Any) -> Simulation:
     made = make_kit(**kit)
     front = RequestFront(CoordinatorConfig(), load, CARD.name, made.hops)
-    found = Simulation(front, [EngineCell(made)], made.hops)
-    for _ in range(engines):
-        found.start_engine(0.0, -HEAD_START)
-    return found
+    front.orders += [front.fleet.start(0.0, -HEAD_START) for _ in range(engines)]
+    return Simulation(front, [EngineCell(made)], made.hops)
 
 
 def test_every_request_ends_once_with_all_its_tokens_and_nothing_stays_held() -> None:
@@ -126,8 +124,7 @@ def test_an_engine_with_little_memory_preempts_and_still_ends_all() -> None:
 def test_an_engine_is_drained_and_another_comes() -> None:
     load = FixedLoad(tuple(request(number, number / 10, output=40) for number in range(60)))
     made = simulation(2, load)
-    made.start_engine(2.0, 3.0)
-    made.drain_engine(EngineId("engine-1"), 3.0)
+    made.front.orders += [made.front.fleet.start(2.0, 3.0), made.front.fleet.drain(EngineId("engine-1"), 3.0)]
     result = made.run()
     assert all(record.error is None for record in result.records.values())
     assert len(result.records) == 60

@@ -1,0 +1,164 @@
+"""Engines that come and go: who decides how many there are, and the devices that they had meanwhile.
+
+A planner is one more `ScalingPolicy`: it sees what the coordinator knows, and says how many engines it wants.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Annotated, NamedTuple, Protocol
+
+from msgspec import Meta, Struct
+
+from deploy.simulation.cell import DrainEngine, StartEngine
+from deploy.simulation.engine import engine_id, number_of
+from services.coordinator.core.coordinator import Coordinator
+from services.coordinator.core.fleet import EngineLoad
+from shared.ids import EngineId, ModelName
+
+
+class FleetView(NamedTuple):
+    """What a scaling policy sees."""
+
+    now: float
+    engines: Sequence[EngineLoad]
+    """Those that take requests, with their last reports."""
+    starting: int
+    """Engines that have been started and are not ready yet."""
+    queued: int
+    """Requests that wait at the coordinator."""
+
+    @property
+    def requests(self) -> int:
+        """Those that wait or run, anywhere."""
+        return self.queued + sum(load.report.waiting + load.report.running for load in self.engines)
+
+
+class ScalingPolicy(Protocol):
+    """Decides how many engines there should be."""
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two decisions; infinity: it makes none."""
+
+    def wanted(self, view: FleetView) -> int:
+        """The number of engines, those that start included. What is too few is started, what is too many drained."""
+
+
+class StaticFleet(Struct, frozen=True):
+    """As many engines as there were at the start."""
+
+    @property
+    def interval(self) -> float:
+        """As `ScalingPolicy` has it."""
+        return inf
+
+    def wanted(self, view: FleetView) -> int:
+        """As `ScalingPolicy` has it."""
+        return len(view.engines) + view.starting
+
+
+class ScalingLimits(Struct, frozen=True, kw_only=True):
+    """The bounds within which engines come and go."""
+
+    minimum: Annotated[int, Meta(ge=1)] = 1
+    maximum: Annotated[int, Meta(ge=1)] = 64
+    interval: Annotated[float, Meta(gt=0)] = 15.0
+    """Seconds between two decisions."""
+    start_seconds: Annotated[float, Meta(ge=0)] = 30.0
+    """From an engine's start, when it takes its devices, until it takes requests."""
+    stabilization: Annotated[float, Meta(ge=0)] = 300.0
+    """The fleet shrinks to the most that was wanted within so many seconds."""
+
+    def __post_init__(self) -> None:
+        if self.maximum < self.minimum:
+            raise ValueError(f"maximum = {self.maximum}: must not be below minimum, which is {self.minimum}")
+
+
+class QueueLengthScaling:
+    """Owns what it wanted lately. So many engines that each has `target` requests, waiting or running, as Kubernetes'
+    HorizontalPodAutoscaler computes it: nothing changes within a tenth of the target, and the fleet shrinks only once
+    it was too large for the whole stabilization window.
+    """
+
+    TOLERANCE = 0.1
+
+    def __init__(self, target: float, limits: ScalingLimits) -> None:
+        """`target`: requests for each engine; above 0."""
+        self._target = target
+        self._limits = limits
+        self._recent: deque[tuple[float, int]] = deque()
+
+    @property
+    def interval(self) -> float:
+        """As `ScalingPolicy` has it."""
+        return self._limits.interval
+
+    def wanted(self, view: FleetView) -> int:
+        """As `ScalingPolicy` has it."""
+        present = len(view.engines) + view.starting
+        by_queue = view.requests / self._target
+        near = present > 0 and abs(by_queue / present - 1) <= self.TOLERANCE
+        count = present if near else ceil(by_queue)
+        count = max(self._limits.minimum, min(self._limits.maximum, count))
+        self._recent.append((view.now, count))
+        while self._recent[0][0] < view.now - self._limits.stabilization:
+            self._recent.popleft()
+        most = max(each for _, each in self._recent)
+        return count if count >= present else min(present, most)
+
+
+@dataclass(slots=True)
+class EngineLife:
+    """When an engine had its devices, in seconds of the simulation."""
+
+    started: float
+    ready: float
+    drained: float | None = None
+    stopped: float | None = None
+
+
+class SimulatedFleet:
+    """Owns which engines there are and were, and acts on what the policy wants."""
+
+    def __init__(self, policy: ScalingPolicy | None = None, start_seconds: float = 0.0) -> None:
+        self.lives: dict[EngineId, EngineLife] = {}
+        self.policy = policy or StaticFleet()
+        self._start_seconds = start_seconds
+
+    def start(self, at: float, ready: float) -> StartEngine:
+        """One more engine: it has its devices from `at` on, and takes requests from `ready` on."""
+        number = len(self.lives)
+        self.lives[engine_id(number)] = EngineLife(at, ready)
+        return StartEngine(number, ready)
+
+    def drain(self, engine: EngineId, at: float) -> DrainEngine:
+        """The engine takes no more requests from `at` on; it has its devices until the last of them has ended."""
+        self.lives[engine].drained = at
+        return DrainEngine(number_of(engine), at)
+
+    def decide(
+        self, coordinator: Coordinator, model: ModelName, now: float, acts: float
+    ) -> list[StartEngine | DrainEngine]:
+        """What the policy wants at `now` is done at `acts`. The engines that are drained are those with the fewest
+        requests, the youngest of them first."""
+        view = self.view(coordinator, model, now)
+        missing = self.policy.wanted(view) - len(view.engines) - view.starting
+        if missing >= 0:
+            return [self.start(acts, acts + self._start_seconds) for _ in range(missing)]
+
+        def least_loaded(load: EngineLoad) -> tuple[int, int]:
+            return load.report.waiting + load.report.running, -number_of(load.id)
+
+        surplus = sorted(view.engines, key=least_loaded)[: min(-missing, len(view.engines) - 1)]
+        return [self.drain(load.id, acts) for load in surplus]
+
+    def view(self, coordinator: Coordinator, model: ModelName, now: float) -> FleetView:
+        """What the policy sees. An engine that was told to drain and has not said so yet is not seen."""
+        ready = [load for load in coordinator.fleet.ready(model) if self.lives[load.id].drained is None]
+        known = {load.id for load in ready}
+        starting = sum(life.drained is None and engine not in known for engine, life in self.lives.items())
+        return FleetView(now, ready, starting, len(coordinator.queue))
