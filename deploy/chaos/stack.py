@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext, suppres
 from pathlib import Path
 from typing import Literal
 
+from deploy.chaos.clock import FakeClock, faketime_library
 from deploy.chaos.model_copy import ModelCopy
 from deploy.chaos.namespaces import mount_small_disk, set_link, unmount
 from deploy.chaos.proxy import HOST, BusProxy
@@ -29,9 +30,9 @@ DISK_SIZE = "8m"
 BUG = b"Traceback (most recent call last)"
 
 
-Need = Literal["proxy", "model copy", "namespaces", "disk"]
+Need = Literal["proxy", "model copy", "namespaces", "disk", "clock"]
 """proxy: its bus is behind one. model copy: its model's files can be broken. namespaces: it has a network and mounts of
-its own. disk: its run directory is on a small disk, which takes namespaces."""
+its own. disk: its run directory is on a small disk, which takes namespaces. clock: theirs can be put off."""
 
 
 class ChaosStack:
@@ -46,12 +47,15 @@ class ChaosStack:
         argv: Sequence[str],
         needs: frozenset[Need] = frozenset(),
         model_copy: ModelCopy | None = None,
+        clock: FakeClock | None = None,
     ) -> None:
         """`argv`: options of `baton up`, without the model where that is a copy."""
         self.run_dir = run_dir
         self.has_namespaces = "namespaces" in needs
         self.model_copy = model_copy
         """What it serves, if that can be broken."""
+        self.clock = clock
+        """Of its processes, if that can be changed."""
         self._behind_proxy = "proxy" in needs
         self.complaints: list[str] = []
         """What a fault itself found wrong, until the round is over."""
@@ -61,7 +65,8 @@ class ChaosStack:
 
     def start(self) -> None:
         """Returns when it is ready; also takes over what a killed supervisor left. Raises CommandError."""
-        start_in_background(self.run_dir, self._argv, show=False)
+        environment = self.clock.environment() if self.clock is not None else None
+        start_in_background(self.run_dir, self._argv, show=False, environment=environment)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -143,7 +148,9 @@ def chaos_stack(
         where = Path(folder, "stack") if run_dir is None else run_dir.expanduser().absolute()
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
         copy = ModelCopy(model, Path(folder, "models", model.name)) if "model copy" in needs and model else None
-        stack = ChaosStack(where, argv, needs, copy)
+        library = faketime_library() if "clock" in needs else None
+        clock = FakeClock(library, Path(folder, "clock")) if library is not None else None
+        stack = ChaosStack(where, argv, needs, copy, clock)
         if "namespaces" in needs:
             set_link(True)
         with small_disk(where) if "disk" in needs else nullcontext():

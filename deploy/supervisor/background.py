@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from deploy.errors import CommandError
 from deploy.supervisor.log_files import LogFolder, log_files
 from deploy.supervisor.state_file import StackState, is_held, read_state
+from shared.config import process_environment
 from shared.private_files import private_opener
 
 SHOW_EVERY = 0.1
@@ -25,9 +26,11 @@ STOP_TIMEOUT = 120.0
 """Seconds; the supervisor has tighter deadlines of its own."""
 
 
-def start_in_background(run_dir: Path, argv: list[str], *, show: bool = True) -> None:
+def start_in_background(
+    run_dir: Path, argv: list[str], *, show: bool = True, environment: Mapping[str, str] | None = None
+) -> None:
     """Shows what the supervisor says until it is ready, unless `show` is off. Raises CommandError where it ends before,
-    with that text where it was not shown.
+    with that text where it was not shown. `environment` is added to what the stack inherits.
 
     It has deadlines of its own (`--start-timeout`), so there is none here.
     """
@@ -41,6 +44,7 @@ def start_in_background(run_dir: Path, argv: list[str], *, show: bool = True) ->
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**process_environment(), **(environment or {})},
             pass_fds=(ready_write,),
             start_new_session=True,
         )

@@ -14,7 +14,7 @@ from tests.support.cluster.stack import die_with_parent
 from tests.support.paths import REPOSITORY
 
 DEADLINE = 280.0
-FAULTS = "--faults=kill,stop,pause,cut,silent,redis-session,scale-drain,bad-requests,weights-truncated"
+FAULTS = "--faults=kill,stop,pause,cut,silent,redis-session,scale-drain,bad-requests,clock-jump,weights-truncated"
 STACK = ("--engines=2", "--kvstore-memory=64MiB", "--redis", "--device=cpu", "--wait-for-engines-s=60")
 LOAD = ("--duration=20", "--streams=6", "--tokens=50", "--seed=1")
 

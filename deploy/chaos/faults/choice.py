@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from deploy.chaos.faults.connections import CutConnection, RedisLoss, RedisSession, SilentConnection, SlowConnection
 from deploy.chaos.faults.fault import Fault
-from deploy.chaos.faults.machine import FullDisk, LinkDown, LowRate, MissingWeights, TruncatedWeights
+from deploy.chaos.faults.machine import ClockJump, FullDisk, LinkDown, LowRate, MissingWeights, TruncatedWeights
 from deploy.chaos.faults.operations import BadRequests, ScaleAndDrain
 from deploy.chaos.faults.processes import Kill, Pause, Stop, Terminate
 from deploy.chaos.stack import Need
@@ -31,6 +31,7 @@ FAULTS: Mapping[str, Fault] = {
         LinkDown(),
         LowRate(),
         FullDisk(),
+        ClockJump(),
     )
 }
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import ClassVar
 
+from deploy.chaos.clock import NOT_THERE
 from deploy.chaos.faults.fault import REFUSED, FailureKind, Fault
 from deploy.chaos.faults.processes import errors_without, services
 from deploy.chaos.model_copy import Damage
@@ -17,6 +18,8 @@ from deploy.chaos.stack import ChaosStack, Need
 
 RATE = "16mbit"
 DISK_BLOCK = bytes(4096)
+CLOCK_JUMPS = {"forward": 3600, "back": -3600}
+"""Seconds."""
 
 
 class LinkDown(Fault):
@@ -105,6 +108,32 @@ def _fill(path: os.PathLike[str]) -> None:
     with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(DISK_BLOCK)
+
+
+class ClockJump(Fault):
+    """The clock of every process is put an hour forward or back, and afterwards right again."""
+
+    name = "clock-jump"
+    hold = 5.0
+    needs = frozenset[Need]({"clock"})
+
+    def missing(self, stack: ChaosStack) -> str | None:
+        """It needs libfaketime."""
+        return None if stack.clock is not None else NOT_THERE
+
+    def targets(self, stack: ChaosStack) -> Mapping[str, Sequence[str]]:
+        """Both directions."""
+        return {way: [way] for way in CLOCK_JUMPS}
+
+    @contextlib.asynccontextmanager
+    async def strike(self, stack: ChaosStack, victim: str) -> AsyncIterator[None]:
+        """See `Fault.strike`."""
+        assert stack.clock is not None, "it was asked for"
+        stack.clock.shift(CLOCK_JUMPS[victim])
+        try:
+            yield
+        finally:
+            stack.clock.shift(0)
 
 
 class MissingWeights(Fault):

@@ -99,12 +99,13 @@ def test_deadlines_are_those_after_which_the_product_notices(stack: ChaosStack) 
 
 def test_what_cannot_be_done_says_why(stack: ChaosStack) -> None:
     skipped = {name: why for name, fault in FAULTS.items() if (why := fault.missing(stack))}
-    assert set(skipped) == {"redis-session", "redis-loss", "link-down", "low-rate", "full-disk"}
+    assert set(skipped) == {"redis-session", "redis-loss", "link-down", "low-rate", "full-disk", "clock-jump"}
     assert "--redis" in skipped["redis-loss"]
+    assert "libfaketime" in skipped["clock-jump"]
     assert "not permitted" in skipped["link-down"]
 
 
 def test_a_stack_is_made_with_what_its_faults_need() -> None:
     assert needs_of(chosen_faults("kill,stop")) == set()
     assert needs_of(chosen_faults("cut,weights-missing")) == {"proxy", "model copy"}
-    assert needs_of(chosen_faults(None)) == {"proxy", "model copy", "namespaces", "disk"}
+    assert needs_of(chosen_faults(None)) == {"proxy", "model copy", "namespaces", "disk", "clock"}
