@@ -15,6 +15,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def loopback_interface() -> str | None:
+    """The name of the network interface that no other machine reaches; None where it has none of the usual names."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
 def is_private(host: str) -> bool:
     """Whether every address that `host` has now is one of a private network, which the internet does not reach."""
     with contextlib.suppress(OSError, ValueError):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import uuid
 
 from deploy.supervisor.core.events import (
     AnnounceDeath,
@@ -21,13 +22,14 @@ from deploy.supervisor.network import network_environment
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.redis import StoreAccess
-from deploy.supervisor.servers.server_process import HOST, free_port
+from deploy.supervisor.servers.server_process import free_port
 from deploy.supervisor.spec import StackSpec
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.config import inherited_environment
 from shared.ids import EngineId
 from shared.messages.lifecycle import Lifecycle
+from shared.private_files import PRIVATE_FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +85,22 @@ class CommandExecutor:
             with contextlib.suppress(BusError):
                 await bus.publish(topics.lifecycle_of(message.service, message.instance), message)
 
+    def _new_rendezvous(self, engine: EngineId) -> str:
+        """Another place than those before, as a start is named by it: a port on the first of several hosts; on one host
+        a file in a folder that nobody else may enter."""
+        if self._spec.hosts is not None:
+            return f"{self._spec.hosts.master}:{free_port(self._spec.hosts.master)}"
+        folder = self._spec.run_dir.absolute() / "ranks"
+        with contextlib.suppress(OSError):  # then the ranks say so, as they cannot use it either
+            folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+            for former in folder.glob(f"{engine}-*"):
+                former.unlink(missing_ok=True)
+        return f"file://{folder / f'{engine}-{uuid.uuid4().hex}'}"
+
     def _start(self, order: StartProcess, gateway_port: int) -> ProcessStarted | ProcessExited:
         process = order.process
         if order.new_rendezvous and process.engine is not None and self._spec.counts.leads:
-            host = self._spec.hosts.master if self._spec.hosts else HOST
-            self.rendezvous[process.engine] = f"{host}:{free_port(host)}"
+            self.rendezvous[process.engine] = self._new_rendezvous(process.engine)
         where = LaunchContext(
             port=gateway_port,
             rendezvous=self.rendezvous.get(process.engine) if process.engine else None,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 
 from deploy.supervisor.spec import HostsSpec
+from shared.addresses import loopback_interface
 from shared.config import process_environment
 
 
@@ -50,16 +51,18 @@ def _bind(one: socket.socket, host: str, port: int) -> None:
         ) from None
 
 
-# Which network the ranks of an engine speak on, where they are on several hosts.
+# Which network the ranks of an engine speak on.
 
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The variables that gloo and NCCL read. Without them they use the address of the host's name, often loopback."""
+"""The variables that gloo and NCCL read. Without them they use the address of the host's name, whatever that is."""
 
 
 def network_environment(hosts: HostsSpec | None) -> dict[str, str]:
-    """For the ranks' processes. What the user has set himself stays."""
-    if hosts is None or (name := _interface_of(_own_address_towards(hosts.master))) is None:
+    """For the ranks' processes: those of one host speak where no other machine reaches them. What the user has set
+    himself stays."""
+    name = loopback_interface() if hosts is None else _interface_of(_own_address_towards(hosts.master))
+    if name is None:
         return {}
     return {variable: name for variable in VARIABLES if variable not in process_environment()}
 

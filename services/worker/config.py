@@ -59,7 +59,9 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(description="Layers of each stage, e.g. 17,15; default: spread evenly."),
         UpOption("How many", placed=True),
     ] = ()
-    rendezvous: Annotated[str | None, Meta(description="tcp://HOST:PORT where the ranks connect to each other.")] = None
+    rendezvous: Annotated[
+        str | None, Meta(description="Where the ranks meet: file:///PATH on one host, tcp://HOST:PORT.")
+    ] = None
     rendezvous_timeout: Annotated[float, Meta(gt=0, description="Seconds to wait for the other ranks.")] = 300.0
     device: Annotated[
         Literal["auto", "cpu", "cuda", "sim"],
@@ -221,7 +223,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         return None if self.speculative is None else read_speculation(self.speculative)
 
     def rendezvous_url(self) -> str:
-        """The address where the ranks meet, in torch.distributed's notation."""
+        """Where the ranks meet, as `join` takes it."""
         assert self.rendezvous is not None, "checked at the start"
         return self.rendezvous if "://" in self.rendezvous else f"tcp://{self.rendezvous}"
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from services.bench.engine.process import HOST, end_process, free_port
+from services.bench.engine.process import end_process
 from services.bench.errors import BenchError
 from services.worker.measure.roofline.wire import (
     Ceilings,
@@ -68,7 +70,7 @@ def requests_of_ranks(request: MeasureRequest) -> list[MeasureRequest]:
     """The request to each process; only the first one's findings are used."""
     if not isinstance(request, StepsRequest) or request.tp == 1:
         return [request]
-    meeting = f"tcp://{HOST}:{free_port()}"
+    meeting = f"file://{tempfile.gettempdir()}/baton-{uuid.uuid4().hex}"  # the last rank removes it
     return [replace(request, rank=rank, rendezvous=meeting) for rank in range(request.tp)]
 
 

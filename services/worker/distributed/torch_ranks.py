@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed has them without types
 
 MAX_PENDING_SENDS = 2
 """Steps whose rows a stage may have sent and not been rid of; it waits then, as the stage behind is the slower one."""
@@ -55,13 +58,14 @@ class Joined(NamedTuple):
     pipeline: TorchPipeline
 
 
-def join(place: RankTopology, *, init_method: str, device: torch.device, timeout: timedelta) -> Joined:
-    """Blocks until every rank has joined. A rank that dies makes the others' exchanges raise."""
+def join(place: RankTopology, *, rendezvous: str, device: torch.device, timeout: timedelta) -> Joined:
+    """Blocks until every rank has joined, at `file:///PATH` or `tcp://HOST:PORT`. A rank that dies makes the others'
+    exchanges raise. Raises OSError where the first rank cannot have HOST's address and PORT, or PATH."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method,
+        store=rendezvous_store(rendezvous, place, timeout),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
@@ -70,6 +74,31 @@ def join(place: RankTopology, *, init_method: str, device: torch.device, timeout
     groups = [dist.new_group(place.ranks_of(stage), timeout=timeout) for stage in range(place.stages)]
     communicator = TorchCommunicator(place, groups[place.stage], capturable=device.type == "cuda")
     return Joined(communicator, TorchPipeline(place))
+
+
+def rendezvous_store(rendezvous: str, place: RankTopology, timeout: timedelta) -> Store:
+    """Where the ranks find each other's addresses: a file, which needs no port; or a server of the first rank's, which
+    listens on that address alone. Left to itself torch listens on all, and its store takes anybody's word."""
+    if rendezvous.startswith("file://"):
+        files = FileStore(rendezvous.removeprefix("file://"), place.world_size)
+        files.set_timeout(timeout)
+        return files
+    url = urlsplit(rendezvous)
+    host, port = url.hostname or "", url.port or 0
+    listening = _listen(host, port) if place.rank == 0 else None
+    return TCPStore(
+        host, port, place.world_size, listening is not None, timeout, master_listen_fd=listening, multi_tenant=False
+    )
+
+
+def _listen(host: str, port: int) -> int:
+    """A descriptor, which the store closes."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen()
+        return server.detach()
 
 
 class TorchCommunicator:

@@ -178,7 +178,7 @@ def _others(config: WorkerConfig, device: torch.device) -> tuple[Communicator, P
         return SingleRank(), SingleStage()
     return join(
         RankTopology(config.rank, config.world_size, config.pp),
-        init_method=config.rendezvous_url(),
+        rendezvous=config.rendezvous_url(),
         device=device,
         timeout=timedelta(seconds=config.rendezvous_timeout),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ import psutil
 import pytest
 
 from deploy.supervisor.state_file import SHARED_MEMORY, StackState, directory_of, is_held, read_state
+from shared.addresses import is_loopback
+from shared.ids import EngineId
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.stack import CHANGE_DEADLINE, LOOK_EVERY, START_DEADLINE, RunningStack, running_stack
 from tests.support.paths import REPOSITORY
@@ -121,6 +124,9 @@ def test_without_a_successor_real_ranks_outlive_a_killed_supervisor_for_a_while_
         state = stack.state
         arenas = directory_of(stack.run_dir)
         assert "Paris" in answer(state)
+        assert open_to_the_network(stack) == []
+        meeting = Path(state.rendezvous[EngineId("engine-1")].removeprefix("file://"))
+        assert stat.S_IMODE(meeting.parent.stat().st_mode) == 0o700
         mapped = mapped_shared_memory(state)
         assert any(file.is_relative_to(arenas) for file in mapped)
         stack.kill_supervisor()
@@ -143,6 +149,14 @@ def answer(state: StackState) -> str:
     )
     with urllib.request.urlopen(request, timeout=CHANGE_DEADLINE) as response:
         return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+def open_to_the_network(stack: RunningStack) -> list[str]:
+    """Where an engine's ranks take connections from other machines."""
+    ranks = [psutil.Process(stack.pid(f"engine-1-rank{rank}")) for rank in range(2)]
+    listening = [each for rank in ranks for each in rank.net_connections() if each.status == "LISTEN"]
+    assert listening, "they exchange tensors somewhere"
+    return [str(each.laddr) for each in listening if not is_loopback(each.laddr.ip)]
 
 
 def gone(stack: RunningStack) -> bool:

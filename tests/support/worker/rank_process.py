@@ -105,7 +105,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
     if asked.world_size > 1:
         communicator, pipeline = join(  # type: ignore[assignment]
             RankTopology(rank, asked.world_size, asked.stages),
-            init_method=f"file://{asked.rendezvous}",
+            rendezvous=f"file://{asked.rendezvous}",
             device=torch.device("cpu"),
             timeout=JOIN_DEADLINE,
         )

@@ -51,7 +51,7 @@ def communicator_of(request: StepsRequest, device: torch.device) -> Communicator
     if request.tp == 1 or request.rendezvous is None:
         return SingleRank()
     place = RankTopology(request.rank, request.tp)
-    return join(place, init_method=request.rendezvous, device=device, timeout=_PATIENCE).communicator
+    return join(place, rendezvous=request.rendezvous, device=device, timeout=_PATIENCE).communicator
 
 
 class MeasuredRank(NamedTuple):

@@ -46,7 +46,7 @@ class StepsRequest(Struct, frozen=True, kw_only=True, tag="steps", forbid_unknow
     """For all measurements together; the model is made before."""
     rank: int = 0
     rendezvous: str | None = None
-    """tcp://HOST:PORT where the ranks meet."""
+    """tcp://HOST:PORT or file:///PATH where the ranks meet."""
 
 
 class KernelsRequest(Struct, frozen=True, kw_only=True, tag="kernels", forbid_unknown_fields=True):
