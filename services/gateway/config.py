@@ -9,8 +9,7 @@ from msgspec import Meta
 
 from services.gateway.api.generation import RequestLimits
 from services.gateway.core.open_request import RetryPolicy
-from services.gateway.http.body_budget import BodyBudget
-from services.gateway.http.call import BodyLimits
+from services.gateway.http.call import BodyBudget, BodyLimits
 from services.gateway.http.endpoints import StreamSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from shared.addresses import is_loopback

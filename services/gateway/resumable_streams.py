@@ -149,10 +149,12 @@ class ResumableStreams:
 
     async def tick(self) -> None:
         """Forgets streams that nobody resumes."""
-        for record in self._records.expire(self._peers.lives(), self._bus.liveness_now()):
-            await self._table.abandon(record.choices)
-        await self.find_keepers()
-        await self.replicate()
+        if self._records.choices:
+            for record in self._records.expire(self._peers.lives(), self._bus.liveness_now()):
+                await self._table.abandon(record.choices)
+            await self.find_keepers()
+        if self._records.to_send:
+            await self.replicate()
         RECORD_BYTES.set(self._records.bytes)
 
     async def find_keepers(self) -> None:

@@ -16,7 +16,6 @@ import sys
 import msgspec
 
 from services.tokenizer.core.chat_template import ChatTemplate
-from services.tokenizer.core.conversation import render_chat
 from services.tokenizer.core.refusal import PromptRefused
 from shared.messages.tokenizer import ChatPrompt
 
@@ -119,7 +118,7 @@ def main() -> None:
     chat = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ClientChat)
     try:
         template = ChatTemplate(chat.prompt.template or "")
-        answer = RenderedChat(render_chat(chat.prompt, template, chat.special_tokens))
+        answer = RenderedChat(template.render(chat.prompt, chat.special_tokens))
     except PromptRefused as refused:
         answer = RenderedChat(None, refused.field, refused.message)
     except MemoryError:

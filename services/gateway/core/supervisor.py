@@ -406,7 +406,9 @@ class RequestSupervisor:
             yield from self._release(r, now)
             yield from self._give_up(r, f"it took more than {policy.request_s:g} s")
         elif r.state == "placed":
-            yield from self._probe_if_silent(r, now)
+            due = r.last_message_at + policy.silence_s if r.probe_at is None else r.probe_at
+            if now > due and not r.probing:
+                yield from self._probe(r, now)
         elif now - r.unplaced_since > policy.queue_s:
             yield from self._release(r, now)
             yield from self._give_up(r, f"no engine was free for {policy.queue_s:g} s")
@@ -416,10 +418,7 @@ class RequestSupervisor:
             r.silent_tries += 1
             yield from self._retry(r, "not placed in time", now, at_once=True)
 
-    def _probe_if_silent(self, r: OpenRequest, now: float) -> list[Effect]:
-        due = r.last_message_at + self._policy.silence_s if r.probe_at is None else r.probe_at
-        if r.probing or now <= due:
-            return []
+    def _probe(self, r: OpenRequest, now: float) -> list[Effect]:
         if r.engine is None:
             return self._retry(r, "silent, and its engine is unknown", now, at_once=True)
         r.probing, r.probed_at, r.probe_at = True, now, None

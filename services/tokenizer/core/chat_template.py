@@ -1,16 +1,23 @@
-"""A model's chat templates, compiled once; rendered as transformers' `apply_chat_template(tokenize=False)` does it."""
+"""A model's chat templates, compiled once; rendered as transformers' `apply_chat_template(tokenize=False)` does it.
+
+What OpenAI's API allows in messages and templates do not expect is translated as vLLM translates it: text parts to one
+string (unless the template goes through parts itself), a tool call's JSON arguments to an object, nulls to missing
+keys, `developer` to `system` where the template knows no developer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+import msgspec
 
 from services.tokenizer.core.content_format import ContentFormat, detect_content_format
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.sandbox import ENVIRONMENT
 from shared.messages.dialects import Dialect, ReasoningFormat, ToolFormat
+from shared.messages.tokenizer import ChatPrompt
 from shared.models.tokenizer_files import TokenizerUnusable
 
 Message = dict[str, Any]
@@ -21,6 +28,12 @@ so that a template that trims the message shows by trimming it."""
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients pass a message's reasoning; templates read the first."""
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Part types that are text, and the key that holds it."""
+
+RESERVED_VARIABLES = frozenset({"chat_template", "conversation", "messages", "self", "tokenize", "tools"})
+"""Names that a request may not set through `chat_template_kwargs`: they are fields of their own."""
 
 TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -65,26 +78,30 @@ class ChatTemplate:
         self.content_format: ContentFormat = content_format or detect_content_format(tree)
         self.knows_developer = "'developer'" in source or '"developer"' in source
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: list[dict[str, Any]] | None,
-        documents: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """The prompt as text. Raises PromptRefused, naming `messages`."""
-        chat = [_with_reasoning_names(message) for message in messages]
-        final = self._mark_final(chat) if continue_final_message else None
+    def render(self, prompt: ChatPrompt, special_tokens: Mapping[str, str]) -> str:
+        """The prompt as text; the template has put the beginning-of-sequence token there itself. Raises
+        PromptRefused."""
+        variables: dict[str, Any] = {**special_tokens, **prompt.template_kwargs}
+        for name in variables:
+            if name in RESERVED_VARIABLES:
+                raise PromptRefused("chat_template_kwargs", f"chat_template_kwargs.{name}: not a template variable")
+        add = variables.pop("add_generation_prompt", prompt.add_generation_prompt)
+        go_on = variables.pop("continue_final_message", prompt.continue_final_message)
+        if not isinstance(add, bool) or not isinstance(go_on, bool):
+            raise PromptRefused("chat_template_kwargs", "add_generation_prompt, continue_final_message: true or false")
+        if add and go_on:
+            raise PromptRefused("continue_final_message", "continue_final_message excludes add_generation_prompt")
+        messages = read_json_list(prompt.messages, "messages")
+        if not messages:
+            raise PromptRefused("messages", "messages: at least one is needed")
+        chat = [_message(message, f"messages[{index}]", self) for index, message in enumerate(messages)]
+        tools = None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools")
+        if (documents := variables.pop("documents", None)) is not None:
+            documents = _objects(documents, "chat_template_kwargs", "documents")
+        final = self._mark_final(chat) if go_on else None
         try:
             text = self._template.render(
-                messages=chat,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
+                messages=chat, tools=tools, documents=documents, add_generation_prompt=add, **variables
             )
         except TEMPLATE_FAULTS as error:
             raise PromptRefused("messages", f"the chat template refuses these messages: {_said(error)}") from None
@@ -146,13 +163,6 @@ def dialect_of(templates: Mapping[str, str]) -> Dialect:
     return Dialect(tools if "tools" in calls else None, reasoning)
 
 
-def _with_reasoning_names(message: Message) -> Message:
-    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
 def _cut_after_final(text: str, final: str) -> str:
     mark = CONTINUED.strip()
     if final.strip() not in text or mark not in text:
@@ -168,3 +178,89 @@ def _cut_after_final(text: str, final: str) -> str:
 
 def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def read_json_list(payload: bytes, field: str) -> list[Any]:
+    """A JSON array. Raises PromptRefused. Strict: no NaN, and no lone surrogates, which are no text."""
+    try:
+        value = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PromptRefused(field, f"{field}: {error}") from None
+    if not isinstance(value, list):
+        raise PromptRefused(field, f"{field}: an array is expected")
+    return value
+
+
+def _message(message: Any, where: str, template: ChatTemplate) -> Message:
+    if not isinstance(message, dict):
+        raise PromptRefused("messages", f"{where}: an object is expected")
+    kept = {key: value for key, value in message.items() if value is not None}
+    role = kept.get("role")
+    if not isinstance(role, str):
+        raise PromptRefused("messages", f"{where}.role: a string is expected")
+    if role == "developer" and not template.knows_developer:
+        kept["role"] = "system"
+    if "content" in kept:
+        kept["content"] = _content(kept["content"], f"{where}.content", template)
+    if "tool_calls" in kept:
+        _read_tool_calls(kept, f"{where}.tool_calls")
+    reasoning = next((kept[name] for name in REASONING_FIELDS if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _content(content: Any, where: str, template: ChatTemplate) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise PromptRefused("messages", f"{where}: a string or an array of parts is expected")
+    parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    if template.content_format == "openai":
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise PromptRefused("messages", f"{where}.type: {kind!r}; only text parts are served")
+    if not isinstance(part.get(key), str):
+        raise PromptRefused("messages", f"{where}.{key}: a string is expected")
+    rest = {name: value for name, value in part.items() if name not in ("type", key)}
+    return {"type": "text", "text": part[key], **rest}
+
+
+def _read_tool_calls(message: Message, where: str) -> None:
+    calls = message["tool_calls"]
+    if not isinstance(calls, list):
+        raise PromptRefused("messages", f"{where}: an array is expected")
+    if not calls:
+        del message["tool_calls"]
+        return
+    message["tool_calls"] = [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise PromptRefused("messages", f"{where}.function: an object is expected")
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """Templates want an object. What a model once wrote and is none stays in the history for ever, so it becomes an
+    empty one (as in vLLM) rather than an error at every later turn."""
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _objects(value: Any, field: str, name: str = "") -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise PromptRefused(field, f"{name or field}: an array of objects is expected")
+    return value

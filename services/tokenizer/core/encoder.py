@@ -11,7 +11,6 @@ import msgspec
 from msgspec.structs import replace
 
 from services.tokenizer.core.chat_template import ChatTemplates
-from services.tokenizer.core.conversation import render_chat
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.vocabulary import Vocabulary
 from shared.blocks import hash_chain
@@ -142,7 +141,7 @@ class PromptEncoder:
                 template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
                 if template is None:
                     raise PromptRefused("chat_template", "chat_template: not rendered")
-                text = render_chat(prompt, template, self.special_tokens)
+                text = template.render(prompt, self.special_tokens)
                 return encode(text, add_special_tokens=False, field="messages")
             case _:
                 assert_never(prompt)

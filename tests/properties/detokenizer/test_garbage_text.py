@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from services.detokenizer.core.detokenizer import Detokenizer
 from services.detokenizer.core.vocabularies import text_vocabulary
 from services.tokenizer.core.chat_template import ChatTemplate
-from services.tokenizer.core.conversation import render_chat
 from services.tokenizer.core.refusal import PromptRefused
 from shared.bus.codec import decode, encode
 from shared.ids import DetokenizerId, Incarnation, ModelName, RequestId
@@ -57,7 +56,7 @@ def template(family: str) -> ChatTemplate:
 
 def refused_field(prompt: ChatPrompt, family: str) -> str | None:
     try:
-        text = render_chat(prompt, template(family), {"bos_token": "<s>", "eos_token": "</s>"})
+        text = template(family).render(prompt, {"bos_token": "<s>", "eos_token": "</s>"})
     except PromptRefused as refused:
         return refused.field
     assert isinstance(text, str)

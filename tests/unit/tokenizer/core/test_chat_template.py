@@ -15,7 +15,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
-from services.tokenizer.core.conversation import render_chat
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.template_files import read_templates
 from shared.messages.tokenizer import ChatPrompt
@@ -48,7 +47,7 @@ def rendered(family: str, messages: list[dict[str, Any]], **options: Any) -> str
         continue_final_message=options.pop("continue_final_message", False),
         template_kwargs=options,
     )
-    return render_chat(prompt, template(family), SPECIAL)
+    return template(family).render(prompt, SPECIAL)
 
 
 SYSTEM = {"role": "system", "content": "  Be brief.\n"}
@@ -189,7 +188,7 @@ def test_what_a_template_refuses_is_refused_in_its_words(family: str, messages: 
 )
 def test_messages_that_are_none_are_refused_with_their_place(messages: bytes, where: str) -> None:
     with pytest.raises(PromptRefused) as refused:
-        render_chat(ChatPrompt(messages=messages), template("chatml"), SPECIAL)
+        template("chatml").render(ChatPrompt(messages=messages), SPECIAL)
     assert refused.value.field == "messages"
     assert where in refused.value.message
 
@@ -214,7 +213,7 @@ def test_messages_that_are_none_are_refused_with_their_place(messages: bytes, wh
 )
 def test_other_parts_of_a_chat_are_refused_by_their_own_names(prompt: ChatPrompt, field: str) -> None:
     with pytest.raises(PromptRefused) as refused:
-        render_chat(prompt, template("chatml"), SPECIAL)
+        template("chatml").render(prompt, SPECIAL)
     assert refused.value.field == field
 
 
@@ -267,7 +266,7 @@ def test_a_developer_is_the_system_for_templates_that_know_none() -> None:
     assert rendered("qwen3", [developer, HELLO]) == rendered("qwen3", [{**developer, "role": "system"}, HELLO])
     knowing = ChatTemplate("{% for m in messages %}{% if m.role == 'developer' %}dev{% endif %}{% endfor %}")
     prompt = ChatPrompt(messages=json.dumps([developer]).encode(), add_generation_prompt=False)
-    assert render_chat(prompt, knowing, SPECIAL) == "dev"
+    assert knowing.render(prompt, SPECIAL) == "dev"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_a_developer_is_the_system_for_templates_that_know_none() -> None:
 def test_a_template_cannot_reach_out_of_its_sandbox(source: str) -> None:
     prompt = ChatPrompt(messages=json.dumps([HELLO]).encode())
     try:
-        text = render_chat(prompt, ChatTemplate(source), SPECIAL)
+        text = ChatTemplate(source).render(prompt, SPECIAL)
     except PromptRefused:
         return
     assert text == ""
@@ -319,7 +318,7 @@ def test_the_template_named_tool_use_serves_requests_with_tools() -> None:
     def text(name: str | None, tools: bool) -> str:
         chosen = templates.choose(name, tools=tools)
         assert chosen is not None
-        return render_chat(ChatPrompt(messages=json.dumps([HELLO]).encode()), chosen, SPECIAL)
+        return chosen.render(ChatPrompt(messages=json.dumps([HELLO]).encode()), SPECIAL)
 
     assert [text(None, False), text(None, True), text("default", True)] == ["plain", "tools", "plain"]
     assert templates.choose("{{ 1 }}", tools=False) is None
