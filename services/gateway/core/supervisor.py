@@ -65,9 +65,8 @@ class RequestSupervisor:
         one. `accepted`: it continues an answer that has begun."""
         if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
-        request = OpenRequest(tokenize, now, now, now, accepted=accepted)
-        self._open[tokenize.request] = request
-        return [DispatchAttempt(request.message())]
+        self._open[tokenize.request] = OpenRequest(tokenize, now, now, now, accepted=accepted)
+        return [DispatchAttempt(tokenize)]
 
     def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float) -> list[Effect]:
         """Opens a request of another gateway, behind what that one's client was given."""

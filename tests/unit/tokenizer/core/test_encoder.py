@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from services.tokenizer.core.chat_template import ChatTemplates
-from services.tokenizer.core.encoder import PromptEncoder
+from services.tokenizer.core.encoder import PromptEncoder, Vocabulary
 from services.tokenizer.core.template_files import read_templates
-from services.tokenizer.core.vocabulary import Vocabulary
 from shared.blocks import hash_chain
 from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.coordinator import Route
