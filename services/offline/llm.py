@@ -143,32 +143,30 @@ class LLM:
     async def _generate(self, requests: list[PromptRequest], done: Callable[[int], None]) -> list[RequestOutput]:
         """All outputs in order; as many requests at a time as keep the engine busy. The first error ends the others."""
         in_flight = asyncio.Semaphore(self._window)
-
-        async def generate(request: PromptRequest) -> RequestOutput:
-            async with in_flight:
-                output = await self._complete(request)
-            done(sum(len(choice.token_ids) for choice in output.outputs))
-            return output
-
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(generate(request)) for request in requests]
+                running = [tasks.create_task(self._complete(request, in_flight, done)) for request in requests]
         except BaseExceptionGroup as errors:
             raise innermost(errors) from None
         return [task.result() for task in running]
 
-    async def _complete(self, request: PromptRequest) -> RequestOutput:
-        if request.is_chat:
-            answer = await self._post("/v1/chat/completions", request.body(self.model, None))
-        else:
-            max_tokens = await self._room(request) if request.params.max_tokens is None else None
-            answer = await self._post("/v1/completions", request.body(self.model, max_tokens))
-        for token in tokens_with_logprobs(answer) - self._texts.keys():
-            decoded = await self._post("/detokenize", {"model": self.model, "tokens": [token]})
-            self._texts[token] = decoded["prompt"]
+    async def _complete(
+        self, request: PromptRequest, in_flight: asyncio.Semaphore, done: Callable[[int], None]
+    ) -> RequestOutput:
+        async with in_flight:
+            if request.is_chat:
+                answer = await self._post("/v1/chat/completions", request.body(self.model, None))
+            else:
+                max_tokens = await self._room(request) if request.params.max_tokens is None else None
+                answer = await self._post("/v1/completions", request.body(self.model, max_tokens))
+            for token in tokens_with_logprobs(answer) - self._texts.keys():
+                decoded = await self._post("/detokenize", {"model": self.model, "tokens": [token]})
+                self._texts[token] = decoded["prompt"]
         given = request.fields.get("prompt")
         text = given if isinstance(given, str) else None
-        return request_output(answer, text, self._texts, request.params.logprobs or 0)
+        output = request_output(answer, text, self._texts, request.params.logprobs or 0)
+        done(sum(len(choice.token_ids) for choice in output.outputs))
+        return output
 
     async def _room(self, request: PromptRequest) -> int:
         """How many tokens the context holds beside the prompt."""
