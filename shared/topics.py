@@ -65,9 +65,10 @@ def route() -> Topic[coordinator.Route]:
     return Topic("route", coordinator.Route, queue="coordinators")
 
 
-def withdrawals() -> Topic[coordinator.Withdraw]:
-    """gateway → every coordinator: a request was given up that may queue there, or that one of them has placed."""
-    return Topic("withdraw", coordinator.Withdraw)
+def withdrawals() -> Topic[coordinator.PlacementNotice]:
+    """gateway → every coordinator: a request was given up that may queue there, or that one of them has placed; or it
+    has ended, after so many tokens."""
+    return Topic("withdraw", coordinator.PlacementNotice)
 
 
 def placements() -> Topic[coordinator.PlacementMade]:

@@ -18,7 +18,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import GatewayId, InstanceId
-from shared.messages.coordinator import PlacementMade, Route, Withdraw
+from shared.messages.coordinator import PlacementMade, RequestEnded, Route, Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
@@ -81,6 +81,8 @@ class CoordinatorActor(Actor):
                     await self.isolate(None)
             case Withdraw():
                 await self._send(self.core.withdraw(message))
+            case RequestEnded():
+                self.core.record_ended(message)
             case PlacementMade():
                 self.core.record_announcement(message, at)
             case KvEvents() | KvDump():

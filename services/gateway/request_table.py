@@ -33,7 +33,7 @@ from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
 from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge
 from shared.ids import Attempt, GatewayId, ModelName, RequestId
-from shared.messages.coordinator import Withdraw
+from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.dialects import THINKING_MARKS
 from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestMessage, RequestRejected, StreamOpened
 from shared.messages.lifecycle import Lifecycle
@@ -324,7 +324,7 @@ class RequestTable:
                     await self._dispatch(effect.tokenize)
                 case CancelAttempt():
                     await self._publish(topics.engine_control(effect.engine), effect.cancel)
-                case Withdraw():
+                case Withdraw() | RequestEnded():
                     await self._publish(topics.withdrawals(), effect)
                 case ProbeEngine():
                     self.prober.probe(effect)

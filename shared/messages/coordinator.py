@@ -22,6 +22,18 @@ class Withdraw(Struct, frozen=True, array_like=True, tag=True):
     attempt: Attempt
 
 
+class RequestEnded(Struct, frozen=True, array_like=True, tag=True):
+    """gateway → every coordinator: a request of an API key that an engine has had is over, finished or not. Whoever
+    placed it counted it for all that it might generate, and corrects that. Lost, it stays at that."""
+
+    request: RequestId
+    generated: Count
+    """Its output tokens, of all attempts."""
+
+
+PlacementNotice = Withdraw | RequestEnded
+
+
 class PlacementMade(Struct, frozen=True, array_like=True, tag=True):
     """coordinator → every coordinator: the engine that a request was placed on. The receivers add it to the engine's
     load and route equal prompts there. The engine's next report replaces it, so a lost message does little harm."""

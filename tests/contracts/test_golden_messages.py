@@ -291,6 +291,7 @@ MESSAGES: list[Any] = [
     gateway.TakeStream(GatewayId("gateway-2"), Incarnation(2), "chatcmpl-1", "alice"),
     gateway.StreamCopy(STREAM_OPENING, (), (gateway.Delta(R, A, 0, (9,), "a", "stop"),), True),
     gateway.StreamUnknown(),
+    coordinator.RequestEnded(R, 9),
 ]
 
 
@@ -367,6 +368,7 @@ def test_a_cut_or_foreign_payload_is_undecodable(number: int) -> None:
 
 def test_unions_tell_their_members_apart() -> None:
     unions: list[Any] = [
+        coordinator.PlacementNotice,
         gateway.GatewayMessage,
         gateway.GatewayRequest,
         scheduler.SchedulerControl,

@@ -17,7 +17,7 @@ from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, EngineId, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import PlacementMade, Route, Withdraw
+from shared.messages.coordinator import PlacementMade, RequestEnded, Route, Withdraw
 from shared.messages.gateway import ErrorKind, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.kv_events import KvDump, KvEvents
@@ -92,6 +92,10 @@ class Coordinator:
         if placed is None or placed.attempt > attempt:
             return []
         return [CancelOnEngine(placed.engine, Cancel(request, attempt))]
+
+    def record_ended(self, message: RequestEnded) -> None:
+        """A request of a key has generated all that it will: what it was counted for is corrected."""
+        self.queue.settle(message.request, message.generated)
 
     def engine_unreachable(self, generate: GenerateRequest, at: Moment) -> list[Action]:
         """A Generate had no subscriber: the engine is gone, and the request goes elsewhere."""

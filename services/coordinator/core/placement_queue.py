@@ -1,9 +1,10 @@
 """The requests that wait until an engine can take them: fair between API keys, by priority within each.
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996): each key has a virtual start time for its next request, and the least
-one goes first. A request that is placed moves its key's by its tokens divided by the key's weight. So keys that always
-have requests waiting get tokens in the ratio of their weights, and one that comes anew waits for one request of each
-other key at most, however many they have waiting.
+one goes first. A request that is placed moves its key's by its tokens divided by the key's weight: by all that it may
+generate, and when it has ended that is corrected by what it did. So keys that always have requests waiting get tokens
+in the ratio of their weights, and one that comes anew waits for one request of each other key at most, however many
+they have waiting.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
 from shared.ids import ModelName, RequestId
 from shared.messages.generation import Generation
 from shared.packing import count
+from shared.reliability.recent import RecentEntries
+
+MAX_UNSETTLED = 65_536
+"""Placed requests of keys that have not ended, as far as is known; the oldest stay counted as they are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +91,15 @@ class _ModelQueue:
             if flow.start > self._now:
                 self._ahead[key] = flow.start
 
+    def settle(self, key: str, excess: float) -> None:
+        """The key was counted for `excess` more than it had (less, where negative). What it gets back never puts it
+        behind the virtual time: nobody saves up a share."""
+        flow = self.flows.get(key)
+        if flow is not None:
+            flow.start = max(min(flow.start, self._now), flow.start - excess)
+        elif (start := self._ahead.pop(key, self._now) - excess) > self._now:
+            self._ahead[key] = start
+
     def in_order(self) -> Iterator[QueuedRequest]:
         """Equal start times go by arrival."""
         heads = [_Head(flow.start, list(flow.requests)) for flow in self.flows.values()]
@@ -123,10 +138,25 @@ class _Head:
         return self.start, self.request.generation.arrival, self.request.number
 
 
+class _Charge(NamedTuple):
+    """What a placed request was counted for."""
+
+    queue: _ModelQueue
+    """Where that was: another one, of a later time, does not know of it."""
+    key: str
+    weight: float
+    prompt: int
+    """Tokens of its prompt."""
+    cost: float
+    """With that of its earlier attempts."""
+
+
 class PlacementQueue:
-    """Owns the waiting requests, one entry a request. The caller keeps the bound."""
+    """Owns the waiting requests, one entry a request, and what placed ones were counted for. The caller keeps the
+    bound."""
 
     def __init__(self) -> None:
+        self._charges: RecentEntries[RequestId, _Charge] = RecentEntries(MAX_UNSETTLED)
         self._models: dict[ModelName, _ModelQueue] = {}
         self._by_request: dict[RequestId, QueuedRequest] = {}
         self._keys: Counter[str] = Counter()
@@ -177,13 +207,31 @@ class PlacementQueue:
         queued = self._by_request.pop(request, None)
         if queued is not None:
             model, key = queued.generation.model, queued.generation.key
-            self._models[model].remove(queued, placed=placed)
+            waiting = self._models[model]
+            waiting.remove(queued, placed=placed)
+            if placed and key:
+                self._charge(waiting, queued)
             if not self._models[model].flows:
                 del self._models[model]
             self._keys[key] -= 1
             if not self._keys[key]:
                 del self._keys[key]
         return queued
+
+    def _charge(self, waiting: _ModelQueue, queued: QueuedRequest) -> None:
+        generation = queued.generation
+        former = self._charges.get(generation.request)
+        before = former.cost if former is not None and former.queue is waiting else 0.0
+        self._charges[generation.request] = _Charge(
+            waiting, generation.key, generation.weight, generation.prompt_length, before + queued.cost
+        )
+
+    def settle(self, request: RequestId, generated: int) -> None:
+        """A request has ended with `generated` output tokens: its key is counted for these, whatever it might have
+        generated. Nothing where it was not placed here, or from an empty queue, which counts for nothing."""
+        charge = self._charges.pop(request, None)
+        if charge is not None:
+            charge.queue.settle(charge.key, charge.cost - max(1, charge.prompt + generated) / charge.weight)
 
     def surplus(self, newest: QueuedRequest) -> QueuedRequest:
         """The request to give up where the queue is too long: the last one of the key that has the most waiting for its

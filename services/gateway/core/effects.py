@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shared.ids import Attempt, EngineId, RequestId
-from shared.messages.coordinator import Withdraw
+from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestRejected, StreamOpened
 from shared.messages.scheduler import Cancel, Probe
 from shared.messages.tokenizer import Tokenize
@@ -49,6 +49,7 @@ Effect = (
     | DispatchAttempt
     | CancelAttempt
     | Withdraw
+    | RequestEnded
     | ProbeEngine
     | AttemptRetry
 )

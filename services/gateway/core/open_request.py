@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from services.gateway.core.effects import CancelAttempt, Effect
 from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
-from shared.messages.coordinator import Withdraw
+from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.scheduler import Cancel
 from shared.messages.tokenizer import Tokenize
 from shared.packing import pack
@@ -188,6 +188,12 @@ class OpenRequest:
             )
         self.history.append(f"{self.state} --{event}--> {target} (attempt {self.attempt})")
         self.state = target
+
+    def end(self) -> list[Effect]:
+        """Nothing follows. Tells whoever placed a request of a key what it really generated."""
+        self.apply("end")
+        counted = self.tokenize.key and self.accepted
+        return [RequestEnded(self.request, len(self.tokens))] if counted else []
 
     def place(self, engine: EngineId | None, detokenizer: DetokenizerId, now: float) -> None:
         """Records where the attempt is computed; `engine` is None where that is not known yet."""

@@ -83,9 +83,7 @@ class RequestSupervisor:
         current = self._open.pop(request, None)
         if current is None:
             return []
-        effects = self._release(current, now)
-        current.apply("end")
-        return effects
+        return [*self._release(current, now), *current.end()]
 
     def refuse_unserved(self, model: ModelName, absence: Absence, now: float) -> list[Effect]:
         """Ends the requests for `model` that came when nobody could serve them any more. Those that came before, or
@@ -201,10 +199,10 @@ class RequestSupervisor:
                 if current.state != "placed":
                     current.place(None, message.detokenizer, now)
                 current.record_output(delta.tokens, delta.text, now)
-                if delta.finish is not None:
-                    current.apply("end")
-                    del self._open[delta.request]
                 effects.append(delta)
+                if delta.finish is not None:
+                    effects += current.end()
+                    del self._open[delta.request]
             elif delta.position + len(delta.tokens) > len(current.tokens):
                 effects += self._retry(current, "tokens were lost", now, at_once=True)
         return effects
@@ -342,9 +340,8 @@ class RequestSupervisor:
         return self._end(current, rejected)
 
     def _end(self, current: OpenRequest, rejected: RequestRejected) -> list[Effect]:
-        current.apply("end")
         del self._open[current.request]
-        return [rejected]
+        return [rejected, *current.end()]
 
     def _retry_all(self, which: Callable[[OpenRequest], bool], gone: InstanceGone, now: float) -> list[Effect]:
         """Retries what an instance had that is gone, but for what it died of."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shared import topics
 from shared.bus import Bus
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, ModelName
-from shared.messages.coordinator import Withdraw
+from shared.messages.coordinator import PlacementNotice, Withdraw
 from shared.messages.dialects import Dialect, Thinking
 from shared.messages.gateway import (
     Delta,
@@ -189,9 +189,10 @@ class FakeRing:
         if isinstance(message, Cancel):
             self.cancelled[message.request] = message.attempt
 
-    async def _withdraw(self, message: Withdraw) -> None:
+    async def _withdraw(self, message: PlacementNotice) -> None:
         self.seen.append(message)
-        self.withdrawn.add(message.request)
+        if isinstance(message, Withdraw):
+            self.withdrawn.add(message.request)
 
     async def _probe(self, probe: Probe) -> ProbeReply:
         self.seen.append(probe)

@@ -51,6 +51,47 @@ def test_a_thousand_requests_of_one_key_delay_another_by_one() -> None:
     assert [place(queue).generation.key for _ in range(6)] in (list("ababaa"), list("babaaa"))
 
 
+def test_a_key_counts_for_what_was_generated_once_that_is_known() -> None:
+    """Two keys that generate as much, one of which asks for a hundred times more to be on the safe side."""
+    queue = PlacementQueue()
+    for number in range(300):
+        add(queue, f"a{number}", prompt=10, max_tokens=4000, key="a")
+        add(queue, f"b{number}", prompt=10, max_tokens=40, key="b")
+    placed: Counter[str] = Counter()
+    for _ in range(100):
+        generation = place(queue).generation
+        placed[generation.key] += 1
+        queue.settle(generation.request, 40)
+    assert placed["a"] == pytest.approx(placed["b"], abs=2)
+
+
+def test_a_key_that_generates_more_than_it_was_counted_for_waits_for_it() -> None:
+    queue = PlacementQueue()
+    for number in range(300):
+        add(queue, f"a{number}", prompt=10, max_tokens=None, key="a", weight=2.0)
+        add(queue, f"b{number}", prompt=10, max_tokens=246, key="b")
+    tokens: Counter[str] = Counter()
+    for _ in range(100):
+        generation = place(queue).generation
+        generated = 2550 if generation.key == "a" else 246
+        tokens[generation.key] += 10 + generated
+        queue.settle(generation.request, generated)
+    assert tokens["a"] / 2 == pytest.approx(tokens["b"], abs=2560)
+
+
+def test_what_a_key_gets_back_is_no_credit_for_later() -> None:
+    queue = PlacementQueue()
+    for number in range(40):
+        add(queue, f"a{number}", prompt=10, max_tokens=4000, key="a")
+    former = [place(queue) for _ in range(20)]
+    for number in range(20):
+        add(queue, f"b{number}", prompt=10, max_tokens=40, key="b")
+    for queued in former:
+        queue.settle(queued.generation.request, 0)
+        queue.settle(queued.generation.request, 0)
+    assert "b" in [place(queue).generation.key for _ in range(3)]
+
+
 def test_a_priority_counts_within_its_key_only() -> None:
     queue = PlacementQueue()
     add(queue, "b0", key="b", arrival=1.0)

@@ -11,7 +11,7 @@ from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchA
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.supervisor import RequestSupervisor
 from shared.ids import Attempt, DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import Withdraw
+from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.gateway import (
     Delta,
     Deltas,
@@ -481,6 +481,26 @@ def test_usage_is_told_once_by_the_first_attempt() -> None:
     assert len(watched.deltas((), 0.1, opened=(StreamOpened(R, Attempt(1), 5, 2),))) == 1
     watched.supervision.handle(RequestFailed(R, Attempt(1), "crash"), 0.2)
     assert watched.deltas((), 0.3, opened=(StreamOpened(R, Attempt(2), 5, 5),)) == []
+
+
+def keyed() -> Watched:
+    watched = Watched()
+    watched.supervision.close(R, 0.0)
+    watched.supervision.open(replace(first_message(), key="alice"), 0.0)
+    return watched
+
+
+def test_what_a_request_of_a_key_has_generated_is_told_to_whoever_placed_it() -> None:
+    watched = keyed()
+    watched.placed(0.1)
+    watched.delta(0, 0.2)
+    last = Delta(R, Attempt(1), 1, (2,), "", "stop")
+    assert watched.deltas((last,), 0.3) == [last, RequestEnded(R, 2)]
+    watched = keyed()
+    watched.placed(0.1)
+    watched.delta(0, 0.2)
+    assert watched.supervision.close(R, 0.3)[1:] == [RequestEnded(R, 1)], "its client has left"
+    assert keyed().supervision.close(R, 0.1) == [Withdraw(R, Attempt(1))], "nobody counted it"
 
 
 def test_nothing_takes_longer_than_a_request_may_take() -> None:
