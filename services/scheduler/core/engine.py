@@ -118,7 +118,7 @@ class EngineCore:
             suspect = state.isolation.current
             self.isolated = None if suspect is None else suspect.generation.request
         outputs = self._outbox.take()
-        return self.health.separate(outputs, now) if self.health.probed else outputs
+        return self.health.separate(outputs, now) if self.health.canary.mixed_in else outputs
 
     def _ask_canary(self, now: float) -> bool:
         """Whether the engine has asked something of itself, which it does while there are workers."""

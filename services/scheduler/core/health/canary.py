@@ -76,6 +76,8 @@ class Canary:
         self._interval = interval
         self.run: CanaryRun | None = None
         """The canary under way; None while there is none. Written here only."""
+        self.mixed_in = False
+        """Whether what the engine sends may hold messages of a canary: one is under way, or has just ended."""
         self._number = 0
         self._due = 0.0
         self._hurried = -interval
@@ -123,6 +125,7 @@ class Canary:
         self._number += 1
         request, attempt = RequestId(f"canary-{self._number}"), Attempt(1)
         self.run = CanaryRun(Cancel(request, attempt))
+        self.mixed_in = True
         generation = Generation(
             request=request,
             attempt=attempt,
@@ -168,8 +171,8 @@ class Canary:
     # ---- what the engine sends
 
     def separate(self, outputs: list[Output], now: float) -> tuple[list[Output], CanaryOutcome | None]:
-        """Takes what is the canary's out of the engine's outputs. Returns the rest, and how the canary has ended, if
-        this shows it."""
+        """Takes what is the canary's out of the engine's outputs, which must hold all that was sent until now. Returns
+        the rest, and how the canary has ended, if this shows it."""
         rest: list[Output] = []
         outcome: CanaryOutcome | None = None
         for output in outputs:
@@ -183,6 +186,7 @@ class Canary:
                     rest.append(output)
                 case _:
                     rest.append(output)
+        self.mixed_in = self.run is not None
         return rest, outcome
 
     def _planned(self, plan: StepPlan, now: float) -> None:

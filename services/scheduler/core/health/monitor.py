@@ -23,7 +23,7 @@ class HealthMonitor:
 
     def __init__(self, limits: EngineLimits, counters: EngineCounters) -> None:
         self.probed = limits.canary_interval > 0
-        """Whether there are canaries. Without, none is ever due, and nothing that the engine sends is one's."""
+        """Whether there are canaries; without, none is ever due."""
         self.canary = Canary(limits.canary_interval)
         self.suspicion = Suspicion(limits.ejection_time, probed=self.probed)
         self._counters = counters
@@ -92,7 +92,7 @@ class HealthMonitor:
         return cancel
 
     def separate(self, outputs: list[Output], now: float) -> list[Output]:
-        """The engine's outputs without what is the canary's."""
+        """The engine's outputs without what is the canary's; needed only where some are `mixed_in`."""
         rest, outcome = self.canary.separate(outputs, now)
         if outcome is not None:
             self._record(outcome, now)
