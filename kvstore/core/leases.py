@@ -40,6 +40,9 @@ class Leases:
         self._leases: dict[LeaseKey, Lease] = {}
         """The leases in the order in which they expire."""
         self._of_owner: defaultdict[LeaseOwner, set[LeaseKey]] = defaultdict(set)
+        self._released: dict[LeaseKey, float] = {}
+        """Releases of leases that were not there, and until when they count: a store that stood still may read what an
+        owner no longer wants before it reads that it was wanted."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -49,7 +52,10 @@ class Leases:
         return self._leases.get(key)
 
     def open(self, key: LeaseKey, now: float) -> Lease | None:
-        """Begins or prolongs the lease of this name; None where there are too many."""
+        """Begins or prolongs the lease of this name; None where there are too many, or its owner has released it
+        already."""
+        if key in self._released:
+            return None
         lease = self._leases.pop(key, None)
         if lease is None:
             if len(self._leases) >= MAX_LEASES:
@@ -70,12 +76,21 @@ class Leases:
                 del self._of_owner[key.owner]
         return lease
 
+    def release(self, key: LeaseKey, now: float) -> Lease | None:
+        """As `end`, at the owner's request; one that is not there will not begin any more."""
+        lease = self.end(key)
+        if lease is None and len(self._released) < MAX_LEASES:
+            self._released[key] = now + self.seconds
+        return lease
+
     def of(self, owner: LeaseOwner) -> list[LeaseKey]:
         """The names of one owner's leases."""
         return list(self._of_owner.get(owner, ()))
 
     def expired(self, now: float) -> list[LeaseKey]:
-        """The names of leases that are over at `now`, which stay until `end`."""
+        """The names of leases that are over at `now`, which stay until `end`. Forgets releases of before them."""
+        while self._released and next(iter(self._released.values())) <= now:
+            del self._released[next(iter(self._released))]
         expired: list[LeaseKey] = []
         for key, lease in self._leases.items():
             if lease.expires > now:

@@ -219,10 +219,10 @@ class StoreCore:
 
     # ---- ending
 
-    def release(self, key: LeaseKey, drop: Collection[BlockHash] = ()) -> list[Action]:
-        """Ends the lease at its owner's request, which writes to reserved slots no more. Pinned blocks in `drop` are
-        dropped."""
-        lease = self.leases.end(key)
+    def release(self, key: LeaseKey, now: float, drop: Collection[BlockHash] = ()) -> list[Action]:
+        """Ends the lease at its owner's request, which writes to reserved slots no more; requests under it that come
+        later find and reserve nothing. Pinned blocks in `drop` are dropped."""
+        lease = self.leases.release(key, now)
         if lease is None:
             return []
         table = self.budget.tables[key.layout]

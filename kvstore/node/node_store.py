@@ -225,7 +225,7 @@ class NodeStore:
     def release(self, message: Release) -> None:
         """Ends the lease and takes its pins off. A lease that has ended before is no error."""
         key = LeaseKey(message.layout, message.owner, message.lease)
-        self._writer.carry_out(self.core.release(key, frozenset(split_hashes(message.drop))))
+        self._writer.carry_out(self.core.release(key, self._clock(), frozenset(split_hashes(message.drop))))
 
     def owner_gone(self, owner: LeaseOwner) -> None:
         """Ends every lease of a process that has ended; slots that it was writing to rest."""

@@ -224,6 +224,24 @@ def test_a_lease_that_is_over_commits_nothing(store: NodeStore) -> None:
     assert engine.found(chain("a", 1)) == 0
 
 
+def test_what_was_released_before_it_was_asked_for_reserves_and_pins_nothing(store: NodeStore, clock: Clock) -> None:
+    """A store that stood still reads releases and requests from two queues, and may take the release first."""
+    engine, names = Client(store), chain("a", 2)
+    engine.save(names)
+    lease = next(engine.leases)
+    engine.release(lease)
+    _, reserved = engine.reserve(chain("b", 1), lease=lease)
+    assert [slot for slot, _ in slots_of(reserved)] == [NO_SLOT]
+    find = Find(layout=engine.layout, owner=engine.owner, lease=lease, hashes=b"".join(names), deadline=0.01)
+    found = store.find(find)
+    assert isinstance(found, FindReply)
+    assert slots_of(found) == []
+    assert (store.report().reserved, store.report().pinned) == (0, 0)
+    clock.now += store.core.leases.seconds
+    store.time_passed()
+    assert not store.core.leases._released
+
+
 def test_blocks_that_are_dropped_go_with_their_last_reader(store: NodeStore) -> None:
     engine, names = Client(store), chain("handed over", 1)
     lease, reserved = engine.reserve(names, tokens=7)
