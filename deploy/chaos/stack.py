@@ -26,7 +26,8 @@ from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 SUPERVISOR = "supervisor"
 ORPHAN_TIMEOUT = "--orphan-timeout=60"
 """Longer than a supervisor is away, and short where chaos itself was killed."""
-DISK_SIZE = "8m"
+DISK_SIZE = "128m"
+"""Of which logs take a third of a MiB a minute."""
 BUG = b"Traceback (most recent call last)"
 
 

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -40,7 +41,7 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     Writes a byte to `ready_fd`, for the process that started this in the background, once the stack is ready.
     """
     begun = time.monotonic()
-    console = Console(stderr=False)
+    console = Console(file=cast(TextIO, LossyOutput(sys.stdout)))
     try:
         asyncio.run(_run(spec, console, begun, ready_fd))
     except StackRunning:
@@ -53,6 +54,40 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
         raise CommandError(_last_words(error)) from None
     except (NatsServerUnavailable, RedisServerUnavailable, PortTaken, BusError, OSError) as error:
         raise CommandError(str(error)) from None
+    finally:
+        console.file.close()
+
+
+class LossyOutput:
+    """A text file that loses what cannot be written, as on a full disk or a terminal that went away: a stack goes on
+    without its words."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """As if all of it were written."""
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As if nothing were left to write."""
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flushes a last time. What cannot be written then is given up, or the interpreter would end with an error."""
+        try:
+            self._file.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else is asked of it: whether it is a terminal, its encoding, its number."""
+        return getattr(self._file, name)
 
 
 def _last_words(failed: StartFailed) -> str:
@@ -64,17 +99,16 @@ async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | 
     stack = Stack(spec)
 
     async def show() -> None:
-        with contextlib.suppress(OSError):  # the terminal may go away; the stack does not hang on it
-            await follow(stack, console)
-            if stack.phase == "ready":
+        await follow(stack, console)
+        if stack.phase == "ready":
+            with contextlib.suppress(OSError):  # who waits for `ready_fd` may have gone; the stack does not hang on it
                 await _greet(stack, console, begun, ready_fd)
-            await stack.stop_asked.wait()
-            console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
+        await stack.stop_asked.wait()
+        console.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
 
     console.print(f"Starting stack [bold]{spec.name}[/bold] with {spec.model}", highlight=False, soft_wrap=True)
     await stack.run(beside=(show,))
-    with contextlib.suppress(OSError):
-        console.print("Stopped.", style="dim")
+    console.print("Stopped.", style="dim")
 
 
 async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:

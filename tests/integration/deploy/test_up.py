@@ -116,6 +116,22 @@ def test_what_cannot_be_served_is_said_once_and_in_words(tmp_path: Path, flag: s
 
 
 @pytest.mark.faults
+def test_a_stack_whose_words_nobody_can_keep_starts_and_ends_as_any_other(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        argv = ("up", "--device=sim", "--port=0", "--kvstore-memory=0", f"--run-dir={tmp_path}")
+        up = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", *argv], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=full
+        )
+    end = time.monotonic() + START_DEADLINE
+    while (state := read_state(tmp_path)) is None or state.phase != "ready":
+        assert up.poll() is None
+        assert time.monotonic() < end
+        time.sleep(LOOK_EVERY)
+    up.terminate()
+    assert up.wait(START_DEADLINE) == 0
+
+
+@pytest.mark.faults
 def test_without_a_successor_real_ranks_outlive_a_killed_supervisor_for_a_while_and_end_in_order(
     tmp_path: Path,
 ) -> None:
