@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deploy.cli.app import main
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.support.cluster.ports import free_port
@@ -42,10 +43,23 @@ def answered(*argv: str, run_dir: Path) -> Any:
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode != 0
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
+    return one_line(done.stderr)
+
+
+def one_line(said: str) -> str:
+    lines = said.strip().splitlines()
+    assert len(lines) == 1, said
     assert lines[0].startswith("baton: ")
     return lines[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    """The one line that a command says which fails. It runs in this process: starting Python takes longer than it."""
+    monkeypatch.setattr(sys, "argv", ["baton", *argv])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code not in (0, None)
+    return one_line(capsys.readouterr().err)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +126,10 @@ def test_a_pool_is_scaled_by_its_name(stack: TinyStack) -> None:
 @pytest.mark.parametrize(
     "assignment", ["tokenizer", "tokenizer=", "tokenizer=-1", "tokenizer=0", "tokenizer=99999", "worker=2"]
 )
-def test_scaling_nonsense_is_refused_in_one_line(stack: TinyStack, assignment: str) -> None:
-    one_line_error(baton("scale", assignment, run_dir=stack.run_dir))
+def test_scaling_nonsense_is_refused_in_one_line(
+    stack: TinyStack, assignment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(capsys, monkeypatch, "scale", assignment, f"--run-dir={stack.run_dir}")
 
 
 def test_logs_merge_all_services_in_time_order(stack: TinyStack) -> None:
@@ -233,8 +249,10 @@ def test_down_now_does_not_wait_for_requests(tmp_path: Path) -> None:
         ("chat", "hello"),
     ],
 )
-def test_without_a_stack_every_command_says_so_in_one_line(argv: tuple[str, ...], tmp_path: Path) -> None:
-    one_line_error(baton(*argv, run_dir=tmp_path / "none"))
+def test_without_a_stack_every_command_says_so_in_one_line(
+    argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused(capsys, monkeypatch, *argv, f"--run-dir={tmp_path / 'none'}")
 
 
 @pytest.mark.parametrize(
@@ -253,8 +271,10 @@ def test_without_a_stack_every_command_says_so_in_one_line(argv: tuple[str, ...]
         (("ps", "--name", "../../etc"), "../../etc"),
     ],
 )
-def test_what_was_typed_wrong_is_named_in_one_line(argv: tuple[str, ...], named: str) -> None:
-    assert named in one_line_error(baton(*argv))
+def test_what_was_typed_wrong_is_named_in_one_line(
+    argv: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert named in refused(capsys, monkeypatch, *argv)
 
 
 INTERRUPTED = """

@@ -25,7 +25,7 @@ from tests.support.cluster.conversations import DEADLINE, QUESTIONS, blocks_in_u
 from tests.support.cluster.stack import RunningStack
 from tests.support.paths import DEMO_MODEL
 
-CONCURRENT, TOKENS = 64, 24
+CONCURRENT, TOKENS = 64, 16
 
 
 @pytest.fixture(scope="module")

@@ -94,15 +94,15 @@ def test_documents_of_a_model_with_random_weights_satisfy_their_schemas(engine: 
 
 def test_documents_satisfy_their_schemas_while_drafts_are_verified(looking_up: GuidedEngine) -> None:
     before = looking_up.drafted
-    written, _ = documents(looking_up, practical()[::2], most=120)
-    assert written > 30
+    written, _ = documents(looking_up, practical()[::4], most=120)
+    assert written > 15
     assert looking_up.drafted > before
 
 
 def test_documents_of_the_demo_model_satisfy_their_schemas() -> None:
     engine = GuidedEngine(guided_backend(DEMO_MODEL), speculate=8)
-    written, _ = documents(engine, practical()[::2], most=80)
-    assert written > 25
+    written, _ = documents(engine, practical()[2::4], most=80)
+    assert written > 12
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])

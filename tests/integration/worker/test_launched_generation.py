@@ -32,9 +32,17 @@ def answers(speculative: str | None, more: dict[str, object] | None = None) -> l
         return llm.generate(list(ASKED), list(ASKED.values()))
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    """Of an engine that waits for each step."""
+    return answers(None)
+
+
 @pytest.mark.features("guided", "speculative", "chunked prefill", "n > 1", "logprobs", "prompt logprobs")
-def test_launched_ahead_an_engine_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = answers(None)
+@pytest.mark.parametrize("speculative", [NGRAM, pytest.param(None, marks=pytest.mark.slow)], ids=["ngram", "none"])
+def test_launched_ahead_an_engine_says_the_same(
+    expected: list[RequestOutput], speculative: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = 0
     prepare = DeviceRunner.prepare
 
@@ -45,13 +53,12 @@ def test_launched_ahead_an_engine_says_the_same(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(DeviceRunner, "prepare", counting)
     monkeypatch.setattr(RunnerParts, "launches", True)
-    for speculative in (None, NGRAM):
-        found = answers(speculative)
-        assert [[c.text for c in output.outputs] for output in found] == [
-            [c.text for c in output.outputs] for output in expected
-        ]
-        for output, one in zip(found, expected, strict=True):
-            told, wanted = output.outputs[0].logprobs or [], one.outputs[0].logprobs or []
-            assert [list(position) for position in told] == [list(position) for position in wanted]
-            assert (output.prompt_logprobs is None) == (one.prompt_logprobs is None)
-    assert begun > 2 * 60
+    found = answers(speculative)
+    assert [[c.text for c in output.outputs] for output in found] == [
+        [c.text for c in output.outputs] for output in expected
+    ]
+    for output, one in zip(found, expected, strict=True):
+        told, wanted = output.outputs[0].logprobs or [], one.outputs[0].logprobs or []
+        assert [list(position) for position in told] == [list(position) for position in wanted]
+        assert (output.prompt_logprobs is None) == (one.prompt_logprobs is None)
+    assert begun > 60

@@ -95,7 +95,7 @@ def new(number: int, seed: int, *, computed: int) -> NewSequence:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", ["ngram", "draft", "medusa", "eagle"])
+@pytest.mark.parametrize("method", ["ngram", "draft", pytest.param("medusa", marks=pytest.mark.slow), "eagle"])
 def test_draws_have_the_models_distribution(method: Method, model: TinyModel, tmp_path: Path) -> None:
     runner = backend_of(model, speculation_of(method, model, tmp_path))
     seen: dict[tuple[int, ...], np.ndarray] = {}  # type: ignore[type-arg]

@@ -16,7 +16,7 @@ from tests.support.cluster.conversations import DEADLINE
 from tests.support.cluster.stack import RunningStack
 
 TEXT = " ".join(f"On day {day} fox {day * 7 % 101} met hare {day * 3 % 89} by the old mill." for day in range(300))
-LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 333, 1024, 1500)
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 100, 333, 1500)
 """Prompts in tokens: around the edges of blocks and of chunks."""
 
 

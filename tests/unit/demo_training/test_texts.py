@@ -16,6 +16,8 @@ from tests.demo_training.packing import ROW_LENGTHS, Encoder, batches, fill_rows
 from tests.demo_training.texts import capitals, letters, passages, records, stories
 from tests.demo_training.vocabulary import CHAT_TEMPLATE, VOCABULARY_SIZE, save_tokenizer, train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 KINDS = tuple(DRAWS)
 SAMPLE = 6_000
 
