@@ -11,7 +11,7 @@ from deploy.chaos.checks import StackWatch, memory, stack_watch
 from deploy.chaos.faults.fault import FailureKind, Fault
 from deploy.chaos.load import POLL, Load, Stream, first_difference, waits
 from deploy.chaos.schedule import Case, Strike, cases_of, strikes
-from deploy.chaos.stack import ChaosStack
+from deploy.chaos.stack import SUPERVISOR, ChaosStack
 from deploy.errors import CommandError
 
 RECOVERY = 5.0
@@ -121,8 +121,8 @@ class ChaosRun:
                         break
                     results.append(result)
                     finished(strike, result)
-                    if result.unready:
-                        break
+                    if result.unready or self._stack.identity(SUPERVISOR) is None:
+                        break  # what is struck from here on would not come back
         finally:
             load.close()
         return results
