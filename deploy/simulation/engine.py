@@ -75,7 +75,7 @@ class EngineTotals(NamedTuple):
     """Seconds in which its device computed."""
 
 
-class RequestEnded(NamedTuple):
+class AnswerComplete(NamedTuple):
     """The client has the last token of a request, or its error."""
 
     request: RequestId
@@ -94,7 +94,7 @@ class EngineNews(NamedTuple):
     engine: int
     number: int
     """Counts the news of the engine."""
-    message: Lifecycle | KvEvents | RequestEnded | EngineStopped
+    message: Lifecycle | KvEvents | AnswerComplete | EngineStopped
 
 
 def engine_id(number: int) -> EngineId:
@@ -289,7 +289,7 @@ class VirtualEngine:
     def _end(self, record: RequestRecord, heard: float, error: str | None = None) -> None:
         record.error = error
         self.records.append(record)
-        self._tell(heard, RequestEnded(record.request))
+        self._tell(heard, AnswerComplete(record.request))
 
     # ---- what others hear of it
 
@@ -343,7 +343,7 @@ class VirtualEngine:
         for event in self._kv.flush():
             self._tell(now + self._hops.report, event)
 
-    def _tell(self, at: float, message: Lifecycle | KvEvents | RequestEnded | EngineStopped) -> None:
+    def _tell(self, at: float, message: Lifecycle | KvEvents | AnswerComplete | EngineStopped) -> None:
         self._sent += 1
         self.news.append(EngineNews(at, self._number, self._sent, message))
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from deploy.simulation.cell import CellOrder, DeliverRequest
-from deploy.simulation.engine import EngineNews, EngineStopped, RequestEnded, SimulationError, number_of
+from deploy.simulation.engine import AnswerComplete, EngineNews, EngineStopped, SimulationError, number_of
 from deploy.simulation.fleet import SimulatedFleet
 from deploy.simulation.hops import HopDelays
 from deploy.simulation.prompts import SimRequest, generation_of
@@ -176,7 +176,7 @@ class RequestFront:
                 self._act(self.coordinator.lifecycle(news.message, _moment(news.at)), news.at)
             case KvEvents():
                 self.coordinator.blocks_changed(news.message, _moment(news.at))
-            case RequestEnded(request):
+            case AnswerComplete(request):
                 self._end(request, news.at)
             case EngineStopped(engine):
                 self.fleet.lives[engine].stopped = news.at

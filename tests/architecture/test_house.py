@@ -9,9 +9,6 @@ import pytest
 from tests.architecture.house import House, table
 from tests.support.paths import REPOSITORY
 
-MAX_REPEATED_CLASSES = 2
-"""Names that may still mean two things. To be lowered to 0, never raised."""
-
 
 @pytest.fixture(scope="module")
 def house() -> House:
@@ -27,8 +24,7 @@ def test_no_folder_holds_more_modules_than_one_wants_to_choose_from(house: House
 
 
 def test_a_class_name_means_one_thing(house: House) -> None:
-    repeated = house.repeated_classes()
-    assert len(repeated) <= MAX_REPEATED_CLASSES, repeated
+    assert house.repeated_classes() == {}
 
 
 def test_sibling_packages_import_each_other_one_way_only(house: House) -> None:
