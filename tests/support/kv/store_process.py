@@ -90,6 +90,10 @@ class StoreProcess:
         remove(self.directory)
 
 
+_lives = itertools.count(1)
+"""Each client is an owner of its own, as a process that starts anew is: it numbers its leases from 1 again."""
+
+
 class StoreClient:
     """Scheduler and ranks of an engine at one store. Attaches when it must."""
 
@@ -98,7 +102,7 @@ class StoreClient:
         self._store = store
         self._layout = layout
         self._leases = map(LeaseId, itertools.count(1))
-        self.owner = LeaseOwner(InstanceId(f"engine-at-{store.node}"), Incarnation(1))
+        self.owner = LeaseOwner(InstanceId(f"engine-at-{store.node}"), Incarnation(next(_lives)))
         self.report: StoreReport | None = None
         """As its lifecycle said last."""
 
