@@ -13,7 +13,7 @@ import logging
 import ssl
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,8 @@ log = logging.getLogger(__name__)
 
 PENDING_BYTES = 32 * 2**20
 """Bytes buffered for sending while the server is unreachable; publishing beyond them raises."""
+CANCEL_AGAIN = 0.1
+"""Seconds from one cancellation to the next of a task that goes on."""
 RECONNECT_WAIT = 0.1
 GRACE_AFTER_RECONNECT = 2.0
 ERROR_REPLY = "Baton-Error"
@@ -359,8 +361,7 @@ async def connect(options: NatsOptions) -> NatsBus:
     }
     client = _EncryptedClient() if options.is_encrypted else Client()
     try:
-        async with asyncio.timeout(options.connect_timeout):
-            await client.connect(**arguments)
+        await _in_time(client.connect(**arguments), options.connect_timeout)
     except (OSError, TimeoutError, nats.errors.Error) as error:
         await client.close()
         why = last_error[0] if last_error and isinstance(error, TimeoutError) else error
@@ -370,3 +371,22 @@ async def connect(options: NatsOptions) -> NatsBus:
     bus = NatsBus(client, options.namespace, liveness)
     await bus.listen_for_undelivered()
     return bus
+
+
+async def _in_time(connecting: Coroutine[Any, Any, None], seconds: float) -> None:
+    """Ends when the client has connected, or after that time. Raises TimeoutError.
+
+    The client may take a cancellation for one of its own tasks' and go on trying: it is cancelled until it ends.
+    """
+    task = asyncio.create_task(connecting)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+        if not done:
+            raise TimeoutError
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN)
+        if not task.cancelled():
+            task.exception()  # seen, where it is not raised below
+    await task
