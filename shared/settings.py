@@ -25,7 +25,8 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class UpOption(NamedTuple):
-    """Makes a setting an option of `baton up`. Every other setting is reached by `--set SERVICE.KEY=VALUE`."""
+    """Makes a setting an option of `baton up`, or of the command that it is a setting of. Every other one of a service
+    is reached by `--set SERVICE.KEY=VALUE`."""
 
     panel: str | None = None
     """Heading that `baton up --help` shows it under."""

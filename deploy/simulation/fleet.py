@@ -18,6 +18,10 @@ from deploy.simulation.engine import engine_id, number_of
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.fleet import EngineLoad
 from shared.ids import EngineId, ModelName
+from shared.settings import UpOption
+
+SCALING = "Engines that come and go"
+"""The heading of its options."""
 
 
 class FleetView(NamedTuple):
@@ -64,14 +68,20 @@ class StaticFleet(Struct, frozen=True):
 class ScalingLimits(Struct, frozen=True, kw_only=True):
     """The bounds within which engines come and go."""
 
-    minimum: Annotated[int, Meta(ge=1)] = 1
-    maximum: Annotated[int, Meta(ge=1)] = 64
-    interval: Annotated[float, Meta(gt=0)] = 15.0
-    """Seconds between two decisions."""
-    start_seconds: Annotated[float, Meta(ge=0)] = 30.0
-    """From an engine's start, when it takes its devices, until it takes requests."""
-    stabilization: Annotated[float, Meta(ge=0)] = 300.0
-    """The fleet shrinks to the most that was wanted within so many seconds."""
+    minimum: Annotated[int, Meta(ge=1, description="Fewest engines."), UpOption(SCALING, "min_engines")] = 1
+    maximum: Annotated[int, Meta(ge=1, description="Most engines."), UpOption(SCALING, "max_engines")] = 64
+    interval: Annotated[
+        float, Meta(ge=0.5, description="Seconds between decisions."), UpOption(SCALING, "scale_interval")
+    ] = 15.0
+    start_seconds: Annotated[
+        float,
+        Meta(ge=0, description="Seconds from an engine's start, when it takes its devices, until it takes requests."),
+        UpOption(SCALING, "start_s"),
+    ] = 30.0
+    stabilization: Annotated[
+        float, Meta(ge=0, description="Seconds for which fewer must be enough."), UpOption(SCALING, "scale_down_s")
+    ] = 300.0
+    """The fleet shrinks to the most that was wanted meanwhile."""
 
     def __post_init__(self) -> None:
         if self.maximum < self.minimum:

@@ -13,14 +13,9 @@ from deploy.simulation.engine import EngineKit
 from deploy.simulation.hops import HopDelays
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.core.limits import EngineLimits
 from services.worker.config import WorkerConfig
-from services.worker.sim.backend import SimBackend, create_sim_backend
-from services.worker.sim.tokens import SimSpeculation
+from services.worker.executor.simulated import simulated_device
 from shared.config import load_config
-
-UNUSED_CANARY = 0.0
-"""Canaries are left out: an idle engine's own requests, which no client waits for."""
 
 
 class SimulationSetup(NamedTuple):
@@ -32,14 +27,16 @@ class SimulationSetup(NamedTuple):
     hops: HopDelays
 
     def make_kit(self) -> EngineKit:
-        """Raises BackendError where the model cannot be simulated."""
+        """Without canaries: an idle engine's own requests, which no client waits for. Raises BackendError where the
+        model cannot be simulated."""
         limits = self.scheduler.limits().bounded(self.worker.max_num_seqs, self.worker.max_batch_tokens)
-        return EngineKit(_without_canaries(limits), _device(self.worker), self.hops)
+        device = simulated_device(self.worker, Path(self.worker.model))
+        return EngineKit(dataclasses.replace(limits, canary_interval=0.0), device, self.hops)
 
     @property
     def description(self) -> dict[str, object]:
         """For the report."""
-        device = _device(self.worker)
+        device = simulated_device(self.worker, Path(self.worker.model))
         return {
             "model_id": device.card.name,
             "device": device.device,
@@ -76,23 +73,3 @@ def simulation_setup(
         load_config("coordinator", CoordinatorConfig, flags("coordinator"), {}),
         hops,
     )
-
-
-def _device(config: WorkerConfig) -> SimBackend:
-    return create_sim_backend(
-        Path(config.model),
-        model_name=config.model_name(),
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        kv_memory_bytes=config.kv_memory,
-        world_size=config.world_size,
-        accelerator=config.accelerator(),
-        profile=config.sim_profile,
-        step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,
-        time_scale=config.sim_time_scale,
-        speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
-    )
-
-
-def _without_canaries(limits: EngineLimits) -> EngineLimits:
-    return dataclasses.replace(limits, canary_interval=UNUSED_CANARY)

@@ -20,7 +20,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deploy.simulation.prompts import PromptSegment, SimRequest
-from deploy.simulation.workloads import UNSHARED
+from deploy.simulation.workloads import LOAD, UNSHARED
+from shared.settings import UpOption
 
 TraceFormat = Literal["auto", "mooncake", "azure"]
 MOONCAKE_BLOCK = 512
@@ -55,14 +56,23 @@ class TracedRequest(NamedTuple):
 class TraceLoad(Struct, frozen=True, kw_only=True):
     """The requests of a trace at their own times, the first one at 0."""
 
-    path: Path
-    format: TraceFormat = "auto"
+    path: Annotated[
+        Path,
+        Meta(description="File of requests in Mooncake's or Azure's format, in place of those."),
+        UpOption(LOAD, "trace"),
+    ]
+    format: Annotated[
+        TraceFormat, Meta(description="The format, where it does not show."), UpOption(LOAD, "trace_format")
+    ] = "auto"
     """auto: a file with a table's heading is Azure's, any other Mooncake's."""
-    time_scale: float = 1.0
-    """Factor on all times: 0.5 sends the same requests at twice the rate."""
-    count: int | None = None
+    time_scale: Annotated[
+        float,
+        Meta(gt=0, description="Factor on a trace's times: 0.5 is twice the rate."),
+        UpOption(LOAD, "trace_scale"),
+    ] = 1.0
+    count: Annotated[int, Meta(ge=1), UpOption(LOAD, "num_prompts")] | None = None
     """At most so many requests."""
-    seconds: float | None = None
+    seconds: Annotated[float, Meta(gt=0), UpOption(LOAD, "duration")] | None = None
     """Only requests that come within so long, on the scaled clock."""
 
     @property

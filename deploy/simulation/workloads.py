@@ -5,44 +5,73 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import cos, pi
 from random import Random
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from deploy.simulation.prompts import PromptSegment, SimRequest
 from services.bench.datasets.single_turn import chosen_prefixes, drawn_length
+from shared.settings import UpOption
 
 ArrivalPattern = Literal["steady", "bursty", "diurnal"]
 """steady: a Poisson process. bursty: one whose gaps vary more (`burstiness`). diurnal: its rate is a wave."""
 UNSHARED = 1 << 32
 """Names of segments that only one prompt has begin here; those of shared ones are smaller."""
+LOAD = "The load"
+"""The heading of its options."""
+
+InputLength = Annotated[
+    int,
+    Meta(ge=1, description="Prompt tokens, behind the shared beginning if there is one."),
+    UpOption(LOAD, unset="1024, or 512 with --concurrency"),
+]
+LengthRange = Annotated[
+    float,
+    Meta(ge=0, lt=1, description="How far lengths vary, uniformly."),
+    UpOption(LOAD, unset="0.5, or 0 with --concurrency"),
+]
+"""As in `bench serve`."""
+Seed = Annotated[int, Meta(description="The same seed is the same load."), UpOption(LOAD)]
 
 
 class GeneratedLoad(Struct, frozen=True, kw_only=True):
     """Requests that come by themselves, whether the ones before are answered or not. Lengths in tokens."""
 
-    rate: float
-    """Requests per second, on average over whole waves."""
-    seconds: float
-    """Requests come for so long."""
-    arrivals: ArrivalPattern = "steady"
-    burstiness: float = 0.25
-    """Of bursty arrivals: the shape of the gamma distribution of gaps; 1 is a Poisson process, less is burstier."""
-    period: float = 3600.0
-    """Of diurnal arrivals: seconds of one wave, which begins at its lowest."""
-    swing: float = 0.8
-    """Of diurnal arrivals: how far the rate is above and below its mean, as a share of it; 0 to 1."""
-    input_len: int = 1024
-    """Of the part of a prompt that no other has."""
-    output_len: int = 256
-    range_ratio: float = 0.5
-    """How far lengths vary, uniformly, as in `bench serve`."""
-    prefixes: int = 0
-    """Number of beginnings that prompts share; 0: none."""
-    prefix_len: int = 0
-    popularity: float = 1.0
-    """Exponent of Zipf's law over the shared beginnings; 0: all alike."""
-    seed: int = 0
+    arrivals: Annotated[
+        ArrivalPattern, Meta(description="When requests come: at random, in bursts, or in daily waves."), UpOption(LOAD)
+    ] = "steady"
+    rate: Annotated[
+        float, Meta(gt=0, description="Requests/s, the mean over whole waves."), UpOption(LOAD, "request_rate")
+    ] = 4.0
+    seconds: Annotated[
+        float,
+        Meta(gt=0, description="Seconds of traffic, or of a trace."),
+        UpOption(LOAD, "duration", unset="300, or all of a trace"),
+    ] = 300.0
+    burstiness: Annotated[
+        float, Meta(gt=0, description="Of bursty arrivals: 1 is Poisson, less is burstier."), UpOption(LOAD)
+    ] = 0.25
+    """The shape of the gamma distribution of gaps."""
+    period: Annotated[float, Meta(ge=1, description="Of diurnal arrivals: seconds of a wave."), UpOption(LOAD)] = 3600.0
+    """It begins at its lowest."""
+    swing: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Of diurnal arrivals: share by which the rate varies."),
+        UpOption(LOAD),
+    ] = 0.8
+    input_len: InputLength = 1024
+    output_len: Annotated[int, Meta(ge=1, description="Output tokens."), UpOption(LOAD)] = 256
+    range_ratio: LengthRange = 0.5
+    prefixes: Annotated[
+        int, Meta(ge=0, description="Beginnings that prompts share."), UpOption(LOAD, "num_prefixes")
+    ] = 0
+    prefix_len: Annotated[int, Meta(ge=1, description="Tokens of each."), UpOption(LOAD)] = 1024
+    popularity: Annotated[
+        float,
+        Meta(ge=0, description="Exponent of Zipf's law over them; 0: all alike."),
+        UpOption(LOAD, "prefix_popularity"),
+    ] = 1.0
+    seed: Seed = 0
 
     @property
     def concurrency(self) -> int | None:
@@ -105,17 +134,27 @@ class ConcurrentLoad(Struct, frozen=True, kw_only=True):
     distributed from 20 to 500 tokens.
     """
 
-    concurrency: int
-    count: int
-    """Requests in all."""
-    input_len: int = 512
-    range_ratio: float = 0.0
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Constant number of open requests instead of a rate; output lengths are normal, 20 to 500.",
+        ),
+        UpOption(LOAD),
+    ]
+    count: Annotated[
+        int,
+        Meta(ge=1, description="Requests of --concurrency, or of a trace."),
+        UpOption(LOAD, "num_prompts", unset="1000, or all of a trace"),
+    ] = 1000
+    input_len: InputLength = 512
+    range_ratio: LengthRange = 0.0
     output_mean: float = 260.0
     output_deviation: float = 80.0
     output_min: int = 20
     output_max: int = 500
     """Lengths beyond the bounds are drawn again."""
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def description(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The options of `baton up` that are settings, of the stack or of a service: made from the settings themselves."""
+"""Options that are settings, of `baton up` or of another command: made from the settings themselves."""
 
 from __future__ import annotations
 
@@ -52,15 +52,23 @@ class Offer(NamedTuple):
 @cache
 def offers() -> Mapping[str, Offer]:
     """Every option by name, in the order in which help shows them."""
+    found = offers_of(_offered())
+    return {offer.name: offer for offer in sorted(found.values(), key=lambda each: PANELS.index(each.option.panel))}
+
+
+def offers_of(settings: Iterable[tuple[str, Setting]]) -> dict[str, Offer]:
+    """Their options by name, in order. `settings`: (what it is a setting of, setting); those without an option are
+    left out."""
     found: dict[str, Offer] = {}
-    for service, setting in _offered():
+    for service, setting in settings:
         option = setting.up_option
-        assert option is not None, "only such are found"
+        if option is None:
+            continue
         name = option.name or setting.name
         before = found.get(name)
         targets = (*(before.targets if before else ()), (service, setting))
         found[name] = before._replace(targets=targets) if before else Offer(name, option, setting, targets)
-    return {offer.name: offer for offer in sorted(found.values(), key=lambda each: PANELS.index(each.option.panel))}
+    return found
 
 
 def _offered() -> Iterable[tuple[str, Setting]]:
@@ -68,7 +76,7 @@ def _offered() -> Iterable[tuple[str, Setting]]:
     for service, struct in sources:
         for setting in settings_of(struct).values():
             inherited = setting.name in COMMON_KEYS and service not in (STACK, EVERY_SERVICE)
-            if setting.up_option is not None and not inherited:
+            if not inherited:
                 yield service, setting
 
 
@@ -106,16 +114,17 @@ def with_options(command: Callable[..., None], offered: Iterable[Offer], panel: 
     command.__signature__ = own.replace(parameters=[*positional, *made, *keyword])  # type: ignore[attr-defined]
 
 
-def given(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that were typed, without options that were not given. Raises CommandError for a value that is not
-    allowed."""
+def given(typed: Mapping[str, Any], known: Mapping[str, Offer] | None = None) -> dict[str, Any]:
+    """The values that were typed, without options that were not given. `known`: all options by name, None for those of
+    `baton up`. Raises CommandError for a value that is not allowed."""
+    known = offers() if known is None else known
     values = {
         name: value
         for name, value in typed.items()
-        if value is not None and value != [] and (value is not False or offers()[name].is_on_by_default)
+        if value is not None and value != [] and (value is not False or known[name].is_on_by_default)
     }
     for name, value in values.items():
-        offer = offers()[name]
+        offer = known[name]
         for _, setting in offer.targets:
             try:
                 setting.parse(value)

@@ -20,6 +20,7 @@ from services.worker.distributed.binding import (
     cpus_of_gpu,
     cpus_of_rank,
 )
+from services.worker.executor.simulated import simulated_device
 from shared.models.model_files import ModelNotFound, resolve_model
 
 if TYPE_CHECKING:
@@ -37,26 +38,7 @@ def make_backend(config: WorkerConfig) -> Backend:
         folder = resolve_model(config.model, weights=config.reads_weights)
     except ModelNotFound as error:
         raise BackendError(str(error)) from None
-    return _sim_backend(config, folder) if config.device == "sim" else _torch_backend(config, folder)
-
-
-def _sim_backend(config: WorkerConfig, folder: Path) -> Backend:
-    from services.worker.sim.backend import create_sim_backend
-    from services.worker.sim.tokens import SimSpeculation
-
-    return create_sim_backend(
-        folder,
-        model_name=config.model_name(),
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        kv_memory_bytes=config.kv_memory,
-        world_size=config.world_size,
-        accelerator=config.accelerator(),
-        profile=config.sim_profile,
-        step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,
-        time_scale=config.sim_time_scale,
-        speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
-    )
+    return simulated_device(config, folder) if config.device == "sim" else _torch_backend(config, folder)
 
 
 def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:

@@ -1,0 +1,26 @@
+"""The simulated device of a worker's configuration; `baton simulate` makes its engines' devices here, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.worker.config import WorkerConfig
+from services.worker.sim.backend import SimBackend, create_sim_backend
+from services.worker.sim.tokens import SimSpeculation
+
+
+def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
+    """The device that `config` describes, for the model in `folder`. Raises BackendError."""
+    return create_sim_backend(
+        folder,
+        model_name=config.model_name(),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        kv_memory_bytes=config.kv_memory,
+        world_size=config.world_size,
+        accelerator=config.accelerator(),
+        profile=config.sim_profile,
+        step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,
+        time_scale=config.sim_time_scale,
+        speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
+    )
