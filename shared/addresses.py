@@ -1,10 +1,16 @@
-"""Which addresses other machines reach."""
+"""Which addresses other machines reach, and where the ranks of one engine find each other."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+RANK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables that gloo and NCCL read. Without them they use the address of the host's name, whatever that is."""
 
 
 def is_loopback(host: str) -> bool:
@@ -18,6 +24,18 @@ def is_loopback(host: str) -> bool:
 def loopback_interface() -> str | None:
     """The name of the network interface that no other machine reaches; None where it has none of the usual names."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def rank_interfaces(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make ranks speak on `interface`; none where that is None. What the user has set in `environment`
+    himself stays."""
+    return {} if interface is None else {name: interface for name in RANK_INTERFACES if name not in environment}
+
+
+def rendezvous_file(folder: Path, prefix: str) -> str:
+    """The address of a file that does not exist yet, where ranks of one host meet: they create it, and the last one
+    removes it."""
+    return f"file://{folder / f'{prefix}-{uuid.uuid4().hex}'}"
 
 
 def is_private(host: str) -> bool:

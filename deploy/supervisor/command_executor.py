@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import uuid
 
 from deploy.supervisor.core.events import (
     AnnounceDeath,
@@ -25,6 +24,7 @@ from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import free_port
 from deploy.supervisor.spec import StackSpec
 from shared import topics
+from shared.addresses import rendezvous_file
 from shared.bus import Bus, BusError
 from shared.config import inherited_environment
 from shared.ids import EngineId
@@ -95,7 +95,7 @@ class CommandExecutor:
             folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
             for former in folder.glob(f"{engine}-*"):
                 former.unlink(missing_ok=True)
-        return f"file://{folder / f'{engine}-{uuid.uuid4().hex}'}"
+        return rendezvous_file(folder, engine)
 
     def _start(self, order: StartProcess, gateway_port: int) -> ProcessStarted | ProcessExited:
         process = order.process

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 
 from deploy.supervisor.spec import HostsSpec
-from shared.addresses import loopback_interface
+from shared.addresses import loopback_interface, rank_interfaces
 from shared.config import process_environment
 
 
@@ -54,17 +54,11 @@ def _bind(one: socket.socket, host: str, port: int) -> None:
 # Which network the ranks of an engine speak on.
 
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The variables that gloo and NCCL read. Without them they use the address of the host's name, whatever that is."""
-
-
 def network_environment(hosts: HostsSpec | None) -> dict[str, str]:
     """For the ranks' processes: those of one host speak where no other machine reaches them. What the user has set
     himself stays."""
     name = loopback_interface() if hosts is None else _interface_of(_own_address_towards(hosts.master))
-    if name is None:
-        return {}
-    return {variable: name for variable in VARIABLES if variable not in process_environment()}
+    return rank_interfaces(name, process_environment())
 
 
 def _own_address_towards(host: str) -> str | None:

@@ -303,14 +303,12 @@ class RequestTable:
         for effect in effects:
             match effect:
                 case Delta():
-                    if effect.request in self.records.choices:
-                        self.records.record(effect)  # with no wait before the client has it: see _resume
+                    self.records.record(effect)  # with no wait before the client has it: see _resume
                     find = self._routes.get if effect.finish is None else self._routes.pop
                     if (route := find(effect.request, None)) is not None:
                         route[0].record_delta(route[1], effect, now)
                 case StreamOpened():
-                    if effect.request in self.records.choices:
-                        self.records.record(effect)
+                    self.records.record(effect)
                     if (route := self._routes.get(effect.request)) is not None:
                         route[0].record_opened(effect)
                 case PromptLogprobsDelta():

@@ -26,7 +26,7 @@ from services.worker.backend import BackendError
 from services.worker.config import WorkerConfig
 from shared import topics
 from shared.actor import ActorRuntime, keep_from_collecting, run_loop
-from shared.addresses import loopback_interface
+from shared.addresses import loopback_interface, rank_interfaces
 from shared.bus.memory_bus import MemoryBus
 from shared.config import process_environment
 from shared.error_groups import innermost
@@ -149,13 +149,12 @@ class RankProcesses:
 
 def _start_process(link: int) -> subprocess.Popen[bytes]:
     """It speaks to other ranks where no other machine reaches it, unless the user has chosen an interface."""
-    interface = loopback_interface()
-    chosen = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    environment = process_environment()
     return subprocess.Popen(
         [sys.executable, "-P", "-c", START, str(ROOT), __name__, str(link)],
         pass_fds=[link],
         stdin=subprocess.DEVNULL,
-        env=chosen | process_environment(),
+        env=environment | rank_interfaces(loopback_interface(), environment),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
@@ -18,6 +17,7 @@ from services.offline.errors import InvalidRequest
 from services.scheduler.config import SchedulerConfig
 from services.tokenizer.config import TokenizerConfig
 from services.worker.config import WorkerConfig
+from shared.addresses import rendezvous_file
 from shared.config import ConfigError, ServiceConfig, load_config
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -101,7 +101,7 @@ def service_configs(
         "engine": ENGINE,
         "world_size": world_size,
         "pp": sizes["pipeline_parallel_size"],
-        "rendezvous": _rendezvous() if world_size > 1 else None,
+        "rendezvous": rendezvous_file(Path(tempfile.gettempdir()), "baton") if world_size > 1 else None,
     }
     scheduler = {
         "max_running": given.get("max_num_seqs"),
@@ -124,11 +124,6 @@ def service_configs(
         ),
         detokenizer=made("detokenizer", DetokenizerConfig, "detokenizer-1", names),
     )
-
-
-def _rendezvous() -> str:
-    """A file that does not exist yet: the ranks create it, and the last one removes it."""
-    return f"file://{tempfile.gettempdir()}/baton-{uuid.uuid4().hex}"
 
 
 def _by_service(more: Mapping[str, object]) -> dict[str, dict[str, object]]:

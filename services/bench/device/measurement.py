@@ -7,8 +7,8 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ from services.worker.measure.roofline.wire import (
     MeasureStarted,
     StepsRequest,
 )
+from shared.addresses import loopback_interface, rank_interfaces, rendezvous_file
 from shared.config import process_environment
 
 MODULE = "services.worker.measure.roofline"
@@ -70,14 +71,16 @@ def requests_of_ranks(request: MeasureRequest) -> list[MeasureRequest]:
     """The request to each process; only the first one's findings are used."""
     if not isinstance(request, StepsRequest) or request.tp == 1:
         return [request]
-    meeting = f"file://{tempfile.gettempdir()}/baton-{uuid.uuid4().hex}"  # the last rank removes it
+    meeting = rendezvous_file(Path(tempfile.gettempdir()), "baton")
     return [replace(request, rank=rank, rendezvous=meeting) for rank in range(request.tp)]
 
 
 def _started(processes: contextlib.ExitStack, request: MeasureRequest) -> subprocess.Popen[bytes]:
     question = msgspec.json.encode(request).decode()
     output = subprocess.PIPE if not isinstance(request, StepsRequest) or request.rank == 0 else subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-m", MODULE, question], stdout=output, env=process_environment())
+    environment = process_environment()
+    environment |= rank_interfaces(loopback_interface(), environment)
+    process = subprocess.Popen([sys.executable, "-m", MODULE, question], stdout=output, env=environment)
     processes.callback(end_process, process)
     return process
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
-from services.coordinator.core.fleet import EngineFleet, fits
+from services.coordinator.core.fleet import EngineFleet, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.outliers import OutlierDetector
 from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
@@ -191,7 +191,7 @@ class Coordinator:
 
     def _admit(self, generation: Generation, at: Moment) -> list[Action]:
         """Places the request at once where nothing waits and there is room; queues it otherwise."""
-        if not self.queue and self.fleet.has_room(generation.model, fair=bool(generation.key)):
+        if not self.queue and self.fleet.has_room(generation.model, fair=is_fair(generation)):
             actions = self._place(generation, at, at.now)
             if actions:
                 return actions
@@ -218,7 +218,7 @@ class Coordinator:
         behind it."""
         actions: list[Action] = []
         for queued in self.queue.in_order(model):
-            if not self.fleet.has_room(model, fair=bool(queued.generation.key)):
+            if not self.fleet.has_room(model, fair=is_fair(queued.generation)):
                 break
             ended = self._place(queued.generation, at, queued.since)
             if ended:

@@ -57,6 +57,11 @@ def fair_room(report: EngineReport, fill: float) -> int:
     return 0 if report.waiting >= backlog else room(report, fill)
 
 
+def is_fair(generation: Generation) -> bool:
+    """Whether a request competes with those of other API keys."""
+    return bool(generation.key)
+
+
 def share(whole: int, parts: int, turn: int) -> int:
     """One of `parts` shares of `whole`, which add up to it over `turn` = t, t + 1, …, t + parts - 1."""
     return whole // parts + (1 if turn % parts < whole % parts else 0)
@@ -302,7 +307,7 @@ class EngineFleet:
         fitting = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
         preferred = [engine for engine in fitting if engine.id not in generation.avoid] or fitting
         able = [engine for engine in preferred if engine.report.role in DECODING] or preferred
-        return self._candidates(able, fair=bool(generation.key))
+        return self._candidates(able, fair=is_fair(generation))
 
     def prefill_candidates(self, generation: Generation) -> list[Candidate]:
         """The prefill engines that may take a request and hand it over; none that is to be avoided."""
@@ -313,7 +318,7 @@ class EngineFleet:
             and engine.id not in generation.avoid
             and fits(generation, engine.report.model.max_model_len)
         )
-        return self._candidates(able, fair=bool(generation.key))
+        return self._candidates(able, fair=is_fair(generation))
 
     def choose_detokenizer(self) -> DetokenizerId | None:
         """One with the least work, with rotation among equals; None where there is none."""

@@ -142,8 +142,6 @@ class StreamRecords:
         """`max_age`: seconds that a stream may take in all."""
         self.choices: dict[RequestId, tuple[StreamRecord, ChoiceRecord]] = {}
         """By request: output of others is none of `record`'s business."""
-        self.to_send = False
-        """Whether `take_grown` or `take_forgotten` may have something for other gateways."""
         self._max_bytes, self._seconds, self._max_age = max_bytes, seconds, max_age
         self._records: dict[str, StreamRecord] = {}
         """The one that was used longest ago first, roughly."""
@@ -163,6 +161,11 @@ class StreamRecords:
     def owned(self) -> Iterator[StreamRecord]:
         """Yields the streams that this gateway supervises."""
         return (record for record in self._records.values() if record.owned)
+
+    @property
+    def to_send(self) -> bool:
+        """Whether `take_grown` or `take_forgotten` may have something for other gateways."""
+        return bool(self._grown or self._forgotten)
 
     # Records come and go.
 
@@ -209,7 +212,6 @@ class StreamRecords:
     def _forget_copy(self, record: StreamRecord) -> None:
         if record.copied_to is not None:
             self._forgotten.append((record.copied_to.gateway, record.opening.stream))
-            self.to_send = True
             record.copied_to = None
 
     def _add(self, record: StreamRecord) -> bool:
@@ -241,7 +243,6 @@ class StreamRecords:
         else:
             self._append(output)
         self._grown.append(output)
-        self.to_send = True
 
     def grow(self, message: StreamsGrown, now: float) -> None:
         """Takes what copies have grown by. What does not continue one is dropped: the copy stays behind."""
@@ -283,7 +284,6 @@ class StreamRecords:
         opened: dict[GatewayId, list[StreamOpened]] = {}
         deltas: dict[GatewayId, list[Delta]] = {}
         grown, self._grown = self._grown, []
-        self.to_send = bool(self._forgotten)
         for output in grown:
             entry = self.choices.get(output.request)
             if entry is None or entry[0].copied_to is None:
@@ -301,7 +301,6 @@ class StreamRecords:
     def take_forgotten(self) -> list[tuple[GatewayId, str]]:
         """Returns whose copies of which streams have become useless since the last call."""
         forgotten, self._forgotten = self._forgotten, []
-        self.to_send = bool(self._grown)
         return forgotten
 
     def expire(self, alive: Collection[GatewayLife], now: float) -> list[StreamRecord]:

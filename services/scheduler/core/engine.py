@@ -64,8 +64,6 @@ class EngineCore:
         """None while there are no workers."""
         self.plan_due: float | None = None
         """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
-        self.isolated: RequestId | None = None
-        """The suspect that is computed alone; None while there is none, and others may be computed."""
         self._epoch = epoch
         self._tickets = count(1)
         self._outbox = EngineOutbox(engine, epoch)
@@ -103,7 +101,7 @@ class EngineCore:
             case _:
                 assert_never(event)
         outputs = self._advance(now)
-        if self.health.probed and self.health.canary.is_due(now) and self._ask_canary(now):
+        if self.health.canary.is_due(now) and self._ask_canary(now):
             outputs += self._advance(now)
         return outputs
 
@@ -114,9 +112,6 @@ class EngineCore:
             self.plan_due = state.plan(now)
         if self.role.node is not None:
             self._exchange_with_store(now)
-        if state is not None:
-            suspect = state.isolation.current
-            self.isolated = None if suspect is None else suspect.generation.request
         outputs = self._outbox.take()
         return self.health.separate(outputs, now) if self.health.canary.mixed_in else outputs
 
@@ -165,6 +160,12 @@ class EngineCore:
     def serves(self) -> bool:
         """Whether requests may come: there are workers, and what they are to say to a canary is known."""
         return self.epoch_state is not None and self.health.knows_answer
+
+    @property
+    def isolated(self) -> RequestId | None:
+        """The suspect that is computed alone; None while there is none, and others may be computed."""
+        suspect = None if self.epoch_state is None else self.epoch_state.isolation.current
+        return None if suspect is None else suspect.generation.request
 
     def takes_over(self, engine: EngineId) -> bool:
         """Whether another engine takes requests over, as far as is known."""
@@ -381,6 +382,6 @@ class EngineCore:
             deaths = dict.fromkeys(state.computing(), how) if died else {}
             state.requests.fail_where(lambda _: True, reason, tell_detokenizer=True, deaths=deaths)
             state.close()
-        self.epoch_state = self.plan_due = self.isolated = None
+        self.epoch_state = self.plan_due = None
         self._epoch = Incarnation(self._epoch + 1)
         self._outbox.start_epoch(self._epoch)

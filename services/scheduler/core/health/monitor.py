@@ -22,10 +22,8 @@ class HealthMonitor:
     wrong are measured by what was right before."""
 
     def __init__(self, limits: EngineLimits, counters: EngineCounters) -> None:
-        self.probed = limits.canary_interval > 0
-        """Whether there are canaries; without, none is ever due."""
         self.canary = Canary(limits.canary_interval)
-        self.suspicion = Suspicion(limits.ejection_time, probed=self.probed)
+        self.suspicion = Suspicion(limits.ejection_time, probed=limits.canary_interval > 0)
         self._counters = counters
         self._workers: WorkersReady | None = None
 
