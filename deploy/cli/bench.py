@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,6 +21,7 @@ from deploy.model_choice import DEMO_MODEL, model_directory, model_folder
 from deploy.supervisor.background import stack_for_the_run
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 from deploy.supervisor.state_file import StackState
+from services.bench.startup import PASSWORD_VARIABLE
 from shared.config import process_environment
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
@@ -47,8 +49,8 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput|interference|prefixes|kv|idle|speculation|roofline|kernels|
-    peers|gpu.
+    """Measure: baton bench serve|latency|throughput|interference|startup|prefixes|kv|idle|speculation|roofline|
+    kernels|peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).
     """
@@ -68,10 +70,16 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
     if argv[0] in _MEASURES_NO_SERVER or any(each.split("=")[0] in _NO_SERVER_NEEDED for each in argv):
         raise SystemExit(_bench(argv))
     if up is None:
-        raise SystemExit(_bench(with_stack_flags(argv, _running_stack(name, run_dir))))
+        raise SystemExit(_bench_of_a_stack(argv, _running_stack(name, run_dir)))
     with stack_for_the_run(shlex.split(up)) as state:
-        status = _bench(with_stack_flags(argv, state))
+        status = _bench_of_a_stack(argv, state)
     raise SystemExit(status)
+
+
+def _bench_of_a_stack(argv: Sequence[str], state: StackState) -> int:
+    """`startup` changes the stack, so it is the operator's, whose password goes by environment."""
+    password = {PASSWORD_VARIABLE: state.nats_password} if argv[0] == "startup" and state.nats_password else {}
+    return _bench(with_stack_flags(argv, state), password)
 
 
 def _bench_of_a_part(argv: Sequence[str]) -> int:
@@ -129,12 +137,17 @@ def _campaign(argv: Sequence[str], up: str | None) -> NoReturn:
 def with_stack_flags(argv: Sequence[str], state: StackState) -> list[str]:
     """`argv` with what is known of the stack put in where the user did not say it."""
     pids = {member.instance: member.pid for member in state.members} | {"nats-server": state.nats_pid}
-    known = {
-        "--base-url": state.url,
-        "--model": state.model,
-        "--api-key": state.api_key,
-        "--pids": ",".join(f"{name}={pid}" for name, pid in pids.items() if pid is not None),
-    }
+    known = {"--base-url": state.url, "--model": state.model, "--api-key": state.api_key}
+    if argv[0] == "startup":
+        known |= {
+            "--nats-url": ",".join(state.nats_url),
+            "--nats-user": state.nats_user,
+            "--nats-ca": state.nats_ca,
+            "--namespace": state.namespace,
+            "--model-dir": state.model_dir,
+        }
+    else:
+        known["--pids"] = ",".join(f"{name}={pid}" for name, pid in pids.items() if pid is not None)
     given = {each.split("=")[0] for each in argv}
     return [*argv, *(f"{flag}={value}" for flag, value in known.items() if value and flag not in given)]
 
@@ -149,8 +162,10 @@ def _running_stack(name: str, run_dir: Path | None) -> StackState:
         ) from None
 
 
-def _bench(argv: Sequence[str]) -> int:
+def _bench(argv: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> int:
+    """`more`: variables of its environment."""
+    command, environment = [sys.executable, "-m", "services.bench", *argv], {**process_environment(), **more}
     try:
-        return subprocess.run([sys.executable, "-m", "services.bench", *argv], check=False).returncode
+        return subprocess.run(command, check=False, env=environment).returncode
     except KeyboardInterrupt:
         return 130

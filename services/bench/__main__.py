@@ -28,6 +28,9 @@ BENCHMARKS = {
     "latency": Benchmark("batch:latency", "one batch of equal requests, repeated"),
     "throughput": Benchmark("batch:throughput", "every request at once: tokens per second"),
     "interference": Benchmark("interference:main", "inter-token latency of steady streams while long prompts arrive"),
+    "startup": Benchmark(
+        "startup:main", "from asking for one more engine to its first token, by stage; drains the others meanwhile"
+    ),
     "prefixes": Benchmark(
         "prefixes.command:main", "how much a file of prompts repeats their beginnings; needs no server"
     ),

@@ -34,6 +34,7 @@ from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
+from shared.telemetry.startup import STARTUP, process_age
 from shared.topics import instance_control, lifecycle_of, name_claims
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,8 @@ class ActorRuntime:
             async with asyncio.TaskGroup() as tasks:
                 await self._publish_lifecycle()
                 background = [tasks.create_task(self._heartbeat())]
-                await self.actor.set_up()
+                with STARTUP.stage("set_up"):
+                    await self.actor.set_up()
                 self._when_set_up()
                 await self._follow_actor()
                 if self.actor.tick_every is not None:
@@ -239,6 +241,8 @@ class ActorRuntime:
             PHASE.labels(self.actor.service, phase).set(1)
             log.info("phase", extra={"phase": phase})
             await self._publish_lifecycle()
+            if before == "starting" and phase == "ready":
+                STARTUP.finish()
 
     async def _tick(self, every: float) -> None:
         while True:
@@ -301,6 +305,8 @@ def run_service(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[
     It ends by itself a while after its supervisor (`orphan_timeout`). `build` makes the actor on a
     connected bus. Exits with status 1 when no bus answers.
     """
+    if (age := process_age()) is not None:
+        STARTUP.record("process", age)
     set_up_logs(service, config.instance, config.log_level)
     run_loop(_serve(config, build))
 
@@ -317,7 +323,8 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]]) -> None:
     try:
-        bus = await connect(config.nats_options())
+        with STARTUP.stage("bus"):
+            bus = await connect(config.nats_options())
     except BusError as error:
         log.error("cannot connect to the bus", extra={"error": str(error)})
         raise SystemExit(1) from None

@@ -22,6 +22,7 @@ from services.worker.distributed.binding import (
 )
 from services.worker.executor.simulated import simulated_device
 from shared.models.model_files import ModelNotFound, resolve_model
+from shared.telemetry.startup import STARTUP
 
 if TYPE_CHECKING:
     import torch
@@ -42,18 +43,21 @@ def make_backend(config: WorkerConfig) -> Backend:
 
 
 def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
-    try:
-        import torch
-    except ImportError:
-        raise BackendError("PyTorch is not installed; install the extra `worker`, or use --device sim") from None
-    from services.worker.executor.torch_backend import create_backend
-    from services.worker.models.config import ModelError
-    from services.worker.ops.interface import OpsUnavailable
+    with STARTUP.stage("libraries"):
+        try:
+            import torch
+        except ImportError:
+            raise BackendError("PyTorch is not installed; install the extra `worker`, or use --device sim") from None
+        from services.worker.executor.torch_backend import create_backend
+        from services.worker.models.config import ModelError
+        from services.worker.ops.interface import OpsUnavailable
 
-    device = torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
-    own = _bound(config, torch.device(device))
-    _open(torch.device(device))
-    communicator, pipeline = _others(config, torch.device(device))
+    with STARTUP.stage("device"):
+        device = torch_device(config, torch.cuda.is_available(), torch.cuda.device_count())
+        own = _bound(config, torch.device(device))
+        _open(torch.device(device))
+    with STARTUP.stage("ranks"):
+        communicator, pipeline = _others(config, torch.device(device))
     try:
         return create_backend(
             folder,

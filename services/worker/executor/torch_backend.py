@@ -27,6 +27,7 @@ from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
+from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 64
 
@@ -92,7 +93,8 @@ def create_backend(
     with _enough_memory("what drafts was loaded: use more ranks"):
         parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
-    memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
+    with STARTUP.stage("profile"):
+        memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
     demand = KvDemand(
         block_bytes=parts.kv_block_bytes,
         max_num_seqs=max_num_seqs,
@@ -102,7 +104,8 @@ def create_backend(
         gpu_share=gpu_memory_utilization,
     )
     size = _agreed(size_kv(demand, memory), communicator)
-    ready = _ready(parts, size, graphs, max_batch_tokens)
+    with STARTUP.stage("warm_up"):
+        ready = _ready(parts, size, graphs, max_batch_tokens)
     _tell(loaded, parts, size, memory, eager)
     return ready
 

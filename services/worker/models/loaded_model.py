@@ -24,6 +24,7 @@ from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.ops.selector import create_ops
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
+from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -103,13 +104,15 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     length = _model_len(config, settings.max_model_len)
     _check_weights_fit(config, stage, dtype, settings.communicator.world_size, free_bytes(settings.device))
     dummy = settings.load_format == "dummy"
+    with STARTUP.stage("digest"):
+        digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
     return LoadedModel(
         settings=settings,
         config=config,
         dtype=dtype,
         max_model_len=length,
         stage=stage,
-        digest=dummy_digest(config) if dummy else model_digest(settings.folder, config),
+        digest=digest,
         decoder=_decoder(settings, config, stage, _DTYPES[dtype], length),
     )
 
@@ -119,8 +122,9 @@ def _decoder(
 ) -> Decoder:
     communicator = settings.communicator
     share = shard_of(config, communicator.rank, communicator.world_size)
-    ops = create_ops(settings.ops, settings.device, dtype, settings.cache, settings.attention)
-    with torch.inference_mode(), _tensors(settings, config, dtype) as tensors:
+    with STARTUP.stage("kernels"):
+        ops = create_ops(settings.ops, settings.device, dtype, settings.cache, settings.attention)
+    with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype) as tensors:
         weights = load_weights(tensors, config, share, ops, settings.device, max_model_len, stage)
     return Decoder(config, weights, share, ops, communicator, settings.pipeline)
 

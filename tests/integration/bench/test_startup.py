@@ -1,0 +1,47 @@
+"""`baton bench startup` on a whole stack: an engine comes, serves and goes; its processes say what took how long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.bench.startup import drop_from_page_cache, startup_options
+from tests.support.cluster.stack import RunningStack, running_stack
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    with running_stack(tmp_path_factory.mktemp("startup"), kvstore="0") as stack:
+        yield stack
+
+
+def test_the_stages_of_one_more_engine_add_up_to_its_start(stack: RunningStack) -> None:
+    done = stack.baton("bench", "startup", "--repetitions", "1", "--cold", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    (startup,) = result["startups"]
+    assert {"spawn", "process", "bus", "libraries", "weights", "warm_up", "registration"} <= startup["stages"].keys()
+    assert sum(startup["stages"].values()) == pytest.approx(startup["ready"])
+    assert startup["first_token"] > startup["stages"]["weights"]
+    assert startup["processor"] > 0
+    assert result["cold"] is True
+    stack.until(lambda state: {member.instance for member in state.members} >= {"engine-1"})
+    assert stack.instances("scheduler") == ["engine-1"]
+    assert '"event":"startup"' in stack.log("engine-1-rank0")
+
+
+def test_the_page_cache_forgets_files_without_changing_them(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "folder").mkdir()
+    drop_from_page_cache(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_cold_starts_need_to_know_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        startup_options(["--cold"])
+    assert ended.value.code == 2
+    assert "--model-dir must say where the model's files are" in capsys.readouterr().err
