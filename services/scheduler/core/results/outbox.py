@@ -33,10 +33,7 @@ class PendingBatch:
     """What the next message to one detokenizer will hold, see `TokenBatch`; or the next few, where streams open with
     long stop strings."""
 
-    opened: list[list[OpenStream]] = field(default_factory=lambda: [[]])
-    """Of each message; there is at least one."""
-    opened_chars: int = 0
-    """Characters of stop strings in the last message's openings."""
+    opened: list[OpenStream] = field(default_factory=list)
     entries: list[NewTokens] = field(default_factory=list)
     abandoned: list[AbandonStream] = field(default_factory=list)
     moved: list[StreamMoved] = field(default_factory=list)
@@ -79,12 +76,7 @@ class TokenStreams:
             keep_markup=generation.keep_markup,
             thinking=generation.thinking,
         )
-        pending, chars = self.pending[sequence.detokenizer], sum(map(len, stopping.stop))
-        if pending.opened[-1] and pending.opened_chars + chars > MAX_OPENED_CHARS:
-            pending.opened.append([])
-            pending.opened_chars = 0
-        pending.opened[-1].append(opening)
-        pending.opened_chars += chars
+        self.pending[sequence.detokenizer].opened.append(opening)
 
     def add_prompt_logprobs(self, sequence: Sequence, scored: SequencePromptLogprobs) -> None:
         """Log-probabilities of a part of the prompt."""
@@ -122,10 +114,10 @@ class TokenStreams:
             if not (pending.entries or pending.abandoned or pending.moved or pending.scored):
                 continue
             del self.pending[detokenizer]
-            *first, last = pending.opened
+            *first, last = _parts(pending.opened) if pending.opened else [()]
             number = self._numbers.get(detokenizer, 0)
             for opened in first:
-                opening = TokenBatch(engine=self._engine, epoch=self._epoch, number=number, opened=tuple(opened))
+                opening = TokenBatch(engine=self._engine, epoch=self._epoch, number=number, opened=opened)
                 batches.append(SendTokens(detokenizer, opening))
                 number += 1
             self._numbers[detokenizer] = number + 1
@@ -133,7 +125,7 @@ class TokenStreams:
                 engine=self._engine,
                 epoch=self._epoch,
                 number=number,
-                opened=tuple(last),
+                opened=last,
                 entries=tuple(pending.entries),
                 abandoned=tuple(pending.abandoned),
                 moved=tuple(pending.moved),
@@ -219,3 +211,17 @@ def token_entry(
         tokens[-1] if asked_to_stop else None,
         logprobs,
     )
+
+
+def _parts(opened: list[OpenStream]) -> list[tuple[OpenStream, ...]]:
+    """At least one part, in order; MAX_OPENED_CHARS each."""
+    parts: list[list[OpenStream]] = [[]]
+    chars = 0
+    for stream in opened:
+        own = sum(map(len, stream.stop))
+        if parts[-1] and chars + own > MAX_OPENED_CHARS:
+            parts.append([])
+            chars = 0
+        parts[-1].append(stream)
+        chars += own
+    return [tuple(part) for part in parts]
