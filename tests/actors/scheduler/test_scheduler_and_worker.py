@@ -134,6 +134,7 @@ async def test_cancel_stop_match_and_a_lost_detokenizer_free_everything(memory_b
         await memory_bus.publish(control, Cancel(RequestId("a"), Attempt(1)))
         await memory_bus.publish(control, StopMatched(RequestId("b"), Attempt(1)))
         await memory_bus.publish(control, TokenBatchLost(DETOKENIZER))
+        await engine.until(lambda: bool(engine.notes.final), "the third fails")
         await engine.until(lambda: engine.scheduler.is_idle(), "nothing is held")
         assert [f.request for f in engine.notes.final] == ["c"]
         assert len(set(engine.free_blocks)) == 1
