@@ -270,7 +270,7 @@ def _build(config_type: type[C], settings: Mapping[str, _Given]) -> C:
         try:
             values[key] = known[key].parse(given.value)
         except ValueError as error:
-            shown = "***" if "password" in key else repr(given.value)
+            shown = "***" if "password" in key or key.endswith(("_key", "_keys")) else repr(given.value)
             raise ConfigError(f"{key} = {shown} (from {given.source}): {error}") from None
     missing = [name for name, setting in known.items() if setting.required and name not in values]
     if missing:

@@ -22,6 +22,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from services.gateway.metrics import metrics_of_process
+from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.parsing.output_parser import ParserChoice
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
@@ -90,6 +91,8 @@ class Gateway(Actor):
         self._parsers: list[BodyParser] = []
         self.keys = KeyFileWatcher(config.api_keys, config.keys_file)
         self._limiter = KeyLimiter(bus, self._gateway, self.incarnation, clock)
+        overflow = config.overflow_settings()
+        self.provider = None if overflow is None else OverflowProvider(overflow)
         self.app = self.make_app(config.parsers())
         self.server = HttpServer(
             self.app, config.host, config.port, reuse_port=config.reuse_port, max_connections=config.max_connections
@@ -112,6 +115,7 @@ class Gateway(Actor):
             parser=body_parser,
             access=AccessControl(self.keys, self._limiter, share_prefixes=config.share_prefixes),
             cors_origins=config.cors_origins,
+            provider=self.provider,
         )
 
     def _body_context(self, parsers: ParserChoice | None, kind: BodyKind) -> BodyContext:
@@ -134,7 +138,14 @@ class Gateway(Actor):
         ]
 
     async def set_up(self) -> None:
-        """Starts to listen. Raises SystemExit where the port is taken, or the file of keys cannot be used."""
+        """Starts to listen. Raises SystemExit where the port is taken, the file of keys cannot be used, or the client
+        for the overflow provider is not installed."""
+        if self.provider is not None:
+            try:
+                self.provider.check_installed()
+            except ImportError:
+                log.error("overflow needs aiohttp: pip install 'baton-serve[overflow]'")
+                raise SystemExit(1) from None
         try:
             self.keys.load()
         except KeyFileError as error:
@@ -211,13 +222,15 @@ class Gateway(Actor):
     async def tear_down(self) -> None:
         """Fails what is still open, and closes all connections."""
         self.requests.stop()
+        if self.provider is not None:
+            await self.provider.close()
         await self.server.close(CLOSE_TIMEOUT)
         for parser in self._parsers:
             await parser.close()
 
     def is_idle(self) -> bool:
         """Whether no response is open."""
-        return self.requests.idle
+        return self.requests.idle and (self.provider is None or self.provider.idle)
 
     def target_phase(self) -> Phase:
         """`ready` while requests can be served."""

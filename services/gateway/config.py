@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from services.gateway.api.forwarding import ModelNames, ProviderDialect
 from services.gateway.api.generation import RequestLimits
 from services.gateway.core.open_request import RetryPolicy
+from services.gateway.core.overflow import OverflowLimits
 from services.gateway.http.call import BodyBudget, BodyLimits
 from services.gateway.http.endpoints import StreamSettings
+from services.gateway.overflow_provider import OverflowSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from shared.addresses import is_loopback
 from shared.config import ServiceConfig
@@ -138,6 +142,52 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     resumable_memory: Annotated[
         ByteSize, Meta(description="Memory of resumable streams, copies of other gateways' included; then 503.")
     ] = 64 * 2**20
+    overflow: Annotated[
+        str | None,
+        Meta(
+            description="Base URL, with its /v1, of an OpenAI-compatible provider that gets what cannot be served here "
+            "in time."
+        ),
+        UpOption("Overflow"),
+    ] = None
+    overflow_key: Annotated[
+        str | None,
+        Meta(description="API key for the provider; better set by environment than by flag."),
+        UpOption("Overflow", environment="BATON_OVERFLOW_KEY"),
+    ] = None
+    overflow_model: Annotated[
+        tuple[str, ...],
+        Meta(description="The provider's name of a model, as NAME=NAME_THERE, or NAME_THERE for all others."),
+        UpOption("Overflow"),
+    ] = ()
+    """Without any, models have the same names there. With NAME=NAME_THERE only, others are not sent there."""
+    overflow_dialect: Annotated[
+        ProviderDialect,
+        Meta(description="Fields that the provider understands; requests with others stay here."),
+        UpOption("Overflow"),
+    ] = "openai"
+    """vllm and baton are for servers of the same model, as they also send token ids there."""
+    overflow_wait_s: Annotated[
+        Seconds,
+        Meta(description="Seconds to the first token, predicted or passed, from which on the provider is asked."),
+        UpOption("Overflow"),
+    ] = 10.0
+    overflow_silence_s: Annotated[
+        Seconds, Meta(description="Seconds that a provider's stream may be silent, from the request on.")
+    ] = 20.0
+    overflow_answer_s: Annotated[Seconds, Meta(description="Seconds that a provider's whole answer may take.")] = 600.0
+    overflow_concurrency: Annotated[
+        Positive, Meta(description="Requests of one gateway that may be open at the provider.")
+    ] = 64
+    overflow_requests_per_minute: Annotated[
+        Positive, Meta(description="Requests a minute that one gateway sends to the provider, at most.")
+    ] = 600
+    overflow_tokens_per_day: Annotated[
+        Positive,
+        Meta(description="Tokens a day, by the provider's own count, after which a gateway sends it no more."),
+        UpOption("Overflow"),
+    ] = 10_000_000
+    """Counted from the gateway's start. What is open then still goes on."""
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
@@ -146,6 +196,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         """Raises ValueError where no body of `max_body` bytes would ever find room, or strangers would."""
         if self.max_bodies < 2 * self.max_body:
             raise ValueError(f"max_bodies {self.max_bodies}: it must be at least twice max_body ({self.max_body})")
+        if self.overflow is not None:
+            url = urlsplit(self.overflow)
+            if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
+                raise ValueError("overflow: an http:// or https:// URL is allowed, without user, password and query")
+        ModelNames.parse(self.overflow_model)
         reached_at = self.published_host or self.host
         if not (self.api_keys or self.keys_file or self.insecure or is_loopback(reached_at)):
             raise ValueError(
@@ -165,6 +220,23 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             attempts=self.attempts,
             refuse_s=self.refuse_poisoned_s,
             attempts_in_all=max(self.attempts, RetryPolicy().attempts_in_all),
+        )
+
+    def overflow_settings(self) -> OverflowSettings | None:
+        """Returns how the overflow provider is reached; None where there is none."""
+        if self.overflow is None:
+            return None
+        return OverflowSettings(
+            url=self.overflow,
+            key=self.overflow_key,
+            models=ModelNames.parse(self.overflow_model),
+            dialect=self.overflow_dialect,
+            wait=self.overflow_wait_s,
+            silence=self.overflow_silence_s,
+            answer=self.overflow_answer_s,
+            limits=OverflowLimits(
+                self.overflow_concurrency, self.overflow_requests_per_minute, self.overflow_tokens_per_day
+            ),
         )
 
     def limits(self) -> RequestLimits:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import Histogram as PlainHistogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -30,6 +31,23 @@ KEYS_FILE_VALID = Gauge("baton_gateway_keys_file_valid", "1; 0 while the file of
 RECORD_BYTES = Gauge("baton_gateway_resumable_bytes", "Memory of resumable streams and of copies, roughly.")
 RESUMED = Counter(
     "baton_gateway_resumed_total", "Streams that clients resumed, by where the gateway had them from.", ["source"]
+)
+OVERFLOW_REQUESTS = Counter(
+    "baton_gateway_overflow_requests_total",
+    "Requests that could not be served here in time, by why, and by what came of asking the overflow provider.",
+    ["cause", "outcome"],
+)
+OVERFLOW_TOKENS = Counter(
+    "baton_gateway_overflow_tokens_total", "Tokens that the overflow provider counted, by kind.", ["kind"]
+)
+OVERFLOW_OPEN = Gauge("baton_gateway_overflow_open_requests", "Requests that are open at the overflow provider.")
+OVERFLOW_BREAKER_OPEN = Gauge(
+    "baton_gateway_overflow_breaker_open", "1 while the overflow provider is left alone, as it kept failing; else 0."
+)
+OVERFLOW_FIRST_BYTE = PlainHistogram(
+    "baton_gateway_overflow_time_to_first_byte_seconds",
+    "From asking the overflow provider to the beginning of its answer.",
+    buckets=LATENCY_BUCKETS,
 )
 STREAMS = Gauge("baton_gateway_open_exchanges", "Open HTTP requests.")
 

@@ -102,11 +102,13 @@ class RequestTable:
     def admit(self, sequences: int, model: ModelName | None = None) -> None:
         """Raises RequestError where so many more sequences for `model`, or for any, cannot be taken now."""
         if (absence := self._absence(model)) is not None:
-            raise RequestError(503, f"the request could not be served: {absence.reason}", retry_after=1.0)
+            text = f"the request could not be served: {absence.reason}"
+            raise RequestError(503, text, retry_after=1.0, elsewhere=True)
         if not self.accepting:
             raise RequestError(503, "this gateway is draining", retry_after=1.0)
         if len(self._supervisor) + self._arriving + sequences > self._max_open:
-            raise RequestError(429, f"{self._max_open} requests are open, which is the limit", retry_after=1.0)
+            text = f"{self._max_open} requests are open, which is the limit"
+            raise RequestError(429, text, retry_after=1.0, elsewhere=True)
 
     def _absence(self, model: ModelName | None) -> Absence | None:
         """Why new requests for `model`, or for any, are refused. A bus that is away counts as any other service; since

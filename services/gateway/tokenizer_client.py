@@ -53,10 +53,18 @@ class TokenizerClient:
         except PayloadTooLarge as error:
             raise RequestError(413, str(error), param="body", code="too_large") from None
         except (NoResponders, ReplyTimeout, ReplyError) as error:
-            raise RequestError(503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0) from None
+            raise RequestError(
+                503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0, elsewhere=True
+            ) from None
         if isinstance(answer, TokenizerRefusal):
-            retry_after = 1.0 if answer.kind == "overloaded" else None
-            raise RequestError(STATUS[answer.kind], answer.message, param=answer.field, retry_after=retry_after)
+            overloaded = answer.kind == "overloaded"
+            raise RequestError(
+                STATUS[answer.kind],
+                answer.message,
+                param=answer.field,
+                retry_after=1.0 if overloaded else None,
+                elsewhere=overloaded,
+            )
         if not isinstance(answer, expected):
             raise RequestError(503, "no tokenizer answered (another question's answer came)", retry_after=1.0)
         return answer

@@ -25,6 +25,8 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
 }
 """Of packages whose import name is not that of the distribution."""
+EXTRAS = {"worker": "worker", "kvstore": "kvstore", "gateway": "overflow"}
+"""What the image of a service installs beside what all need."""
 OPTIONAL = {"triton", "flash_attn", "flashinfer"}
 """Imported only where they are found."""
 
@@ -104,9 +106,8 @@ def test_an_image_holds_what_its_service_imports(target: str) -> None:
 
 @pytest.mark.parametrize("target", ENTRY)
 def test_a_service_imports_only_packages_that_its_image_installs(target: str) -> None:
-    extra = target if target in ("worker", "kvstore") else None
     _, others = reachable(ENTRY[target])
-    assert {DISTRIBUTIONS.get(name, name) for name in others - OPTIONAL} <= required(extra)
+    assert {DISTRIBUTIONS.get(name, name) for name in others - OPTIONAL} <= required(EXTRAS.get(target))
 
 
 def test_an_image_without_a_folder_is_noticed() -> None:

@@ -34,7 +34,7 @@ _TYPES = {
 
 class RequestError(Exception):
     """Ends a request with an HTTP status and an error body. `param` names the field at fault, `retry_after` is in
-    seconds."""
+    seconds. `elsewhere`: the request is in order, and another cluster could serve it now."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        elsewhere: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
+        self.retry_after, self.elsewhere = retry_after, elsewhere
 
     def body(self) -> bytes:
         """The JSON of OpenAI's error object."""

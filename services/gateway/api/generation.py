@@ -312,7 +312,9 @@ def choose_model(name: str | None, cards: list[ModelCard]) -> ModelCard:
     """Returns the model that a request names; without a name the only one. Raises RequestError 404 for an unknown
     model, 503 while none is known, 400 where the name is missing and there are several."""
     if not cards:
-        raise RequestError(503, "no engine has announced its model yet; the stack is starting", retry_after=1.0)
+        raise RequestError(
+            503, "no engine has announced its model yet; the stack is starting", retry_after=1.0, elsewhere=True
+        )
     if name is None:
         if len(cards) == 1:
             return cards[0]

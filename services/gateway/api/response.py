@@ -30,8 +30,9 @@ from shared.messages.generation import FinishReason
 FINGERPRINT = "baton"
 """`system_fingerprint`: to be changed when the same seed no longer gives the same text."""
 
-ResponseOutcome = Literal["finished", "failed", "client left", "client too slow", "taken over"]
-"""taken over: the client resumes the stream on another connection, or is to do so at another gateway."""
+ResponseOutcome = Literal["finished", "failed", "client left", "client too slow", "taken over", "overflowed"]
+"""taken over: the client resumes the stream on another connection, or is to do so at another gateway. overflowed: the
+client gets the overflow provider's answer."""
 
 
 class ResponseHeader(NamedTuple):
@@ -184,7 +185,10 @@ class GenerationResponse:
         self.first_token_at: float | None = None
         self.attempts = 1
         self.error: RequestError | None = None
-        self.ended: asyncio.Future[ResponseOutcome] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()
+        """Done with its first token, or when it ends without one."""
+        self.ended: asyncio.Future[ResponseOutcome] = loop.create_future()
         self.writer = writer
         self._meters = meters
         self._grammar_field = grammar_field
@@ -214,6 +218,7 @@ class GenerationResponse:
                 meters.ttft.observe(now - self.started_at)
                 if self.first_token_at is None:
                     self.first_token_at = now
+                    self._begin()
             choice.last_token_at = now
         self._deliver(choice, delta, now)
 
@@ -224,6 +229,7 @@ class GenerationResponse:
         choice.tokens += len(delta.tokens)
         if choice.tokens:
             choice.first_token_at = choice.last_token_at = self.first_token_at = now
+            self._begin()
         if not self.ended.done():
             self._deliver(choice, delta, now)
 
@@ -258,7 +264,8 @@ class GenerationResponse:
         if param in ("messages", "prompt"):  # the other services do not know which of them the client sent
             param = "messages" if self.header.kind == "chat" else "prompt"
         status, wait = STATUS[rejected.kind], rejected.retry_after
-        self.fail(RequestError(status, message, param=param, code=rejected.code, retry_after=wait))
+        elsewhere = rejected.kind in ("overloaded", "unavailable")
+        self.fail(RequestError(status, message, param=param, code=rejected.code, retry_after=wait, elsewhere=elsewhere))
 
     def fail(self, error: RequestError) -> None:
         """Ends with an error, unless the response has ended already."""
@@ -271,6 +278,11 @@ class GenerationResponse:
         """Ends the response; the first outcome counts."""
         if not self.ended.done():
             self.ended.set_result(outcome)
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self.begun.done():
+            self.begun.set_result(None)
 
 
 def without_output(delta: Delta) -> Delta:

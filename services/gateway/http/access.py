@@ -87,13 +87,22 @@ class AccessControl:
                 raise RequestError(429, f"{text}, which are kept for other keys", retry_after=1.0)
             call.sequences = generation.sequences
             self._open[call.key.name] += call.sequences
-        if call.reserved is None:
-            return
-        reserved = self._limiter.reserve(call.key, expected_tokens(generation))
+        if call.reserved is not None:
+            self._reserve_tokens(call, expected_tokens(generation))
+
+    def _reserve_tokens(self, call: Call, tokens: int) -> None:
+        reserved = self._limiter.reserve(call.key, tokens)
         call.limit_headers = limit_headers(self._limiter.state(call.key))
         if isinstance(reserved, LimitExceeded):
             raise _too_many(call.key, reserved)
         call.reserved = reserved
+
+    def admit_elsewhere(self, call: Call, model: ModelName, tokens: int) -> None:
+        """A request that may not have been read here goes to the overflow provider: what its key may do holds there,
+        too. `tokens`: what it may come to. Raises RequestError 403 for the model, 429 above a limit."""
+        check_model(model, call.key)
+        if call.reserved == 0:
+            self._reserve_tokens(call, tokens)
 
     def finish(self, call: Call, endpoint: str, began: float) -> None:
         """The call has ended: settles what it has used, and logs who asked for what, and what it came to; nothing of

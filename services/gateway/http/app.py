@@ -20,6 +20,8 @@ from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits
 from services.gateway.http.endpoints import Endpoint, GenerationEndpoint, Handler, InfoEndpoints, StreamSettings
+from services.gateway.http.overflow import Overflow
+from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
@@ -37,15 +39,17 @@ def build_app(
     parser: BodyParser,
     access: AccessControl,
     cors_origins: Sequence[str],
+    provider: OverflowProvider | None = None,
 ) -> Starlette:
-    """Returns the ASGI application."""
-    info = InfoEndpoints(table, parser, access, peers)
+    """Returns the ASGI application. `provider`: gets what cannot be served here in time."""
+    info = InfoEndpoints(table, parser, access, peers, provider)
+    overflow = None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout)
 
     def route(method: str, path: str, handler: Handler, scope: KeyScope | None) -> Route:
         return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])
 
     def generation(kind: Literal["chat", "completion"]) -> Handler:
-        return GenerationEndpoint(table, kind, parser, access, streams, settings)
+        return GenerationEndpoint(table, kind, parser, access, streams, settings, overflow)
 
     return Starlette(
         routes=[

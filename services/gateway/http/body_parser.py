@@ -68,6 +68,7 @@ class Refused(Struct, frozen=True):
     param: str | None
     code: str | None
     retry_after: float | None
+    elsewhere: bool = False
 
 
 def read_body(body: bytes, context: BodyContext) -> Any:
@@ -138,7 +139,12 @@ class BodyParser:
                 await _end(process)
         if isinstance(answer, Refused):
             raise RequestError(
-                answer.status, answer.message, param=answer.param, code=answer.code, retry_after=answer.retry_after
+                answer.status,
+                answer.message,
+                param=answer.param,
+                code=answer.code,
+                retry_after=answer.retry_after,
+                elsewhere=answer.elsewhere,
             )
         return answer
 
@@ -192,7 +198,8 @@ def _answer(body: bytes, context: BodyContext) -> bytes:
     try:
         return pickle.dumps(read_body(body, context))
     except RequestError as error:
-        return pickle.dumps(Refused(error.status, error.message, error.param, error.code, error.retry_after))
+        refused = Refused(error.status, error.message, error.param, error.code, error.retry_after, error.elsewhere)
+        return pickle.dumps(refused)
     except MemoryError:
         return pickle.dumps(Refused(400, TOO_MUCH_MEMORY, "body", None, None))
 

@@ -193,8 +193,11 @@ class Call:
         """Sequences that count as open for its key."""
         self.limit_headers: list[tuple[bytes, bytes]] = []
         """What is left of its key's limits, for the response."""
+        self.asked_elsewhere = False
+        """Whether the overflow provider was considered for it, which happens once."""
         self._body_read = False
         """Whether the body has been read to its end."""
+        self._body: bytes | None = None
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         """By their lower-case names."""
         given = self.headers.get(b"x-request-id", b"")
@@ -202,11 +205,13 @@ class Call:
         self.id = self.client_id or secrets.token_hex(16)
 
     async def body(self) -> bytes:
-        """Returns the body. What it holds of the budget, it holds until `close`.
+        """Returns the body, also when asked again. What it holds of the budget, it holds until `close`.
 
         Raises RequestError: 413 where it is too large, which a declared length shows before anything is read; 408 where
         the client is too slow; 503 where other bodies leave no room; 400 where the client left.
         """
+        if self._body is not None:
+            return self._body
         limits, most, loop = self._limits, self._limits.max_bytes, asyncio.get_running_loop()
         declared = self.headers.get(b"content-length", b"")
         length = min(int(declared[:20]), most + 1) if declared.isdigit() else None
@@ -230,7 +235,8 @@ class Call:
                 raise _too_large(most)
             parts.append(part)
         limits.budget.give_back(self._lease, min(size, self._lease.held))
-        return b"".join(parts)
+        self._body = b"".join(parts)
+        return self._body
 
     def close(self) -> None:
         """Gives back what the body holds of the budget: the request has ended."""

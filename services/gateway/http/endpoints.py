@@ -35,9 +35,11 @@ from services.gateway.core.stream_records import StreamRecord
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, Call
+from services.gateway.http.overflow import Overflow
 from services.gateway.http.resumable import ResumableWriter
 from services.gateway.http.streaming import SseFrames, StreamWriter
 from services.gateway.metrics import MergedPages
+from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
@@ -107,9 +109,11 @@ class GenerationEndpoint:
         access: AccessControl,
         streams: ResumableStreams,
         settings: StreamSettings,
+        overflow: Overflow | None = None,
     ) -> None:
+        """`overflow`: answers what cannot be served here in time."""
         self._table, self._kind, self._parser, self._settings = table, kind, parser, settings
-        self._access, self._streams = access, streams
+        self._access, self._streams, self._overflow = access, streams, overflow
         self._prefix = "chatcmpl" if kind == "chat" else "cmpl"
 
     async def __call__(self, call: Call) -> None:
@@ -117,6 +121,13 @@ class GenerationEndpoint:
         if last := call.headers.get(b"last-event-id"):
             await self._resume(call, EventId.read(last))
             return
+        try:
+            await self._generate(call)
+        except RequestError as error:
+            if self._overflow is None or not await self._overflow.in_place_of(call, self._kind, error):
+                raise
+
+    async def _generate(self, call: Call) -> None:
         table = self._table
         with table.arriving():
             body = await call.body()
@@ -125,6 +136,8 @@ class GenerationEndpoint:
         generation = self._access.bound(generation, call.key)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
+        if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation.model.name):
+            return
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await open_searches(table.tokenizer, generation)
@@ -200,12 +213,17 @@ class GenerationEndpoint:
         else:
             response = self._table.open_empty(generation, header, ResponseWriter())
         async with self._open_for(call, response):
+            answer = None
             if searches is not None:
                 await BeamSearchRunner(self._table, generation, response, searches).run()
+            elif self._overflow is not None and (answer := await self._overflow.beside(call, self._kind, response)):
+                response.end("overflowed")
             outcome = await response.ended
-        if response.error is not None:
+        if answer is not None and self._overflow is not None:
+            await self._overflow.relay(call, answer)
+        elif response.error is not None:
             raise response.error
-        if outcome == "finished":
+        elif outcome == "finished":
             body = response_body(header, response.choices, generation.response_options)
             await self._finish(call, call.respond(body))
 
@@ -232,15 +250,22 @@ class GenerationEndpoint:
         response = await self._table.open(generation, header, writer, details, record=record)
         response.ended.add_done_callback(lambda _: writer.wake())
         async with self._open_for(call, response, record):
+            answer = None
+            if self._overflow is not None and record is None:
+                answer = await self._overflow.beside(call, self._kind, response)
+            if answer is not None:
+                response.end("overflowed")
             await writer.first
             # Until there is something to write, an error is still an error response.
-            if started := writer.waiting:
+            if started := writer.waiting and answer is None:
                 await call.start(200, EVENT_STREAM, STREAM_HEADERS)
                 writer.start()
             outcome = await response.ended
-        if not started and response.error is not None:
+        if answer is not None and self._overflow is not None:
+            await self._overflow.relay(call, answer)
+        elif not started and response.error is not None:
             raise response.error
-        if outcome in ("client too slow", "taken over"):
+        elif outcome in ("client too slow", "taken over"):
             call.connection.abort()
         elif started:
             await self._finish(call, call.end())
@@ -288,8 +313,17 @@ class GenerationEndpoint:
 class InfoEndpoints:
     """Answers everything but generation: models, tokens, health, metrics, version."""
 
-    def __init__(self, table: RequestTable, parser: BodyParser, access: AccessControl, peers: GatewayPeers) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        parser: BodyParser,
+        access: AccessControl,
+        peers: GatewayPeers,
+        provider: OverflowProvider | None = None,
+    ) -> None:
+        """`provider`: what answers requests that cannot be served here."""
         self._table, self._parser, self._access, self._peers = table, parser, access, peers
+        self._provider = provider
 
     async def live(self, call: Call) -> None:
         """`/live`: 200 as long as the process answers at all."""
@@ -300,8 +334,12 @@ class InfoEndpoints:
         await self._respond_status(call, self._table.not_serving())
 
     async def ready(self, call: Call) -> None:
-        """`/ready`: 503 with the reason while new requests are refused, otherwise 200."""
+        """`/ready`: 503 with the reason while new requests are refused, otherwise 200; so while the overflow provider
+        answers them."""
         reason = self._table.not_serving() if self._table.accepting else "this gateway is draining"
+        if reason is not None and self._table.accepting and self._provider is not None and self._provider.usable:
+            await call.respond_json({"status": "ok", "served_by": "overflow", "reason": reason})
+            return
         await self._respond_status(call, reason)
 
     async def _respond_status(self, call: Call, reason: str | None) -> None:
