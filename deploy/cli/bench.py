@@ -30,6 +30,8 @@ _CAMPAIGNS = ("gpu", "peers")
 """They measure with the repository's tests and beside other engines: `tests/campaigns`, which is not installed."""
 DEMO = "demo"
 """How the demo model is called, and as a shape."""
+_CORES = "routing"
+"""It measures the coordinator's core in this process."""
 _ENGINES, _DEVICE = ("idle", "speculation"), ("roofline", "kernels")
 """What starts single engines, and what measures the device: they need a model, and no stack."""
 _PROMPTS = DEMO_MODEL.with_name("prompts.jsonl")
@@ -38,6 +40,10 @@ In a checkout of the repository, through this command:
 
   peers         the whole ring and transformers' own continuous batching, under the same load
   gpu           all that is to be measured on a GPU, stage by stage, into one folder
+
+Of this command alone:
+
+  routing       processor time and memory of the coordinator's placements among many engines; starts nothing
 """
 
 
@@ -50,7 +56,7 @@ def bench(
     run_dir: RunDir = None,
 ) -> None:
     """Measure: baton bench serve|latency|throughput|interference|startup|prefixes|kv|idle|speculation|roofline|
-    kernels|peers|gpu.
+    kernels|routing|peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).
     """
@@ -61,6 +67,10 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
     """Ends with the bench's own status. Raises CommandError."""
     if argv and argv[0] in _CAMPAIGNS:
         _campaign(argv, up)
+    if argv and argv[0] == _CORES:
+        from deploy.simulation.routing_cost import main
+
+        raise SystemExit(main(argv[1:]))
     if argv and argv[0] in (*_ENGINES, *_DEVICE):
         raise SystemExit(_bench_of_a_part(argv))
     if not argv or argv[0] in ("-h", "--help"):

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from deploy.simulation.cell import DrainEngine, StartEngine
 from deploy.simulation.engine import engine_id, number_of
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.fleet import EngineLoad
+from services.coordinator.core.engine_pool import EngineLoad
 from shared.ids import EngineId, ModelName
 from shared.settings import UpOption
 

@@ -106,7 +106,9 @@ class CoordinatorActor(Actor):
     def _follow_ejections(self) -> None:
         """Shows and logs which engines get no requests."""
         fleet = self.core.fleet
-        ejected = frozenset(engine for model in fleet.models() for engine in fleet.ejected(model))
+        ejected = fleet.all_ejected()
+        if ejected == self._ejected:
+            return
         for engine in ejected - self._ejected:
             log.warning("engine ejected", extra={"engine": engine, "reason": fleet.suspicion_of(engine)})
         for engine in self._ejected - ejected:

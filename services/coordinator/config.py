@@ -64,7 +64,7 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 2.0
     """And a few requests more; neither does one win by its cache whose running batch is full."""
     router_index_blocks: Annotated[
-        int, Meta(ge=1024, description="Blocks in the prefix map; each takes about 120 bytes.")
+        int, Meta(ge=1024, description="Blocks in the prefix map; each takes 70 to 100 bytes.")
     ] = 2_000_000
     disaggregate_tokens: Annotated[
         int,

@@ -4,57 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
+from services.coordinator.core.engine_pool import (
+    DECODING,
+    PREFILLING,
+    Candidate,
+    EngineLoad,
+    EnginePool,
+    blocks_of,
+    nothing_of,
+    requests_of,
+    share,
+)
 from services.coordinator.core.outliers import ACCUSED, RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
-from shared.blocks import BLOCK_SIZE
-from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName, NodeId
+from shared.ids import DetokenizerId, EngineId, InstanceId, ModelName
 from shared.messages.coordinator import PlacementMade
 from shared.messages.generation import Generation
-from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
+from shared.messages.lifecycle import Lifecycle
 from shared.registry import Registry
-
-DECODING: frozenset[Role] = frozenset(("mixed", "decode"))
-PREFILLING: frozenset[Role] = frozenset(("prefill",))
 
 SETTLE_SECONDS = 0.1
 """A placement younger than this, when an engine's report comes in, may not be counted in it yet."""
 HAND_OVER_SECONDS = 1.0
 """How long a request is assumed to stay on its prefill engine before its decode engine reports it."""
-MIN_BACKLOG = 8
-"""Requests that may wait in an engine although its batch is small: a few have only just arrived there."""
 ACCUSED_SECONDS = 2.0
 """How long an engine that was told that it fails is ejected without its own word."""
-WAITING_WEIGHT = 4
-"""A waiting request is work that has yet to begin; a running one shares each step with the others."""
 
-
-def room(report: EngineReport, fill: float | None) -> int:
-    """Requests that the engine can take beyond those it reported; never negative. `fill`: see `engine_fill` of
-    `CoordinatorConfig`.
-
-    Where something waits already, a free place in the running batch is no room: blocks may be what is short.
-    """
-    free = 0 if report.waiting else report.max_running - report.running
-    by_bounds = report.max_waiting - report.waiting + free
-    if fill is None:
-        return max(0, by_bounds)
-    by_fill = int(fill * report.max_running) - report.waiting - report.running
-    return max(0, min(by_bounds, by_fill))
-
-
-def fair_room(report: EngineReport, fill: float) -> int:
-    """Requests of API keys that the engine can take beyond those it reported; never negative. `fill`: see `fair_fill`
-    of `CoordinatorConfig`.
-
-    In an engine they wait in the order of their arrival, and in the coordinator's queue in a fair one. So an engine
-    gets no more than it needs until its next report.
-    """
-    backlog = max(MIN_BACKLOG, int((fill - 1) * report.running))
-    return 0 if report.waiting >= backlog else room(report, fill)
+Purpose = Literal["decode", "prefill"]
 
 
 def is_fair(generation: Generation) -> bool:
@@ -62,69 +42,18 @@ def is_fair(generation: Generation) -> bool:
     return bool(generation.key)
 
 
-def share(whole: int, parts: int, turn: int) -> int:
-    """One of `parts` shares of `whole`, which add up to it over `turn` = t, t + 1, …, t + parts - 1."""
-    return whole // parts + (1 if turn % parts < whole % parts else 0)
-
-
-def cost(report: EngineReport, placed: int) -> int:
-    """Requests on the engine once `placed` more have reached it: they fill the running batch first."""
-    free = 0 if report.waiting else max(0, report.max_running - report.running)
-    running = min(placed, free)
-    return WAITING_WEIGHT * (report.waiting + placed - running) + report.running + running
-
-
 def fits(generation: Generation, max_model_len: int) -> bool:
     """Whether the prompt and the requested tokens (one at least) fit into a context of that many tokens."""
     return generation.prompt_length + max(generation.stopping.max_tokens or 1, 1) <= max_model_len
 
 
-class EngineLoad(NamedTuple):
-    """One engine as its last report shows it, with values that each placement needs computed once."""
+class _PoolKey(NamedTuple):
+    """Which engines a pool holds."""
 
-    id: EngineId
-    instance: InstanceId
-    phase: Phase
-    progress: int
-    """Its count of heartbeats, which all coordinators see alike."""
-    report: EngineReport
-    room: int
-    """Requests that it takes beyond those reported."""
-    fair_room: int
-    """The same for requests of API keys."""
-    prefill: float
-    """Blocks that it has yet to compute before it gets to one more request."""
-    used: int
-    """Blocks of KV memory in use."""
-
-    @classmethod
-    def of(cls, life: Lifecycle, report: EngineReport, config: CoordinatorConfig) -> EngineLoad:
-        """The engine that sent `life` with this `report` in it."""
-        return cls(
-            id=EngineId(life.instance),
-            instance=life.instance,
-            phase=life.phase,
-            progress=life.progress,
-            report=report,
-            room=room(report, config.engine_fill),
-            fair_room=min(room(report, config.engine_fill), fair_room(report, config.fair_fill)),
-            prefill=report.prefill_tokens / BLOCK_SIZE,
-            used=report.blocks_total - report.blocks_free,
-        )
-
-
-class Candidate(NamedTuple):
-    """An engine that takes one more request, and its work with that counted which its report does not show yet."""
-
-    engine: EngineLoad
-    node: NodeId | None
-    reserved: ReservedWork
-    requests: int
-    """Waiting and running, in all."""
-    prefill: float
-    """Blocks that it computes before it gets to one more request."""
-    used: int
-    """Blocks of KV memory in use, which every decode step reads."""
+    model: ModelName
+    purpose: Purpose
+    fair: bool
+    """Whether they have room for requests of API keys, which compete with those of others."""
 
 
 class EngineFleet:
@@ -149,12 +78,18 @@ class EngineFleet:
         """Engines to which a request could not be delivered."""
         self._accused: dict[InstanceId, float] = {}
         """Engines that were just told that they fail, and until when their own word for it is awaited."""
+        self._work_of = {"kv": blocks_of, "least-loaded": requests_of}.get(config.router_policy, nothing_of)
         self._engines: dict[InstanceId, EngineLoad] = {}
         """Every engine that is alive and has published what it serves."""
-        self._ready: dict[ModelName, list[EngineLoad]] = {}
-        """The engines by model that may take requests, computed on demand after each change; see `_contexts`."""
-        self._contexts: dict[ModelName, int | None] = {}
-        """The context length of each model, None while it is unknown; computed on demand after each change."""
+        # What follows is computed on demand after each change of what engines are, and only kept up to date where an
+        # engine reports another load: reports come all the time.
+        self._ready: dict[ModelName, list[InstanceId]] = {}
+        """The engines by model that may take requests, by name."""
+        self._ejected: dict[ModelName, frozenset[InstanceId]] = {}
+        self._all_ejected: frozenset[InstanceId] | None = None
+        self._contexts: dict[ModelName, tuple[int, int] | None] = {}
+        """The shortest and the longest context of a model's engines, None while none is known."""
+        self._pools: dict[_PoolKey, EnginePool] = {}
         self._detokenizers: list[Lifecycle] = []
         """The detokenizers that are ready."""
 
@@ -166,12 +101,14 @@ class EngineFleet:
         gone = self.registry.record_lifecycle(life, at.alive)
         if gone is not None:
             self._reservations.forget(life.instance)
-        self._unreachable.discard(life.instance)
+        if life.instance in self._unreachable:
+            self._unreachable.discard(life.instance)
+            self._clear_engine_caches()
         match life.service:
             case "scheduler":
                 self._end_accusation(life, at)
-                self._record_engine(life.instance)
                 self._reservations.reported(life.instance, at.now)
+                self._record_engine(life.instance)
             case "detokenizer":
                 self._list_detokenizers()
                 self._reservations.reported(life.instance, at.now)
@@ -217,8 +154,10 @@ class EngineFleet:
         """Counts a placement of this coordinator, until the receivers' reports do."""
         add, reuse, blocks = self._reservations.add, placement.reuse, placement.blocks
         add(InstanceId(placement.engine), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
+        self._update_pools(InstanceId(placement.engine))
         if placement.decode_on is not None:
             add(InstanceId(placement.decode_on), at.now, blocks=blocks, delay=HAND_OVER_SECONDS)
+            self._update_pools(InstanceId(placement.decode_on))
         add(InstanceId(placement.detokenizer), at.now)
         self.turn += 1
 
@@ -234,33 +173,36 @@ class EngineFleet:
         for receiver, prefill, blocks, delay in work:
             if (instance := InstanceId(receiver)) in self._engines or instance in detokenizers:
                 self._reservations.add(instance, at.now, own=False, prefill=prefill, blocks=blocks, delay=delay)
+                self._update_pools(instance)
 
     # ---- queries
 
     def max_model_len(self, model: ModelName) -> int | None:
         """Tokens that the longest context among the model's engines holds; None where no engine of it is known."""
-        if model not in self._contexts:
-            models = [engine.report.model for engine in self._engines.values()]
-            self._contexts[model] = max((card.max_model_len for card in models if card.name == model), default=None)
-        return self._contexts[model]
+        context = self._context(model)
+        return None if context is None else context[1]
 
     def ready(self, model: ModelName) -> list[EngineLoad]:
         """The engines that may take requests for `model`, full or not, by name: without those that are ejected."""
-        ready = self._ready.get(model)
-        if ready is None:
-            ejected = self.ejected(model)
-            ready = [engine for engine in self._serving(model) if engine.instance not in ejected]
-            ready.sort(key=lambda engine: engine.id)
-            self._ready[model] = ready
-        return ready
+        return [self._engines[instance] for instance in self._ready_names(model)]
 
     def ejected(self, model: ModelName) -> frozenset[InstanceId]:
         """The engines of `model` that are ready, and get no requests because they fail."""
-        rated = [
-            RatedEngine(engine.instance, ACCUSED if engine.instance in self._accused else engine.report.health)
-            for engine in self._serving(model)
-        ]
-        return choose_ejected(rated, self._config.max_ejected_share)
+        ejected = self._ejected.get(model)
+        if ejected is None:
+            rated = [
+                RatedEngine(engine.instance, ACCUSED if engine.instance in self._accused else engine.report.health)
+                for engine in self._serving(model)
+            ]
+            ejected = self._ejected[model] = choose_ejected(rated, self._config.max_ejected_share)
+        return ejected
+
+    def all_ejected(self) -> frozenset[InstanceId]:
+        """Those of every model."""
+        if self._all_ejected is None:
+            models = {engine.report.model.name for engine in self._engines.values()}
+            self._all_ejected = frozenset[InstanceId]().union(*(self.ejected(model) for model in models))
+        return self._all_ejected
 
     def suspicion_of(self, engine: InstanceId) -> str | None:
         """Why an engine is taken to fail, for people; None where it is not."""
@@ -268,10 +210,6 @@ class EngineFleet:
             return ACCUSED.suspect
         load = self._engines.get(engine)
         return None if load is None else load.report.suspect
-
-    def models(self) -> set[ModelName]:
-        """The models that engines serve at the moment."""
-        return {engine.report.model.name for engine in self._engines.values()}
 
     def _serving(self, model: ModelName) -> list[EngineLoad]:
         """The engines of `model` that are ready, and can be reached."""
@@ -285,40 +223,40 @@ class EngineFleet:
 
     def missing(self, model: ModelName) -> str | None:
         """What a request for `model` cannot do without and is not ready, for people; None where all is there."""
-        if not self.ready(model):
+        if not self._ready_names(model):
             return f"no engine for the model {model!r} is ready"
         return None if self._detokenizers else "no detokenizer is ready"
 
     def has_room(self, model: ModelName, *, fair: bool) -> bool:
         """Whether some engine of `model` takes one more, that is `fair` (of an API key, and competes with those of
         others) or not; a quick no for a long queue."""
-        ready = self.ready(model)
-        able = [engine for engine in ready if engine.report.role in DECODING] or ready
-        return bool(self._detokenizers) and any(
-            self._room(engine, self._reservations.on(engine.instance), fair=fair) > 0 for engine in able
-        )
+        return bool(self._detokenizers) and len(self._pool(_PoolKey(model, "decode", fair))) > 0
 
-    def decode_candidates(self, generation: Generation) -> list[Candidate]:
-        """The engines that may take the whole of a request, by name; none where all are full.
+    def decode_candidates(self, generation: Generation) -> EnginePool:
+        """The engines that may take the whole of a request; none where all are full.
 
         Prefill engines decode where there is no other. Engines to be avoided count only where there is no other
         engine, full ones included.
         """
+        if not generation.avoid and self._fits_everywhere(generation):
+            return self._pool(_PoolKey(generation.model, "decode", is_fair(generation)))
         fitting = [e for e in self.ready(generation.model) if fits(generation, e.report.model.max_model_len)]
         preferred = [engine for engine in fitting if engine.id not in generation.avoid] or fitting
-        able = [engine for engine in preferred if engine.report.role in DECODING] or preferred
-        return self._candidates(able, fair=is_fair(generation))
+        return self._new_pool(_able_to_decode(preferred), fair=is_fair(generation))
 
-    def prefill_candidates(self, generation: Generation) -> list[Candidate]:
-        """The prefill engines that may take a request and hand it over; none that is to be avoided."""
+    def prefill_candidates(self, generation: Generation) -> EnginePool:
+        """The prefill engines that may take a request and hand it over, by the KV store of their node; none that is to
+        be avoided."""
+        if not generation.avoid and self._fits_everywhere(generation):
+            return self._pool(_PoolKey(generation.model, "prefill", is_fair(generation)))
         able = (
             engine
             for engine in self.ready(generation.model)
-            if engine.report.role in PREFILLING
+            if _hands_over(engine)
             and engine.id not in generation.avoid
             and fits(generation, engine.report.model.max_model_len)
         )
-        return self._candidates(able, fair=is_fair(generation))
+        return self._new_pool(able, fair=is_fair(generation))
 
     def choose_detokenizer(self) -> DetokenizerId | None:
         """One with the least work, with rotation among equals; None where there is none."""
@@ -333,16 +271,62 @@ class EngineFleet:
 
     # ---- parts
 
-    def _candidates(self, engines: Iterable[EngineLoad], *, fair: bool) -> list[Candidate]:
-        """The engines that have room for another request."""
-        candidates = []
-        for engine in engines:
-            reserved, report = self._reservations.on(engine.instance), engine.report
-            if self._room(engine, reserved, fair=fair) > 0:
-                requests = report.waiting + report.running + reserved.requests
-                prefill, used = engine.prefill + reserved.prefill, engine.used + reserved.blocks
-                candidates.append(Candidate(engine, report.node, reserved, requests, prefill, used))
-        return candidates
+    def _context(self, model: ModelName) -> tuple[int, int] | None:
+        if model not in self._contexts:
+            models = [engine.report.model for engine in self._engines.values()]
+            lengths = [card.max_model_len for card in models if card.name == model]
+            self._contexts[model] = (min(lengths), max(lengths)) if lengths else None
+        return self._contexts[model]
+
+    def _fits_everywhere(self, generation: Generation) -> bool:
+        context = self._context(generation.model)
+        return context is not None and fits(generation, context[0])
+
+    def _ready_names(self, model: ModelName) -> list[InstanceId]:
+        ready = self._ready.get(model)
+        if ready is None:
+            ejected = self.ejected(model)
+            ready = [engine.instance for engine in self._serving(model) if engine.instance not in ejected]
+            ready.sort()
+            self._ready[model] = ready
+        return ready
+
+    def _pool(self, key: _PoolKey) -> EnginePool:
+        """The pool of that key, kept up to date from now on."""
+        pool = self._pools.get(key)
+        if pool is None:
+            ready = self.ready(key.model)
+            if key.purpose == "decode":
+                able = _able_to_decode(ready)
+            else:
+                able = [engine for engine in ready if _hands_over(engine)]
+            pool = self._new_pool(able, fair=key.fair)
+            pool.eligible = frozenset(engine.id for engine in able)
+            self._pools[key] = pool
+        return pool
+
+    def _new_pool(self, engines: Iterable[EngineLoad], *, fair: bool) -> EnginePool:
+        """Those of the engines that have room for another request."""
+        candidates = (self._candidate(engine, fair=fair) for engine in engines)
+        return EnginePool(self._work_of, (each for each in candidates if each is not None))
+
+    def _candidate(self, engine: EngineLoad, *, fair: bool) -> Candidate | None:
+        """None where it is full."""
+        reserved = self._reservations.on(engine.instance)
+        return Candidate.of(engine, reserved) if self._room(engine, reserved, fair=fair) > 0 else None
+
+    def _update_pools(self, instance: InstanceId) -> None:
+        """The engine's load, or what was placed there, is another one."""
+        engine = self._engines.get(instance)
+        if engine is None:
+            return
+        for key, pool in self._pools.items():
+            if engine.id in pool.eligible:
+                candidate = self._candidate(engine, fair=key.fair)
+                if candidate is None:
+                    pool.drop(engine.id)
+                else:
+                    pool.put(candidate)
 
     def _room(self, engine: EngineLoad, reserved: ReservedWork, *, fair: bool) -> int:
         """This coordinator's share of the engine's room, less what it has placed there since the report. There are
@@ -358,11 +342,16 @@ class EngineFleet:
 
     def _record_engine(self, instance: InstanceId) -> None:
         alive = self.registry.get("scheduler", instance)
-        if alive is not None and alive.engine is not None:
-            self._engines[instance] = EngineLoad.of(alive, alive.engine, self._config)
+        before = self._engines.get(instance)
+        if alive is None or alive.engine is None:
+            if self._engines.pop(instance, None) is not None:
+                self._clear_engine_caches()
+            return
+        load = self._engines[instance] = EngineLoad.of(alive, alive.engine, self._config)
+        if before is not None and load.is_like(before):
+            self._update_pools(instance)
         else:
-            self._engines.pop(instance, None)
-        self._clear_engine_caches()
+            self._clear_engine_caches()
 
     def _end_accusation(self, life: Lifecycle, at: Moment) -> None:
         """Its own word counts again, once it calls itself a suspect or has not done so for long."""
@@ -370,10 +359,14 @@ class EngineFleet:
         suspect = life.engine is not None and life.engine.suspect is not None
         if until is not None and (suspect or at.now >= until):
             del self._accused[life.instance]
+            self._clear_engine_caches()
 
     def _clear_engine_caches(self) -> None:
         self._ready.clear()
+        self._ejected.clear()
+        self._all_ejected = None
         self._contexts.clear()
+        self._pools.clear()
 
     def _list_detokenizers(self) -> None:
         self._detokenizers = list(self.registry.all("detokenizer", "ready"))
@@ -381,5 +374,17 @@ class EngineFleet:
     def _count_coordinators(self) -> None:
         """This coordinator is counted even before it receives its own lifecycle message."""
         ready = {life.instance for life in self.registry.all("coordinator", "ready")} | {self._instance}
-        self._rank = sorted(ready).index(self._instance)
-        self.peers = sorted(ready - {self._instance})
+        names = sorted(ready)
+        peers = [name for name in names if name != self._instance]
+        if peers != self.peers or self._rank != names.index(self._instance):
+            self._rank, self.peers = names.index(self._instance), peers
+            self._pools.clear()  # the shares of engines' room are others
+
+
+def _able_to_decode(engines: list[EngineLoad]) -> list[EngineLoad]:
+    """Prefill engines only where there is no other."""
+    return [engine for engine in engines if engine.report.role in DECODING] or engines
+
+
+def _hands_over(engine: EngineLoad) -> bool:
+    return engine.report.role in PREFILLING and engine.report.node is not None

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
-from services.coordinator.core.prefix_map import PrefixMap, bits_of, keys_of
+from services.coordinator.core.prefix_map import PrefixMap, bits_of, flags_of, keys_of
 from shared.ids import Incarnation, InstanceId, ModelName, NodeId
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
 from shared.reliability.retry import Backoff
@@ -124,6 +125,10 @@ class KvSources:
         self._alive: set[InstanceId] = set()
         self._streams: dict[_SourceKey, _SourceStream] = {}
         self._by_bit: dict[int, _SourceStream] = {}
+        self._names: list[InstanceId] = []
+        """By the position of the source's bit, for masks of many; of a free bit what it was."""
+        self._stores = 0
+        """The bits of KV stores."""
         self._of_model: dict[ModelName, int] = {}
         """The bits of its sources: equal prompts have equal hashes under every model, so each is looked up among its
         own."""
@@ -161,12 +166,11 @@ class KvSources:
         stores: dict[NodeId, int] = {}
         of_model = self._of_model.get(model, 0)
         for sources, length in self.map.runs(of_model, keys_of(hashes)[:limit]) if of_model else ():
-            for bit in bits_of(sources):
-                source = self._by_bit[bit].source
-                if not source.store:
-                    engines[source.instance] = length
-                elif source.node is not None:
-                    stores[source.node] = max(length, stores.get(source.node, 0))
+            engines |= dict.fromkeys(compress(self._names, flags_of(sources & ~self._stores)), length)
+            for bit in bits_of(sources & self._stores):
+                node = self._by_bit[bit].source.node
+                if node is not None:
+                    stores[node] = max(length, stores.get(node, 0))
         return PrefixHits(engines, stores)
 
     # ---- events
@@ -272,11 +276,17 @@ class KvSources:
     def _open(self, stream: _SourceStream, bit: int) -> None:
         stream.bit = bit
         self._by_bit[bit] = stream
+        position = bit.bit_length() - 1
+        self._names += [stream.source.instance] * (position + 1 - len(self._names))
+        self._names[position] = stream.source.instance
+        if stream.source.store:
+            self._stores |= bit
         self._of_model[stream.source.model] = self._of_model.get(stream.source.model, 0) | bit
 
     def _close(self, stream: _SourceStream) -> None:
         del self._by_bit[stream.bit]
         self._of_model[stream.source.model] &= ~stream.bit
+        self._stores &= ~stream.bit
         self.map.retire(stream.bit)
 
 

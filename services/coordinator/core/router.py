@@ -14,7 +14,8 @@ from typing import NamedTuple, assert_never
 
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import Placement
-from services.coordinator.core.fleet import DECODING, Candidate, EngineFleet, cost
+from services.coordinator.core.engine_pool import DECODING, Candidate, EnginePool, requests_of
+from services.coordinator.core.fleet import EngineFleet
 from services.coordinator.core.kv_sources import NO_REUSE, KvSources, PrefixHits, Reuse
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from shared.blocks import BLOCK_SIZE, blocks_for
@@ -66,13 +67,13 @@ class Router:
 
     def choose(self, generation: Generation, now: float) -> Placement | None:
         """Where the request goes best; None where no engine, or no detokenizer, takes one more."""
-        candidates = self._fleet.decode_candidates(generation)
+        pool = self._fleet.decode_candidates(generation)
         detokenizer = self._fleet.choose_detokenizer()
-        if not candidates or detokenizer is None:
+        if not pool or detokenizer is None:
             return None
         request = self._describe(generation, now)
-        engine, reuse = self._cheapest(request, candidates, "decode")
-        split = self._disaggregate(request, reuse, candidates)
+        engine, reuse = self._cheapest(request, pool, "decode")
+        split = self._disaggregate(request, reuse, pool)
         if split is None:
             return Placement(engine.engine.id, detokenizer, request.prefix, reuse, request.blocks)
         prefill, reuse, decode = split
@@ -95,37 +96,57 @@ class Router:
 
     # ---- one engine
 
-    def _cheapest(
-        self, request: _RoutedRequest, candidates: Sequence[Candidate], purpose: str
-    ) -> tuple[Candidate, Reuse]:
+    def _cheapest(self, request: _RoutedRequest, pool: EnginePool, purpose: str) -> tuple[Candidate, Reuse]:
         """The candidate that the policy picks, and what it need not compute of the request."""
-        reuses = _reuses(request, candidates)
-        chosen = self._pick(request, self._costs(request, candidates, reuses), purpose)
-        return candidates[chosen], reuses[chosen]
-
-    def _costs(self, request: _RoutedRequest, candidates: Sequence[Candidate], reuses: Sequence[Reuse]) -> list[float]:
-        """One that is saturated (it holds too many requests, or runs as many as it can) does not win by what it has
-        cached. Where all are, none is."""
         if self._config.router_policy != "kv":
-            return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in candidates]
-        blocks, discount = request.blocks, self._config.router_store_discount
-        loads = [candidate.requests for candidate in candidates]
-        bound = self._config.router_saturation * sum(loads) / len(loads) + SATURATION_SLACK
-        saturated = [
-            load > bound or load - candidate.engine.report.waiting >= candidate.engine.report.max_running
-            for load, candidate in zip(loads, candidates, strict=True)
+            equals = list(pool) if self._draws else pool.least()
+            chosen = equals[self._pick(request, [0.0] * len(equals), purpose)]
+            return chosen, _reuses(request, [chosen])[0]
+        looked_at = self._to_be_looked_at(request, pool)
+        reuses = _reuses(request, looked_at)
+        costs = self._costs(request, pool, looked_at, reuses)
+        if len(looked_at) < len(pool):
+            # Of those that hold nothing of it the least loaded are the cheapest; there are some unless all are held.
+            others = pool.least(without={candidate.engine.id for candidate in looked_at})
+            costs += [self._cost(request, candidate, NO_REUSE) for candidate in others]
+            reuses += [NO_REUSE] * len(others)
+            looked_at += others
+        order = sorted(range(len(costs)), key=lambda index: looked_at[index].engine.id)
+        place = order[self._pick(request, [costs[index] for index in order], purpose)]
+        return looked_at[place], reuses[place]
+
+    def _to_be_looked_at(self, request: _RoutedRequest, pool: EnginePool) -> list[Candidate]:
+        """The candidates that differ from the others by more than their work: all where a KV store holds something of
+        the request, for what it is worth depends on the node and on how full an engine is; and all where each has a
+        chance."""
+        if self._draws or request.hits.stores:
+            return list(pool)
+        names = {EngineId(instance) for instance in request.hits.engines}
+        if request.expected is not None:
+            names.add(request.expected)
+        return [candidate for name in names if (candidate := pool.get(name)) is not None]
+
+    def _costs(
+        self, request: _RoutedRequest, pool: EnginePool, candidates: Sequence[Candidate], reuses: Sequence[Reuse]
+    ) -> list[float]:
+        """One that is saturated (it holds too many requests, or runs as many as it can) does not win by what it has
+        cached. Where all of the pool are, none is."""
+        bound = self._config.router_saturation * pool.requests / len(pool) + SATURATION_SLACK
+        saturated = [_is_saturated(candidate, bound) for candidate in candidates]
+        if any(saturated) and all(_is_saturated(candidate, bound) for candidate in pool.by_work()):
+            saturated = [False] * len(candidates)
+        return [
+            self._cost(request, candidate, NO_REUSE if full else reuse, full=full)
+            for candidate, reuse, full in zip(candidates, reuses, saturated, strict=True)
         ]
-        some = not all(saturated)
-        costs = []
-        for candidate, reuse, full in zip(candidates, reuses, saturated, strict=True):
-            counted, before = reuse, candidate.prefill
-            if full and some:
-                counted = NO_REUSE
-            elif candidate.engine.id == request.expected:
-                # It computes the same prompt already: that is counted as this request's own reuse, and only once.
-                before = max(0.0, before - request.prefix.blocks)
-            costs.append(before + blocks - counted.worth(discount) + _blocks_after(candidate, blocks, counted))
-        return costs
+
+    def _cost(self, request: _RoutedRequest, candidate: Candidate, reuse: Reuse, *, full: bool = False) -> float:
+        before, blocks = candidate.prefill, request.blocks
+        if candidate.engine.id == request.expected and not full:
+            # It computes the same prompt already: that is counted as this request's own reuse, and only once.
+            before = max(0.0, before - request.prefix.blocks)
+        worth = reuse.worth(self._config.router_store_discount)
+        return before + blocks - worth + _blocks_after(candidate, blocks, reuse)
 
     def _pick(self, request: _RoutedRequest, costs: Sequence[float], purpose: str) -> int:
         """If costs are equal, rotation decides. Several coordinators may place choices of one request at the same
@@ -140,7 +161,7 @@ class Router:
     # ---- two engines
 
     def _disaggregate(
-        self, request: _RoutedRequest, local: Reuse, candidates: Sequence[Candidate]
+        self, request: _RoutedRequest, local: Reuse, pool: EnginePool
     ) -> tuple[Candidate, Reuse, Candidate] | None:
         """The engine that prefills, with what reuse, and the engine that decodes; None where the request is better
         kept in one place, which would have the reuse `local`.
@@ -154,9 +175,11 @@ class Router:
         large_share = left >= config.disaggregate_share * request.tokens
         if left < config.disaggregate_tokens and not (large_share and left >= config.disaggregate_least):
             return None
-        prefilling = [each for each in self._fleet.prefill_candidates(request.generation) if each.node is not None]
-        decoding = [each for each in candidates if each.node is not None and each.engine.report.role in DECODING]
-        if not prefilling or not decoding:
+        prefilling = self._fleet.prefill_candidates(request.generation)
+        if not prefilling:
+            return None
+        decoding = [each for each in pool if each.node is not None and each.engine.report.role in DECODING]
+        if not decoding:
             return None
         waiting = sum(candidate.prefill for candidate in prefilling) * BLOCK_SIZE
         if waiting > config.disaggregate_busy * len(prefilling):
@@ -170,7 +193,7 @@ class Router:
     ) -> list[float]:
         """Nothing is left to compute there; blocks from another node's store cost what their way is taken to cost."""
         if self._config.router_policy != "kv":
-            return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in decoding]
+            return [requests_of(candidate) for candidate in decoding]
         price = 1 - self._config.router_store_discount
         return [
             candidate.prefill
@@ -188,6 +211,11 @@ def _reuses(request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Re
             if candidate.engine.id == request.expected and reuses[index].device < request.prefix.blocks:
                 reuses[index] = Reuse(device=request.prefix.blocks)
     return reuses
+
+
+def _is_saturated(candidate: Candidate, bound: float) -> bool:
+    report = candidate.engine.report
+    return candidate.requests > bound or candidate.requests - report.waiting >= report.max_running
 
 
 def _blocks_after(candidate: Candidate, blocks: int, reuse: Reuse) -> int:

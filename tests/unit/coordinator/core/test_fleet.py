@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.fleet import cost, room, share
+from services.coordinator.core.engine_pool import cost, room, share
 from shared.ids import DetokenizerId, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
 from tests.support.engines.coordinator_events import at, detokenizer, engine, life, route, summary

@@ -11,7 +11,7 @@ from deploy.simulation.fleet import EngineLife, FleetView, QueueLengthScaling, S
 from deploy.simulation.simulation import SimulationResult, simulate
 from deploy.simulation.workloads import GeneratedLoad
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.fleet import EngineLoad
+from services.coordinator.core.engine_pool import EngineLoad
 from tests.support.engines.coordinator_events import engine
 from tests.support.engines.simulated_fleet import make_kit
 
