@@ -49,6 +49,20 @@ class EngineHealth(Struct, frozen=True, array_like=True, kw_only=True):
     """Of a suspect: canaries in a row, up to now, whose answer was wrong, late or missing."""
 
 
+class LatencySums(Struct, frozen=True, array_like=True):
+    """What requests waited for at an engine, in seconds over all of them since its start; differences of two reports
+    are means. Times before they came to the engine are not in it."""
+
+    first_tokens: int = 0
+    """Requests that got their first token there."""
+    first_token_seconds: float = 0.0
+    """From their coming to their first tokens: TTFT."""
+    later_tokens: int = 0
+    """Tokens behind the first ones."""
+    later_token_seconds: float = 0.0
+    """From the token before to each of them: ITL."""
+
+
 class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """A scheduler's load, by which coordinators place requests."""
 
@@ -81,6 +95,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds that the step in flight may take before the scheduler counts its workers as stuck; 0 without one."""
     health: EngineHealth | None = None
     """None: of a release that does not watch it."""
+    latency: LatencySums | None = None
+    """None: of a release that does not measure it."""
 
     @property
     def suspect(self) -> str | None:

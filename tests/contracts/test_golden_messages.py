@@ -78,6 +78,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     steps=7,
     tokens=8,
     health=lifecycle.EngineHealth(suspect="no answer", ejections=2, faults=5),
+    latency=lifecycle.LatencySums(9, 0.5, 10, 0.25),
 )
 WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
@@ -292,9 +293,6 @@ MESSAGES: list[Any] = [
     gateway.StreamCopy(STREAM_OPENING, (), (gateway.Delta(R, A, 0, (9,), "a", "stop"),), True),
     gateway.StreamUnknown(),
     coordinator.RequestEnded(R, 9),
-    supervisor.HostReport(
-        node=NodeId("n"), address="10.0.0.2", incarnation=Incarnation(1), instances=(InstanceId("n-engine-1"),)
-    ),
 ]
 
 

@@ -58,6 +58,14 @@ class EngineCounters:
     """Sequences that failed because the model computed NaN."""
     output_tokens: int = 0
     """Output tokens, without rejected drafts."""
+    first_tokens: int = 0
+    """Requests that got their first token here."""
+    first_token_seconds: float = 0.0
+    """From their coming to their first tokens, in total."""
+    later_tokens: int = 0
+    """Output tokens behind a request's first one."""
+    later_token_seconds: float = 0.0
+    """From the token before to each of them, in total; tokens of one step come together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
 from shared.messages.gateway import Death, RequestFailed
 from shared.messages.kvstore import Attach
-from shared.messages.lifecycle import EngineReport
+from shared.messages.lifecycle import EngineReport, LatencySums
 from shared.messages.scheduler import (
     Cancel,
     GenerateRequest,
@@ -76,7 +76,7 @@ class EngineCore:
             case StepFinished() | StepMissed() | GrammarCompiled() | TransferProgress() | RankProgress():
                 self._handle_rank(event, now)
             case GenerateRequest():
-                self._handle_request(event)
+                self._handle_request(event, now)
             case Cancel() | StopMatched():
                 self._call_off(event)
             case OutlierReport():
@@ -123,7 +123,7 @@ class EngineCore:
         canary = self.health.next_request(state.workers, now, idle=self.idle)
         if canary is None:
             return False
-        state.requests.receive(canary)
+        state.requests.receive(canary, now)
         if (sequence := state.requests.held.get(canary.generation.request)) is not None:
             self.health.canary.enter(sequence.id)
         return True
@@ -229,6 +229,12 @@ class EngineCore:
             accepted_tokens=sum(counters.accepted),
             step_deadline=epoch.step_deadline,
             health=snapshot.health,
+            latency=LatencySums(
+                counters.first_tokens,
+                counters.first_token_seconds,
+                counters.later_tokens,
+                counters.later_token_seconds,
+            ),
         )
 
     @property
@@ -238,10 +244,10 @@ class EngineCore:
 
     # ---- requests
 
-    def _handle_request(self, request: GenerateRequest) -> None:
+    def _handle_request(self, request: GenerateRequest, now: float) -> None:
         generation = request.generation
         if self.epoch_state is not None:
-            self.epoch_state.requests.receive(request)
+            self.epoch_state.requests.receive(request, now)
         elif self._outbox.fence.is_closed(generation.request, generation.attempt):
             self._outbox.disown(request)  # a cancel has overtaken it
         else:

@@ -186,7 +186,7 @@ class EpochState:
         self._sent.popleft()
         if self.transfers.in_flight:
             self.transfers.finish_step(result.step, now)
-        self._results.record(result, expected)
+        self._results.record(result, expected, now)
         return None
 
     def record_progress(self, report: RankProgress, now: float) -> str | None:

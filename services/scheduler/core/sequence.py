@@ -225,6 +225,7 @@ class Sequence:
         "grammar",
         "history",
         "id",
+        "last_token_at",
         "phase",
         "prompt_waits",
         "queue_key",
@@ -258,6 +259,8 @@ class Sequence:
         self.drawn_in = 0
         """Number of the plan that draws its latest token, if the engine has several stages; written by
         `MicroBatches`."""
+        self.last_token_at = 0.0
+        """When its latest token was learnt, or it came; written by `EngineRequests`, then by `StepResults`."""
 
     def move(self, phase: SequencePhase) -> None:
         """Enters `phase`. Raises IllegalTransition if it may not follow the present one."""

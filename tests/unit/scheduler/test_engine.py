@@ -21,6 +21,7 @@ from shared.ids import Attempt, DetokenizerId, InstanceId, RequestId
 from shared.messages.detokenizer import AbandonStream, NewTokens
 from shared.messages.gateway import RequestFailed, RequestRejected
 from shared.messages.generation import TokenLogprobs
+from shared.messages.lifecycle import LatencySums
 from shared.messages.scheduler import (
     Cancel,
     ProbeReply,
@@ -83,6 +84,17 @@ def test_the_stream_is_opened_with_the_first_tokens_and_says_what_was_cached() -
     assert (opened.request, opened.prompt_tokens, opened.cached_tokens) == ("b", 20, 16)
     assert (unpack(opened.context), opened.resumed) == (PROMPT[-8:], 0)
     assert [p.new[0].computed for p in plans(outputs)] == [16]
+
+
+def test_what_requests_waited_for_is_summed_up_to_their_first_tokens_and_between_the_later_ones() -> None:
+    ring = Ring(EngineLimits(run_ahead=0))
+    ring.send(generate("a", PROMPT, max_tokens=3, ignore_eos=True))
+    for seconds in (2.0, 0.5, 0.25):
+        ring.now += seconds
+        ring.step()
+    report = ring.engine.report()
+    assert report is not None
+    assert report.latency == LatencySums(1, 2.0, 2, 0.75)
 
 
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_block() -> None:

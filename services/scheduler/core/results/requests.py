@@ -128,7 +128,7 @@ class EngineRequests:
         self._sender = sender
         self._outbox = outbox
 
-    def receive(self, generate: GenerateRequest) -> None:
+    def receive(self, generate: GenerateRequest, now: float) -> None:
         """Queues a request, or refuses it. One that comes late, behind its cancel or a newer attempt, is dropped; an
         older attempt that is still held ends for it."""
         generation = generate.generation
@@ -147,6 +147,7 @@ class EngineRequests:
         elif self._queues.queued >= self._max_waiting:
             refusal = _overloaded(generation, f"{self._max_waiting} requests are waiting already, and no more may")
         else:
+            sequence.last_token_at = now
             self._accept(sequence)
             return
         self._outbox.refuse(generate, refusal)

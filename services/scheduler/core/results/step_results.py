@@ -38,7 +38,7 @@ class StepResults:
         self._outbox = outbox
         self._counters = counters
 
-    def record(self, result: StepFinished, expected: ExpectedResult) -> None:
+    def record(self, result: StepFinished, expected: ExpectedResult, now: float) -> None:
         """Takes in the result of a step of which so much was expected. Raises WrongYield. Tokens of sequences that have
         ended meanwhile were computed for nothing, and are dropped."""
         for failed in result.failed:
@@ -61,7 +61,7 @@ class StepResults:
         for scored in result.scored:
             if (sequence := by_id.get(scored.sequence)) is not None:
                 self._outbox.streams.add_prompt_logprobs(sequence, scored)
-        self._learn(result, several=bool(expected.extras))
+        self._learn(result, now, several=bool(expected.extras))
 
     def _correct(self, sampled: SampledTokens, extra: int) -> int:
         """One sequence's part; how many tokens it has got. What was drafted for one that has ended brought nothing."""
@@ -80,10 +80,11 @@ class StepResults:
             self._counters.speculated_tokens += got
         return got if sequence is not None else 1
 
-    def _learn(self, result: StepFinished, *, several: bool) -> None:
+    def _learn(self, result: StepFinished, now: float, *, several: bool) -> None:
         """Adds each sequence's tokens to it and to the stream; what came behind the last one is dropped. `several`: a
         sequence may have more than one."""
         by_id, streams, output_tokens = self._queues.by_id, self._outbox.streams, 0
+        first_tokens, first_seconds, later_seconds = 0, 0.0, 0.0
         detokenizer, entries, counted = None, [], True
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
@@ -107,6 +108,12 @@ class StepResults:
                 counted = detokenizer != CANARY_DETOKENIZER
             if counted:
                 output_tokens += len(tokens)
+                if sequence.tokens.produced == len(tokens):
+                    first_tokens += 1
+                    first_seconds += now - sequence.last_token_at
+                else:
+                    later_seconds += now - sequence.last_token_at
+                sequence.last_token_at = now
             entries.append(token_entry(sequence, tokens, finish, logprobs))
             if len(sequence.tokens.hashes) > sequence.blocks.indexed:
                 self._memory.index_full_blocks(sequence)
@@ -114,4 +121,9 @@ class StepResults:
                 self._requests.end(sequence, tell_detokenizer=False)
             elif sequence.phase == "returning" and not sequence.tokens.in_flight:  # all its tokens are known now
                 self._queues.requeue(sequence)
-        self._counters.output_tokens += output_tokens
+        counters = self._counters
+        counters.output_tokens += output_tokens
+        counters.first_tokens += first_tokens
+        counters.first_token_seconds += first_seconds
+        counters.later_tokens += output_tokens - first_tokens
+        counters.later_token_seconds += later_seconds

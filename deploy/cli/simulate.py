@@ -6,6 +6,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -17,9 +18,10 @@ from deploy.cli.up.options import given, offers, offers_of, service_settings, st
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
 from deploy.simulation.figures import comparison, figures, text
-from deploy.simulation.fleet import SCALING, QueueLengthScaling, ScalingLimits
+from deploy.simulation.fleet import SCALING, QueueLengthScaling, ScalingLimits, ScalingPolicy
 from deploy.simulation.front import Workload
 from deploy.simulation.hops import parse_hops
+from deploy.simulation.planner_policy import PlannerScaling, planner_scaling
 from deploy.simulation.setup import SimulationSetup, simulation_setup
 from deploy.simulation.simulation import simulate as run
 from deploy.simulation.traces import TraceError, TraceLoad
@@ -27,6 +29,8 @@ from deploy.simulation.workloads import ConcurrentLoad, GeneratedLoad
 from services.bench.report import OutputOptions, Report
 from services.bench.statistics import Metric, parse_goodput
 from services.coordinator.config import Policy
+from services.planner.core.predictors import PredictorName
+from services.planner.core.sizing import LatencyTargets
 from services.worker.backend import BackendError
 from shared.config import ConfigError
 from shared.settings import settings_of
@@ -50,7 +54,12 @@ SERVICES = frozenset({"worker", "scheduler", "coordinator"})
 """Those that are simulated, and so may be set."""
 PERCENTS = (90.0, 99.0)
 
-Scaling = Literal["static", "queue-length"]
+Scaling = Literal["static", "queue-length", "planner", "planner-seasonal", "planner-arima"]
+PREDICTORS: dict[Scaling, PredictorName] = {
+    "planner": "constant",
+    "planner-seasonal": "seasonal",
+    "planner-arima": "arima",
+}
 LIMITS, GENERATED = "limits", "request_rate"
 LOADS: dict[str, type[GeneratedLoad | ConcurrentLoad | TraceLoad]] = {
     GENERATED: GeneratedLoad,
@@ -89,13 +98,23 @@ def simulate(
     scaling: Annotated[
         Scaling,
         typer.Option(
-            help="static: always --engines. queue-length: as many as have --target-requests each.",
+            help="static: always --engines. queue-length: as many as have --target-requests each. planner: as many as "
+            "meet --goodput's ttft and tpot; the load is predicted to stay, by its season, or by ARIMA.",
             rich_help_panel=SCALING,
         ),
     ] = "static",
     target_requests: Annotated[
         float, typer.Option(min=0.1, help="Requests per engine, waiting or running.", rich_help_panel=SCALING)
     ] = 16.0,
+    season: Annotated[
+        float | None,
+        typer.Option(
+            "--season-s",
+            min=1,
+            help="Seconds after which the load repeats itself, for planner-seasonal; by default --period.",
+            rich_help_panel=SCALING,
+        ),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(help="Router policies or scalings, comma-separated: one run each.", rich_help_panel=RESULT),
@@ -123,11 +142,19 @@ def simulate(
     """
     own = given({name: value for name, value in typed.items() if name in OWN_OFFERS}, OWN_OFFERS)
     values = given({name: value for name, value in typed.items() if name not in OWN_OFFERS})
-    load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
+    load, limits, objectives = _load(own), _limits(own), _objectives(goodput or [])
     engines = ENGINES if (chosen := stack_settings(values).engines) is None else chosen
     if engines < 1:
         raise CommandError(f"--engines {engines}: at least 1 is needed", status=2)
     report = Report(OutputOptions(output_json, as_json, False, False, label, shlex.join(["baton", *sys.argv[1:]])))
+
+    def policy(setup: SimulationSetup, kind: Scaling) -> ScalingPolicy | None:
+        if kind == "queue-length":
+            return QueueLengthScaling(target_requests, limits)
+        if (predictor := PREDICTORS.get(kind)) is None:
+            return None
+        period = load.period if isinstance(load, GeneratedLoad) else GeneratedLoad.period
+        return _planner(setup, objectives, limits, predictor, season or period)
 
     def figures_of(setup: SimulationSetup, kind: Scaling) -> dict[str, Any]:
         result = run(
@@ -136,7 +163,7 @@ def simulate(
             load,
             engines=engines,
             processes=processes,
-            policy=QueueLengthScaling(target_requests, limits) if kind == "queue-length" else None,
+            policy=policy(setup, kind),
             start_seconds=limits.start_seconds,
         )
         return {
@@ -149,7 +176,7 @@ def simulate(
 
     try:
         with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
-            setup = setup_of(values, settings or [], hops, config, Path(folder))
+            setup = _setup(values, settings or [], hops, config, Path(folder))
             found = {name: figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
     except TraceError as error:
         raise CommandError(f"--trace {error}") from None
@@ -159,7 +186,7 @@ def simulate(
         report.end({"runs": found}, comparison(found))
 
 
-def load_of(values: Mapping[str, Any]) -> Workload:
+def _load(values: Mapping[str, Any]) -> Workload:
     """`values`: options that were given. Raises CommandError where they ask for two loads, or are not of the load that
     they ask for."""
     chosen = [owner for owner in LOADS if owner in values and owner != GENERATED]
@@ -181,6 +208,23 @@ def _limits(values: Mapping[str, Any]) -> ScalingLimits:
         raise CommandError(f"--max-engines {fields.get('maximum', '')}: {error}", status=2) from None
 
 
+def _planner(
+    setup: SimulationSetup,
+    objectives: Mapping[Metric, float],
+    limits: ScalingLimits,
+    predictor: PredictorName,
+    season: float,
+) -> PlannerScaling:
+    """Raises CommandError."""
+    if not {"ttft", "tpot"} & set(objectives):
+        raise CommandError("--scaling planner: needs its targets: --goodput ttft:MS, --goodput tpot:MS", status=2)
+    targets = LatencyTargets(ttft=objectives.get("ttft", inf), itl=objectives.get("tpot", inf))
+    try:
+        return planner_scaling(setup.make_kit(), setup.worker.world_size, targets, limits, predictor, season)
+    except ValueError as error:
+        raise CommandError(f"--season-s {season:g}: {error}", status=2) from None
+
+
 def _fields(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """The fields of one struct that options were given for."""
     offered = {name: dict(OWN_OFFERS[name].targets) for name in values}
@@ -189,7 +233,7 @@ def _fields(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
     }
 
 
-def setup_of(
+def _setup(
     values: Mapping[str, Any], assignments: list[str], hops: str, config: Path | None, folder: Path
 ) -> SimulationSetup:
     """Raises CommandError."""
@@ -222,7 +266,7 @@ def _runs(setup: SimulationSetup, scaling: Scaling, compare: str | None) -> dict
     return runs
 
 
-def objectives_of(pairs: list[str]) -> dict[Metric, float]:
+def _objectives(pairs: list[str]) -> dict[Metric, float]:
     """Seconds by metric. Raises CommandError."""
     try:
         return parse_goodput(pairs)

@@ -54,6 +54,12 @@ def test_a_static_fleet_and_one_that_follows_the_load_are_compared(capsys: pytes
     assert runs["queue-length"]["peak_engines"] <= 3
 
 
+def test_a_planner_is_compared_with_the_other_scalings(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = ("--goodput", "ttft:500", "--goodput", "tpot:20")
+    out = simulated(capsys, *LOAD, *targets, "--scale-interval", "1", "--compare", "static,planner,planner-seasonal")
+    assert [row.split()[1] for row in out.splitlines()[2:]] == ["static", "planner", "planner-seasonal"]
+
+
 def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "slow.toml"
     config.write_text("[worker]\nsim_step_ms = 40\n")
@@ -77,6 +83,11 @@ def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixtur
         (("--request-rate", "0"), "--request-rate 0.0: Expected `float` > 0.0"),
         (("--min-engines", "9", "--max-engines", "2"), "--max-engines 2"),
         (("--engines", "0"), "--engines 0"),
+        (("--scaling", "planner"), "--scaling planner: needs its targets"),
+        (
+            ("--scaling", "planner-seasonal", "--goodput", "ttft:9", "--season-s", "60"),
+            "--season-s 60: season = 4 intervals: at least 10 are needed",
+        ),
         (("--model", "no-such-shape"), "no-such-shape"),
     ],
 )

@@ -1,1 +1,0 @@
-"""`baton join` and `baton token`: a stack of several hosts."""

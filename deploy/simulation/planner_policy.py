@@ -1,0 +1,51 @@
+"""The planner as a scaling policy: the same core as `baton plan`, on virtual time."""
+
+from __future__ import annotations
+
+from deploy.simulation.device_profile import profile_simulated
+from deploy.simulation.engine import EngineKit
+from deploy.simulation.fleet import FleetView, ScalingLimits
+from services.planner.core.load_meter import FleetObservation
+from services.planner.core.planner import FleetPlanner, FleetProfiles, PlannerDecision
+from services.planner.core.predictors import PredictorName, make_predictor
+from services.planner.core.scaling_guard import PlannerLimits
+from services.planner.core.sizing import LatencyTargets
+
+
+class PlannerScaling:
+    """Owns a planner of plain engines, and what it has decided."""
+
+    def __init__(self, planner: FleetPlanner) -> None:
+        self.decisions: list[PlannerDecision] = []
+        self._planner = planner
+
+    @property
+    def interval(self) -> float:
+        """As `ScalingPolicy` has it."""
+        return self._planner.limits.interval
+
+    def wanted(self, view: FleetView) -> int:
+        """As `ScalingPolicy` has it."""
+        reports = {load.id: load.report for load in view.engines}
+        seen = FleetObservation(reports, {"mixed": len(view.engines) + view.starting}, view.queued)
+        decision = self._planner.decide(seen, view.now)
+        self.decisions.append(decision)
+        return decision.pools[0].target
+
+
+def planner_scaling(
+    kit: EngineKit, gpus: int, targets: LatencyTargets, limits: ScalingLimits, predictor: PredictorName, season: float
+) -> PlannerScaling:
+    """A planner of engines made from `kit` with `gpus` devices each, whose profile is measured here. `season`: seconds
+    after which a seasonal load repeats itself. Raises ValueError for a season of too few intervals."""
+    planner_limits = PlannerLimits(
+        minimum=limits.minimum,
+        maximum=limits.maximum,
+        interval=limits.interval,
+        start_seconds=limits.start_seconds,
+        stabilization=limits.stabilization,
+    )
+    profiles = FleetProfiles(profile_simulated(kit, gpus))
+    return PlannerScaling(
+        FleetPlanner(profiles, targets, planner_limits, make_predictor(predictor, round(season / limits.interval)))
+    )

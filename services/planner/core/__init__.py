@@ -1,0 +1,1 @@
+"""What the planner decides from reports: no bus, no clock, no asyncio."""
