@@ -177,6 +177,12 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         Meta(ge=0, le=1, description="Probability that a simulated draft is accepted, given that all before it were."),
     ] = 0.7
     sim_tflops: Annotated[float | None, Meta(gt=0, description="Simulated compute rate.")] = None
+    sim_link: Annotated[
+        ByteSize | None, Meta(description="Simulated bandwidth per second between the ranks of an engine, e.g. 450GB.")
+    ] = None
+    sim_link_us: Annotated[
+        float | None, Meta(ge=0, description="Microseconds that one small sum of all simulated ranks takes.")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -189,8 +195,9 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
-        if self.sim_bandwidth == 0:
-            raise ValueError("sim_bandwidth: must be above 0")
+        for name in ("sim_bandwidth", "sim_link"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
 
@@ -237,4 +244,6 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             fixed_seconds=None if self.sim_fixed_ms is None else self.sim_fixed_ms / 1000,
             bandwidth=self.sim_bandwidth,
             flops=None if self.sim_tflops is None else self.sim_tflops * 1e12,
+            link=self.sim_link,
+            link_seconds=None if self.sim_link_us is None else self.sim_link_us / 1e6,
         )

@@ -1,4 +1,5 @@
-"""How long an accelerator takes for a step: the roofline of its memory bandwidth and its arithmetic.
+"""How long an accelerator takes for a step: the roofline of its memory bandwidth and its arithmetic, and what the ranks
+of an engine exchange.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 52(4), 2009. Peaks are those of NVIDIA's data sheets (dense
 bf16); the shares of them that inference reaches are rounded from published measurements, and can be set by flags.
@@ -6,6 +7,7 @@ bf16); the shares of them that inference reaches are rounded from published meas
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from msgspec import Struct
@@ -15,6 +17,7 @@ ProfileName = Literal["h200", "h100", "a100", "l40s", "l4"]
 
 BANDWIDTH_SHARE = 0.8
 FLOPS_SHARE = 0.5
+LINK_SHARE = 0.7
 MEMORY_SHARE = 0.9
 """Share of the memory for weights and KV together; the rest is for activations."""
 
@@ -24,10 +27,18 @@ class StepCost(Struct, frozen=True):
 
     bytes: float
     flops: float
+    reduced: float = 0.0
+    """Bytes that all ranks sum up with each other; nothing where there is one rank."""
+    reductions: int = 0
+    """Into how many sums they are divided, one after the other."""
 
     def shared_by(self, ranks: int) -> StepCost:
-        """One rank's part; what the ranks say to each other is not modelled."""
-        return StepCost(self.bytes / ranks, self.flops / ranks)
+        """One rank's part. It sends the bytes of each sum twice, but for its own share (ring all-reduce: Patarasuk,
+        Yuan, JPDC 2009)."""
+        if ranks == 1:
+            return StepCost(self.bytes, self.flops)
+        sent = self.reduced * 2 * (ranks - 1) / ranks
+        return StepCost(self.bytes / ranks, self.flops / ranks, sent, self.reductions)
 
 
 class Accelerator(Struct, frozen=True, kw_only=True):
@@ -40,29 +51,57 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     memory: int
     fixed_seconds: float = 0.0005
     """Launches, sampling, copies: what an empty step takes."""
+    link: float = math.inf
+    """Bytes per second that are reached from one rank to the next."""
+    link_seconds: float = 0.0
+    """What one sum of all ranks takes however small it is."""
 
     def seconds(self, load: StepCost) -> float:
-        """Fixed time, and whichever of moving and computing binds."""
-        return self.fixed_seconds + max(load.bytes / self.bandwidth, load.flops / self.flops)
+        """Fixed time, whichever of moving and computing binds, and the sums of all ranks, which nothing overlaps."""
+        computing = max(load.bytes / self.bandwidth, load.flops / self.flops)
+        return self.fixed_seconds + computing + load.reduced / self.link + load.reductions * self.link_seconds
 
-    def changed(self, *, fixed_seconds: float | None, bandwidth: float | None, flops: float | None) -> Accelerator:
+    def changed(
+        self,
+        *,
+        fixed_seconds: float | None = None,
+        bandwidth: float | None = None,
+        flops: float | None = None,
+        link: float | None = None,
+        link_seconds: float | None = None,
+    ) -> Accelerator:
         """This one, with what is not None set."""
         return replace(
             self,
             fixed_seconds=self.fixed_seconds if fixed_seconds is None else fixed_seconds,
             bandwidth=bandwidth or self.bandwidth,
             flops=flops or self.flops,
+            link=link or self.link,
+            link_seconds=self.link_seconds if link_seconds is None else link_seconds,
         )
 
 
-def _of_data_sheet(*, bandwidth: float, flops: float, memory: float) -> Accelerator:
-    return Accelerator(bandwidth=bandwidth * BANDWIDTH_SHARE, flops=flops * FLOPS_SHARE, memory=int(memory))
+NVLINK_SECONDS, PCIE_SECONDS = 10e-6, 25e-6
+"""Of one small sum of all ranks: an assumption, rounded from what is published of NCCL; set by flag where measured."""
+
+
+def _of_data_sheet(
+    *, bandwidth: float, flops: float, memory: float, link: float, link_seconds: float = NVLINK_SECONDS
+) -> Accelerator:
+    """`link`: of one direction."""
+    return Accelerator(
+        bandwidth=bandwidth * BANDWIDTH_SHARE,
+        flops=flops * FLOPS_SHARE,
+        memory=int(memory),
+        link=link * LINK_SHARE,
+        link_seconds=link_seconds,
+    )
 
 
 PROFILES: dict[ProfileName, Accelerator] = {
-    "h200": _of_data_sheet(bandwidth=4.8e12, flops=989e12, memory=141e9),
-    "h100": _of_data_sheet(bandwidth=3.35e12, flops=989e12, memory=80e9),
-    "a100": _of_data_sheet(bandwidth=2.04e12, flops=312e12, memory=80e9),
-    "l40s": _of_data_sheet(bandwidth=864e9, flops=362e12, memory=48e9),
-    "l4": _of_data_sheet(bandwidth=300e9, flops=121e12, memory=24e9),
+    "h200": _of_data_sheet(bandwidth=4.8e12, flops=989e12, memory=141e9, link=450e9),
+    "h100": _of_data_sheet(bandwidth=3.35e12, flops=989e12, memory=80e9, link=450e9),
+    "a100": _of_data_sheet(bandwidth=2.04e12, flops=312e12, memory=80e9, link=300e9),
+    "l40s": _of_data_sheet(bandwidth=864e9, flops=362e12, memory=48e9, link=32e9, link_seconds=PCIE_SECONDS),
+    "l4": _of_data_sheet(bandwidth=300e9, flops=121e12, memory=24e9, link=32e9, link_seconds=PCIE_SECONDS),
 }

@@ -64,6 +64,10 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Operations of attention for each pair of a query and a key, over all layers."""
     flops_per_sample: int
     """Operations of the output layer for each drawn token."""
+    reduced_per_token: int = 0
+    """Bytes that the ranks of an engine sum up: the output of attention and that of the MLP, of every layer."""
+    reductions: int = 0
+    """In how many sums."""
     experts: Experts | None = None
 
     def load(self, *, tokens: int, pairs: int, read: int, samples: int) -> StepCost:
@@ -71,7 +75,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         idle = 0 if self.experts is None else self.experts.idle_bytes(tokens)
         moved = self.weight_bytes - idle + self.kv_bytes_per_token * (read + tokens)
         flops = self.flops_per_token * tokens + self.flops_per_pair * pairs + self.flops_per_sample * samples
-        return StepCost(moved, flops)
+        return StepCost(moved, flops, self.reduced_per_token * tokens, self.reductions)
 
 
 def read_shape(folder: Path, dtype: str) -> ModelShape:
@@ -108,6 +112,8 @@ def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
         flops_per_token=2 * (everywhere + layers.chosen * one_expert),
         flops_per_pair=4 * raw.num_hidden_layers * heads * head_dim,
         flops_per_sample=2 * embedding,
+        reduced_per_token=2 * raw.num_hidden_layers * raw.hidden_size * size,
+        reductions=2 * raw.num_hidden_layers,
         experts=Experts(layers.experts, layers.chosen, size * one_expert) if layers.experts else None,
     )
 

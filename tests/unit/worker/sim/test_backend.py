@@ -40,6 +40,8 @@ def test_a_models_sizes_follow_from_its_config(model: Path) -> None:
         flops_per_token=2 * 2 * layer,
         flops_per_pair=4 * 2 * 4 * 16,
         flops_per_sample=2 * 32 * 64,
+        reduced_per_token=2 * 2 * 64 * 2,
+        reductions=2 * 2,
     )
 
 
@@ -53,7 +55,16 @@ def test_a_step_takes_as_long_as_whatever_binds() -> None:
     assert device.seconds(StepCost(200.0, 100.0)) == 3.0
     assert device.seconds(StepCost(50.0, 4000.0)) == 5.0
     assert device.seconds(StepCost(200.0, 100.0).shared_by(2)) == 2.0
-    assert device.changed(fixed_seconds=0.0, bandwidth=None, flops=None).seconds(StepCost(200.0, 0.0)) == 2.0
+    assert device.changed(fixed_seconds=0.0).seconds(StepCost(200.0, 0.0)) == 2.0
+
+
+def test_ranks_take_their_share_and_the_time_of_their_sums() -> None:
+    device = Accelerator(bandwidth=100.0, flops=1e9, memory=1, fixed_seconds=0.0, link=30.0, link_seconds=0.25)
+    cost = StepCost(400.0, 0.0, reduced=60.0, reductions=8)
+    assert device.seconds(cost.shared_by(1)) == 4.0, "one rank has nothing to exchange"
+    assert device.seconds(cost.shared_by(2)) == 2.0 + 60.0 / 30.0 + 2.0
+    assert device.seconds(cost.shared_by(4)) == 1.0 + 1.5 * 60.0 / 30.0 + 2.0
+    assert device.changed(link=60.0, link_seconds=0.0).seconds(cost.shared_by(2)) == 2.0 + 1.0
 
 
 def test_decoding_a_large_model_on_an_h100_is_bound_by_its_bandwidth() -> None:
@@ -148,6 +159,7 @@ def test_flags_become_a_place_an_accelerator_and_a_name() -> None:
         (["--world-size=2"], "rendezvous"),
         (["--sim-profile=tpu"], "sim_profile"),
         (["--sim-bandwidth=0"], "sim_bandwidth"),
+        (["--sim-link=0"], "sim_link"),
     ],
 )
 def test_contradicting_flags_stop_the_start(flags: list[str], message: str) -> None:
