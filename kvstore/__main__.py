@@ -23,7 +23,7 @@ async def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> K
         directory,
         memory=config.kvstore_memory,
         lease_seconds=config.lease_seconds,
-        tier=below.redis_tier(config),
+        tiers=below.tiers(config),
         peers=peers,
     )
     if peers is not None:

@@ -15,6 +15,7 @@ from kvstore.node.background import BackgroundSpill, MemoryPreparation
 from kvstore.node.lower_search import FindOutcome, LowerTierSearch
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import LowerTier, PeerStores
+from kvstore.tiers.tier_chain import TierChain
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus
@@ -51,17 +52,19 @@ class KvStoreActor(Actor):
         *,
         memory: int,
         lease_seconds: float = 10.0,
-        tier: LowerTier | None = None,
+        tiers: Sequence[LowerTier] = (),
         peers: PeerStores | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus, instance)
         announced_as = (instance, node, self.incarnation)
-        self.store = NodeStore(directory, memory, lease_seconds, announced_as, tier=tier, clock=clock)
-        self._search = LowerTierSearch(self.store, tier, peers)
+        chain = TierChain(tiers) if tiers else None
+        self.store = NodeStore(directory, memory, lease_seconds, announced_as, tier=chain, clock=clock)
+        self._search = LowerTierSearch(self.store, tiers, peers)
+        self._tiers = tiers
         self._peers = peers
         self._memory = MemoryPreparation(self.store)
-        self._spill = None if tier is None else BackgroundSpill(self.store, tier)
+        self._spill = None if chain is None else BackgroundSpill(self.store, chain)
         self._owners = Registry(lease_seconds)
         """Schedulers. One that is only slow keeps its leases until they run out; that it died is announced."""
         self._stores = Registry()
@@ -177,6 +180,6 @@ class KvStoreActor(Actor):
         return self._search.running
 
     def store_report(self) -> StoreReport:
-        """Slots, bytes and hits for the lifecycle, with the address where other nodes fetch blocks."""
-        report = self.store.report()
+        """Slots, bytes and hits for the lifecycle, with the tiers and the address where other nodes fetch blocks."""
+        report = replace(self.store.report(), tiers=tuple(tier.report() for tier in self._tiers))
         return report if self._peers is None else replace(report, transfer=self._peers.address)

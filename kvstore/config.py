@@ -35,6 +35,18 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
         ContainerVariable(default="512MiB"),
     ] = 2**30
     lease_seconds: Annotated[float, Meta(gt=0, description="Seconds after which a reservation or pin expires.")] = 10.0
+    kv_ssd: Annotated[
+        str | None,
+        Meta(min_length=1, description="Folder on a local SSD for evicted blocks; it survives restarts."),
+        UpOption("KV store"),
+        ContainerVariable(),
+    ] = None
+    kv_ssd_size: Annotated[
+        ByteSize,
+        Meta(description="Bytes that the files in kv-ssd may take, e.g. 64GiB."),
+        UpOption("KV store"),
+        ContainerVariable(),
+    ] = 16 * 2**30
     redis_url: Annotated[
         str | None,
         Meta(description="URL of a Redis for evicted blocks: redis://, rediss:// or unix://."),

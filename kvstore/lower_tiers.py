@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.config import KvStoreConfig
 from kvstore.tiers.interface import LowerTier
+from kvstore.tiers.segment_files import FolderRefused
+from kvstore.tiers.ssd_tier import SsdTier
 
 if TYPE_CHECKING:
     from kvstore.tiers.peer_nodes import PeerNodes
@@ -17,6 +20,23 @@ ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 class TierUnavailable(Exception):
     """A configured tier that cannot be made; the text names the setting and says why."""
+
+
+def tiers(config: KvStoreConfig) -> list[LowerTier]:
+    """The configured tiers, in the order in which they are searched: what is nearest first. Raises TierUnavailable."""
+    found = (ssd_tier(config), redis_tier(config))
+    return [tier for tier in found if tier is not None]
+
+
+def ssd_tier(config: KvStoreConfig) -> LowerTier | None:
+    """The tier on a local disk; None without a folder. Raises TierUnavailable where another store works there or it
+    holds something else. A folder that cannot be had for another reason is waited for in the background."""
+    if config.kv_ssd is None:
+        return None
+    try:
+        return SsdTier(Path(config.kv_ssd).expanduser(), config.kv_ssd_size)
+    except FolderRefused as error:
+        raise TierUnavailable(f"kv-ssd: {error}") from None
 
 
 def redis_tier(config: KvStoreConfig) -> LowerTier | None:

@@ -1,4 +1,4 @@
-"""Metrics of a store: of its arenas, and of its lower tiers (`redis`, and `peer` for the stores of other nodes)."""
+"""Metrics of a store: of its arenas, and of its lower tiers: `ssd`, `redis`, and `peer` for other nodes' stores."""
 
 from __future__ import annotations
 
@@ -63,4 +63,14 @@ TIER_SECONDS = Histogram(
     "Seconds of one lookup in a lower tier, to its last block.",
     ["tier"],
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+)
+TIER_BYTES = Gauge("baton_kvstore_tier_bytes", "Bytes of a lower tier, used and allowed.", ["tier", "what"])
+TIER_BLOCKS = Gauge("baton_kvstore_tier_blocks", "Blocks in a lower tier.", ["tier"])
+TIER_EVICTED = Counter("baton_kvstore_tier_evictions_total", "Blocks that a lower tier evicted.", ["tier"])
+TIER_DIRECT = Gauge("baton_kvstore_tier_direct", "1 if the tier's file system takes O_DIRECT.", ["tier"])
+TIER_IO_SECONDS = Histogram(
+    "baton_kvstore_tier_io_seconds",
+    "Seconds of one access to a lower tier's disk: a batch that is written, a group of blocks that is read.",
+    ["tier", "kind"],
+    buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1),
 )

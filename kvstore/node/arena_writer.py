@@ -20,7 +20,7 @@ from kvstore.core.actions import (
     TouchSlot,
 )
 from kvstore.core.announcer import KvAnnouncer
-from kvstore.tiers.interface import LowerTier
+from kvstore.tiers.interface import EvictionTarget
 from shared.blocks import BLOCK_SIZE
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class ArenaWriter:
     """Owns the mapped arenas, and reports what happens in them to the lower tier and the announcer."""
 
-    def __init__(self, announcer: KvAnnouncer, tier: LowerTier | None) -> None:
+    def __init__(self, announcer: KvAnnouncer, tier: EvictionTarget | None) -> None:
         self.arenas: dict[str, OwnedArena] = {}
         self._announcer = announcer
         self._tier = tier

@@ -7,7 +7,7 @@ import asyncio
 from kvstore.core.memory_budget import MemoryBudget, next_victims
 from kvstore.core.slot_table import SlotTable, StoredBlock
 from kvstore.node.node_store import NodeStore
-from kvstore.tiers.interface import LowerTier
+from kvstore.tiers.interface import EvictionTarget
 from shared.blocks import BLOCK_SIZE
 from shared.reliability.retry import Backoff
 
@@ -45,15 +45,15 @@ class MemoryPreparation:
         return taken
 
 
-# Offers blocks to the tier below before they must make budget: a little at a time, while no request waits.
+# Offers blocks to the tiers below before they must make budget: a little at a time, while no request waits.
 #
-# Without it a `Reserve` in a full arena would wait until the blocks that were there are copied for the tier;
+# Without it a `Reserve` in a full arena would wait until the blocks that were there are copied for the tiers;
 # and of a long chain that goes at once only its end, which goes first, would find room on the way.
 
 
 SPILL_AHEAD_BYTES = 256 * 2**20
 SPILL_AHEAD_SHARE = 0.25
-"""What can be written without waiting for the tier, and its largest share of the budget."""
+"""What can be written without waiting for the tiers, and its largest share of the budget."""
 STEP_BYTES = 4 * 2**20
 """Copied at a time."""
 BETWEEN_STEPS = 0.002
@@ -62,9 +62,9 @@ IDLE = Backoff(first=0.02, longest=0.32)
 
 
 class BackgroundSpill:
-    """Sees to it that the next blocks to be evicted are in the lower tier already."""
+    """Sees to it that the next blocks to be evicted are in a lower tier already."""
 
-    def __init__(self, store: NodeStore, tier: LowerTier) -> None:
+    def __init__(self, store: NodeStore, tier: EvictionTarget) -> None:
         self._store = store
         self._tier = tier
 

@@ -1,4 +1,4 @@
-"""Searches beyond the arena: blocks that are not there are fetched from the lower tier, then from another node.
+"""Searches beyond the arena: blocks that are not there are fetched from each lower tier, then from another node.
 
 Fetched blocks are put into the arena like written ones, and are pinned under the request's lease. The deadline is the
 request's: blocks that have not arrived by then count as a miss, and those that have arrived stay in the arena.
@@ -29,7 +29,7 @@ MAX_SECONDS = 10.0
 SEARCH_SHARE = 0.9
 """Share of a deadline that a search may use; the rest is left for giving the answer."""
 TIER_SHARE = 0.5
-"""Share of a search's time that the lower tier may use if another node can be searched, too."""
+"""Share of a search's time that is left which a tier may use if others, or another node, come after it."""
 SLOT_BYTES = 4
 """The bytes of one slot in `FindReply.slots`."""
 
@@ -46,9 +46,10 @@ class _Key(NamedTuple):
 class LowerTierSearch:
     """Owns the searches of lower tiers and other nodes that are under way. They need `run` to be running."""
 
-    def __init__(self, store: NodeStore, tier: LowerTier | None, peers: PeerStores | None) -> None:
+    def __init__(self, store: NodeStore, tiers: Sequence[LowerTier], peers: PeerStores | None) -> None:
+        """`tiers`: in the order in which they are searched."""
         self._store = store
-        self._tier = tier
+        self._tiers = tiers
         self._peers = peers
         self._tasks: asyncio.TaskGroup | None = None
         self._waiting: dict[_Key, asyncio.Timeout | None] = {}
@@ -60,9 +61,8 @@ class LowerTierSearch:
     async def run(self) -> None:
         """Tier, peers and searches, until cancelled. A bug in any of them is raised here."""
         async with asyncio.TaskGroup() as self._tasks:
-            for each in (self._tier, self._peers):
-                if each is not None:
-                    self._tasks.create_task(each.run())
+            for each in (*self._tiers, *((self._peers,) if self._peers is not None else ())):
+                self._tasks.create_task(each.run())
             # The group is there for searches to come, even where nothing else runs in it.
             await asyncio.Event().wait()
 
@@ -81,11 +81,11 @@ class LowerTierSearch:
     def _can_search(self, request: Find) -> bool:
         # A second request under the lease of a search that is under way: one reply from below is enough.
         alone = _Key(request.owner, request.lease) not in self._waiting
-        somewhere = self._tier is not None or self._source(request) is not None
+        somewhere = bool(self._tiers) or self._source(request) is not None
         return somewhere and alone and self.running < MAX_SEARCHES
 
     def _source(self, request: Find) -> NodeId | None:
-        """The node to ask beside the lower tier; None where the hint is this node."""
+        """The node to ask beside the lower tiers; None where the hint is this node."""
         return request.source if self._peers is not None and request.source != self._store.node else None
 
     # ---- searches whose reply is no longer needed
@@ -152,11 +152,13 @@ class LowerTierSearch:
         arena, source, layout = self._store.arena_of(request.layout), self._source(request), request.layout
         if arena is None or not missing:
             return
-        if self._tier is not None:
-            share = TIER_SHARE if source is not None else 1.0
+        for after, tier in zip(reversed(range(len(self._tiers))), self._tiers, strict=True):
+            if not missing:
+                return
+            share = TIER_SHARE if after or source is not None else 1.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline.after(_now(), share).at):
-                    await self._land("redis", layout, missing, self._tier.fetch(layout, missing, arena.shape))
+                    await self._land(tier.name, layout, missing, tier.fetch(layout, missing, arena.shape))
             missing = self._store.missing(layout, missing)
         if self._peers is not None and source is not None and missing:
             blocks = self._peers.fetch(source, layout, missing, arena.shape)

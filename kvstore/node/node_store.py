@@ -20,7 +20,7 @@ from kvstore.core.slot_table import SlotTable, StoredBlock
 from kvstore.core.store import BlockToWrite, RecoveredHeader, SlotRef, StoreCore
 from kvstore.node.arena_writer import ArenaWriter
 from kvstore.node.packed_slots import blocks_to_write, slot_generations, slot_numbers, split_whole_hashes
-from kvstore.tiers.interface import LowerTier
+from kvstore.tiers.interface import EvictionTarget
 from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kvstore import (
@@ -59,7 +59,7 @@ class NodeStore:
         lease_seconds: float,
         announced_as: tuple[InstanceId, NodeId, Incarnation],
         *,
-        tier: LowerTier | None = None,
+        tier: EvictionTarget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.node = announced_as[1]

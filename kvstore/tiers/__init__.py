@@ -1,1 +1,1 @@
-"""Lower tiers behind one interface: Redis, and the stores of other nodes."""
+"""Lower tiers behind one interface: a local SSD, Redis, and the stores of other nodes."""

@@ -12,14 +12,11 @@ from typing import Protocol
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
 from shared.blocks import BlockHash
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, TierReport
 
 
-class LowerTier(Protocol):
-    """A slower store for blocks that have left the arena."""
-
-    async def run(self) -> None:
-        """Does the tier's background work from the store's start until cancelled, then closes its connections."""
+class EvictionTarget(Protocol):
+    """Takes blocks that leave the arena: one tier, or several."""
 
     def offer(self, layout: str, block: InFlightBlock) -> bool:
         """Copies the block, to store it in the background. Returns False if the tier is away or busy. Never waits: the
@@ -28,9 +25,22 @@ class LowerTier(Protocol):
     def has(self, layout: str, name: BlockHash) -> bool:
         """Whether the tier took the block not long ago and, as far as it knows, still has it."""
 
+
+class LowerTier(EvictionTarget, Protocol):
+    """A slower store for blocks that have left the arena."""
+
+    name: str
+    """What metrics, logs and reports call it, such as "ssd"."""
+
+    async def run(self) -> None:
+        """Does the tier's background work from the store's start until cancelled, then closes its connections."""
+
     def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
         """Yields the leading run of `hashes` that the tier holds, in order, each block verified by its checksums. The
         store sets the deadline and cancels."""
+
+    def report(self) -> TierReport:
+        """What the tier holds and how it does, for the store's lifecycle."""
 
 
 class PeerStores(Protocol):

@@ -18,6 +18,7 @@ from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound, pack_block, unpack_block
 from kvstore.tiers.redis_connection import RedisAway, RedisConnection, RedisRefusal
 from shared.blocks import BlockHash
+from shared.messages.lifecycle import TierReport
 from shared.reliability.recent import RecentEntries
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ def key_of(layout: str, name: BlockHash) -> str:
 class RedisTier:
     """Owns the blocks on their way to Redis, and the connection. Implements `kvstore.tiers.interface.LowerTier`."""
 
+    name = TIER
+
     def __init__(self, url: str, ttl: float, inflight_bytes: int) -> None:
         """Raises ValueError for a URL that is none."""
         self._redis = RedisConnection(url)
@@ -61,6 +64,7 @@ class RedisTier:
         self._life = 0
         self._work = asyncio.Event()
         self._late = 0
+        self._hits = self._stored = 0
         self.bytes_in_flight = 0
         metrics.TIER_PRESENT.labels(TIER).set_function(lambda: self.is_present)
 
@@ -68,6 +72,11 @@ class RedisTier:
     def is_present(self) -> bool:
         """Whether it is worth asking, and offering."""
         return self._redis.present.is_set()
+
+    def report(self) -> TierReport:
+        """For the store's lifecycle. What Redis holds is Redis's to say."""
+        problem = "" if self.is_present else "it does not answer"
+        return TierReport(name=TIER, present=self.is_present, hits=self._hits, stored=self._stored, problem=problem)
 
     async def run(self) -> None:
         """Writes offered blocks, and reconnects to Redis, until it is cancelled; then it closes the connections."""
@@ -146,6 +155,7 @@ class RedisTier:
             if refused is not None:
                 self._refused([outgoing], refused)
             else:
+                self._stored += 1
                 metrics.TIER_STORED.labels(TIER).inc()
                 metrics.TIER_BYTES_OUT.labels(TIER).inc(len(outgoing.value))
 
@@ -213,6 +223,7 @@ class RedisTier:
         if block is None or block.hash != name or not is_sound(block, shape):
             self._remove_spoiled(layout, name)
             return None
+        self._hits += 1
         metrics.TIER_HITS.labels(TIER).inc()
         metrics.TIER_BYTES_IN.labels(TIER).inc(len(block.payload))
         return block

@@ -208,7 +208,13 @@ def _as_dict(report: Struct | None) -> dict[str, Any] | None:
     if report is None:
         return None
     values = msgspec.structs.asdict(report)
-    return {key: _as_dict(value) if isinstance(value, Struct) else value for key, value in values.items()}
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return _as_dict(value) if isinstance(value, Struct) else value
 
 
 # Which drains are refused unless they are forced.

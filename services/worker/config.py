@@ -158,7 +158,13 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ),
     ] = 20.0
     grammar_memory: Annotated[
-        ByteSize, Meta(ge=2**24, description="Memory that the process of a client's grammar may take.")
+        int,
+        # Not ByteSize, which has a least value of its own: a type may say that only once.
+        Meta(
+            ge=2**24,
+            description="Memory that the process of a client's grammar may take.",
+            extra={"unit": "bytes"},
+        ),
     ] = 256 * 2**20
     sim_profile: Annotated[ProfileName, Meta(description="Accelerator that --device sim models.")] = "h200"
     sim_step_ms: Annotated[

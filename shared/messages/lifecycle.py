@@ -104,6 +104,30 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
         return None if self.health is None else self.health.suspect
 
 
+class TierReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a lower tier of a KV store holds, and how it does."""
+
+    name: str
+    """Such as "ssd" or "redis"."""
+    present: bool
+    """Whether it answers."""
+    blocks: int | None = None
+    """None where the tier does not know."""
+    bytes_used: int | None = None
+    bytes_total: int | None = None
+    hits: int = 0
+    """Blocks that it returned since the start."""
+    stored: int = 0
+    evictions: int = 0
+    read_seconds: float = 0.0
+    """Mean time of reading one block."""
+    write_seconds: float = 0.0
+    direct: bool | None = None
+    """Whether its file system takes O_DIRECT; None where it has none."""
+    problem: str = ""
+    """Why it is away or takes no blocks; empty where all is well."""
+
+
 class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The occupancy and hit counts of a node's KV store."""
 
@@ -122,6 +146,8 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """How many of `hits` came from Redis or from another node."""
     transfer: str = ""
     """Host and port where the stores of other nodes fetch blocks ("10.0.0.7:7700"); empty if they cannot."""
+    tiers: tuple[TierReport, ...] = ()
+    """The lower tiers, in the order in which they are searched."""
 
 
 class StepSums(Struct, frozen=True, array_like=True, kw_only=True):

@@ -242,6 +242,10 @@ MESSAGES: list[Any] = [
             misses=6,
             lower_hits=4,
             transfer="10.0.0.7:7700",
+            tiers=(
+                lifecycle.TierReport(name="ssd", present=True, blocks=7, bytes_used=8, bytes_total=9, direct=True),
+                lifecycle.TierReport(name="redis", present=False, hits=1, problem="it does not answer"),
+            ),
         ),
     ),
     lifecycle.Lifecycle(

@@ -64,6 +64,7 @@ def stack_spec(
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     found = {"speculative": drafts, "threads": cpu_share(counts)}
     worker = {key: str(value) for key, value in found.items() if value is not None}
+    ssd = ssd_settings(values, has_store=store is not None)
     keys_file = values.get("keys_file")
     gateway = {"keys_file": str(Path(keys_file).absolute())} if keys_file is not None else {}
     spec = StackSpec(
@@ -76,7 +77,7 @@ def stack_spec(
         counts=counts,
         pp_layers=layer_split(values.get("pp_layers"), counts),
         store=store or StoreSpec(),
-        settings=merged(service_settings(values), {"worker": worker, "gateway": gateway}, assigned),
+        settings=merged(service_settings(values), {"worker": worker, "gateway": gateway, "kvstore": ssd}, assigned),
         api_keys=tuple(dealt["api_key"]),
         outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
         hosts=hosts,
@@ -221,6 +222,16 @@ def store_choice(
             raise CommandError("Redis is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
         return None
     return StoreSpec(node=_node(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
+
+
+def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str]:
+    """The store's folder on an SSD, as the store finds it from wherever it runs. Raises CommandError."""
+    folder = values.get("kv_ssd")
+    if not has_store and (folder is not None or "kv_ssd_size" in values):
+        raise CommandError("--kv-ssd is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
+    if folder is None and "kv_ssd_size" in values:
+        raise CommandError("--kv-ssd-size is the size of --kv-ssd FOLDER, which is not given", status=2)
+    return {} if folder is None else {"kv_ssd": str(Path(folder).expanduser().absolute())}
 
 
 def _store_memory(text: str | None, left: StackSpec | None) -> int:

@@ -16,7 +16,7 @@ from kvstore.tiers.interface import LowerTier, PeerStores
 from shared.blocks import BlockHash
 from shared.ids import LeaseId, NodeId
 from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, Release
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, TierReport
 from tests.support.kv import random_blocks as carried_blocks
 from tests.support.kv.arenas import (
     NODE,
@@ -79,6 +79,11 @@ class Below:
 
 
 class Lower(Below):
+    name = "lower"
+
+    def report(self) -> TierReport:
+        return TierReport(name=self.name, present=True)
+
     def fetch(self, layout: str, hashes: Sequence[BlockHash], shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
         self.asked.append((None, list(hashes)))
         return self.give(hashes, shape)
@@ -103,9 +108,13 @@ def store() -> Iterator[NodeStore]:
 
 @contextlib.asynccontextmanager
 async def searching(
-    store: NodeStore, tier: LowerTier | None = None, peers: PeerStores | None = None
+    store: NodeStore,
+    tier: LowerTier | None = None,
+    peers: PeerStores | None = None,
+    *,
+    second: LowerTier | None = None,
 ) -> AsyncIterator[LowerTierSearch]:
-    search = LowerTierSearch(store, tier, peers)
+    search = LowerTierSearch(store, [each for each in (tier, second) if each is not None], peers)
     task = asyncio.create_task(search.run())
     await asyncio.sleep(0)
     try:
@@ -175,6 +184,21 @@ async def test_the_tier_is_asked_for_what_is_missing_and_the_other_node_for_what
         assert tier.asked == [(None, NAMES[2:])]
         assert others.asked == [(ELSEWHERE, NAMES[5:])]
         assert (store.report().hits, store.report().lower_hits, store.report().misses) == (8, 6, 0)
+
+
+async def test_tiers_are_asked_in_their_order_each_for_what_those_before_did_not_have(store: NodeStore) -> None:
+    client, near, far = Client(store), Lower(NAMES[:3]), Lower(NAMES)
+    async with searching(store, near, second=far) as search:
+        found = await answered(search, asks(client, 100))
+        assert (blocks_in(found), found.from_lower) == (8, 8)
+        assert (near.asked, far.asked) == ([(None, NAMES)], [(None, NAMES[3:])])
+
+
+async def test_a_tier_that_hangs_leaves_time_for_the_next(store: NodeStore) -> None:
+    client, near, far = Client(store), Lower(NAMES, stuck_after=2), Lower(NAMES)
+    async with searching(store, near, second=far) as search:
+        assert blocks_in(await answered(search, asks(client, 100, deadline=2.0))) == 8
+        assert far.asked == [(None, NAMES[2:])]
 
 
 async def test_what_came_is_pinned_until_the_one_release(store: NodeStore) -> None:

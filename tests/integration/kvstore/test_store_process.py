@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 from kvstore.arena.directory import StoreDirectory
 from tests.support.cluster.nats_server import NatsServer
@@ -48,3 +49,57 @@ async def test_what_was_committed_is_there_after_a_kill_and_what_was_not_comes_b
                 await asyncio.sleep(0.02)
         slots = engine.arena.slots
         assert await engine.save(chain("all of it", slots)) == slots
+
+
+async def test_what_was_evicted_to_an_ssd_is_found_after_a_kill_without_the_arena(
+    shared_nats: NatsServer, tmp_path: Path
+) -> None:
+    """As after a reboot, which takes what is in memory."""
+    ssd = ("--kv-ssd", str(tmp_path / "ssd"), "--kv-ssd-size", "4MiB")
+    store = StoreProcess(shared_nats.url, "rebooted", *ssd, memory=16 * 4096)
+    names = chain("rebooted", 30)
+    async with clients(shared_nats.url, store) as (engine,):
+        for at in range(0, 30, 5):
+            await engine.save(names[at : at + 5])
+            async with asyncio.timeout(PATIENCE):  # so that nothing is evicted before it was written
+                while (report := engine.report) is None or report.tiers[0].stored < at - 5:
+                    await asyncio.sleep(0.02)
+        async with asyncio.timeout(PATIENCE):
+            while engine.report is None or (kept := engine.report.tiers[0].stored) < 16:
+                await asyncio.sleep(0.02)
+        store.kill()
+        for arena in store.directory.glob("*.arena"):
+            arena.unlink()
+        engine.report = None
+        store.start()
+        await engine.attach()
+        async with asyncio.timeout(PATIENCE):
+            while engine.report is None or not engine.report.tiers[0].present:
+                await asyncio.sleep(0.02)
+        found, lower = await engine.found(names[:10])
+        assert (found, lower) == (10, 10)
+        assert kept >= 16
+        engine.report = None
+        async with asyncio.timeout(PATIENCE):
+            while engine.report is None or engine.report.tiers[0].hits < 10:
+                await asyncio.sleep(0.02)
+        [tier] = engine.report.tiers
+        assert (tier.name, tier.present, tier.problem, tier.bytes_total) == ("ssd", True, "", 4 * 2**20)
+
+
+def test_a_folder_of_something_else_ends_the_start_by_name(shared_nats: NatsServer, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    directory = new_directory()
+    started = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvstore", "--node", "n", "--nats-url", shared_nats.url),
+            *("--directory", str(directory), "--kv-ssd", str(tmp_path)),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    remove(directory)
+    assert started.returncode == 2
+    assert f"kvstore: kv-ssd: {tmp_path}: holds 'thesis.tex'" in started.stderr

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from deploy.configuration import CONTAINERS, PAGE, VARIABLES, containers, example, page
+from deploy.configuration import CONFIGS, CONTAINERS, PAGE, VARIABLES, containers, example, page
+from shared.settings import settings_of
 
 AGAIN = "run: python -m deploy.configuration"
 
 
 def test_the_reference_page_is_what_the_settings_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), AGAIN
+
+
+def test_every_default_is_a_value_that_its_setting_allows() -> None:
+    for config in CONFIGS.values():
+        for setting in settings_of(config).values():
+            if setting.default_text:
+                assert setting.parse(setting.default_text) == setting.default, setting.name
 
 
 def test_the_containers_have_the_variables_that_the_settings_offer() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.up.choices import store_choice
+from deploy.cli.up.choices import ssd_settings, store_choice
 from deploy.errors import CommandError
 from deploy.supervisor.servers.arenas import (
     DEFAULT_MEMORY,
@@ -36,6 +36,24 @@ def test_redis_is_embedded_or_somebody_elses() -> None:
     outside = choice(redis_url="rediss://:p@h:1/0")
     assert outside is not None
     assert outside.redis == OutsideRedis(url="rediss://:p@h:1/0")
+
+
+def test_a_folder_on_an_ssd_is_found_from_wherever_the_store_runs() -> None:
+    assert ssd_settings({"kv_ssd": "cache"}, has_store=True) == {"kv_ssd": str(Path.cwd() / "cache")}
+    assert ssd_settings({"kv_ssd": "~/cache"}, has_store=True) == {"kv_ssd": str(Path.home() / "cache")}
+    assert ssd_settings({}, has_store=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "has_store", "named"),
+    [
+        ({"kv_ssd": "/x"}, False, "--kvstore-memory"),
+        ({"kv_ssd_size": "1GiB"}, True, "--kv-ssd FOLDER"),
+    ],
+)
+def test_an_ssd_without_a_store_or_a_folder_is_named(values: dict[str, str], has_store: bool, named: str) -> None:
+    with pytest.raises(CommandError, match=named):
+        ssd_settings(values, has_store=has_store)
 
 
 def test_the_node_is_called_as_the_machine_where_nobody_says_it() -> None:
