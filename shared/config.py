@@ -166,6 +166,12 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def replace_environment(environment: Mapping[str, str]) -> None:
+    """Gives this process another environment, of a program that runs in it from now on."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def inherited_environment(service: str | None = None) -> dict[str, str]:
     """What a process that the supervisor starts inherits of this process's environment: of our own variables only those
     that are settings of its service, so that no service gets another's secrets or the cluster's. None: no service."""

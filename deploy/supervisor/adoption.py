@@ -17,11 +17,12 @@ from deploy.supervisor.core.supervisor import Supervisor
 from deploy.supervisor.processes import ProcessIdentity, marked_processes
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import StackState, last_state
+from deploy.supervisor.template.link import TEMPLATE
 
 END_DEADLINE = 5.0
 """Seconds that a process gets of which nothing is known but that it is of this stack."""
 END_POLL = 0.02
-OWN_SETTINGS = frozenset({"start_timeout", "log_level"})
+OWN_SETTINGS = frozenset({"start_timeout", "log_level", "worker_start_method"})
 """What concerns the supervisor alone; all else the processes of the former one were started with."""
 
 
@@ -37,7 +38,7 @@ class LeftStack(NamedTuple):
     living: Mapping[str, ProcessIdentity]
     """By name; also those that were started after that."""
     surplus: tuple[ProcessIdentity, ...]
-    """Second processes of a name."""
+    """Second processes of a name, and the template of its workers."""
 
     def check_same(self, spec: StackSpec) -> None:
         """Raises StackDiffers where `spec` is another stack than the one that was left."""
@@ -85,7 +86,7 @@ def left_stack(run_dir: Path) -> LeftStack | None:
         return None
     living, surplus = state.living(), list[ProcessIdentity]()
     for name, identity in _others(run_dir):
-        if living.setdefault(name, identity) != identity:
+        if name == TEMPLATE or living.setdefault(name, identity) != identity:
             surplus.append(identity)
     living = {name: identity for name, identity in living.items() if identity.pid != os.getpid()}
     return LeftStack(state, living, tuple(surplus)) if living else None

@@ -15,6 +15,7 @@ from deploy.supervisor.core.events import (
     StartProcess,
     TerminateProcess,
 )
+from deploy.supervisor.core.plan import ProcessSpec, all_process_specs
 from deploy.supervisor.launch import CommandLineOf, LaunchContext, secret_settings
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import network_environment
@@ -23,6 +24,7 @@ from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import free_port
 from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.template.link import TEMPLATE, TemplateProcess
 from shared import topics
 from shared.addresses import rendezvous_file
 from shared.bus import Bus, BusError
@@ -59,6 +61,8 @@ class CommandExecutor:
         self.rendezvous: dict[EngineId, str] = {}
         """Chosen on the first host; the other hosts use what that one announces."""
         self._network = network_environment(spec.hosts)
+        self.template: TemplateProcess | None = None
+        """What forks workers; None where they are started one by one."""
         self._to_announce: asyncio.Queue[Lifecycle] = asyncio.Queue(ANNOUNCEMENTS_LIMIT)
 
     def execute(
@@ -77,6 +81,18 @@ class CommandExecutor:
                 with contextlib.suppress(asyncio.QueueFull):
                     self._to_announce.put_nowait(lifecycle)
         return None
+
+    def start_template(self, gateway_port: int) -> None:
+        """Starts what forks workers, where there is none and there may be one. Needs a running event loop."""
+        worker = next(
+            (process for process in all_process_specs(self._spec.counts) if process.service == "worker"), None
+        )
+        if self.template is None or worker is None or not self.template.may_start:
+            return
+        where = self._where(worker, gateway_port, device=None)
+        flags = self._launch(self._spec, worker, where)[3:]
+        log_file = self._logs.of(TEMPLATE)
+        self._children.start_template(self.template, flags, log_file, self._environment(worker, where))
 
     async def announce(self, bus: Bus) -> None:
         """Publishes deaths as they come, so that the others learn of them now and not by the silence after them."""
@@ -101,25 +117,35 @@ class CommandExecutor:
         process = order.process
         if order.new_rendezvous and process.engine is not None and self._spec.counts.leads:
             self.rendezvous[process.engine] = self._new_rendezvous(process.engine)
-        where = LaunchContext(
-            port=gateway_port,
-            rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
-            arenas=self._store.arenas,
-            redis_url=self._store.redis_url,
-            device=order.device,
-        )
-        environment = {
-            **inherited_environment(process.service),
-            **self._access.environment(process.service),
-            **secret_settings(self._spec, process, where),
-        }
-        if process.service == "worker":
-            environment |= self._network
+        where = self._where(process, gateway_port, order.device)
         argv = self._launch(self._spec, process, where)
         try:
-            pid = self._children.start(process.instance, argv, self._logs.of(process.instance), environment)
+            pid = self._children.start(
+                process.instance,
+                argv,
+                self._logs.of(process.instance),
+                self._environment(process, where),
+                self.template if process.service == "worker" else None,
+            )
         except OSError as error:
             log.error("not started", extra={"child": process.instance, "error": str(error)})
             return ProcessExited(process.instance, NOT_EXECUTABLE)
         log.info("started", extra={"child": process.instance, "pid": pid})
         return ProcessStarted(process.instance, pid)
+
+    def _where(self, process: ProcessSpec, gateway_port: int, device: int | None) -> LaunchContext:
+        return LaunchContext(
+            port=gateway_port,
+            rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
+            arenas=self._store.arenas,
+            redis_url=self._store.redis_url,
+            device=device,
+        )
+
+    def _environment(self, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
+        return {
+            **inherited_environment(process.service),
+            **self._access.environment(process.service),
+            **secret_settings(self._spec, process, where),
+            **(self._network if process.service == "worker" else {}),
+        }

@@ -14,14 +14,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import psutil
 
+from deploy.supervisor.template.identity import NAME_MARK, shown_name
+from deploy.supervisor.template.link import ForkedProcess, TemplateProcess
 from shared.private_files import private_opener
 
 RUN_DIR_MARK = "BATON_PROCESS_OF"
-NAME_MARK = "BATON_PROCESS_NAME"
 KILL_DEADLINE = 10.0
 KILL_POLL = 0.01
 
@@ -61,7 +62,7 @@ def marked_processes(run_dir: Path) -> Iterator[tuple[str, ProcessIdentity]]:
                 continue
             environment, started = psutil.Process(pid).environ(), start_time(pid)
             if environment.get(RUN_DIR_MARK) == str(run_dir) and started is not None:
-                yield environment[NAME_MARK], ProcessIdentity(pid, started)
+                yield shown_name(environment[NAME_MARK]), ProcessIdentity(pid, started)
 
 
 class Exit(NamedTuple):
@@ -74,11 +75,19 @@ class Exit(NamedTuple):
 
 class _Child(NamedTuple):
     identity: ProcessIdentity
-    popen: subprocess.Popen[bytes] | None
+    started: subprocess.Popen[bytes] | ForkedProcess | None
     """None: a former supervisor's, which cannot be waited for."""
 
     def has_ended(self) -> bool:
-        return self.popen.poll() is not None if self.popen is not None else not self.identity.lives
+        match self.started:
+            case None:
+                return not self.identity.lives
+            case ForkedProcess():
+                return self.started.has_ended(self.identity.lives)
+            case subprocess.Popen():
+                return self.started.poll() is not None
+            case _:
+                assert_never(self.started)
 
 
 class ChildProcesses:
@@ -88,24 +97,42 @@ class ChildProcesses:
         self._environment = {**environment, RUN_DIR_MARK: str(run_dir)}
         self._children: dict[str, _Child] = {}
 
-    def start(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        template: TemplateProcess | None = None,
+    ) -> int:
         """Starts a process in a session of its own, so that neither Ctrl-C in the terminal nor the supervisor's end
-        reaches it; its pid. What it says is lost where its log cannot be written.
+        reaches it; its pid. `template` forks it where it can. What it says is lost where its log cannot be written.
 
         Raises OSError.
         """
+        whole = {**self._environment, **environment, NAME_MARK: name}
         with _opened(log) as output:
-            child = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**self._environment, **environment, NAME_MARK: name},
-                start_new_session=True,
-            )
+            child: subprocess.Popen[bytes] | ForkedProcess | None = None
+            if template is not None:
+                child = template.fork(argv, whole, output)
+            if child is None:
+                child = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=whole,
+                    start_new_session=True,
+                )
         # Not reaped before `poll`, so its entry is there; that of one that has died already has no time.
         self._children[name] = _Child(ProcessIdentity(child.pid, start_time(child.pid) or 0.0), child)
         return child.pid
+
+    def start_template(
+        self, template: TemplateProcess, flags: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        """Starts what forks later processes. It is none of `identities`: the next supervisor has one of its own."""
+        template.start(flags, {**self._environment, **environment}, log)
 
     def adopt(self, name: str, identity: ProcessIdentity) -> None:
         """Takes over a process of a former supervisor, alive or not."""
@@ -123,7 +150,7 @@ class ChildProcesses:
             child = self._children.pop(name)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.identity.pid, signal.SIGKILL)
-            found.append(Exit(name, child.popen.returncode if child.popen is not None else None))
+            found.append(Exit(name, child.started.returncode if child.started is not None else None))
         return found
 
     def pid(self, name: str) -> int | None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from deploy.supervisor.core.plan import WorkerStartMethod
 from shared.settings import ByteSize, UpOption
 
 Count = Annotated[int, Meta(ge=1)]
@@ -79,6 +80,14 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     redis_memory: Annotated[
         ByteSize, Meta(description="Memory limit of the redis-server of --redis."), UpOption(STORE)
     ] = 2**30
+    worker_start_method: Annotated[
+        WorkerStartMethod,
+        Meta(
+            description="forkserver: workers are forked from a process that has imported PyTorch, which takes seconds "
+            "each time; spawn: each is started by itself."
+        ),
+        UpOption(RUN),
+    ] = "forkserver"
     start_timeout: Annotated[
         float, Meta(ge=1, description="Seconds within which every process must be ready."), UpOption(RUN)
     ] = 600.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from deploy.supervisor.core.plan import Counts
+from deploy.supervisor.core.plan import Counts, WorkerStartMethod
 from shared.ids import ModelName, NodeId
 
 
@@ -104,5 +104,6 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     step_limit: float = 90.0
     """Seconds without a finished step after which an engine that has work is restarted; longer than the scheduler's own
     limit."""
+    worker_start_method: WorkerStartMethod = "forkserver"
     silence_limit: float = 6.0
     """Seconds without a lifecycle message after which a process that was ready is replaced."""

@@ -31,6 +31,7 @@ from deploy.supervisor.core.events import (
     StartProcess,
     StopRequested,
     TerminateProcess,
+    WorkersReleased,
 )
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
@@ -38,7 +39,7 @@ from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimit
 from deploy.supervisor.hosts import hosts_of
 from deploy.supervisor.keeper import NAME as KEEPER
 from deploy.supervisor.keeper import keeper_command
-from deploy.supervisor.launch import CommandLineOf, service_command
+from deploy.supervisor.launch import CommandLineOf, module_of, service_command
 from deploy.supervisor.log_files import LogFolder, full_disk
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses
@@ -59,6 +60,7 @@ from deploy.supervisor.state_file import (
     remove_state,
     write_state,
 )
+from deploy.supervisor.template.link import TemplateProcess
 from shared import topics
 from shared.bus import Bus
 from shared.config import inherited_environment
@@ -93,13 +95,18 @@ class Stack:
 
     def __init__(self, spec: StackSpec, launch: CommandLineOf = service_command) -> None:
         self.spec = spec
-        self.supervisor = Supervisor(spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0))
+        forks = spec.worker_start_method == "forkserver" and launch is service_command and sys.platform == "linux"
+        self.supervisor = Supervisor(
+            spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0), holds_workers=forks
+        )
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
         self.children = ChildProcesses(inherited_environment(), spec.run_dir)
         self._access = BusAccess(spec)
         self._store = StoreAccess(spec)
         self._executor = CommandExecutor(spec, launch, self._access, self._store, self.children, self.logs)
+        if forks:
+            self._executor.template = TemplateProcess(module_of("worker"), lambda: self._wake.set())
         self._hosts = hosts_of(spec, self.supervisor, self._executor)
         down = [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(spec.run_dir)]
         keep = keeper_command(spec.run_dir / LOCK, spec.orphan_timeout, down)
@@ -179,6 +186,7 @@ class Stack:
             await self._access.start(self.children, self.logs, former)
             await self._store.start(self.children, self.logs, former)
             await self._keeper.start(time.monotonic())
+            self._executor.start_template(self.port)
             async with self._access.connection() as self._bus:
                 await self._serve(beside)
             await self._keeper.end()
@@ -201,6 +209,8 @@ class Stack:
 
     def _end_all(self) -> None:
         self.children.kill_all()
+        if self._executor.template is not None:
+            self._executor.template.close()
         remove_leftovers(self.spec.run_dir)
         remove_state(self.spec.run_dir)
 
@@ -279,6 +289,7 @@ class Stack:
                     await self._wake.wait()
             self._wake.clear()
             self._reap()
+            self._look_after_template()
             self._restart_stalled()
             self._handle(ClockTick())
             if time.monotonic() - bounded_at > LOG_BOUND_EVERY:
@@ -300,6 +311,13 @@ class Stack:
         restarted = [server for server in foreign.values() if server.restart_if_due(time.monotonic())]
         if restarted:
             self.save()
+
+    def _look_after_template(self) -> None:
+        template = self._executor.template
+        if self.supervisor.holds_workers and (template is None or template.is_settled):
+            self._handle(WorkersReleased())
+        if not self.supervisor.holds_workers and not self.supervisor.stopping:
+            self._executor.start_template(self.port)
 
     def _foreign_servers(self) -> list[ServerProcess]:
         servers = [each.process for each in (self._access.embedded, self._store.redis) if each is not None]

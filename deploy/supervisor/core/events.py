@@ -31,6 +31,10 @@ class LifecycleReceived(Struct, frozen=True):
     lifecycle: Lifecycle
 
 
+class WorkersReleased(Struct, frozen=True):
+    """Workers need not wait any longer for the process that they are forked from: it is ready, or will not be."""
+
+
 class ClockTick(Struct, frozen=True):
     """Time has passed; deadlines are checked."""
 
@@ -76,6 +80,7 @@ Event = (
     | ScaleRequested
     | ProcessesStalled
     | StopRequested
+    | WorkersReleased
 )
 
 

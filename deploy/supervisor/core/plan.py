@@ -18,6 +18,9 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
 MAX_COUNT = 256
 
+WorkerStartMethod = Literal["forkserver", "spawn"]
+"""forkserver: workers are forked from a process that has imported what they need. spawn: each is started by itself."""
+
 ROLES: dict[Pool, Role] = {"engines": "mixed", "prefill": "prefill", "decode": "decode"}
 ENGINE_NAMES: dict[Pool, str] = {"engines": "engine", "prefill": "prefill", "decode": "decode"}
 DECODING: tuple[Pool, ...] = ("engines", "decode")

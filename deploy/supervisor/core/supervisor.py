@@ -27,6 +27,7 @@ from deploy.supervisor.core.events import (
     StartProcess,
     StopRequested,
     TerminateProcess,
+    WorkersReleased,
 )
 from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess, first_free
 from deploy.supervisor.core.plan import (
@@ -65,8 +66,14 @@ class Supervisor:
     """Owns every process of the stack. Single writer; the shell hands in events and executes the commands."""
 
     def __init__(
-        self, counts: Counts, policy: RestartPolicy | None = None, deadlines: StopDeadlines | None = None
+        self,
+        counts: Counts,
+        policy: RestartPolicy | None = None,
+        deadlines: StopDeadlines | None = None,
+        *,
+        holds_workers: bool = False,
     ) -> None:
+        """`holds_workers`: no worker starts before `WorkersReleased`."""
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
@@ -77,6 +84,7 @@ class Supervisor:
         """Where the ranks of an engine are to meet, on a host that is not the first."""
         self._unanswered: set[EngineId] = set()
         """Engines that were called, and whose ranks here have not been started since."""
+        self.holds_workers = holds_workers
         self.settled = False
         """Whether all were ready at some moment: before it a failing start is given up, after it never."""
 
@@ -137,6 +145,9 @@ class Supervisor:
                 return self._kill(self._running_ranks(engine), now)
             case StopRequested():
                 return self._stop(now)
+            case WorkersReleased():
+                self.holds_workers = False
+                return ()
             case ClockTick():
                 return ()
             case _:
@@ -227,6 +238,8 @@ class Supervisor:
         """The ranks of an engine start together, once the last of the former ones is gone."""
         if member.process.service != "worker":
             return True
+        if self.holds_workers:
+            return False
         if not self._counts.leads and member.process.engine not in self._unanswered:
             return False
         return all(m.state == "waiting" and m.due <= now for m in self._ranks_of(member.process.engine))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.bench.startup import drop_from_page_cache, startup_options
@@ -31,6 +32,24 @@ def test_the_stages_of_one_more_engine_add_up_to_its_start(stack: RunningStack) 
     stack.until(lambda state: {member.instance for member in state.members} >= {"engine-1"})
     assert stack.instances("scheduler") == ["engine-1"]
     assert '"event":"startup"' in stack.log("engine-1-rank0")
+
+
+def test_workers_are_forked_again_when_they_die_and_started_where_nothing_forks_them(stack: RunningStack) -> None:
+    worker = stack.pid("engine-1-rank0")
+    template = psutil.Process(worker).parent()
+    assert template is not None
+    assert template.ppid() == stack.supervisor.pid
+    assert '"event":"template warm"' in stack.log("supervisor")
+    forked = stack.replaced("engine-1-rank0", stack.kill("engine-1-rank0"))
+    assert psutil.Process(forked).ppid() == template.pid
+    stack.wait_until_it_serves()
+    template.kill()
+    template.wait()
+    assert stack.pid("engine-1-rank0") == forked
+    assert psutil.pid_exists(forked)
+    started = stack.replaced("engine-1-rank0", stack.kill("engine-1-rank0"))
+    assert psutil.Process(started).ppid() == stack.supervisor.pid
+    stack.wait_until_it_serves()
 
 
 def test_the_page_cache_forgets_files_without_changing_them(tmp_path: Path) -> None:

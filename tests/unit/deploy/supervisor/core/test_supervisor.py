@@ -21,6 +21,7 @@ from deploy.supervisor.core.events import (
     StartProcess,
     StopRequested,
     TerminateProcess,
+    WorkersReleased,
 )
 from deploy.supervisor.core.members import RestartPolicy
 from deploy.supervisor.core.plan import Counts
@@ -95,6 +96,24 @@ def test_everybody_starts_at_once_engines_first() -> None:
         "coordinator-1",
         "detokenizer-1",
     ]
+
+
+def test_workers_wait_for_what_they_are_forked_from_and_nobody_else_does() -> None:
+    stack = Simulation(Counts(ranks=2))
+    stack.supervisor = Supervisor(Counts(ranks=2), holds_workers=True)
+    assert started(stack.tick()) == {"engine-1", "gateway-1", "tokenizer-1", "coordinator-1", "detokenizer-1"}
+    assert started(stack.handle(WorkersReleased())) == {"engine-1-rank0", "engine-1-rank1"}
+    assert started(stack.tick()) == set()
+
+
+def test_a_stack_may_end_before_its_workers_were_started() -> None:
+    stack = Simulation()
+    stack.supervisor = Supervisor(Counts(), holds_workers=True)
+    stack.tick()
+    stack.handle(StopRequested())
+    for instance in ("gateway-1", "tokenizer-1", "coordinator-1", "detokenizer-1", "engine-1"):
+        stack.ends(instance, 0)
+    assert stack.supervisor.is_empty
 
 
 def test_pools_are_engines_with_names_of_their_own() -> None:

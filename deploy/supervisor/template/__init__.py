@@ -1,0 +1,1 @@
+"""A process that has imported what a worker needs, of which new workers are forked in milliseconds."""

@@ -1,0 +1,156 @@
+"""`python -m deploy.supervisor.template FD MODULE FLAGS… PADDING`: imports what the module needs, then forks workers.
+
+One thread, no device, nothing of a model: what a fork takes over is code. The supervisor asks by the socket FD; this
+process ends with it, and those that it has forked go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from runpy import run_module
+from typing import Any, NamedTuple
+
+import msgspec
+
+from deploy.supervisor.template.identity import NAME_MARK, ShownMemory
+from deploy.supervisor.template.protocol import (
+    MAX_MESSAGE_BYTES,
+    ForkedExited,
+    ForkRefused,
+    ForkWorker,
+    TemplateWarmed,
+    WorkerForked,
+    decode_request,
+    encode,
+)
+from shared.config import replace_environment
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Job(NamedTuple):
+    """What a forked process is to run."""
+
+    request: ForkWorker
+    output: int
+    """File descriptor."""
+
+
+class WorkerTemplate:
+    """Owns the processes that it has forked, as their parent: nobody else can wait for them."""
+
+    def __init__(self, control: socket.socket) -> None:
+        """Raises OSError where forked processes could not be given names of their own."""
+        self._control = control
+        self._shown = ShownMemory.own()
+
+    def run(self) -> Job | None:
+        """Returns in each forked process, with what that is to run; in the template itself None, once the supervisor is
+        gone."""
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        with selector, wake, woken:
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if wake in ready:
+                    wake.recv(MAX_MESSAGE_BYTES)
+                    self._reap()
+                if self._control in ready:
+                    data, outputs, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+                    if not data:
+                        return None
+                    job = Job(decode_request(data), outputs[0])
+                    if self._forked(job):
+                        return job
+                    os.close(job.output)
+
+    def _forked(self, job: Job) -> bool:
+        """Whether this is the new process."""
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            self._send(ForkRefused(f"the template has {threads} threads"))
+            return False
+        if os.fork():
+            return False
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        request = job.request
+        try:
+            self._shown.rename(request.environment[NAME_MARK])
+            self._shown.show([sys.executable, "-m", request.module, *request.argv])
+            self._send(WorkerForked(os.getpid()))  # and whoever heard of it may end it
+        except OSError:
+            os._exit(1)
+        return True
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                self._send(ForkedExited(pid, os.waitstatus_to_exitcode(status)))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._control.send(encode(message))
+
+
+def run_job(job: Job) -> None:
+    """Becomes the program of the job; ends as that does."""
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nowhere, 0), (job.output, 1), (job.output, 2)):
+        os.dup2(source, target)
+    os.close(nowhere)
+    os.close(job.output)
+    replace_environment(job.request.environment)
+    sys.argv[1:] = job.request.argv
+    run_module(job.request.module, run_name="__main__", alter_sys=True)
+
+
+def _warm(module: str, flags: Sequence[str]) -> None:
+    """Imports what the module says that it needs with these flags. Raises what that raises."""
+    preload: Any = import_module(f"{module}.preload")
+    preload.preload(flags)
+    gc.collect()
+    gc.freeze()  # what is there now stays shared: a collection would write to it
+
+
+def main() -> None:
+    """Runs the template, and in each forked process the program."""
+    began = time.perf_counter()
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):  # while importing it does not listen
+        raise SystemExit(1)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    job = None
+    with suppress(ConnectionError), control:
+        try:
+            template = WorkerTemplate(control)
+            _warm(sys.argv[2], sys.argv[3:-1])
+        except Exception as error:  # the worker itself will say what is wrong, and where
+            control.send(encode(ForkRefused(f"{type(error).__name__}: {error}")))
+            return
+        control.send(encode(TemplateWarmed(time.perf_counter() - began)))
+        job = template.run()
+    if job is not None:
+        run_job(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The template of the workers as the supervisor sees it: a process that forks others, and says how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import assert_never
+
+from deploy.supervisor.template.identity import NAME_MARK, padded
+from deploy.supervisor.template.protocol import (
+    MAX_MESSAGE_BYTES,
+    ForkedExited,
+    ForkRefused,
+    ForkWorker,
+    TemplateWarmed,
+    WorkerForked,
+    decode_answer,
+    encode,
+)
+from shared.private_files import private_opener
+
+log = logging.getLogger(__name__)
+
+TEMPLATE = "template"
+FORK_TIMEOUT = 5.0
+"""Seconds. A fork takes 10 ms, 100 on a machine that is overloaded; a template that takes longer is given up."""
+REPORT_TIMEOUT = 1.0
+"""Seconds from the end of a forked process to the template's word on how it ended."""
+WARM_TIMEOUT = 60.0
+"""Seconds that workers wait for the imports; then they import themselves."""
+RESTART_PAUSE = 30.0
+"""Seconds between two starts of a template."""
+MAX_STARTS = 5
+"""In a row without becoming warm; then it is done without."""
+_ARGV_ROOM = 512
+"""Bytes by which a worker's command line may be longer than that of the template."""
+
+
+class TemplateProcess:
+    """Owns the template's process, while there is one."""
+
+    def __init__(self, module: str, notify: Callable[[], None]) -> None:
+        """`module`: of the programs that it forks. `notify`: called when it has said something."""
+        self._module = module
+        self._notify = notify
+        self._starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._began = 0.0
+        self._warm = False
+        self._refused = False
+        self._exits: dict[int, int] = {}
+        """Status by pid, until it is asked for."""
+        self._forked: int | None = None
+        """The pid of the request under way, once it runs."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody needs to wait for it: it is warm, or has ended, or takes too long."""
+        return self._warm or self._control is None or time.monotonic() - self._began > WARM_TIMEOUT
+
+    @property
+    def may_start(self) -> bool:
+        """Whether there is none, and another one could do better."""
+        if self._control is not None or self._refused or self._starts >= MAX_STARTS:
+            return False
+        return self._starts == 0 or time.monotonic() - self._began > RESTART_PAUSE
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it says how its processes end."""
+        return self._control is not None
+
+    def start(self, flags: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
+        """Starts it, in a session of its own, with the environment that workers have; `flags` are those of one of them.
+        Where that cannot be, there is none. Needs a running event loop."""
+        self._starts += 1
+        self._began, self._warm = time.monotonic(), False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        padding = " " * _ARGV_ROOM
+        argv = [sys.executable, "-m", __package__, str(theirs.fileno()), self._module, *flags, padding]
+        with ours, theirs, contextlib.suppress(OSError):
+            with open(log_file, "ab", opener=private_opener) as output:
+                self._process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**environment, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: padded(TEMPLATE)},
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            self._control = ours.dup()
+            self._control.setblocking(False)
+            asyncio.get_running_loop().add_reader(self._control, self._readable)
+            log.info("template started", extra={"pid": self._process.pid})
+
+    def fork(self, argv: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess | None:
+        """A process that runs `argv`, in a session of its own, that writes to the descriptor `output`; None where it
+        has to be started in the usual way. Waits for FORK_TIMEOUT at most."""
+        if not self._warm or self._control is None or list(argv[:3]) != [sys.executable, "-m", self._module]:
+            return None
+        request = encode(ForkWorker(self._module, tuple(argv[3:]), dict(environment)))
+        self._forked, deadline = None, time.monotonic() + FORK_TIMEOUT
+        try:
+            socket.send_fds(self._control, [request], [output])
+        except OSError as error:  # among others too long a message
+            log.warning("not forked", extra={"error": str(error)})
+            return None
+        while self._control is not None and self._forked is None and self._warm and time.monotonic() < deadline:
+            select.select([self._control], [], [], deadline - time.monotonic())
+            self.read()
+        if self._forked is not None:
+            return ForkedProcess(self, self._forked)
+        if not self._refused:
+            log.warning("not forked", extra={"error": "no answer of the template"})
+            self.close()
+        return None
+
+    def read(self) -> None:
+        """Takes in all that it has said."""
+        while self._control is not None:
+            try:
+                data = self._control.recv(MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                log.warning("template ended")
+                self.close()
+                return
+            match decode_answer(data):
+                case TemplateWarmed(seconds):
+                    self._warm, self._starts = True, 1
+                    log.info("template warm", extra={"seconds": round(seconds, 3)})
+                case WorkerForked(pid):
+                    self._forked = pid
+                case ForkedExited(pid, status):
+                    self._exits[pid] = status
+                case ForkRefused(reason):
+                    self._warm, self._refused = False, True
+                    log.warning("workers are not forked", extra={"reason": reason})
+                case other:
+                    assert_never(other)
+
+    def status_of(self, pid: int) -> int | None:
+        """How a forked process ended, once; None where that was not said."""
+        self.read()
+        return self._exits.pop(pid, None)
+
+    def close(self) -> None:
+        """Ends it, if it is there. What it has forked goes on."""
+        if self._control is not None:
+            with contextlib.suppress(RuntimeError):  # no loop runs any more
+                asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        self._warm = False
+
+    def _readable(self) -> None:
+        self.read()
+        self._notify()
+
+
+class ForkedProcess:
+    """A process that the template has forked. The template is its parent, and says how it ended."""
+
+    def __init__(self, template: TemplateProcess, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """As subprocess gives it, once it has ended; None where nobody knows."""
+        self._template = template
+        self._ended = False
+        self._missed_at: float | None = None
+
+    def has_ended(self, lives: bool) -> bool:
+        """Whether it has. `lives`: whether the kernel has such a process; how it ended is known a moment later."""
+        if not self._ended:
+            self.returncode = self._template.status_of(self.pid)
+            self._ended = self.returncode is not None or (not lives and self._is_given_up())
+        return self._ended
+
+    def _is_given_up(self) -> bool:
+        now = time.monotonic()
+        if self._missed_at is None:
+            self._missed_at = now
+        return not self._template.is_connected or now - self._missed_at > REPORT_TIMEOUT

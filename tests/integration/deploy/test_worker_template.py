@@ -1,0 +1,141 @@
+"""Processes forked from a template are what they would be if each had been started by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.supervisor.processes import ChildProcesses, Exit, marked_processes
+from deploy.supervisor.template.link import TemplateProcess
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are Linux's only")
+MODULE = "tests.support.forked"
+DEADLINE = 60.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Host:
+    """Child processes, and a template for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.news = 0
+        self.children = ChildProcesses(dict(os.environ), folder)
+        self.template = TemplateProcess(MODULE, self._notified)
+
+    def _notified(self) -> None:
+        self.news += 1
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def start(self, name: str, *words: str, **environment: str) -> psutil.Process:
+        argv = [sys.executable, "-m", MODULE, *words]
+        return psutil.Process(self.children.start(name, argv, self.log(name), environment, self.template))
+
+    async def ended(self) -> Exit:
+        async with asyncio.timeout(DEADLINE):
+            while not (found := self.children.exited()):
+                await asyncio.sleep(0.01)
+        return found[0]
+
+
+@asynccontextmanager
+async def host(folder: Path, *flags: str) -> AsyncIterator[Host]:
+    """With a template that is settled."""
+    made = Host(folder)
+    made.children.start_template(made.template, flags, made.log("template"), {})
+    try:
+        await until(lambda: made.template.is_settled)
+        yield made
+    finally:
+        made.children.kill_all()
+        made.template.close()
+
+
+def template_of(folder: Path) -> psutil.Process:
+    (found,) = [identity.pid for name, identity in marked_processes(folder) if name == "template"]
+    return psutil.Process(found)
+
+
+async def test_a_forked_process_has_its_own_name_session_environment_and_log(tmp_path: Path) -> None:
+    async with host(tmp_path) as made:
+        forked = made.start("engine-1-rank0", "sleep", "--more", SAID="here")
+        assert forked.ppid() == template_of(tmp_path).pid
+        await until(lambda: made.log("engine-1-rank0").exists() and made.log("engine-1-rank0").read_text() != "")
+        said = json.loads(made.log("engine-1-rank0").read_text())
+        assert said == {"argv": ["sleep", "--more"], "said": "here", "name": "__main__"}
+        assert os.getsid(forked.pid) == os.getpgid(forked.pid) == forked.pid
+        assert {name for name, _ in marked_processes(tmp_path)} == {"template", "engine-1-rank0"}
+        assert [word for word in forked.cmdline() if word][1:] == ["-m", MODULE, "sleep", "--more"]
+        assert forked.num_fds() == 3
+
+
+async def test_how_a_forked_process_ended_is_known(tmp_path: Path) -> None:
+    async with host(tmp_path) as made:
+        made.start("one", "exit")
+        assert await made.ended() == Exit("one", 3)
+        made.start("two", "raise")
+        assert await made.ended() == Exit("two", 1)
+        assert "RuntimeError: a bug of the program" in made.log("two").read_text()
+        before = made.news
+        made.start("three", "sleep").kill()
+        assert await made.ended() == Exit("three", -signal.SIGKILL)
+        assert made.news > before, "nobody was told of the death"
+
+
+async def test_forked_processes_outlive_their_template_and_the_next_ones_are_started(tmp_path: Path) -> None:
+    async with host(tmp_path) as made:
+        forked = made.start("forked", "sleep")
+        template_of(tmp_path).kill()
+        await until(lambda: not made.template.is_connected)
+        assert not made.children.has_ended("forked")
+        started = made.start("started", "sleep")
+        assert started.ppid() == os.getpid()
+        forked.kill()
+        assert await made.ended() == Exit("forked", None)
+        assert not made.template.may_start, "a template that died is not started again at once"
+
+
+async def test_a_template_that_stands_still_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.supervisor.template.link.FORK_TIMEOUT", 0.2)
+    async with host(tmp_path) as made:
+        template_of(tmp_path).suspend()
+        assert made.start("started", "sleep").ppid() == os.getpid()
+        assert not made.template.is_connected
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"), [("threads", "the template has 2 threads"), ("missing", "ImportError: no such library")]
+)
+async def test_where_forking_is_not_possible_processes_are_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flag: str, reason: str
+) -> None:
+    async with host(tmp_path, flag) as made:
+        assert made.start("started", "sleep").ppid() == os.getpid()
+        assert reason in [record.__dict__.get("reason") for record in caplog.records]
+        assert not made.template.may_start
+
+
+async def test_a_name_that_does_not_fit_is_no_process(tmp_path: Path) -> None:
+    async with host(tmp_path) as made:
+        name = "x" * 300
+        assert made.start(name[:200], "exit", name).pid
+        assert (await made.ended()).status == 3
+        argv = [sys.executable, "-m", MODULE, "sleep"]
+        pid = made.children.start(name, argv, tmp_path / "long.log", {}, made.template)
+        assert psutil.Process(pid).ppid() == os.getpid()
