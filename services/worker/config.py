@@ -212,6 +212,12 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         """Whether the model's weights are read from files."""
         return self.device != "sim" and self.load_format != "dummy"
 
+    @property
+    def reads_all_weights_here(self) -> bool:
+        """Whether all ranks of the engine are on this host, so that together they read every weight here."""
+        alone = self.world_size == 1 or (self.rendezvous or "").startswith("file:")
+        return self.reads_weights and alone
+
     def model_name(self) -> ModelName:
         """What clients call the model: by default a directory's name, or the repository's as it is."""
         folder = Path(self.model).expanduser()

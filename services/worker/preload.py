@@ -1,18 +1,27 @@
-"""Imports what a worker needs, for processes that are forked afterwards. Touches no device and starts no thread."""
+"""Imports what a worker needs, for processes that are forked afterwards. Touches no device and leaves no thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import services.worker.actor  # noqa: F401 what `__main__` imports
 from services.worker.config import WorkerConfig
+from services.worker.models.weight_files import read_ahead
 from shared.config import load_config
 
 
 def preload(flags: Sequence[str]) -> None:
-    """Imports all that a worker with these flags will. Raises ConfigError, ImportError."""
+    """Imports all that a worker with these flags will; beside it the kernel reads the weights. Raises ConfigError,
+    ImportError."""
     config = load_config("worker", WorkerConfig, flags)
+    folder = Path(config.model).expanduser()
+    with read_ahead(folder) if config.reads_all_weights_here and folder.is_dir() else nullcontext():
+        _import_all(config)
+
+
+def _import_all(config: WorkerConfig) -> None:
     with suppress(ImportError):
         import uvloop  # noqa: F401
     if config.device == "sim":

@@ -36,6 +36,7 @@ from deploy.supervisor.template.protocol import (
 from shared.config import replace_environment
 
 _PR_SET_PDEATHSIG = 1
+_THREADS_GONE_TIMEOUT = 1.0
 
 
 class Job(NamedTuple):
@@ -82,8 +83,7 @@ class WorkerTemplate:
 
     def _forked(self, job: Job) -> bool:
         """Whether this is the new process."""
-        threads = len(os.listdir("/proc/self/task"))
-        if threads > 1:
+        if (threads := _threads()) > 1:
             self._send(ForkRefused(f"the template has {threads} threads"))
             return False
         if os.fork():
@@ -112,6 +112,10 @@ class WorkerTemplate:
         self._control.send(encode(message))
 
 
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def run_job(job: Job) -> None:
     """Becomes the program of the job; ends as that does."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -128,6 +132,9 @@ def _warm(module: str, flags: Sequence[str]) -> None:
     """Imports what the module says that it needs with these flags. Raises what that raises."""
     preload: Any = import_module(f"{module}.preload")
     preload.preload(flags)
+    deadline = time.monotonic() + _THREADS_GONE_TIMEOUT
+    while _threads() > 1 and time.monotonic() < deadline:  # one that was joined is gone a moment later
+        time.sleep(0.01)
     gc.collect()
     gc.freeze()  # what is there now stays shared: a collection would write to it
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from services.worker.distributed.binding import (
     cpus_of_rank,
 )
 from services.worker.executor.simulated import simulated_device
+from services.worker.models.weight_files import read_ahead
 from shared.models.model_files import ModelNotFound, resolve_model
 from shared.telemetry.startup import STARTUP
 
@@ -39,7 +41,10 @@ def make_backend(config: WorkerConfig) -> Backend:
         folder = resolve_model(config.model, weights=config.reads_weights)
     except ModelNotFound as error:
         raise BackendError(str(error)) from None
-    return simulated_device(config, folder) if config.device == "sim" else _torch_backend(config, folder)
+    if config.device == "sim":
+        return simulated_device(config, folder)
+    with read_ahead(folder) if config.reads_all_weights_here else nullcontext():
+        return _torch_backend(config, folder)
 
 
 def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:

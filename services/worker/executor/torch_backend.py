@@ -30,6 +30,8 @@ from shared.ids import ModelName
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 64
+_WARM_UP_ROWS_ON_CPU = 8
+"""Nothing is compiled there for sizes of work, and what a first step costs was paid when memory was profiled."""
 
 _log = logging.getLogger(__name__)
 
@@ -153,8 +155,10 @@ def _ready(parts: RunnerParts, size: KvSize, graphs: RankGraphs, rows: int) -> R
     """Everything captured, and every first-time cost paid. Raises ModelError."""
     with _enough_memory("decodes were captured: lower gpu_memory_utilization or kv_memory, or give enforce_eager"):
         runner = parts.runner(size.num_blocks, size.max_model_len, *graphs.replaying(size.max_model_len))
-        warm_up(runner, rows=min(rows, _WARM_UP_ROWS), sequences=parts.max_num_seqs)
-        if parts.device.type == "cuda":
+        cuda = parts.device.type == "cuda"
+        few = min(rows, _WARM_UP_ROWS if cuda else _WARM_UP_ROWS_ON_CPU)
+        warm_up(runner, rows=few, sequences=parts.max_num_seqs)
+        if cuda:
             warm_up_shapes(runner, rows=rows)
     return runner
 

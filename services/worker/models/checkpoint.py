@@ -14,23 +14,16 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from services.worker.kv.device_memory import gib
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
+from services.worker.models.weight_files import INDEX, SINGLE, weight_files
 
 CPU = torch.device("cpu")
 
 _log = logging.getLogger(__name__)
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-
-
-class _Index(Struct):
-    weight_map: dict[str, str]
 
 
 class TensorSource(Protocol):
@@ -169,17 +162,14 @@ def open_checkpoint(
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
     """The directory's safetensors files, one or many. Raises ModelError where there is none."""
-    index = model_dir / _INDEX
-    if index.exists():
-        try:
-            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
-        except msgspec.MsgspecError as error:
-            raise ModelError(f"{index}: {error}") from None
-        return [model_dir / name for name in sorted(set(names))]
-    if (model_dir / _SINGLE).exists():
-        return [model_dir / _SINGLE]
+    try:
+        found = weight_files(model_dir)
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{model_dir / INDEX}: {error}") from None
+    if found:
+        return found
     raise ModelError(
-        f"{model_dir} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read; "
+        f"{model_dir} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read; "
         "load_format dummy serves random weights"
     )
 
