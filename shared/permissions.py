@@ -72,7 +72,9 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.name_claims,        ACTORS,                                           ACTORS),
     TopicRights(topics.rank_assignments,   ("supervisor",),                                  ("supervisor",)),
     TopicRights(topics.rank_status,        ("supervisor",),                                  ("supervisor",)),
+    TopicRights(topics.host_reports,       ("supervisor",),                                  ("supervisor",)),
     TopicRights(topics.scaling,            ("coordinator",),                                 ("supervisor",)),
+    TopicRights(topics.host_scaling,       ("coordinator",),                                 ("supervisor",)),
 )
 # fmt: on
 

@@ -188,9 +188,19 @@ def rank_status() -> Topic[supervisor.RankStatus]:
     return Topic("supervisor.ranks.held", supervisor.RankStatus)
 
 
+def host_reports() -> Topic[supervisor.HostReport]:
+    """each host's supervisor → those of the other hosts: that the host is there. Once a second, and at its end."""
+    return Topic("supervisor.hosts", supervisor.HostReport)
+
+
 def scaling() -> Topic[supervisor.Scale]:
-    """coordinator → the supervisor, answered with a `ScaleReply`."""
+    """coordinator → the first host's supervisor, answered with a `ScaleReply`."""
     return Topic("supervisor.scale", supervisor.Scale, queue="supervisors")
+
+
+def host_scaling(node: NodeId) -> Topic[supervisor.Scale]:
+    """coordinator → the supervisor of that host, answered with a `ScaleReply`."""
+    return Topic(f"supervisor.{node}.scale", supervisor.Scale)
 
 
 ADMIN = "admin"

@@ -37,6 +37,12 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.up.command",
         "Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer.",
     ),
+    "join": Listed(
+        RUN,
+        "deploy.cli.hosts.join",
+        "Make this host part of another host's stack: with engines, a KV store and a NATS server of its own.",
+    ),
+    "token": Listed(RUN, "deploy.cli.hosts.token", "Make a token by which other hosts join this one's stack."),
     "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
     "keys": Listed(RUN, "deploy.cli.keys", "Make an API key, or list those of a file: baton keys new NAME, list."),
     "chat": Listed(USE, "deploy.cli.chat", "Talk to the model in the terminal."),

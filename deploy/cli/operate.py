@@ -67,6 +67,10 @@ def scale(
             help="SERVICE=N, where SERVICE is gateway, tokenizer, detokenizer, coordinator, engines, prefill or decode."
         ),
     ],
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Name of the host where that is to be, in a stack of several. Default: this one."),
+    ] = None,
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
@@ -75,9 +79,10 @@ def scale(
     kind, equals, count = service.partition("=")
     if not equals or not count.isdecimal():
         raise CommandError(f"{service}: SERVICE=N is expected, for example tokenizer=3", status=2)
-    answer = asyncio.run(
-        ask_admin(running_stack(name, run_dir), "scale", {"service": _endpoint_name(kind), "count": int(count)})
-    )
+    state = running_stack(name, run_dir)
+    where = host if host is not None or state.spec.cluster is None else state.spec.cluster.node
+    request = {"service": _endpoint_name(kind), "count": int(count)} | ({} if where is None else {"host": where})
+    answer = asyncio.run(ask_admin(state, "scale", request))
     started, stopping = answer.get("started", []), answer.get("stopping", [])
     changes = [f"starting {', '.join(started)}"] if started else []
     changes += [f"draining and stopping {', '.join(stopping)}"] if stopping else []

@@ -7,8 +7,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -20,10 +20,12 @@ from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import MemberRecord, StackState, is_held
 from shared import topics
 from shared.messages.lifecycle import Lifecycle, StoreReport
+from shared.messages.supervisor import HostReport
 from shared.protocol import incompatibility
 
 WIDE = 200
 """Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
+HEADINGS = ("SERVICE", "INSTANCE", "PID", "PHASE", "LOAD", "UPTIME", "RESTARTS", "MEMORY", "")
 LISTEN_SECONDS = 1.2
 """Seconds; every process sends two messages a second."""
 ORPHANED = (
@@ -38,10 +40,11 @@ def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) ->
     """Show every process of a stack: phase, load, uptime."""
     state = running_stack(name, run_dir)
     supervised = is_held(run_dir_of(name, run_dir))
-    lifecycles = asyncio.run(latest_lifecycles(state))
-    rows = sorted(
-        (_row(member, lifecycles) for member in state.members), key=lambda row: (row["service"], row["instance"])
-    )
+    heard = asyncio.run(_heard(state))
+    rows = [_row(member, heard.lifecycles) for member in state.members]
+    if state.spec.cluster is not None:
+        rows = [{**row, "host": state.spec.cluster.node} for row in rows] + list(_rows_elsewhere(state, heard))
+    rows.sort(key=lambda row: (row["service"], row["instance"]))
     if as_json:
         print(json.dumps(_described(state, rows, supervised=supervised)))
     else:
@@ -64,23 +67,71 @@ def _described(state: StackState, rows: list[dict[str, Any]], *, supervised: boo
     }
 
 
+class HeardStack(NamedTuple):
+    """What was heard on the bus in a short while."""
+
+    lifecycles: LatestLifecycles
+    hosts: Mapping[str, str]
+    """The name of the host of each process that another host's supervisor looks after."""
+
+
 async def latest_lifecycles(state: StackState) -> LatestLifecycles:
-    """The newest lifecycle message of each process; returns once each has sent one, or after LISTEN_SECONDS."""
+    """The newest lifecycle message of each process; returns once each of this host has sent one, or after
+    LISTEN_SECONDS."""
+    return (await _heard(state)).lifecycles
+
+
+async def _heard(state: StackState) -> HeardStack:
     lifecycles: dict[str, Lifecycle] = {}
+    hosts: dict[str, str] = {}
     missing = {member.instance for member in state.members if member.pid is not None}
     complete = asyncio.Event()
 
     async def record(message: Lifecycle) -> None:
         lifecycles[message.instance] = message
         missing.discard(message.instance)
-        if not missing:
+        if not missing and state.spec.cluster is None:
             complete.set()
+
+    async def record_host(report: HostReport) -> None:
+        hosts.update(dict.fromkeys(report.instances, report.node))
 
     with contextlib.suppress(TimeoutError, CommandError):
         async with operator_bus(state) as bus, asyncio.timeout(LISTEN_SECONDS):
             await bus.subscribe(topics.lifecycles(), record)
+            if state.spec.cluster is not None:
+                await bus.subscribe(topics.host_reports(), record_host)
             await complete.wait()
-    return lifecycles
+    return HeardStack(lifecycles, hosts)
+
+
+def _rows_elsewhere(state: StackState, heard: HeardStack) -> Iterator[dict[str, Any]]:
+    """Processes of other hosts, as far as they say themselves."""
+    own = {member.instance for member in state.members}
+    for instance, host in heard.hosts.items():
+        if instance in own:
+            continue
+        life = heard.lifecycles.get(instance)
+        yield {
+            "service": life.service if life else "-",
+            "instance": instance,
+            "pid": life.pid if life else None,
+            "phase": life.phase if life else "silent",
+            **_said(life),
+            "restarts": None,
+            "memory": None,
+            "failure": None,
+            "host": host,
+        }
+
+
+def _said(life: Lifecycle | None) -> dict[str, Any]:
+    return {
+        "load": life.load if life else None,
+        "uptime": round(max(0.0, time.time() - life.started), 1) if life else None,
+        "metrics_port": life.metrics_port if life else None,
+        "detail": detail(life),
+    }
 
 
 def _row(member: MemberRecord, lifecycles: LatestLifecycles) -> dict[str, Any]:
@@ -92,12 +143,9 @@ def _row(member: MemberRecord, lifecycles: LatestLifecycles) -> dict[str, Any]:
         "instance": member.instance,
         "pid": member.pid,
         "phase": _phase(member, life),
-        "load": life.load if life else None,
-        "uptime": round(max(0.0, time.time() - life.started), 1) if life else None,
+        **_said(life),
         "restarts": member.restarts,
         "memory": _resident(member.pid),
-        "metrics_port": life.metrics_port if life else None,
-        "detail": detail(life),
         "failure": _failure(member) if is_failed(member, life) else None,
     }
 
@@ -139,7 +187,8 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("SERVICE", "INSTANCE", "PID", "PHASE", "LOAD", "UPTIME", "RESTARTS", "MEMORY", ""):
+    several = state.spec.cluster is not None
+    for heading in (*(["HOST"] if several else []), *HEADINGS):
         table.add_column(
             heading,
             no_wrap=True,
@@ -149,13 +198,14 @@ def _print_table(state: StackState, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         style = styles.get(row["phase"], "yellow")
         table.add_row(
+            *([row["host"]] if several else []),
             row["service"],
             row["instance"],
             _shown(row["pid"]),
             f"[{style}]{row['phase']}[/{style}]",
             _shown(row["load"]),
             duration(row["uptime"]),
-            str(row["restarts"]),
+            _shown(row["restarts"]),
             "-" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
             sentence(row["detail"]),
         )

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from deploy.supervisor.cluster.presence import ClusterHosts
 from deploy.supervisor.command_executor import CommandExecutor
 from deploy.supervisor.core.events import Event, RanksLost, RanksRequested
 from deploy.supervisor.core.other_hosts import OtherHostRanks, started_engines
@@ -31,7 +32,7 @@ Handle = Callable[[Event], object]
 
 
 class Hosts(Protocol):
-    """What a supervisor does for engines whose ranks run on several hosts."""
+    """What a supervisor does with other hosts: for engines whose ranks run on several, or a stack that has several."""
 
     changed: asyncio.Event
     """Set when something has started or ended here, so that it is reported at once."""
@@ -45,6 +46,8 @@ class Hosts(Protocol):
 
 def hosts_of(spec: StackSpec, supervisor: Supervisor, executor: CommandExecutor) -> Hosts | None:
     """The exchange with other hosts; None if this is the only host."""
+    if spec.cluster is not None:
+        return ClusterHosts(spec, spec.cluster, supervisor)
     if spec.counts.hosts == 1:
         return None
     return FirstHost(executor) if spec.counts.leads else OtherHost(spec.counts.host, supervisor, executor)

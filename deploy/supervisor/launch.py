@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from deploy.supervisor.cluster.folder import ClusterFolder
 from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import LOCK
@@ -96,7 +97,7 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
             return {**model, **_rank(spec, process, where), **_arenas(where, "kvstore_dir")}
         case "kvstore":
             memory = {"kvstore_memory": str(spec.store.memory)}
-            return {**_node(spec, where), **_arenas(where, "directory"), **memory}
+            return {**_node(spec, where), **_arenas(where, "directory"), **memory, **_transfer(spec)}
         case "coordinator" | "supervisor":
             return {}
 
@@ -135,6 +136,16 @@ def _role(pool: Pool | None) -> dict[str, str]:
 def _node(spec: StackSpec, where: LaunchContext) -> dict[str, str]:
     """A service without a node uses no store."""
     return {"node": spec.store.node} if where.arenas else {}
+
+
+def _transfer(spec: StackSpec) -> dict[str, str]:
+    """Stores of one stack's hosts send each other blocks, and know each other by the hosts' certificates."""
+    if spec.cluster is None:
+        return {}
+    tls = ClusterFolder(spec.run_dir).tls
+    own = {"transfer_tls_cert": tls.certificate, "transfer_tls_key": tls.key, "transfer_tls_ca": tls.authority}
+    files = {key: path for key, path in own.items() if path is not None}
+    return {"transfer_port": "0", "transfer_host": spec.cluster.address, **files}
 
 
 def _arenas(where: LaunchContext, key: str) -> dict[str, str]:

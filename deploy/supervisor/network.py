@@ -57,11 +57,11 @@ def _bind(one: socket.socket, host: str, port: int) -> None:
 def network_environment(hosts: HostsSpec | None) -> dict[str, str]:
     """For the ranks' processes: those of one host speak where no other machine reaches them. What the user has set
     himself stays."""
-    name = loopback_interface() if hosts is None else _interface_of(_own_address_towards(hosts.master))
+    name = loopback_interface() if hosts is None else _interface_of(own_address_towards(hosts.master))
     return rank_interfaces(name, process_environment())
 
 
-def _own_address_towards(host: str) -> str | None:
+def own_address_towards(host: str) -> str | None:
     """This machine's address on the way to `host`; nothing is sent."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

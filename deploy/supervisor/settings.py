@@ -45,6 +45,16 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     tokenizers: Annotated[Count, Meta(description="Tokenizer processes."), UpOption(SIZE)] = 1
     detokenizers: Annotated[Count, Meta(description="Detokenizer processes."), UpOption(SIZE)] = 1
     coordinators: Annotated[Count, Meta(description="Coordinator processes."), UpOption(SIZE)] = 1
+    advertise_address: Annotated[
+        str | None,
+        Meta(description="ADDRESS[:PORT] where other hosts reach this one; they join at PORT (6221)."),
+        UpOption(HOSTS, unset="no other host can join"),
+    ] = None
+    route_port: Annotated[
+        int,
+        Meta(ge=1, le=65535, description="Port of that address where the NATS servers of the hosts meet."),
+        UpOption(HOSTS),
+    ] = 6222
     nodes: Annotated[
         Count, Meta(description="Hosts that the ranks of each engine are spread over."), UpOption(HOSTS)
     ] = 1

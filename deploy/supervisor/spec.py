@@ -42,6 +42,24 @@ class HostsSpec(Struct, frozen=True, kw_only=True):
     """None: the bus between the hosts is not encrypted."""
 
 
+class ClusterSpec(Struct, frozen=True, kw_only=True):
+    """This host's part in a stack of several hosts, each with engines of its own. Certificates and secrets lie in the
+    folder `cluster` of the run directory."""
+
+    node: NodeId
+    """The host's name."""
+    address: str
+    """Where the other hosts reach it."""
+    route_port: int
+    """Where the hosts' nats-servers meet."""
+    join_port: int | None = None
+    """On the first host: where others ask to join."""
+    routes: tuple[str, ...] = ()
+    """HOST:PORT of the nats-servers of the hosts that were there before; none on the first host."""
+    first: str | None = None
+    """The first host's name and address, for people; None on that one."""
+
+
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
     """A Redis server that is not the stack's own."""
 
@@ -89,7 +107,9 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     outside_bus: OutsideBus | None = None
     """An external NATS server; None: the supervisor starts its own."""
     hosts: HostsSpec | None = None
-    """How several hosts connect; None if there is only this one."""
+    """How hosts connect that the ranks of each engine are spread over; None if there is only this one."""
+    cluster: ClusterSpec | None = None
+    """None: no other host can join."""
     namespace: str
     config: Path | None = None
     """A TOML file that every service reads; None without one."""

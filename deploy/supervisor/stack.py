@@ -229,7 +229,11 @@ class Stack:
 
     async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
-        await self._bus.serve(topics.scaling(), self._scale)
+        cluster = self.spec.cluster
+        if cluster is None or cluster.join_port is not None:
+            await self._bus.serve(topics.scaling(), self._scale)
+        if cluster is not None:
+            await self._bus.serve(topics.host_scaling(cluster.node), self._scale)
         with self._signals():
             async with asyncio.TaskGroup() as tasks:
                 waiting = (
@@ -271,6 +275,8 @@ class Stack:
     async def _listen(self) -> None:
         while True:
             message = await self._lifecycles.get()
+            if self.spec.cluster is not None and not self.supervisor.looks_after(message.instance):
+                continue  # another host's: its own supervisor judges it
             self._watchdog.record_lifecycle(message, self._watch_clock.now(self._bus.liveness_now()))
             self._handle(LifecycleReceived(message))
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from shared import topics
 from shared.bus import Bus, Endpoint, EndpointError, NoResponders, ReplyError, ReplyTimeout
-from shared.ids import InstanceId, NodeId
+from shared.ids import InstanceId, NodeId, checked_instance
 from shared.messages.lifecycle import (
     Drain,
     EngineReport,
@@ -24,6 +24,7 @@ from shared.messages.lifecycle import (
 )
 from shared.messages.supervisor import Scale, ScaleRefusal, ScaleReply, ScaleResult
 from shared.registry import Registry
+from shared.topics import Topic
 
 NAME = "baton-admin"
 VERSION = "1.0.0"
@@ -58,10 +59,11 @@ class UndrainRequest(Struct, forbid_unknown_fields=True):
 
 
 class ScaleRequest(Struct, forbid_unknown_fields=True):
-    """The body of `admin.scale`: how many of a service there shall be."""
+    """The body of `admin.scale`: how many of a service there shall be on a host; without one, on the first."""
 
     service: Scalable
     count: int
+    host: str | None = None
 
 
 class Admin:
@@ -110,14 +112,17 @@ class Admin:
         return await self._control(instance, self._find(instance), Undrain(), "undrain")
 
     async def scale(self, body: bytes) -> bytes:
-        """`{"service": "tokenizer", "count": 2}` → what the supervisor starts and stops for it."""
+        """`{"service": "tokenizer", "count": 2, "host": "gpu-2"}` → what that host's supervisor starts and stops for
+        it."""
         request = _parse(body, ScaleRequest)
         if not 0 <= request.count <= MAX_INSTANCES:
             raise EndpointError(400, f"count: {request.count} is not allowed; 0 to {MAX_INSTANCES} are")
-        question = Scale(request.service, request.count)
+        question, topic = Scale(request.service, request.count), _scaling_of(request.host)
         try:
-            answer: ScaleReply = await self._bus.request(topics.scaling(), question, ScaleReply, self._scale_timeout)
+            answer: ScaleReply = await self._bus.request(topic, question, ScaleReply, self._scale_timeout)
         except NoResponders:
+            if request.host is not None:
+                raise EndpointError(404, f"host: no supervisor of a host {request.host!r} is there") from None
             raise EndpointError(503, "no supervisor listens; scale where the processes were started") from None
         except (ReplyTimeout, ReplyError) as error:
             raise EndpointError(503, f"the supervisor did not answer: {error}") from None
@@ -154,6 +159,15 @@ class Admin:
 
 def _of_pool(everyone: Sequence[Lifecycle], role: Role | None) -> list[Lifecycle]:
     return [life for life in everyone if life.engine is not None and role is not None and life.engine.role == role]
+
+
+def _scaling_of(host: str | None) -> Topic[Scale]:
+    if host is None:
+        return topics.scaling()
+    try:
+        return topics.host_scaling(NodeId(checked_instance(host)))
+    except ValueError:
+        raise EndpointError(400, f"host: {host!r} is no host; 1 to 64 of A-Z a-z 0-9 _ - are allowed") from None
 
 
 def _parse(body: bytes, type_: type[R]) -> R:

@@ -1,10 +1,11 @@
-"""Messages to supervisors: how many processes a pool shall have, and which ranks run on which host."""
+"""Messages to supervisors: how many processes a pool shall have, which ranks run on which host, and which hosts there
+are."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from shared.ids import EngineId
+from shared.ids import EngineId, Incarnation, InstanceId, NodeId
 
 
 class Scale(Struct, frozen=True, array_like=True, tag=True):
@@ -56,3 +57,16 @@ class RankStatus(Struct, frozen=True, array_like=True):
     running: tuple[EngineRanks, ...]
     lost: tuple[EngineRanks, ...]
     """Starts of which a rank has ended on this host. They cannot continue."""
+
+
+class HostReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """One host of a stack that has several, and the processes that its supervisor looks after."""
+
+    node: NodeId
+    address: str
+    """Where the other hosts reach it."""
+    incarnation: Incarnation
+    """Of its supervisor."""
+    instances: tuple[InstanceId, ...] = ()
+    ending: bool = False
+    """Its supervisor ends, and all of its processes have ended."""

@@ -297,6 +297,9 @@ MESSAGES: list[Any] = [
     gateway.StreamCopy(STREAM_OPENING, (), (gateway.Delta(R, A, 0, (9,), "a", "stop"),), True),
     gateway.StreamUnknown(),
     coordinator.RequestEnded(R, 9),
+    supervisor.HostReport(
+        node=NodeId("n"), address="10.0.0.2", incarnation=Incarnation(1), instances=(InstanceId("n-engine-1"),)
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
-from deploy.cli.up.other_hosts import check_outside_bus, hosts_choice
+from deploy.cli.up.other_hosts import check_outside_bus, cluster_choice, hosts_choice
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder, served_name
 from deploy.supervisor.adoption import LeftStack, left_stack
@@ -51,6 +51,7 @@ def stack_spec(
         stack, outside_bus=bool(outside_bus), ranks=stack.tp * pp, kvstore_memory=dealt["kvstore_memory"]
     )
     clear_leftovers(run_dir)
+    cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left_stack(run_dir) is not None)
     store = store_choice(
         memory="0" if hosts else dealt["kvstore_memory"],
         left=left_stack(run_dir),
@@ -81,6 +82,7 @@ def stack_spec(
         api_keys=tuple(dealt["api_key"]),
         outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
         hosts=hosts,
+        cluster=cluster,
         namespace=dealt["namespace"],
         config=config.absolute() if config else None,
         log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
@@ -222,7 +224,7 @@ def store_choice(
         if redis or redis_url is not None:
             raise CommandError("Redis is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
         return None
-    return StoreSpec(node=_node(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
+    return StoreSpec(node=node_name(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
 
 
 def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str]:
@@ -262,8 +264,8 @@ def _redis(embedded: bool, memory: str, url: str | None) -> EmbeddedRedis | Outs
     return OutsideRedis(url=url)
 
 
-def _node(text: str | None) -> NodeId:
-    """This machine's name, as far as a subject can hold it."""
+def node_name(text: str | None) -> NodeId:
+    """The given name of this machine, or its own as far as a subject can hold it. Raises CommandError."""
     if text is None:
         return NodeId(re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:64] or "here")
     try:

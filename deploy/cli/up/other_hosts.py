@@ -1,16 +1,18 @@
-"""From what was typed about several hosts, or a bus on another one, to a `HostsSpec`."""
+"""From what was typed about several hosts, or a bus on another one, to a `HostsSpec` or a `ClusterSpec`."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from deploy.errors import CommandError
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import HostsSpec, TlsFiles
+from deploy.supervisor.spec import ClusterSpec, HostsSpec, TlsFiles
 from shared.addresses import is_loopback, is_private
 from shared.config import process_environment
+from shared.ids import NodeId
 
 MIN_TOKEN_LENGTH = 16
 
@@ -98,3 +100,51 @@ def check_outside_bus(urls: Sequence[str], *, insecure: bool) -> None:
                 "tls://, set BATON_NATS_CA, or --insecure",
                 status=2,
             )
+
+
+# Hosts that join, each with engines of its own.
+
+
+JOIN_PORT = 6221
+
+
+def cluster_choice(stack: StackSettings, node: NodeId, *, is_running: bool) -> ClusterSpec | None:
+    """None: no other host can join. `is_running`: processes of this stack go on without their supervisor, and have the
+    ports. Raises CommandError."""
+    if stack.advertise_address is None:
+        return None
+    if stack.nodes > 1:
+        raise CommandError("--advertise-address lets hosts join, --nodes spreads engines over them: choose", status=2)
+    address, port = host_address("--advertise-address", stack.advertise_address, JOIN_PORT)
+    if port == stack.route_port:
+        raise CommandError(f"--route-port {port}: hosts join at this port of the same address; another one", status=2)
+    for each in (port, stack.route_port) if not is_running else ():
+        _check_listens(address, each)
+    return ClusterSpec(node=node, address=address, route_port=stack.route_port, join_port=port)
+
+
+def host_address(option: str, text: str, default_port: int) -> tuple[str, int]:
+    """ADDRESS or ADDRESS:PORT, IPv6 addresses in brackets. Raises CommandError."""
+    parts = urlsplit(f"//{text}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or parts.path or parts.username is not None or port == 0:
+        raise CommandError(f"{option} {text}: ADDRESS or ADDRESS:PORT is expected, as other hosts reach it", status=2)
+    if host in ANY_ADDRESS:
+        raise CommandError(f"{option} {text}: one address is expected that other hosts reach, not all", status=2)
+    return host, port or default_port
+
+
+def _check_listens(address: str, port: int) -> None:
+    try:
+        socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError as error:
+        raise CommandError(
+            f"--advertise-address {address}: this host cannot listen at port {port} there ({error.strerror}); see "
+            "--route-port, and ADDRESS:PORT"
+        ) from None
+
+
+ANY_ADDRESS = ("0.0.0.0", "::")

@@ -29,7 +29,6 @@ from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.stack import Stack, StartFailed
 from deploy.supervisor.state_file import StackRunning
 from shared.bus import BusError
-from shared.ids import InstanceId
 
 QUESTION = "What is the capital of France?"
 FIRST_ANSWER_DEADLINE = 30.0
@@ -118,8 +117,14 @@ async def _greet(stack: Stack, console: Console, begun: float, ready_fd: int | N
         if ready_fd is not None:
             os.write(ready_fd, b"!")
         return
+    joined = stack.spec.cluster.first if stack.spec.cluster is not None else None
+    if joined is not None and not stack.spec.counts.gateway:
+        console.print(f"\n[green]Joined[/green] {stack.spec.name} of {joined}: ready here", highlight=False)
+        if ready_fd is not None:
+            os.write(ready_fd, b"!")
+        return
     if not await wait_until_ready(stack.url, FIRST_ANSWER_DEADLINE):
-        gateway = InstanceId("gateway-1")
+        gateway = stack.spec.counts.named("gateway-1")
         stack.give_up(gateway, f"is up, but {stack.url}/ready did not say 200 within {FIRST_ANSWER_DEADLINE:g} s")
         return
     _say_ready(stack, console, time.monotonic() - begun)
@@ -137,6 +142,8 @@ def _say_ready(stack: Stack, console: Console, seconds: float) -> None:
         soft_wrap=True,
     )
     console.print(curl_line(stack), markup=False, highlight=False, soft_wrap=True)
+    if stack.spec.cluster is not None and stack.spec.cluster.join_port is not None:
+        console.print("Other hosts join with what this prints: baton token --print-join-command", style="dim")
     if console.is_terminal:
         console.print("\nStop with Ctrl-C. In another terminal: baton chat, baton ps, baton logs", style="dim")
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from shared.ids import EngineId, InstanceId
+from shared.ids import EngineId, InstanceId, NodeId
 from shared.messages.lifecycle import Role, Service
 
 Pool = Literal["engines", "prefill", "decode"]
@@ -52,6 +52,9 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Number of hosts that the ranks of each engine are spread over."""
     host: int = 0
     """The index of this host. Host 0 runs all services; the others run ranks, when host 0 requests them."""
+    joined: NodeId | None = None
+    """The name of this host where it joined another host's stack: its processes' names begin with it. None: the first
+    host, or the only one."""
 
     def of(self, what: Scalable) -> int:
         """The number of instances of a light service, or of engines of a pool."""
@@ -82,9 +85,13 @@ class Counts(Struct, frozen=True, kw_only=True):
         ranks = self.ranks_of(pool)
         return range(self.host * ranks // self.hosts, (self.host + 1) * ranks // self.hosts)
 
+    def named(self, name: str) -> InstanceId:
+        """The name of a process or an engine of this host, like no other host's."""
+        return InstanceId(name if self.joined is None else f"{self.joined}-{name}")
+
     @property
     def leads(self) -> bool:
-        """Whether this is the first host."""
+        """Whether this host decides where its engines' ranks meet: not one that only runs ranks for the first host."""
         return self.host == 0
 
     @property
@@ -119,14 +126,14 @@ def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSp
     engine."""
     match what:
         case "engines" | "prefill" | "decode":
-            process_specs = _engine_processes(what, number, counts.ranks_here(what))
+            process_specs = _engine_processes(what, number, counts)
             return process_specs if counts.leads else process_specs[1:]
         case _:
-            return [ProcessSpec(what, InstanceId(f"{what}-{number}"), number, what)]
+            return [ProcessSpec(what, counts.named(f"{what}-{number}"), number, what)]
 
 
-def _engine_processes(pool: Pool, number: int, ranks: range) -> list[ProcessSpec]:
-    engine = EngineId(f"{ENGINE_NAMES[pool]}-{number}")
+def _engine_processes(pool: Pool, number: int, counts: Counts) -> list[ProcessSpec]:
+    engine, ranks = EngineId(counts.named(f"{ENGINE_NAMES[pool]}-{number}")), counts.ranks_here(pool)
     scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool)
     return [
         scheduler,
@@ -141,7 +148,7 @@ def all_process_specs(counts: Counts) -> list[ProcessSpec]:
     light: tuple[Scalable, ...] = ("gateway", "tokenizer", "coordinator", "detokenizer")
     return [
         *_counted(POOLS, counts),
-        *(ProcessSpec("kvstore", InstanceId(f"kvstore-{n}"), n, None) for n in range(1, counts.kvstore + 1)),
+        *(ProcessSpec("kvstore", counts.named(f"kvstore-{n}"), n, None) for n in range(1, counts.kvstore + 1)),
         *_counted(light, counts),
     ]
 

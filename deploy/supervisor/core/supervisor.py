@@ -99,6 +99,10 @@ class Supervisor:
         """All processes, running or waiting, in the order in which they were planned."""
         yield from self._members.values()
 
+    def looks_after(self, instance: InstanceId) -> bool:
+        """Whether it is a process of this host, running or waiting."""
+        return instance in self._members
+
     def failed(self) -> frozenset[InstanceId]:
         """Who has died so often in a row that somebody should look, and is not ready now."""
         limit = self._policy.failures_until_failed
@@ -333,7 +337,10 @@ class Supervisor:
         return ReplyToScale(ScaleResult(started=tuple(started), stopping=tuple(stopping)))
 
     def _least(self, what: Scalable) -> int:
-        """Prefill engines may all go, and so may others while some remain that finish what was begun."""
+        """Prefill engines may all go, and so may others while some remain that finish what was begun. A host that
+        joined may be left with nothing: others serve."""
+        if self._counts.joined is not None:
+            return 0
         if what not in POOLS:
             return 1
         others = sum(len(self._numbers(pool)) for pool in DECODING if pool != what)

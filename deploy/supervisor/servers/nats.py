@@ -14,11 +14,18 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from deploy.supervisor.cluster.folder import ClusterFolder
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.processes import ChildProcesses
-from deploy.supervisor.servers.nats_config import SHARED_INBOXES, make_passwords, nats_config, passwords_of
+from deploy.supervisor.servers.nats_config import (
+    SHARED_INBOXES,
+    RouteSettings,
+    make_passwords,
+    nats_config,
+    passwords_of,
+)
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
-from deploy.supervisor.spec import HostsSpec, StackSpec
+from deploy.supervisor.spec import ClusterSpec, HostsSpec, StackSpec
 from deploy.supervisor.state_file import StackState, write_private
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions, connect
@@ -55,9 +62,15 @@ class NatsServer:
         logs: LogFolder,
         hosts: HostsSpec | None = None,
         former: StackState | None = None,
+        *,
+        secret: str | None = None,
+        routes: RouteSettings | None = None,
     ) -> None:
-        """`hosts`: others join; None: it is for this machine alone. `former`: what it is to go on as."""
-        self.passwords: Mapping[User, str] = passwords_of(hosts.token) if hosts and hosts.token else make_passwords()
+        """`hosts`: others use it, too; None: it is for this machine alone. `former`: what it is to go on as. `secret`:
+        what the passwords come of where other hosts have the same; `routes`: how it meets their servers."""
+        secret = hosts.token if hosts is not None else secret
+        self.passwords: Mapping[User, str] = passwords_of(secret) if secret else make_passwords()
+        self._routes = routes
         if former is not None and former.nats_passwords:
             self.passwords = {user: former.nats_passwords.get(user, made) for user, made in self.passwords.items()}
         self._children = children
@@ -93,7 +106,7 @@ class NatsServer:
 
     def _written(self, *, shared_inboxes: bool = False) -> str:
         listener = (self._host, self.port, self._namespace, self.passwords)
-        return nats_config(*listener, tls=self._tls, shared_inboxes=shared_inboxes)
+        return nats_config(*listener, tls=self._tls, routes=self._routes, shared_inboxes=shared_inboxes)
 
     def _reconfigure(self, former: str) -> None:
         """Gives the users of an adopted server what this release's services need. Those of a former release that live
@@ -157,11 +170,18 @@ class BusAccess:
 
     async def start(self, children: ChildProcesses, logs: LogFolder, former: StackState | None) -> None:
         """Starts the embedded server, or goes on with the one of `former`; nothing where there is one outside. Raises
-        NatsServerUnavailable."""
+        NatsServerUnavailable, OSError."""
+        cluster, folder = self._spec.cluster, ClusterFolder(self._spec.run_dir)
+        if cluster is not None and cluster.join_port is not None:
+            folder.prepare_first(cluster.node, cluster.address)
         if self._spec.outside_bus is not None or self._joins is not None:
             return
         spec = self._spec
-        self.embedded = NatsServer(spec.run_dir, spec.namespace, children, logs, spec.hosts, former)
+        own = spec.run_dir, spec.namespace, children, logs, spec.hosts, former
+        if cluster is None:
+            self.embedded = NatsServer(*own)
+        else:
+            self.embedded = NatsServer(*own, secret=folder.secret, routes=_routes(spec, cluster, folder))
         await self.embedded.start(time.monotonic())
 
     async def end(self) -> None:
@@ -188,3 +208,17 @@ class BusAccess:
             yield bus
         finally:
             await bus.close()
+
+
+def _routes(spec: StackSpec, cluster: ClusterSpec, folder: ClusterFolder) -> RouteSettings:
+    user, password = folder.route_credentials
+    return RouteSettings(
+        name=cluster.node,
+        cluster=spec.namespace,
+        address=cluster.address,
+        port=cluster.route_port,
+        tls=folder.tls,
+        user=user,
+        password=password,
+        routes=cluster.routes,
+    )

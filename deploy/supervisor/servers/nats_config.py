@@ -7,6 +7,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from deploy.container_secrets import password_variable
 from deploy.supervisor.spec import TlsFiles
@@ -53,14 +54,58 @@ def nats_config(
     passwords: Mapping[User, str],
     *,
     tls: TlsFiles | None = None,
+    routes: RouteSettings | None = None,
     shared_inboxes: bool = False,
 ) -> str:
-    """Configuration for one address, with one user per service, nothing on disk and no other port open. `tls`: clients
-    must encrypt; it has a certificate and a key."""
+    """Configuration for one address, with one user per service, nothing on disk and no other port open but that of
+    `routes`. `tls`: clients must encrypt; it has a certificate and a key."""
     encrypted = ""
     if tls is not None:
         encrypted = f"tls {{ cert_file: {json.dumps(tls.certificate)}, key_file: {json.dumps(tls.key)} }}\n"
-    return _listener(host, port) + encrypted + authorization(namespace, passwords, shared_inboxes=shared_inboxes)
+    others = _cluster(routes) if routes is not None else ""
+    users = authorization(namespace, passwords, shared_inboxes=shared_inboxes)
+    return _listener(host, port) + encrypted + others + users
+
+
+class RouteSettings(NamedTuple):
+    """How a nats-server meets those of other hosts."""
+
+    name: str
+    """Of this one; no other's."""
+    cluster: str
+    """The same for all."""
+    address: str
+    port: int
+    tls: TlsFiles
+    """Both sides of a route show a certificate of one authority."""
+    user: str
+    password: str
+    routes: tuple[str, ...]
+    """HOST:PORT of those that it calls, for ever; the others call this one."""
+
+
+ROUTE_PING_SECONDS = 2
+"""A route over which nothing comes back for three times as long is closed: until then its messages are lost."""
+
+
+def _cluster(settings: RouteSettings) -> str:
+    tls, user, password = settings.tls, json.dumps(settings.user), json.dumps(settings.password)
+    urls = [f"nats-route://{settings.user}:{settings.password}@{route}" for route in settings.routes]
+    return (
+        f"server_name: {json.dumps(settings.name)}\n"
+        "cluster {\n"
+        f"  name: {json.dumps(settings.cluster)}\n"
+        f"  host: {json.dumps(settings.address)}\n"
+        f"  port: {settings.port}\n"
+        # Clients of each host use its own server, which listens on loopback: nobody else's would reach it.
+        "  no_advertise: true\n"
+        f'  ping_interval: "{ROUTE_PING_SECONDS}s"\n'
+        f"  authorization {{ user: {user}, password: {password}, timeout: 5 }}\n"
+        f"  tls {{ cert_file: {json.dumps(tls.certificate)}, key_file: {json.dumps(tls.key)}, "
+        f"ca_file: {json.dumps(tls.authority)}, verify: true, timeout: 5 }}\n"
+        f"  routes: {json.dumps(urls)}\n"
+        "}\n"
+    )
 
 
 def authorization(namespace: str, passwords: Mapping[User, str], *, shared_inboxes: bool = False) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from deploy.supervisor.servers.nats_config import make_passwords, nats_config
+from deploy.supervisor.servers.nats_config import RouteSettings, make_passwords, nats_config
+from deploy.supervisor.spec import TlsFiles
 from shared.permissions import USERS
 
 
@@ -20,3 +21,14 @@ def test_the_configuration_knows_every_user_and_listens_on_loopback_only() -> No
     text = nats_config("127.0.0.1", 4333, "baton", make_passwords())
     assert 'host: "127.0.0.1"' in text
     assert all(f"user: {user}," in text for user in USERS)
+
+
+def test_servers_of_several_hosts_meet_by_certificate_and_password_and_tell_clients_nothing() -> None:
+    tls = TlsFiles(authority="/ca.pem", certificate="/host.pem", key="/host.key")
+    settings = RouteSettings("b", "baton", "10.0.0.2", 6222, tls, "route", "secret", ("10.0.0.1:6222",))
+    text = nats_config("127.0.0.1", 4333, "baton", make_passwords(), routes=settings)
+    assert 'host: "127.0.0.1"\nport: 4333\n' in text, "clients are of this host"
+    assert '  host: "10.0.0.2"\n  port: 6222\n' in text
+    assert "no_advertise: true" in text
+    assert "verify: true" in text
+    assert 'routes: ["nats-route://route:secret@10.0.0.1:6222"]' in text

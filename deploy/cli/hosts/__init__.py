@@ -1,0 +1,1 @@
+"""`baton join` and `baton token`: a stack of several hosts."""

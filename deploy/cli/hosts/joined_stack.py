@@ -1,0 +1,139 @@
+"""From a membership and what was typed to the `StackSpec` of a host that joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from deploy.cli.up.choices import Settings, check_gateway, cpu_share, merged, node_name, store_choice
+from deploy.cli.up.options import placed, service_settings, stack_settings
+from deploy.errors import CommandError
+from deploy.model_choice import DEMO_NAME, model_folder
+from deploy.supervisor.adoption import left_stack
+from deploy.supervisor.cluster.admission import MAX_NODE_NAME
+from deploy.supervisor.cluster.messages import HostMembership
+from deploy.supervisor.core.plan import Counts, LightService
+from deploy.supervisor.servers.arenas import clear_leftovers
+from deploy.supervisor.settings import StackSettings
+from deploy.supervisor.spec import ClusterSpec, OutsideBus, StackSpec, StoreSpec
+from shared.config import ServiceConfig
+from shared.ids import ModelName
+from shared.settings import settings_of
+
+
+def own_node(text: str | None) -> str:
+    """The host's name, as short as names of processes that begin with it must have it. Raises CommandError."""
+    name = node_name(text)
+    if text is not None and len(name) > MAX_NODE_NAME:
+        raise CommandError(f"--node {text}: {MAX_NODE_NAME} characters at most, as processes' names begin with it", 2)
+    return name[:MAX_NODE_NAME]
+
+
+def model_here(typed: str | None, there: str, name: ModelName) -> str | None:
+    """Where this host has the model that the first one has at `there`: as typed, at the same place, or (None) the demo
+    model. Raises CommandError."""
+    if typed is not None or Path(there).is_dir():
+        return typed or there
+    if name == DEMO_NAME:
+        return None
+    raise CommandError(f"--model: the first host serves {name} from {there}, which is not here; say where it is")
+
+
+def joined_spec(
+    host: HostMembership,
+    values: Mapping[str, Any],
+    assigned: Settings,
+    light: Mapping[LightService, int],
+    *,
+    name: str,
+    run_dir: Path,
+) -> StackSpec:
+    """This host's part of the stack. `values` are those of `given`, `light` how many of the services without engines it
+    runs. Raises CommandError."""
+    stack, dealt, found = stack_settings(values), placed(values), host.stack
+    _check_same_host(host, values, stack)
+    clear_leftovers(run_dir)
+    store = store_choice(
+        memory=dealt["kvstore_memory"],
+        left=left_stack(run_dir),
+        node=host.node,
+        redis=False,
+        redis_memory="0",
+        redis_url=found.redis_url if dealt["kvstore_memory"] != "0" else None,
+    )
+    counts = _counts(host, values, stack, light, has_store=store is not None)
+    if not counts.all_engines + counts.kvstore + sum(light.values()):
+        raise CommandError("nothing is to run here: --engines, --prefill, --decode or --kvstore-memory", status=2)
+    keys_file = values.get("keys_file")
+    if counts.gateway and found.keys_file and keys_file is None:
+        raise CommandError("--gateways: the stack's keys are in a file; bring it here and give --keys-file", status=2)
+    threads = cpu_share(counts) if counts.all_engines else None
+    own: Settings = {
+        "worker": {} if threads is None else {"threads": str(threads)},
+        "gateway": {} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())},
+    }
+    load_format = found.settings.get("worker", {}).get("load_format")
+    spec = StackSpec(
+        name=name,
+        run_dir=run_dir,
+        model=model_folder(model_here(values.get("model"), found.model, found.served_model_name), load_format, run_dir),
+        served_model_name=found.served_model_name,
+        host=dealt["host"],
+        port=dealt["port"] if counts.gateway else 0,
+        counts=counts,
+        pp_layers=found.pp_layers if "pp" not in values else (),
+        store=store or StoreSpec(node=host.node),
+        settings=merged(found.settings, service_settings(values), own, assigned),
+        api_keys=found.api_keys if counts.gateway else (),
+        outside_bus=OutsideBus(urls=found.outside_bus) if found.outside_bus else None,
+        cluster=ClusterSpec(
+            node=host.node,
+            address=host.address,
+            route_port=host.route_port,
+            routes=found.routes,
+            first=found.first,
+        ),
+        namespace=found.namespace,
+        log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
+        drain_timeout=found.drain_timeout,
+        orphan_timeout=found.orphan_timeout,
+        start_timeout=stack.start_timeout,
+    )
+    if counts.gateway:
+        check_gateway(spec)
+    return spec
+
+
+def _check_same_host(host: HostMembership, values: Mapping[str, Any], stack: StackSettings) -> None:
+    """Raises CommandError where this host was let in as another one than is typed now."""
+    typed = {"--node": values.get("node"), "--advertise-address": stack.advertise_address}
+    if "route_port" in values:
+        typed["--route-port"] = str(stack.route_port)
+    kept = {"--node": host.node, "--advertise-address": host.address, "--route-port": str(host.route_port)}
+    for option, value in typed.items():
+        if value is not None and value != kept[option]:
+            raise CommandError(f"{option} {value}: this host joined with {kept[option]}; another needs a token", 2)
+
+
+def _counts(
+    host: HostMembership,
+    values: Mapping[str, Any],
+    stack: StackSettings,
+    light: Mapping[LightService, int],
+    *,
+    has_store: bool,
+) -> Counts:
+    """How many of everything run here; the ranks of each engine as on the first host, unless --tp or --pp says."""
+    there = host.stack.counts
+    shape: dict[str, int] = {}
+    if "tp" in values or "pp" in values:
+        pp = int(values.get("pp", 1))
+        for kind in ("", "prefill_", "decode_"):
+            shape |= {f"{kind}ranks": stack.tp * pp, f"{kind}stages": pp}
+    engines = stack.engines if stack.engines is not None else int(not stack.prefill and not stack.decode)
+    of_services: dict[str, int] = {str(service): count for service, count in light.items()}
+    pools = {"engines": engines, "prefill": stack.prefill, "decode": stack.decode, "kvstore": int(has_store)}
+    return replace(there, joined=host.node, hosts=1, host=0, **pools, **of_services, **shape)
