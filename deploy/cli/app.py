@@ -60,8 +60,13 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "simulate": Listed(
         USE,
-        "deploy.cli.simulate",
+        "deploy.cli.sizing.simulate",
         "Simulate a fleet under load: the real coordinator and schedulers on a virtual clock, with simulated devices.",
+    ),
+    "tune": Listed(
+        USE,
+        "deploy.cli.sizing.tune",
+        "Find the settings that serve a load best: trials on the simulator, or on real stacks.",
     ),
     "chaos": Listed(
         USE,

@@ -142,7 +142,7 @@ def simulate(
     """
     own = given({name: value for name, value in typed.items() if name in OWN_OFFERS}, OWN_OFFERS)
     values = given({name: value for name, value in typed.items() if name not in OWN_OFFERS})
-    load, limits, objectives = _load(own), _limits(own), _objectives(goodput or [])
+    load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
     engines = ENGINES if (chosen := stack_settings(values).engines) is None else chosen
     if engines < 1:
         raise CommandError(f"--engines {engines}: at least 1 is needed", status=2)
@@ -176,7 +176,7 @@ def simulate(
 
     try:
         with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
-            setup = _setup(values, settings or [], hops, config, Path(folder))
+            setup = setup_of(values, settings or [], hops, config, Path(folder))
             found = {name: figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
     except TraceError as error:
         raise CommandError(f"--trace {error}") from None
@@ -186,7 +186,7 @@ def simulate(
         report.end({"runs": found}, comparison(found))
 
 
-def _load(values: Mapping[str, Any]) -> Workload:
+def load_of(values: Mapping[str, Any]) -> Workload:
     """`values`: options that were given. Raises CommandError where they ask for two loads, or are not of the load that
     they ask for."""
     chosen = [owner for owner in LOADS if owner in values and owner != GENERATED]
@@ -233,7 +233,7 @@ def _fields(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
     }
 
 
-def _setup(
+def setup_of(
     values: Mapping[str, Any], assignments: list[str], hops: str, config: Path | None, folder: Path
 ) -> SimulationSetup:
     """Raises CommandError."""
@@ -266,7 +266,7 @@ def _runs(setup: SimulationSetup, scaling: Scaling, compare: str | None) -> dict
     return runs
 
 
-def _objectives(pairs: list[str]) -> dict[Metric, float]:
+def objectives_of(pairs: list[str]) -> dict[Metric, float]:
     """Seconds by metric. Raises CommandError."""
     try:
         return parse_goodput(pairs)

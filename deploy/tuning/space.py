@@ -1,0 +1,57 @@
+"""What is tried: settings and the values that each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+
+Settings = Mapping[str, str]
+"""Option of `baton up`, or SERVICE.KEY → value as it is typed."""
+
+
+class SpaceError(ValueError):
+    """What is to be tried makes no sense. The text names the setting and the value."""
+
+
+class SearchSpace:
+    """Owns the values of each setting, in their order. Raises SpaceError where there are none."""
+
+    def __init__(self, values: Mapping[str, Sequence[str]]) -> None:
+        self.values = {name: tuple(dict.fromkeys(each)) for name, each in values.items()}
+        if empty := [name for name, each in self.values.items() if not each]:
+            raise SpaceError(f"{empty[0]}: at least one value is needed")
+
+    @property
+    def size(self) -> int:
+        """How many combinations there are."""
+        return prod(len(each) for each in self.values.values())
+
+    def combinations(self) -> Iterator[dict[str, str]]:
+        """Yields all of them."""
+        return (dict(zip(self.values, each, strict=True)) for each in product(*self.values.values()))
+
+
+def parse_search(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """`["max_batch_tokens=512,1024", "scheduler.run_ahead=1,2"]`, values by setting. Raises SpaceError."""
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        several = tuple(filter(None, (each.strip() for each in values.split(","))))
+        if not equals or not name or not several:
+            raise SpaceError(f"{text!r}: SETTING=VALUE,VALUE is expected")
+        if name in found:
+            raise SpaceError(f"{name}: given twice")
+        found[name] = several
+    return found
+
+
+def default_space(devices: int) -> dict[str, tuple[str, ...]]:
+    """What is tried unless the user says otherwise, on so many devices in all."""
+    space: dict[str, tuple[str, ...]] = {
+        "max_num_seqs": ("32", "64", "128", "256", "512"),
+        "max_batch_tokens": ("512", "1024", "2048", "4096", "8192"),
+    }
+    sizes = tuple(str(size) for size in (1, 2, 4, 8) if devices % size == 0)
+    return space | ({"tp": sizes} if len(sizes) > 1 else {})
