@@ -62,6 +62,10 @@ class GeneratedLoad(Struct, frozen=True, kw_only=True):
     input_len: InputLength = 1024
     output_len: Annotated[int, Meta(ge=1, description="Output tokens."), UpOption(LOAD)] = 256
     range_ratio: LengthRange = 0.5
+    long_share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests with long prompts."), UpOption(LOAD)
+    ] = 0.0
+    long_input_len: Annotated[int, Meta(ge=1, description="Prompt tokens of these."), UpOption(LOAD)] = 16_384
     prefixes: Annotated[
         int, Meta(ge=0, description="Beginnings that prompts share."), UpOption(LOAD, "num_prefixes")
     ] = 0
@@ -88,8 +92,10 @@ class GeneratedLoad(Struct, frozen=True, kw_only=True):
         random = Random(self.seed)
         times = self._times(Random(self.seed + 1))
         shared = self._prefixes(Random(self.seed + 2))
+        kinds = Random(self.seed + 3)
         for number, at in enumerate(times):
-            own = drawn_length(self.input_len, self.range_ratio, random)
+            length = self.long_input_len if kinds.random() < self.long_share else self.input_len
+            own = drawn_length(length, self.range_ratio, random)
             output = drawn_length(self.output_len, self.range_ratio, random)
             segments = (*next(shared), PromptSegment(UNSHARED + number, own))
             yield SimRequest(number, at, segments, output)

@@ -29,6 +29,23 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Maximum sequences in one step."), UpOption("Capacity", "max_num_seqs")
     ] = 256
     max_waiting: Annotated[int, Meta(ge=1, description="Requests that may wait; the next one is refused.")] = 1024
+    itl_target_ms: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="Milliseconds between two tokens of a sequence that steps are to keep: prompts are computed in "
+            "chunks of what is left of a step; none: max_batch_tokens alone bounds them."
+        ),
+        UpOption("Capacity"),
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="A prompt with more tokens to compute lets shorter ones go first, but for this many a step; "
+            "0: all in their order.",
+        ),
+        UpOption("Capacity"),
+    ] = 0
     policy: Annotated[
         Literal["fcfs", "priority"],
         Meta(description="Order of waiting requests: by arrival, or by priority (lower first)."),
@@ -115,6 +132,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             max_running=self.max_running,
             max_waiting=self.max_waiting,
             policy=self.policy,
+            itl_target=None if self.itl_target_ms is None else self.itl_target_ms / 1000,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
             run_ahead=self.run_ahead,
             plan_late=self.plan_late,
             speculation=self.speculation,

@@ -44,6 +44,8 @@ FLEET_OPTIONS = (
     "kv_memory",
     "max_num_seqs",
     "max_batch_tokens",
+    "itl_target_ms",
+    "long_prefill_token_threshold",
     "router_policy",
 )
 """Options of `baton up` that also say what is simulated; every other setting is given by --set."""

@@ -13,6 +13,7 @@ from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.planner import StepPlanner
+from services.scheduler.core.planning.prefill_budget import PrefillBudget
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
 from services.scheduler.core.planning.step_timing import ExpectedResult, MissedPlan, StepsInFlight
@@ -60,8 +61,10 @@ class EpochState:
         self.hand_overs = HandOvers(self.saves)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
         speculation = SpeculationBudget(workers.max_speculate, workers.max_jump_ahead, limits.speculation)
+        self._prefill_budget = PrefillBudget(self.limits.itl_target)
         self.planner = StepPlanner(
             self.limits,
+            self._prefill_budget,
             self.memory,
             self.transfers,
             self.loads,
@@ -139,7 +142,7 @@ class EpochState:
             self._counters.cached_tokens += min(prompt, cached)
         for sequence in step.handing:
             self.hand_overs.start(sequence)
-        tokens = self.limits.max_batch_tokens - step.budget
+        tokens = self.limits.max_batch_tokens - step.budget - step.withheld
         prefills = len(step.work) > step.decodes
         number = self.steps.issue(ExpectedResult(step.samples, tokens, step.extras, prefills), now)
         plan = StepPlan(
@@ -183,6 +186,7 @@ class EpochState:
         if result.step > steps.finished:
             return f"the result of step {steps.finished} never came"
         expected = steps.finish(len(result.sampled), now)
+        self._prefill_budget.record(expected.tokens, steps.last_seconds)
         self._sent.popleft()
         if self.transfers.in_flight:
             self.transfers.finish_step(result.step, now)

@@ -28,6 +28,12 @@ class EngineLimits:
     max_new_bytes: int = 4 * 2**20
     """Most bytes of token ids that new sequences add to one plan, because a plan must fit into a message. A single
     sequence is always allowed."""
+    itl_target: float | None = None
+    """Seconds from one token of a sequence to the next that steps are to keep: prompts get the rest of a step
+    (`planning/prefill_budget.py`); None: `max_batch_tokens` alone bounds them."""
+    long_prefill_token_threshold: int = 0
+    """A prompt with more tokens left to compute lets shorter ones go first, and has this many tokens of a step for
+    itself (at most half of them); 0: prompts are computed in their order."""
     run_ahead: int = 1
     """Plans that are sent in addition to those being computed."""
     stages: int = 1

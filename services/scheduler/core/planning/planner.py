@@ -1,8 +1,8 @@
 """Builds the next step: which sequences compute how many tokens in which blocks. Knows lengths, never token values.
 
 One token budget a step. Decoding sequences first (`decode.py`), then the rest of chunked prefills and waiting sequences
-(`prefill.py`); beside them, what is copied to the KV store and what is compiled. A suspect of a death has steps of its
-own (`isolation.py`).
+(`prefill.py`), as far as the target for the time between tokens allows (`prefill_budget.py`); beside them, what is
+copied to the KV store and what is compiled. A suspect of a death has steps of its own (`isolation.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.planning.decode import DecodePlanner, MicroBatches, Preemption
 from services.scheduler.core.planning.isolation import SuspectIsolation
 from services.scheduler.core.planning.prefill import Admission, PrefillPlanner
+from services.scheduler.core.planning.prefill_budget import PrefillBudget
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.grammars import Grammars
@@ -30,6 +31,7 @@ class StepPlanner:
     def __init__(
         self,
         limits: EngineLimits,
+        prefill_budget: PrefillBudget,
         memory: BlockAllocator,
         transfers: BlockTransfers,
         loads: Loads,
@@ -39,6 +41,7 @@ class StepPlanner:
         counters: EngineCounters,
     ) -> None:
         self._limits = limits
+        self._prefill_budget = prefill_budget
         self._memory = memory
         self._transfers = transfers
         self._saves = saves
@@ -48,7 +51,7 @@ class StepPlanner:
         self.queues = SequenceQueues(memory, loads, grammars, self._prompts)
         self.preemption = Preemption(memory, self.queues)
         self._decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
-        self._prefills = PrefillPlanner(memory, self.queues)
+        self._prefills = PrefillPlanner(memory, self.queues, limits.long_prefill_token_threshold)
         self._admission = Admission(
             limits.max_running, memory, self.queues, loads, self._prompts, self._prefills, counters
         )
@@ -71,12 +74,18 @@ class StepPlanner:
         else:
             self._decodes.plan(step)
             step.decodes = step.samples
+            if self._limits.itl_target is not None:
+                step.limit(self._prefill_budget.chunk(self._limits.max_batch_tokens - step.budget, step.budget))
+            reserved = self._prefills.reserve(step)
             if queues.prefilling:
                 self._prefills.plan(step)
             held_back = queues.suspects and self.isolation.holds_back_admission
             # A sequence that was preempted just now is first in the queue; it would only be preempted again.
             if queues.waiting and preempted == self.preemption.count and not held_back:
                 self._admission.admit(step, now)
+            if self._prefills.long_threshold:
+                step.budget += reserved
+                self._prefills.plan_long(step)
         for sequence in step.filled:  # blocks that the step fills are there for every plan behind it
             self._memory.index_full_blocks(sequence)
             for other in self._prompts.progress(sequence):

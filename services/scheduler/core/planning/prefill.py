@@ -1,7 +1,7 @@
 """The prompts that a step computes, or chunks of them, after the decodes: those under way, then waiting sequences.
 
 Of the waiting ones the first in the queue enter, while there is budget, a free place among those that run, and memory
-for the whole of each.
+for the whole of each. Long prompts, where there is a threshold for them, come last, and have a share kept for them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,39 @@ from shared.packing import pack
 class PrefillPlanner:
     """Owns nothing; plans for the sequences in the prefilling queue."""
 
-    def __init__(self, memory: BlockAllocator, queues: SequenceQueues) -> None:
+    def __init__(self, memory: BlockAllocator, queues: SequenceQueues, long_threshold: int = 0) -> None:
+        """`long_threshold`: a prompt with more tokens left is long; 0: none is."""
+        self.long_threshold = long_threshold
         self._memory = memory
         self._queues = queues
 
+    def is_long(self, sequence: Sequence) -> bool:
+        """Whether it lets short prompts go first."""
+        return 0 < self.long_threshold < sequence.tokens.length - sequence.tokens.planned
+
+    def reserve(self, step: StepBuilder) -> int:
+        """Takes from the budget what is kept for long prompts under way, so that short ones never stop them. Returns
+        it, to be given back before `plan_long`."""
+        if not self.long_threshold or not any(map(self.is_long, self._queues.prefilling)):
+            return 0
+        reserved = min(self.long_threshold, (step.budget + 1) // 2)
+        step.budget -= reserved
+        return reserved
+
     def plan(self, step: StepBuilder) -> None:
-        """Adds the rest of chunked prompts. One that finds no block free waits for decodes to end: what prefills under
-        way still need fits by itself, since none was admitted without counting it (`Admission`)."""
+        """Adds the rest of chunked prompts, but of long ones. One that finds no block free waits for decodes to end:
+        what prefills under way still need fits by itself, since none was admitted without counting it (`Admission`)."""
         for sequence in self._queues.prefilling.copy():  # who is whole decodes from now on
-            self.prefill(sequence, step)
+            if not self.is_long(sequence):
+                self.prefill(sequence, step)
+
+    def plan_long(self, step: StepBuilder) -> None:
+        """Adds long prompts, in their order, with all budget that is left."""
+        for sequence in self._queues.prefilling.copy():
+            if step.budget <= 0:
+                return
+            if self.is_long(sequence):
+                self.prefill(sequence, step)
 
     def prefill(self, sequence: Sequence, step: StepBuilder) -> None:
         """Adds as many of the sequence's tokens as budget and free blocks allow, which may be none."""
@@ -108,7 +132,8 @@ class Admission:
                 if step.budget <= 0 or not self._fits(sequence, cached) or not step.fits_new(sequence):
                     return False
                 self._queues.start_prefill(sequence, cached)
-                self._prefills.prefill(sequence, step)
+                if not self._prefills.is_long(sequence):
+                    self._prefills.prefill(sequence, step)
             case "load":
                 if not self._fits(sequence, cached):
                     return False

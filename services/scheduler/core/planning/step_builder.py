@@ -37,6 +37,8 @@ class StepBuilder:
     """Bytes that sequences and grammars that the workers do not know may still take in the plan; negative behind a
     sequence that is larger than that alone."""
     work: list[SequenceWork] = field(default_factory=list)
+    withheld: int = 0
+    """Tokens of the engine's limit that it leaves out, so that it ends in time."""
     decodes: int = 0
     """Sequences that decode in it."""
     samples: int = 0
@@ -56,6 +58,11 @@ class StepBuilder:
     """What the workers compile beside it, and forget."""
     filled: list[Sequence] = field(default_factory=list)
     """Sequences that may have filled a block."""
+
+    def limit(self, tokens: int) -> None:
+        """Lets it compute no more than so many further tokens."""
+        self.withheld += self.budget - tokens
+        self.budget = tokens
 
     def fits_new(self, sequence: Sequence) -> bool:
         """Whether the plan has bytes left for the tokens of a sequence that the workers do not know. One always has

@@ -63,6 +63,8 @@ class StepsInFlight:
         self._times = StepTimes()
         """Of the last steps, by their size in tokens rounded to a power of two."""
         self._awaited_since = 0.0
+        self.last_seconds = 0.0
+        """How long the step took whose result came last."""
         self._reports: dict[int, _RankReport] = {}
 
     @property
@@ -84,7 +86,8 @@ class StepsInFlight:
         expected = self._expected.popleft()
         if samples != expected.samples:
             raise ValueError(f"step {self.finished}: {samples} sampled, {expected.samples} were planned")
-        self._times.record(expected.tokens, now - self._awaited_since)
+        self.last_seconds = now - self._awaited_since
+        self._times.record(expected.tokens, self.last_seconds)
         self.finished += 1
         self._awaited_since = now
         return expected

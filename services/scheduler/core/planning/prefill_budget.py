@@ -1,0 +1,162 @@
+"""How many prompt tokens a step may compute beside its decodes, so that the next tokens of these come in time.
+
+A. Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024), chooses one
+chunk size by profiling a device. Here it follows from the steps as they are, so that it is right for longer contexts
+and other batches, too. Pure: seconds are measured by the caller.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import NamedTuple
+
+SIZES_PER_OCTAVE = 2
+"""Sizes that are told apart, for each doubling of a step's tokens."""
+GAIN, DEVIATION_GAIN = 1 / 8, 1 / 4
+"""How much the newest step counts for the mean of its size, and for the deviation from it: those of RFC 6298."""
+DEVIATIONS = 1.0
+"""A size is expected to take its mean and so many mean deviations."""
+DRIFT = 1 / 16
+"""How much of what one step took more or less than predicted is believed of all other sizes: contexts grow, and other
+work comes and goes."""
+MAX_RATIO = 4.0
+"""A step that takes more than this multiple of what was predicted was interrupted; it counts as this multiple."""
+FIRST_CHUNK = 256
+"""Prompt tokens beside decodes, as long as no step was measured."""
+MIN_CHUNK = 16
+"""Fewer prompt tokens than that are not worth a step's fixed cost; a block."""
+EFFICIENT_SHARE = 0.8
+"""A chunk is efficient if its tokens per second are at least this share of the best rate of any size."""
+MAX_GROWTH = 2.0
+"""A step computes no more than this multiple of the largest size that was measured: beyond it nothing is known."""
+
+
+class _Size:
+    """The steps of about one size: their mean tokens, and mean and deviation of their seconds."""
+
+    __slots__ = ("deviation", "seconds", "tokens")
+
+    def __init__(self, tokens: float, seconds: float) -> None:
+        self.tokens, self.seconds, self.deviation = tokens, seconds, 0.0
+
+    def record(self, tokens: float, seconds: float) -> None:
+        self.deviation += DEVIATION_GAIN * (abs(seconds - self.seconds) - self.deviation)
+        self.seconds += GAIN * (seconds - self.seconds)
+        self.tokens += GAIN * (tokens - self.tokens)
+
+
+class _Point(NamedTuple):
+    tokens: float
+    seconds: float
+
+
+class StepTimeEstimator:
+    """Owns how long steps take, by their tokens. Between two sizes it interpolates, beyond the largest it assumes as
+    many tokens per second as there."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens, decodes and prompts together, took so long."""
+        if tokens <= 0 or seconds <= 0.0:
+            return
+        predicted = self.seconds(tokens)
+        if predicted is not None:
+            seconds = min(seconds, MAX_RATIO * predicted)
+        index = round(SIZES_PER_OCTAVE * log2(tokens))
+        known = self._sizes.get(index)
+        if known is None or predicted is None:
+            self._sizes[index] = _Size(tokens, seconds)
+            return
+        factor = 1.0 + DRIFT * (seconds / predicted - 1.0)
+        for size in self._sizes.values():
+            size.seconds *= factor
+        known.record(tokens, seconds)
+
+    def seconds(self, tokens: float) -> float | None:
+        """What a step of so many tokens is expected to take; None before the first one was measured."""
+        points = self._points()
+        if not points:
+            return None
+        before = points[0]
+        if tokens <= before.tokens:
+            return before.seconds
+        for point in points[1:]:
+            if tokens <= point.tokens:
+                share = (tokens - before.tokens) / (point.tokens - before.tokens)
+                return before.seconds + share * (point.seconds - before.seconds)
+            before = point
+        return before.seconds * tokens / before.tokens
+
+    def tokens_within(self, seconds: float) -> float | None:
+        """The most tokens that a step is expected to compute in so many seconds, at most MAX_GROWTH times the most that
+        was measured; 0 where even the smallest takes longer. None before the first one was measured."""
+        points = self._points()
+        if not points:
+            return None
+        before = points[0]
+        if before.seconds > seconds:
+            return 0.0
+        for point in points[1:]:
+            if point.seconds > seconds:
+                share = (seconds - before.seconds) / (point.seconds - before.seconds)
+                return before.tokens + share * (point.tokens - before.tokens)
+            before = point
+        return before.tokens * min(MAX_GROWTH, seconds / before.seconds)
+
+    def efficient_tokens(self) -> float | None:
+        """The fewest tokens of a measured step at which the device computes EFFICIENT_SHARE of the tokens per second
+        that it does at its best; None before the first one was measured."""
+        points = self._points()
+        if not points:
+            return None
+        best = max(point.tokens / point.seconds for point in points)
+        return next(p.tokens for p in points if p.tokens / p.seconds >= EFFICIENT_SHARE * best)
+
+    def _points(self) -> list[_Point]:
+        """By tokens, rising. A size that seems slower than smaller steps in a row would be was interrupted, or met a
+        compiler; one that seems quicker than a smaller one was measured at another time."""
+        points: list[_Point] = []
+        for index in sorted(self._sizes):
+            size = self._sizes[index]
+            tokens, seconds = size.tokens, size.seconds + DEVIATIONS * size.deviation
+            if points:
+                last = points[-1]
+                if tokens <= last.tokens:
+                    continue
+                seconds = max(last.seconds, min(seconds, last.seconds * tokens / last.tokens))
+            points.append(_Point(tokens, seconds))
+        return points
+
+
+class PrefillBudget:
+    """Owns the times of steps, and the target for the time from one to the next.
+
+    A chunk is the largest that keeps the target. So it is below the efficient one only where the target could not be
+    kept otherwise; and where the decodes alone take longer than the target, nothing is won by small chunks, and it is
+    the efficient one.
+    """
+
+    def __init__(self, itl_target: float | None) -> None:
+        """`itl_target` in seconds; None: steps are as large as they may be."""
+        self._target = itl_target
+        self.estimator = StepTimeEstimator()
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens has ended so many seconds after the one before."""
+        if self._target is not None:
+            self.estimator.record(tokens, seconds)
+
+    def chunk(self, planned: int, budget: int) -> int:
+        """Prompt tokens for a step in which `planned` tokens are decoded and `budget` more are allowed, 1 at least if
+        any is. Without decodes nobody waits for the step's end, and it is all of them."""
+        if self._target is None or not planned or budget <= MIN_CHUNK:
+            return budget
+        within = self.estimator.tokens_within(self._target)
+        if within is None:
+            return min(budget, FIRST_CHUNK)
+        chunk = int(within) - planned
+        if chunk < MIN_CHUNK:
+            chunk = int(self.estimator.efficient_tokens() or FIRST_CHUNK)
+        return min(budget, max(MIN_CHUNK, chunk))

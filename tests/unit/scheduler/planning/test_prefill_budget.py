@@ -1,0 +1,130 @@
+"""How many prompt tokens a step computes beside its decodes: the target for the time between tokens, and its limits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.core.planning.prefill_budget import (
+    EFFICIENT_SHARE,
+    FIRST_CHUNK,
+    MIN_CHUNK,
+    PrefillBudget,
+    StepTimeEstimator,
+)
+
+
+def device(tokens: float) -> float:
+    """A roofline: 8 ms for the weights, or 25 µs a token; and 1 ms for every step."""
+    return 0.001 + max(0.008, 25e-6 * tokens)
+
+
+def measured(*sizes: int) -> StepTimeEstimator:
+    estimator = StepTimeEstimator()
+    for tokens in sizes:
+        for _ in range(20):
+            estimator.record(tokens, device(tokens))
+    return estimator
+
+
+def test_times_are_those_of_the_sizes_that_were_measured() -> None:
+    estimator = measured(16, 64, 256, 512, 1024, 2048)
+    for tokens in (16, 64, 256, 512, 1024, 2048):
+        assert estimator.seconds(tokens) == pytest.approx(device(tokens), rel=0.02)
+    assert estimator.seconds(768) == pytest.approx(device(768), rel=0.1), "between two sizes"
+    assert estimator.seconds(4096) == pytest.approx(2 * device(2048), rel=0.02), "as many a second as the largest"
+    assert estimator.seconds(1) == pytest.approx(device(16), rel=0.02)
+
+
+def test_before_the_first_step_nothing_is_known() -> None:
+    estimator = StepTimeEstimator()
+    estimator.record(0, 1.0)
+    estimator.record(5, 0.0)
+    assert (estimator.seconds(5), estimator.tokens_within(1.0), estimator.efficient_tokens()) == (None, None, None)
+
+
+def test_the_most_tokens_for_a_time_is_the_inverse_and_grows_at_most_twofold_beyond_what_is_known() -> None:
+    estimator = measured(16, 256, 512, 1024, 2048)
+    assert estimator.tokens_within(device(900)) == pytest.approx(900, rel=0.1)
+    assert estimator.tokens_within(0.001) == 0.0
+    assert estimator.tokens_within(10.0) == pytest.approx(4096, rel=0.02)
+
+
+def test_a_step_that_met_a_compiler_is_believed_by_nobody_for_long() -> None:
+    estimator = measured(64, 128)
+    estimator.record(256, 5.0)
+    assert estimator.seconds(256) == pytest.approx(2 * device(128), rel=0.3), "two smaller steps would be quicker"
+
+
+def test_the_efficient_size_is_the_least_with_most_of_the_best_rate() -> None:
+    sizes = (16, 64, 128, 256, 512, 1024, 2048)
+    best = max(tokens / device(tokens) for tokens in sizes)
+    expected = next(tokens for tokens in sizes if tokens / device(tokens) >= EFFICIENT_SHARE * best)
+    assert measured(*sizes).efficient_tokens() == pytest.approx(expected, rel=0.05)
+
+
+def driven(target: float, decodes: int, steps: int = 300, budget: int = 2048, slower: float = 1.0) -> list[int]:
+    """The chunks that a device of that speed is given, beside as many decodes."""
+    prefill = PrefillBudget(target)
+    chunks = []
+    for _ in range(steps):
+        chunks.append(prefill.chunk(decodes, budget))
+        tokens = decodes + chunks[-1]
+        prefill.record(tokens, slower * device(tokens))
+    return chunks
+
+
+def test_chunks_become_as_large_as_the_target_allows() -> None:
+    chunks = driven(0.026, decodes=100)
+    assert chunks[0] == FIRST_CHUNK
+    assert chunks[-1] + 100 == pytest.approx(1000, rel=0.1)
+    assert all(device(100 + chunk) < 1.15 * 0.026 for chunk in chunks)
+
+
+def test_below_the_efficient_chunk_only_where_the_target_cannot_be_kept_otherwise() -> None:
+    prefill = PrefillBudget(0.0095)
+    prefill.estimator = measured(16, 64, 128, 256, 512, 1024, 2048)
+    efficient = prefill.estimator.efficient_tokens()
+    assert efficient is not None
+    assert MIN_CHUNK <= prefill.chunk(64, 2048) < efficient
+    assert device(64 + prefill.chunk(64, 2048)) <= 0.0097
+    late = PrefillBudget(0.004)
+    late.estimator = prefill.estimator
+    assert late.chunk(64, 2048) == int(efficient), "the decodes alone take longer, whatever the chunk"
+
+
+def test_without_decodes_or_a_target_a_step_is_as_large_as_it_may_be() -> None:
+    prefill = PrefillBudget(0.001)
+    prefill.record(2048, 1.0)
+    assert prefill.chunk(0, 2048) == 2048
+    without = PrefillBudget(None)
+    without.record(2048, 1.0)
+    assert without.chunk(100, 1948) == 1948
+    assert without.estimator.seconds(5) is None, "nothing is kept that nothing needs"
+
+
+def test_a_device_that_becomes_slower_gets_smaller_chunks() -> None:
+    prefill = PrefillBudget(0.026)
+    for slower in (1.0, 2.0):
+        for _ in range(200):
+            chunk = prefill.chunk(100, 2048)
+            prefill.record(100 + chunk, slower * device(100 + chunk))
+    assert 2.0 * device(100 + prefill.chunk(100, 2048)) < 1.15 * 0.026
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.floats(1e-5, 10.0)), max_size=60),
+    st.floats(1e-4, 1.0),
+    st.integers(0, 512),
+    st.integers(0, 8192),
+)
+def test_some_of_a_prompt_is_computed_in_every_step_and_never_more_than_allowed(
+    steps: list[tuple[int, float]], target: float, decodes: int, budget: int
+) -> None:
+    prefill = PrefillBudget(target)
+    for tokens, seconds in steps:
+        prefill.record(tokens, seconds)
+    assert min(budget, MIN_CHUNK) <= prefill.chunk(decodes, budget) <= budget
+    times = [prefill.estimator.seconds(tokens) for tokens in (1, 10, 100, 1000, 10_000)]
+    assert times == sorted(times, key=lambda each: each or 0.0), "more tokens never take less"
