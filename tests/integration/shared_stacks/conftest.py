@@ -19,8 +19,12 @@ THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
 
 @pytest.fixture(scope="package")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """As `make up` starts it."""
-    with running_stack(tmp_path_factory.mktemp("ring"), gateways=2) as stack:
+    """As `make up` starts it, but that prompts and decodes share their steps by rules."""
+    with running_stack(
+        tmp_path_factory.mktemp("ring"),
+        gateways=2,
+        more=["--itl-target-ms=100", "--long-prefill-token-threshold=64"],
+    ) as stack:
         yield stack
 
 
