@@ -1,9 +1,10 @@
 """Makes the passwords of a compose project at its first start, one volume per reader. Standard library only, one file.
 
 Every container mounts the volume of its own service alone, so that it holds no password but its own; none is in an
-environment, on a command line or in an image. Later starts keep what is there, and repair what is missing.
+environment, on a command line or in an image. Later starts keep what is there, and repair what is missing. On
+Kubernetes each folder becomes a Secret (docs/kubernetes.md).
 
-    python container_secrets.py /secrets        # with a folder (a volume) for each of SERVICES, nats and redis
+    python container_secrets.py /secrets        # writes a folder (a volume) for each of SERVICES, nats and redis
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def _lines(passwords: Mapping[str, str]) -> str:
 
 def _write(path: Path, text: str, owner: int) -> None:
     """Whole or not at all, and its owner's alone from its first byte on."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     making = path.with_name(f"{path.name}.new")
     making.unlink(missing_ok=True)
     with open(os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -4,7 +4,8 @@ Reads the service's own metrics: the phase in there is what the actor itself hol
 is not healthy although its process lives. A container runtime restarts what ends, not what hangs: a service that was
 ready, and stands still at LOOKS_BEFORE_KILL looks in a row, is killed.
 
-    python healthcheck.py PORT
+    python healthcheck.py PORT           # ready, or draining
+    python healthcheck.py PORT --live    # its event loop turns, in whatever phase; kills nothing
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ def look(port: str, notes: Path, init: int | None, wait: float = ANSWER_SECONDS)
     return 0 if healthy and not still else 1
 
 
+def is_live(port: str, wait: float = ANSWER_SECONDS) -> int:
+    """The exit status for what restarts containers itself, such as a kubelet: 0 while the event loop turns, so also
+    while a model is loaded; 1 where it stands still, or nobody listens."""
+    try:
+        metrics = _metrics(port, wait)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return int(stands_still(metrics))
+
+
 def _metrics(port: str, wait: float) -> str | None:
     """None: a connection, and no answer on it. Raises OSError where nobody listens."""
     try:
@@ -100,12 +112,14 @@ def _judge(pid: int, started: str, notes: Path, *, healthy: bool, still: bool) -
         os.kill(pid, signal.SIGKILL)
 
 
-def main(port: str) -> int:
+def main(port: str, *options: str) -> int:
     """The exit status. Where the service is the first process itself, it is only looked at."""
+    if "--live" in options:
+        return is_live(port)
     notes = Path(tempfile.gettempdir()) / "baton-health.json"
     is_init = not Path(f"/proc/{INIT}/comm").read_text().startswith("python")
     return look(port, notes, INIT if is_init else None)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(*sys.argv[1:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.healthcheck import LOOKS_BEFORE_KILL, look, stands_still
+from deploy.healthcheck import LOOKS_BEFORE_KILL, is_live, look, stands_still
 from tests.support.cluster.ports import free_port
 
 SERVICE = """
@@ -93,6 +93,21 @@ def test_who_starts_may_take_as_long_as_it_takes(containers: list[Container], tm
     assert {container.look() for _ in range(LOOKS_BEFORE_KILL + 1)} == {1}
     assert container.init.poll() is None
     assert look(str(free_port()), container.notes, container.init.pid) == 1
+
+
+def test_a_service_lives_while_its_event_loop_turns_be_it_ready_or_not(
+    containers: list[Container], tmp_path: Path
+) -> None:
+    found = {}
+    for phase, age in (("starting", 0.1), ("ready", 60.0)):
+        container = Container(tmp_path, phase, age)
+        containers.append(container)
+        found[phase] = is_live(container.port, wait=60.0)
+    assert found == {"starting": 0, "ready": 1}
+    assert is_live(str(free_port())) == 1
+    containers[0].stop()
+    assert is_live(containers[0].port, wait=0.5) == 1
+    assert [each.init.poll() for each in containers] == [None, None]
 
 
 def test_a_service_of_this_release_publishes_the_age_that_is_judged() -> None:

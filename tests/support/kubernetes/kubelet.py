@@ -1,0 +1,220 @@
+"""Runs pods of the manifests as processes of this machine, in the order and with the probes that a kubelet would use.
+
+What differs from a cluster: all pods have one address, so ports and the names of Services are replaced by free ports;
+paths of volumes by folders; images by this checkout and the nats-server of the tests. Limits and users do not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.cluster.nats_server import BINARY as NATS_SERVER
+from tests.support.cluster.ports import free_port
+from tests.support.kubernetes.manifests import Manifest, named, rendered
+from tests.support.kubernetes.pods import Container, Workload, images, workloads
+from tests.support.paths import REPOSITORY
+
+START_DEADLINE = 120.0
+PROBE_EVERY = 0.5
+PROBE_DEADLINE = 20.0
+ALL_ADDRESSES = "0.0.0.0"
+
+
+class ClusterFolder:
+    """What is outside of pods: Secrets, the model, ports of Services."""
+
+    def __init__(self, folder: Path, overlay: str, secrets: Path, model: Path) -> None:
+        """`secrets`: a folder for each Secret, without `baton-`."""
+        self.folder, self.secrets, self.model = folder, secrets, model
+        self.manifests = rendered(overlay)
+        self.nats_port = free_port()
+
+    def pod(self, workload: str, name: str | None = None) -> Pod:
+        """A pod of a workload; `name`: other than the one that it is usually given."""
+        (found,) = (each for each in workloads(self.manifests) if each.name == workload)
+        return Pod(self, found, name or found.pod_name)
+
+
+class Pod:
+    """Owns the processes of one pod."""
+
+    def __init__(self, cluster: ClusterFolder, workload: Workload, name: str) -> None:
+        self.name = name
+        self._cluster, self._workload = cluster, workload
+        self._folder = cluster.folder / name
+        self._folder.mkdir()
+        ports = [port for each in workload.containers for port in each.ports.values()]
+        self._ports = {port: free_port() for port in ports}
+        if workload.name == "nats":
+            self._ports[4222] = cluster.nats_port
+        self._volumes = {key: self._volume(key, each) for key, each in workload.volumes.items()}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def url(self, port: int) -> str:
+        """Where a port of one of its containers is."""
+        return f"http://127.0.0.1:{self._ports[port]}"
+
+    def volume(self, name: str) -> Path:
+        """The folder that stands for one of its volumes."""
+        return self._volumes[name]
+
+    def start(self) -> None:
+        """Each sidecar until its startup probe passes, then the others; returns when those are ready."""
+        for container in self._workload.containers:
+            self._processes[container.name] = self._run(container)
+            self.wait_for(container, "startupProbe")
+        for container in self._workload.containers:
+            if not container.sidecar:
+                self.wait_for(container, "readinessProbe")
+
+    def terminate(self) -> Mapping[str, int]:
+        """SIGTERM to the containers, then to the sidecars from the last to the first, each after those before it have
+        ended; SIGKILL after the grace period. Returns each container's exit status."""
+        end = time.monotonic() + self._workload.pod["terminationGracePeriodSeconds"]
+        statuses: dict[str, int] = {}
+        for container in reversed(self._workload.containers):
+            process = self._processes[container.name]
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+            statuses[container.name] = -signal.SIGKILL if process.poll() is None else process.returncode
+        return statuses
+
+    def end(self) -> None:
+        """Kills what is left."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def wait_for(self, container: Container, kind: str) -> None:
+        """Until a probe of the container passes. Fails where its process ends, or the deadline passes."""
+        end = time.monotonic() + START_DEADLINE
+        while not self.probe(container, kind):
+            status = self._processes[container.name].poll()
+            assert status is None, f"{container.name} ended with {status}:\n{self.log(container)}"
+            assert time.monotonic() < end, f"{container.name}: {kind} does not pass:\n{self.log(container)}"
+            time.sleep(PROBE_EVERY)
+
+    def probe(self, container: Container, kind: str) -> bool:
+        """Whether the probe passes now."""
+        match container.spec[kind]:
+            case {"exec": {"command": command}}:
+                return self._execute(command) == 0
+            case {"httpGet": {"path": path, "port": port}}:
+                return _answers(self.url(container.ports[port]) + path)
+            case {"tcpSocket": {"port": port}}:
+                return _listens(self._ports[container.ports[port]])
+            case other:
+                raise AssertionError(other)
+
+    def container(self, name: str) -> Container:
+        (found,) = (each for each in self._workload.containers if each.name == name)
+        return found
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a container's process; it is started again, as a kubelet would."""
+        container, process = self.container(name), self._processes[name]
+        process.kill()
+        process.wait()
+        self._processes[name] = self._run(container)
+        self.wait_for(container, "startupProbe")
+
+    def log(self, container: Container) -> str:
+        """The last lines that it wrote."""
+        return (self._folder / f"{container.name}.log").read_text(errors="replace")[-4000:]
+
+    def _run(self, container: Container) -> subprocess.Popen[bytes]:
+        environment = {name: self._here(container, value) for name, value in self._environment(container).items()}
+        with (self._folder / f"{container.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                self._argv(container),
+                env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), **environment},
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def _environment(self, container: Container) -> dict[str, str]:
+        found = container.environment(self.name, self._cluster.manifests)
+        return {name: value for name, value in found.items() if name != "XDG_CACHE_HOME"}  # of the image's kernels
+
+    def _argv(self, container: Container) -> list[str]:
+        if container.target is not None:
+            return [sys.executable, *images()[container.target].entrypoint[1:]]
+        assert container.name == "nats"
+        return [str(NATS_SERVER), *(self._here(container, each) for each in container.spec["args"])]
+
+    def _here(self, container: Container, value: str) -> str:
+        """A value with what is another path, port or address on this machine replaced."""
+        for volume, path in container.mounts.items():
+            if value == path or value.startswith(f"{path}/"):
+                return str(self._volumes[volume]) + value.removeprefix(path)
+        if value == ALL_ADDRESSES:
+            return "127.0.0.1"
+        if value.isdecimal() and int(value) in self._ports:
+            return str(self._ports[int(value)])
+        return value.replace("nats://nats:4222", f"nats://127.0.0.1:{self._cluster.nats_port}")
+
+    def _execute(self, command: list[str]) -> int:
+        """As `exec` of a probe: in the image's folder, where healthcheck.py lies."""
+        assert command[0] == "python"
+        argv = [sys.executable, *(str(self._ports[int(each)]) if each.isdecimal() else each for each in command[1:])]
+        done = subprocess.run(argv, cwd=REPOSITORY / "deploy", capture_output=True, timeout=PROBE_DEADLINE, check=False)
+        return done.returncode
+
+    def _volume(self, name: str, volume: Mapping[str, Any]) -> Path:
+        if "persistentVolumeClaim" in volume:
+            return self._cluster.model
+        if "secret" in volume:
+            return self._secret(volume["secret"]["secretName"])
+        path = self._folder / name
+        path.mkdir()
+        for source in volume.get("projected", {}).get("sources", ()):
+            self._project(source, path)
+        return path
+
+    def _secret(self, name: str) -> Path:
+        return self._cluster.secrets / name.removeprefix("baton-")
+
+    def _project(self, source: Manifest, path: Path) -> None:
+        """Copies what a projected volume has of one ConfigMap or Secret."""
+        if "configMap" in source:
+            for key, text in named(self._cluster.manifests, "ConfigMap", source["configMap"]["name"])["data"].items():
+                (path / key).write_text(self._listening_here(text))
+            return
+        folder = self._secret(source["secret"]["name"])
+        whole = [{"key": each.name, "path": each.name} for each in folder.iterdir()]
+        for item in source["secret"].get("items", whole):
+            (path / item["path"]).parent.mkdir(exist_ok=True)
+            shutil.copy(folder / item["key"], path / item["path"])
+
+    def _listening_here(self, text: str) -> str:
+        """nats-server's configuration at this machine's port."""
+        return re.sub(r"(?m)^port: 4222$", f"port: {self._ports[4222]}", text.replace(ALL_ADDRESSES, "127.0.0.1"))
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=PROBE_DEADLINE) as response:
+        return bool(response.status < 400)
+    return False
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PROBE_DEADLINE):
+        return True
+    return False
