@@ -68,6 +68,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.gateway_requests,   ("gateway",),                                     ("gateway",)),
     TopicRights(topics.lifecycles,         (),                                               _OBSERVERS),
     TopicRights(topics.lifecycle_of,       ("supervisor",),                                  ()),  # and each its own
+    TopicRights(topics.rank_lifecycles,    ("worker", "supervisor"),                        ("scheduler",)),
     TopicRights(topics.instance_control,   ("coordinator",),                                 ACTORS),
     TopicRights(topics.name_claims,        ACTORS,                                           ACTORS),
     TopicRights(topics.rank_assignments,   ("supervisor",),                                  ("supervisor",)),
@@ -99,8 +100,9 @@ def permissions_of(user: User, namespace: str) -> Permissions:
         return _of_operator(namespace)
     publish = _in(namespace, (row.subject for row in TABLE if user in row.publishers))
     subscribe = _in(namespace, (row.subject for row in TABLE if user in row.subscribers))
-    if user in ACTORS:
-        publish.append(f"{namespace}.lifecycle.{user}.*")
+    own_life = f"{namespace}.lifecycle.{user}.*"
+    if user in ACTORS and own_life not in publish:
+        publish.append(own_life)
     subscribe.append(f"{topics.inbox_prefix(user)}.>")
     if user == "coordinator":
         subscribe += [f"{namespace}.{topics.ADMIN}.>", MICRO_SERVICES]

@@ -168,6 +168,12 @@ def lifecycle_of(service: lifecycle.Service, instance: InstanceId) -> Topic[life
     return Topic(f"lifecycle.{service}.{instance}", lifecycle.Lifecycle)
 
 
+def rank_lifecycles(engine: EngineId) -> Topic[lifecycle.Lifecycle]:
+    """worker rank → everyone, as `lifecycle_of`: named after its engine, so that a scheduler hears its own ranks and no
+    others, however many engines there are."""
+    return Topic(f"lifecycle.worker.{engine}", lifecycle.Lifecycle)
+
+
 def instance_control(instance: InstanceId) -> Topic[lifecycle.InstanceControl]:
     """coordinator → any instance: drain, undrain."""
     return Topic(f"instance.{instance}.control", lifecycle.InstanceControl)

@@ -75,6 +75,12 @@ class GeneratedLoad(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="Exponent of Zipf's law over them; 0: all alike."),
         UpOption(LOAD, "prefix_popularity"),
     ] = 1.0
+    hot_share: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of the requests that have the first of them; 0: as popular as said."),
+        UpOption(LOAD),
+    ] = 0.0
+    """The others have one of the other beginnings, or none where there is only that one."""
     seed: Seed = 0
 
     @property
@@ -129,8 +135,19 @@ class GeneratedLoad(Struct, frozen=True, kw_only=True):
             if not self.prefixes:
                 yield ()
                 continue
+            if self.hot_share:
+                yield self._hot_or_other(random)
+                continue
             for which in chosen_prefixes(self.prefixes, self.popularity, self.prefixes * 16, random):
                 yield (PromptSegment(which, self.prefix_len),)
+
+    def _hot_or_other(self, random: Random) -> tuple[PromptSegment, ...]:
+        if random.random() < self.hot_share:
+            return (PromptSegment(0, self.prefix_len),)
+        if self.prefixes == 1:
+            return ()
+        (which,) = random.choices(range(1, self.prefixes), [rank**-self.popularity for rank in range(1, self.prefixes)])
+        return (PromptSegment(which, self.prefix_len),)
 
 
 class ConcurrentLoad(Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from shared.config import inherited_environment
 from shared.ids import EngineId
 from shared.messages.lifecycle import Lifecycle
 from shared.private_files import PRIVATE_FOLDER
+from shared.topics import Topic
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class CommandExecutor:
         while True:
             message = await self._to_announce.get()
             with contextlib.suppress(BusError):
-                await bus.publish(topics.lifecycle_of(message.service, message.instance), message)
+                await bus.publish(_topic_of(message), message)
 
     def _new_rendezvous(self, engine: EngineId) -> str:
         """Another place than those before, as a start is named by it: a port on the first of several hosts; on one host
@@ -149,3 +150,10 @@ class CommandExecutor:
             **secret_settings(self._spec, process, where),
             **(self._network if process.service == "worker" else {}),
         }
+
+
+def _topic_of(life: Lifecycle) -> Topic[Lifecycle]:
+    """Where the process itself would say it."""
+    if life.worker is not None:
+        return topics.rank_lifecycles(life.worker.engine)
+    return topics.lifecycle_of(life.service, life.instance)

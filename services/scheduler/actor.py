@@ -70,8 +70,8 @@ ROOM_REPORT_SECONDS = 0.1
 ALARM_RESOLUTION = 0.001
 """Seconds: timers are no finer."""
 
-WATCHED_SERVICES: tuple[Service, ...] = ("worker", "scheduler", "detokenizer", "gateway", "kvstore")
-"""Services whose lifecycles matter here."""
+WATCHED_SERVICES: tuple[Service, ...] = ("detokenizer", "gateway")
+"""What an engine gives requests up for, once it is gone."""
 
 
 class EngineWedged(Exception):
@@ -131,8 +131,17 @@ class SchedulerActor(Actor):
             TopicSubscription(topics.engine_control(self.engine_id)),
             TopicSubscription(topics.engine_probes(self.engine_id), request=True),
             TopicSubscription(topics.kv_dump_requests(self.instance)),
-            *(TopicSubscription(topics.lifecycles(service)) for service in WATCHED_SERVICES),
+            TopicSubscription(topics.rank_lifecycles(self.engine_id)),
+            *(TopicSubscription(topics.lifecycles(service)) for service in self._watched_services()),
         ]
+
+    def _watched_services(self) -> Sequence[Service]:
+        """Of other engines only those hear that hand requests over to them, and of KV stores those that have one: every
+        engine costs each of them two messages a second."""
+        role = self.core.role
+        stores: Sequence[Service] = () if role.node is None else ("kvstore",)
+        peers: Sequence[Service] = ("scheduler",) if role.kind == "prefill" else ()
+        return [*WATCHED_SERVICES, *stores, *peers]
 
     async def handle(self, message: Any) -> None:
         """Passes a message to the core, and sends the core's outputs. Raises EngineWedged."""

@@ -22,9 +22,10 @@ from shared import topics
 from shared.actor import Actor, TopicSubscription
 from shared.bus import Bus
 from shared.ids import InstanceId
-from shared.messages.lifecycle import StepSums, WorkerReport
+from shared.messages.lifecycle import Lifecycle, StepSums, WorkerReport
 from shared.messages.scheduler import StepFinished, StepMissed
 from shared.messages.worker import StepPlan
+from shared.topics import Topic
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ class WorkerActor(Actor):
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         """The plans of this rank's engine."""
         return [TopicSubscription(topics.engine_steps(self._identity.engine))]
+
+    def lifecycle_topic(self) -> Topic[Lifecycle]:
+        """Its engine's: the scheduler hears of no other ranks."""
+        return topics.rank_lifecycles(self._identity.engine)
 
     async def set_up(self) -> None:
         """Makes the backend, which takes from a second to minutes. Raises BackendError."""

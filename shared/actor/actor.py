@@ -9,9 +9,17 @@ from typing import Any, Generic, TypeVar
 
 from shared.bus import Bus, BusError, Undelivered
 from shared.ids import InstanceId, RequestId, new_incarnation
-from shared.messages.lifecycle import EngineReport, Phase, Service, StoreReport, TokenizerReport, WorkerReport
+from shared.messages.lifecycle import (
+    EngineReport,
+    Lifecycle,
+    Phase,
+    Service,
+    StoreReport,
+    TokenizerReport,
+    WorkerReport,
+)
 from shared.reliability.transitions import extend_history
-from shared.topics import Topic
+from shared.topics import Topic, lifecycle_of
 
 M = TypeVar("M")
 
@@ -118,6 +126,10 @@ class Actor:
     def load(self) -> int:
         """Unfinished requests, for `baton ps`."""
         return 0
+
+    def lifecycle_topic(self) -> Topic[Lifecycle]:
+        """Where its lifecycle messages go: by its name, or by what others choose it by who need not hear all."""
+        return lifecycle_of(self.service, self.instance)
 
     def engine_report(self) -> EngineReport | None:
         """What the lifecycle reports of an engine; None for every service but the scheduler."""

@@ -35,7 +35,7 @@ from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
-from shared.topics import instance_control, lifecycle_of, name_claims
+from shared.topics import instance_control, name_claims
 
 log = logging.getLogger(__name__)
 
@@ -259,9 +259,8 @@ class ActorRuntime:
                 log.warning("event loop was blocked", extra={"seconds": round(pause, 3)})
 
     async def _publish_lifecycle(self) -> None:
-        actor = self.actor
         with contextlib.suppress(BusError):
-            await self._bus.publish(lifecycle_of(actor.service, actor.instance), self._lifecycle())
+            await self._bus.publish(self.actor.lifecycle_topic(), self._lifecycle())
 
     def _lifecycle(self) -> Lifecycle:
         actor = self.actor

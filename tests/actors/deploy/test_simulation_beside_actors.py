@@ -28,9 +28,10 @@ from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, Instance
 from shared.messages.coordinator import Route
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestPlaced
-from shared.messages.lifecycle import WorkerReport
+from shared.messages.lifecycle import Lifecycle, WorkerReport
 from shared.messages.scheduler import StepFinished, StepTiming
 from shared.messages.worker import StepPlan
+from shared.topics import Topic
 from tests.support.engines.simulated_fleet import CARD, FixedLoad, make_kit, run
 from tests.support.virtual_time import VirtualTimeLoop
 
@@ -56,6 +57,9 @@ class VirtualWorker(Actor):
 
     def subscriptions(self) -> list[TopicSubscription[Any]]:
         return [TopicSubscription(topics.engine_steps(self._engine))]
+
+    def lifecycle_topic(self) -> Topic[Lifecycle]:
+        return topics.rank_lifecycles(self._engine)
 
     def worker_report(self) -> WorkerReport:
         blocks, card = self._device.num_blocks, self._device.card

@@ -21,6 +21,7 @@ from shared.messages.kvstore import KvStoreReply, KvStoreRequest, Release
 from shared.messages.lifecycle import Lifecycle, Role, StoreReport, WorkerReport
 from shared.messages.scheduler import Cancel, GenerateRequest
 from shared.messages.worker import StepPlan
+from shared.topics import Topic
 from tests.support.engines.checking_store import LAYOUT, HonestStore
 from tests.support.engines.checking_worker import DETOKENIZER, GATEWAY, HonestWorker, card, generate, right_output
 
@@ -57,6 +58,9 @@ class Rank(Actor):
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
         return [TopicSubscription(topics.engine_steps(self.engine))]
+
+    def lifecycle_topic(self) -> Topic[Lifecycle]:
+        return topics.rank_lifecycles(self.engine)
 
     async def handle(self, message: StepPlan) -> None:
         self.received = message.step + 1

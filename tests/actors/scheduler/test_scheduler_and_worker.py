@@ -293,7 +293,7 @@ async def test_plans_that_nobody_takes_fail_their_requests(memory_bus: MemoryBus
             worker=report,
         )
         await engine.until(lambda: ENGINE in engine.notes.lives, "the scheduler is there")
-        await memory_bus.publish(topics.lifecycle_of("worker", worker), life)
+        await memory_bus.publish(topics.rank_lifecycles(ENGINE), life)
         await engine.ready()
         await engine.generate(generate("a", PROMPT))
         await engine.until(lambda: bool(engine.notes.final), "the request fails")

@@ -82,3 +82,13 @@ def test_hops_are_typed_in_milliseconds() -> None:
 def test_a_bad_hop_is_explained(typed: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         parse_hops(typed)
+
+
+@pytest.mark.parametrize(("prefixes", "others"), [(5, {1, 2, 3, 4}), (1, {None})])
+def test_a_hot_beginning_has_its_share_and_the_others_the_rest(prefixes: int, others: set[int | None]) -> None:
+    load = GeneratedLoad(rate=50, seconds=100, prefixes=prefixes, prefix_len=32, popularity=0, hot_share=0.8)
+    names = [request.segments[0].name if len(request.segments) > 1 else None for request in load.requests()]
+    assert names.count(0) / len(names) == pytest.approx(0.8, abs=0.02)
+    assert set(names) - {0} == others
+    counts = [names.count(each) for each in others]
+    assert max(counts) < 1.3 * min(counts)

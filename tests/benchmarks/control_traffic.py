@@ -1,0 +1,127 @@
+"""What a process of an idle fleet hears and what that costs it, by its service and by the number of engines.
+
+    python -m tests.benchmarks.control_traffic --engines 4 16
+    python -m tests.benchmarks.control_traffic --engines 4 16 --release ../another-checkout
+
+Real processes on a nats-server, which counts the messages and bytes of every connection: a ring of one of each service,
+and engines with the simulated device. Nobody sends requests: all that is heard are lifecycles and canaries.
+Processor time, as machines are shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from services.bench.report import Table
+from shared import topics
+from shared.bus.nats_bus import NatsOptions, connect
+from shared.messages.lifecycle import Lifecycle
+from tests.integration.cluster.test_rolling_upgrade import MODEL, Processes
+from tests.support.cluster.nats_server import NatsServer, nats_server
+from tests.support.cluster.ports import free_port
+from tests.support.paths import REPOSITORY
+
+READY_SECONDS = 300.0
+SETTLE_SECONDS = 5.0
+COUNTED = ("out_msgs", "out_bytes")
+"""By the server: what it sent to a connection."""
+
+
+class Count(NamedTuple):
+    """Of one process, since its start."""
+
+    messages: int
+    bytes: int
+    processor: float
+    """Seconds."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--release", type=Path, default=REPOSITORY, help="a checkout; default: this one")
+    given = parser.parse_args()
+    rows = []
+    for engines in given.engines:
+        found = asyncio.run(measured(given.release.resolve(), engines, given.seconds))
+        rows += [(str(engines), service, *(f"{value:,.1f}" for value in values)) for service, values in found.items()]
+    titles = ("engines", "service", "messages/s", "bytes/s", "processor ms/s")
+    print("\n".join(Table(titles, rows, names=2).lines()))
+
+
+async def measured(release: Path, engines: int, seconds: float) -> dict[str, tuple[float, float, float]]:
+    """By service, each the mean of its processes: messages and bytes heard, and processor milliseconds, a second."""
+    monitor = free_port()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nats_server(Path(folder), more=f'http: "127.0.0.1:{monitor}"') as server,
+    ):
+        processes = Processes(server, Path(folder))
+        try:
+            lives = await _started(processes, server, release, engines)
+            await asyncio.sleep(SETTLE_SECONDS)
+            before, began = _counts(monitor, lives), time.monotonic()
+            await asyncio.sleep(seconds)
+            after, took = _counts(monitor, lives), time.monotonic() - began
+        finally:
+            processes.stop()
+    by_service: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for name, count in after.items():
+        change = [(new - old) / took for new, old in zip(count, before[name], strict=True)]
+        by_service[lives[name].service].append((change[0], change[1], change[2] * 1000))
+    return {service: _mean(values) for service, values in sorted(by_service.items())}
+
+
+async def _started(processes: Processes, server: NatsServer, release: Path, engines: int) -> dict[str, Lifecycle]:
+    """The lifecycles of all processes, once every one is ready."""
+    lives: dict[str, Lifecycle] = {}
+
+    async def heard(life: Lifecycle) -> None:
+        if life.phase == "ready":
+            lives[life.instance] = life
+
+    bus = await connect(NatsOptions(servers=(server.url,)))
+    try:
+        await bus.subscribe(topics.lifecycles(), heard)
+        processes.start_ring(release, free_port())
+        for number in range(engines):
+            name = f"engine-{number}"
+            processes.start(release, "scheduler", name, "--world-size=1")
+            flags = (f"--engine={name}", f"--model={MODEL}", "--served-model-name=demo", "--device=sim")
+            processes.start(release, "worker", f"{name}-rank0", *flags)
+        async with asyncio.timeout(READY_SECONDS):
+            while len(lives) < 4 + 2 * engines:
+                await asyncio.sleep(0.5)
+    finally:
+        await bus.close()
+    return lives
+
+
+def _counts(monitor: int, lives: dict[str, Lifecycle]) -> dict[str, Count]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{monitor}/connz?limit=4096", timeout=30) as response:
+        connections: list[dict[str, Any]] = json.load(response)["connections"]
+    heard = {each["name"]: [each[key] for key in COUNTED] for each in connections if each.get("name") in lives}
+    return {
+        name: Count(heard[name][0], heard[name][1], sum(psutil.Process(life.pid).cpu_times()[:2]))
+        for name, life in lives.items()
+    }
+
+
+def _mean(values: list[tuple[float, ...]]) -> tuple[float, float, float]:
+    first, second, third = (sum(column) / len(values) for column in zip(*values, strict=True))
+    return first, second, third
+
+
+if __name__ == "__main__":
+    main()
