@@ -57,6 +57,11 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
     redis_inflight: Annotated[
         ByteSize, Meta(description="Bytes of blocks on their way to Redis; above it evicted blocks are dropped.")
     ] = 64 * 2**20
+    kv_tiers: Annotated[
+        tuple[str, ...],
+        Meta(description="URLs of tiers that installed packages bring (docs/kv_tiers.md)."),
+        UpOption("KV store", name="kv_tier"),
+    ] = ()
     transfer_port: Annotated[
         Port | None, Meta(description="Port where the stores of other nodes fetch blocks; 0 picks one.")
     ] = None

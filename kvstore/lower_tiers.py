@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.config import KvStoreConfig
 from kvstore.tiers.interface import LowerTier
+from kvstore.tiers.plugin_tier import PluginRefused, plugin_tier
 from kvstore.tiers.segment_files import FolderRefused
 from kvstore.tiers.ssd_tier import SsdTier
 
@@ -24,8 +25,18 @@ class TierUnavailable(Exception):
 
 def tiers(config: KvStoreConfig) -> list[LowerTier]:
     """The configured tiers, in the order in which they are searched: what is nearest first. Raises TierUnavailable."""
-    found = (ssd_tier(config), redis_tier(config))
+    found = (ssd_tier(config), redis_tier(config), *plugin_tiers(config))
     return [tier for tier in found if tier is not None]
+
+
+def plugin_tiers(config: KvStoreConfig) -> list[LowerTier]:
+    """The tiers of installed packages, in the order of their URLs. Raises TierUnavailable."""
+    if len(set(schemes := [url.partition("://")[0] for url in config.kv_tiers])) < len(schemes):
+        raise TierUnavailable("kv-tiers: one URL for each scheme, as reports and metrics name a tier by it")
+    try:
+        return [plugin_tier(url) for url in config.kv_tiers]
+    except PluginRefused as error:
+        raise TierUnavailable(f"kv-tiers: {error}") from None
 
 
 def ssd_tier(config: KvStoreConfig) -> LowerTier | None:

@@ -157,7 +157,7 @@ def _chosen(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
     return {**spec.settings.get(EVERY_SERVICE, {}), **spec.settings.get(process.service, {})}
 
 
-SECRETS = frozenset({"api_keys", "nats_password", "nats_url", "overflow_key", "redis_url"})
+SECRETS = frozenset({"api_keys", "kv_tiers", "nats_password", "nats_url", "overflow_key", "redis_url"})
 """Settings that are passwords, or URLs that may hold one."""
 
 

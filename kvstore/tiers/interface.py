@@ -2,6 +2,8 @@
 
 Tiers are offered blocks that leave the arena, and searched for blocks that are not in it. What they cannot do is a miss
 that they count themselves; an exception that comes out of one is a bug.
+
+Packages that bring tiers of their own (docs/kv_tiers.md) import from here whatever they need.
 """
 
 from __future__ import annotations
@@ -9,10 +11,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block, unpack_block
 from shared.blocks import BlockHash
 from shared.ids import NodeId
 from shared.messages.lifecycle import Lifecycle, TierReport
+
+__all__ = [
+    "BlockHash",
+    "BlockShape",
+    "EvictionTarget",
+    "InFlightBlock",
+    "LowerTier",
+    "PeerStores",
+    "TierReport",
+    "pack_block",
+    "unpack_block",
+]
 
 
 class EvictionTarget(Protocol):

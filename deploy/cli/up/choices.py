@@ -230,6 +230,8 @@ def store_choice(
 def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str]:
     """The store's folder on an SSD, as the store finds it from wherever it runs. Raises CommandError."""
     folder = values.get("kv_ssd")
+    if not has_store and "kv_tier" in values:
+        raise CommandError("--kv-tier is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
     if not has_store and (folder is not None or "kv_ssd_size" in values):
         raise CommandError("--kv-ssd is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
     if folder is None and "kv_ssd_size" in values:

@@ -149,6 +149,12 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _as_text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def service_settings(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Service → key → value, as flags of that service: all options that are passed on as they are."""
     found: dict[str, dict[str, str]] = {}
@@ -156,7 +162,5 @@ def service_settings(values: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         offer = offers()[name]
         for service, setting in offer.targets if not offer.option.placed else ():
             if service != STACK:
-                found.setdefault(service, {})[setting.name] = (
-                    str(value).lower() if isinstance(value, bool) else str(value)
-                )
+                found.setdefault(service, {})[setting.name] = _as_text(value)
     return found

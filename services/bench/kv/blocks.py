@@ -21,7 +21,7 @@ from shared.messages.kvstore import KvLayout
 SHARED_MEMORY = Path("/dev/shm")
 
 
-Way = Literal["save-load", "store-to-store", "redis"]
+Way = Literal["save-load", "store-to-store", "ssd", "redis"]
 
 
 class KvShape(NamedTuple):
@@ -60,6 +60,8 @@ class KvOptions(NamedTuple):
     only: list[Way]
     device: str
     redis_url: str | None
+    ssd: Path | None
+    """Folder on the disk to be measured; None: where temporary files go."""
     output: OutputOptions
 
 

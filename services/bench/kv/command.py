@@ -16,10 +16,12 @@ from services.bench.kv.blocks import KvOptions, KvShape, Way
 from services.bench.kv.rates import MEBIBYTE, KvTransferRate, PathFailed, described
 from services.bench.options import natural, output_group, output_options, parse
 from services.bench.report import WIDTH, Report, Table, line, rule
+from shared.blocks import BLOCK_SIZE
 
 PATHS: dict[Way, tuple[str, tuple[str, ...]]] = {
     "save-load": ("save_load", ("save", "load")),
     "store-to-store": ("store_to_store", ("store to store",)),
+    "ssd": ("ssd_round_trip", ("to SSD", "from SSD")),
     "redis": ("redis_round_trip", ("to Redis", "from Redis")),
 }
 """The module that measures each, and the names of what it measures."""
@@ -27,10 +29,12 @@ INSTALL = "pip install 'baton-serve[kvstore]'"
 
 DESCRIPTION = """\
 Moves the same blocks every way that the KV cache goes, and copies as many bytes in memory before each round (one
-thread, a block at a time). The ratio is that of the two speeds: 1 is as fast as a plain copy.
+thread, a block at a time). The ratio is that of the two speeds: 1 is as fast as a plain copy. Tokens/s is the speed in
+prompt tokens: where an engine prefills more in a second, computing them again is faster.
 
   save, load        device memory to the arena and back, checksums included, as a worker's rank does it
   store to store    from another store process over gRPC on loopback, checked, into an arena
+  to, from SSD      through the store's SSD tier, past the page cache, in a folder of --ssd that is removed afterwards
   to, from Redis    through the store's Redis tier; with a redis-server of its own unless --redis-url names one
 """
 
@@ -52,6 +56,7 @@ def kv_options(argv: Sequence[str] | None) -> KvOptions:
     made.add_argument("--only", nargs="+", choices=get_args(Way), default=list(get_args(Way)))
     made.add_argument("--device", default="cpu", help="of save and load, as PyTorch names it; default: %(default)s")
     made.add_argument("--redis-url", help="your own Redis; written blocks expire within a minute")
+    made.add_argument("--ssd", type=Path, help="folder on the disk to be measured; default: that of temporary files")
     output_group(made)
     given = parse(made, argv)
     if given.model is not None:
@@ -108,8 +113,17 @@ def _lines(options: KvOptions, moved: Sequence[KvTransferRate]) -> list[str]:
     shape = options.shape
     size = f"{shape.total_bytes / MEBIBYTE:.0f} MiB in {shape.blocks} blocks"
     lines = [rule(" KV Benchmark Result ", "="), line("Moved:", size), line("Rounds:", options.rounds)]
+    per_token = shape.block.payload_bytes / BLOCK_SIZE
     rows = [
-        (each.name, f"{each.rate / MEBIBYTE:.0f}", f"{each.copy_rate / MEBIBYTE:.0f}", f"{each.ratio:.2f}")
+        (
+            each.name,
+            f"{each.rate / MEBIBYTE:.0f}",
+            f"{each.copy_rate / MEBIBYTE:.0f}",
+            f"{each.ratio:.2f}",
+            f"{each.rate / per_token:.0f}",
+            "" if each.latency is None else f"{each.latency * 1e3:.2f}",
+        )
         for each in moved
     ]
-    return [*lines, *Table(("", "MiB/s", "copy MiB/s", "ratio"), rows).lines(), "=" * WIDTH]
+    headings = ("", "MiB/s", "copy MiB/s", "ratio", "tokens/s", "one block, ms")
+    return [*lines, *Table(headings, rows).lines(), "=" * WIDTH]

@@ -20,6 +20,8 @@ class KvTransferRate(NamedTuple):
     bytes: int
     seconds: Sequence[float]
     copy_seconds: Sequence[float]
+    latency: float | None = None
+    """Seconds until a single block is there, of the median one; None where it was not measured."""
 
     @property
     def rate(self) -> float:
@@ -50,6 +52,7 @@ def described(moved: KvTransferRate) -> dict[str, Any]:
         "bytes_per_second": moved.rate,
         "copy_bytes_per_second": moved.copy_rate,
         "ratio": moved.ratio,
+        "block_seconds": moved.latency,
     }
 
 

@@ -70,6 +70,20 @@ def test_blocks_go_to_redis_and_between_stores(tmp_path: Path, capsys: pytest.Ca
     assert "store to store" in capsys.readouterr().out
 
 
+def test_blocks_go_to_a_disk_and_back_and_nothing_stays_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kv", *SMALL, "--only", "ssd", "--ssd", str(tmp_path), "--json"]) == 0
+    write, read = json.loads(capsys.readouterr().out)["moved"]
+    assert (write["name"], read["name"]) == ("to SSD", "from SSD")
+    assert write["bytes"] == read["bytes"] == 12 * BLOCK_BYTES
+    assert write["block_seconds"] is None
+    assert read["block_seconds"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["kv", *SMALL, "--only", "ssd", "--ssd", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_the_worker_measures_save_and_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kv", *SMALL, "--only", "save-load", "--json"]) == 0
     save, load = json.loads(capsys.readouterr().out)["moved"]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.up.choices import ssd_settings, store_choice
+from deploy.cli.up.options import given, service_settings
 from deploy.errors import CommandError
+from deploy.supervisor.launch import SECRETS
 from deploy.supervisor.servers.arenas import (
     DEFAULT_MEMORY,
     arena_directory,
@@ -131,3 +133,12 @@ def test_the_embedded_redis_writes_nothing_and_listens_on_loopback_only(tmp_path
     told = redis_config(1234, "p", 2**20, tmp_path).splitlines()
     assert {"bind 127.0.0.1", "port 1234", "requirepass p", 'save ""', "appendonly no"} <= set(told)
     assert {f"maxmemory {2**20}", "maxmemory-policy allkeys-lru"} <= set(told)
+
+
+def test_tiers_of_packages_are_passed_on_together_and_by_environment_alone() -> None:
+    urls = ["folder:///a", "lmcache://:secret@h"]
+    settings = service_settings(given({"kv_tier": urls}))
+    assert settings == {"kvstore": {"kv_tiers": "folder:///a,lmcache://:secret@h"}}
+    assert "kv_tiers" in SECRETS
+    with pytest.raises(CommandError, match="--kvstore-memory"):
+        ssd_settings({"kv_tier": urls}, has_store=False)
