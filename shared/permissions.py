@@ -76,6 +76,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.host_reports,       ("supervisor",),                                  ("supervisor",)),
     TopicRights(topics.scaling,            ("coordinator",),                                 ("supervisor",)),
     TopicRights(topics.host_scaling,       ("coordinator",),                                 ("supervisor",)),
+    TopicRights(topics.planner_decisions,  ("operator",),                                    ("operator",)),
 )
 # fmt: on
 
@@ -110,10 +111,15 @@ def permissions_of(user: User, namespace: str) -> Permissions:
 
 
 def _of_operator(namespace: str) -> Permissions:
-    """It sees all traffic of its stack but replies to others, and sends only what a coordinator judges. NATS programs
-    such as the `nats` command know no inbox of their own, so it has all that are nobody's."""
+    """It sees all traffic of its stack but replies to others, and sends only what a coordinator judges, and what its
+    own planner decides. NATS programs such as the `nats` command know no inbox of their own, so it has all
+    that are nobody's."""
     return Permissions(
-        publish=(f"{namespace}.{topics.ADMIN}.>", MICRO_SERVICES),
+        publish=(
+            f"{namespace}.{topics.ADMIN}.>",
+            MICRO_SERVICES,
+            *_in(namespace, (row.subject for row in TABLE if "operator" in row.publishers)),
+        ),
         subscribe=(f"{namespace}.>", f"{topics.inbox_prefix(None)}.>"),
         unheard=tuple(f"{topics.inbox_prefix(user)}.>" for user in USERS if user != "operator"),
     )

@@ -18,6 +18,7 @@ from shared.messages import (
     gateway,
     kvstore,
     lifecycle,
+    planner,
     scheduler,
     supervisor,
     tokenizer,
@@ -207,6 +208,11 @@ def scaling() -> Topic[supervisor.Scale]:
 def host_scaling(node: NodeId) -> Topic[supervisor.Scale]:
     """coordinator → the supervisor of that host, answered with a `ScaleReply`."""
     return Topic(f"supervisor.{node}.scale", supervisor.Scale)
+
+
+def planner_decisions() -> Topic[planner.PlannerDecision]:
+    """`baton plan` → operators: each decision, whether it is acted upon or not."""
+    return Topic("planner.decisions", planner.PlannerDecision)
 
 
 ADMIN = "admin"

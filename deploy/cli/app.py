@@ -88,6 +88,11 @@ COMMANDS: Mapping[str, Listed] = {
     "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish its open requests and accept no new ones."),
     "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance accept requests again."),
     "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
+    "plan": Listed(
+        OPERATE,
+        "deploy.cli.plan",
+        "Say how many engines meet the latency targets of a stack's load, or with --act start and drain them.",
+    ),
     "nats-env": Listed(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),

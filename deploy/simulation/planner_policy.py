@@ -6,10 +6,11 @@ from deploy.simulation.device_profile import profile_simulated
 from deploy.simulation.engine import EngineKit
 from deploy.simulation.fleet import FleetView, ScalingLimits
 from services.planner.core.load_meter import FleetObservation
-from services.planner.core.planner import FleetPlanner, FleetProfiles, PlannerDecision
+from services.planner.core.planner import FleetPlanner, FleetProfiles
 from services.planner.core.predictors import PredictorName, make_predictor
 from services.planner.core.scaling_guard import PlannerLimits
 from services.planner.core.sizing import LatencyTargets
+from shared.messages.planner import PlannerDecision
 
 
 class PlannerScaling:

@@ -36,6 +36,7 @@ from shared.messages import (
     kv_events,
     kvstore,
     lifecycle,
+    planner,
     scheduler,
     supervisor,
     tokenizer,
@@ -300,6 +301,24 @@ MESSAGES: list[Any] = [
     supervisor.HostReport(
         node=NodeId("n"), address="10.0.0.2", incarnation=Incarnation(1), instances=(InstanceId("n-engine-1"),)
     ),
+    planner.PlannerDecision(
+        at=1.5,
+        observed_rate=2.5,
+        predicted_rate=3.5,
+        backlog=4,
+        prompt_tokens=5.5,
+        cached_tokens=6.5,
+        output_tokens=7.5,
+        observed_ttft=None,
+        observed_itl=0.5,
+        ttft_correction=1.25,
+        itl_correction=0.75,
+        forecast_ttft=0.25,
+        forecast_itl=0.125,
+        suffices=True,
+        pools=(planner.PoolDecision(role="decode", present=1, wanted=3, target=2, reason="cool-down"),),
+        acts=True,
+    ),
 ]
 
 
@@ -339,6 +358,7 @@ def test_every_message_is_among_them() -> None:
         kv_events,
         kvstore,
         lifecycle,
+        planner,
         scheduler,
         supervisor,
         tokenizer,

@@ -7,12 +7,10 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from services.planner.core.load_meter import FleetObservation, LoadInterval, LoadMeter, RequestShape
 from services.planner.core.predictors import LoadPredictor
 from services.planner.core.profile import EngineProfile
-from services.planner.core.scaling_guard import PlannerLimits, ScalingGuard, ScalingReason
+from services.planner.core.scaling_guard import PlannerLimits, ScalingGuard
 from services.planner.core.sizing import (
     CorrectionFactors,
     FleetSize,
@@ -26,6 +24,7 @@ from services.planner.core.sizing import (
     size_mixed,
 )
 from shared.messages.lifecycle import Role
+from shared.messages.planner import PlannerDecision, PoolDecision
 
 MIN_SAMPLES = 20
 """First tokens of an interval below which its means correct nothing."""
@@ -35,49 +34,6 @@ CORRECTION_BOUNDS = (0.5, 2.0)
 """What is further off shows something other than a wrong profile: a fault, or engines that are shared."""
 CORRECTED_UTILIZATION = 0.9
 """Nearer to saturation a queue's length says nothing about the profile."""
-
-
-class PoolDecision(Struct, frozen=True, kw_only=True):
-    """What is to become of one pool."""
-
-    role: Role
-    present: int
-    """Engines that take requests or start."""
-    wanted: int
-    """By the forecast, within the bounds and the budget."""
-    target: int
-    """What is to be done now."""
-    reason: ScalingReason
-
-
-class PlannerDecision(Struct, frozen=True, kw_only=True):
-    """A decision, and every number that it follows from. Rates per second, times in seconds, lengths in tokens."""
-
-    at: float
-    observed_rate: float | None
-    """None, here and below: there was nothing to observe."""
-    predicted_rate: float | None
-    """The highest until an engine that starts now could help, with what is needed to work off the backlog."""
-    backlog: int
-    prompt_tokens: float | None
-    """Computed, on average per request."""
-    cached_tokens: float | None
-    output_tokens: float | None
-    observed_ttft: float | None
-    observed_itl: float | None
-    ttft_correction: float
-    itl_correction: float
-    forecast_ttft: float | None
-    """Of the fleet that is wanted, at the percentile of the target; None: it is overloaded."""
-    forecast_itl: float | None
-    suffices: bool
-    """Whether the wanted fleet meets the targets; False: the bounds or the budget are too tight."""
-    pools: tuple[PoolDecision, ...]
-
-    @property
-    def changes(self) -> tuple[PoolDecision, ...]:
-        """The pools in which engines are started or drained."""
-        return tuple(pool for pool in self.pools if pool.target != pool.present)
 
 
 class FleetProfiles(NamedTuple):
@@ -106,7 +62,8 @@ class FleetPlanner:
     ) -> None:
         """Raises ValueError for limits that fit no engine of these profiles."""
         self.limits = limits
-        self._profiles = profiles
+        self.profiles = profiles
+        """Another one of the same pools may be set, once more is known."""
         self._targets = targets
         self._bounds = limits.bounds(profiles.gpus)
         self._predictor = predictor
@@ -128,7 +85,7 @@ class FleetPlanner:
             self._correct(interval, seen)
             load = self._shape.at(self._predicted(interval))
         size = None if load is None else self._size(load)
-        pools = tuple(self._pool(role, seen, size, now) for role in self._profiles.roles)
+        pools = tuple(self._pool(role, seen, size, now) for role in self.profiles.roles)
         self._present = {pool.role: pool.present for pool in pools}
         return _described(now, interval, load, self._factors, size, pools)
 
@@ -138,7 +95,7 @@ class FleetPlanner:
         return max(self._predictor.predict(self.limits.horizon)) + excess / self.limits.interval
 
     def _size(self, load: RequestLoad) -> FleetSize:
-        mixed, decode = self._profiles
+        mixed, decode = self.profiles
         if decode is None:
             return size_mixed(mixed, load, self._targets, self._factors, self._bounds)
         return size_disaggregated(mixed, decode, load, self._targets, self._factors, self._bounds)
@@ -153,7 +110,7 @@ class FleetPlanner:
 
     def _correct(self, interval: LoadInterval, seen: FleetObservation) -> None:
         """Compares what clients waited for with what the profile says of the same load on the same engines."""
-        ready: dict[Role, int] = dict.fromkeys(self._profiles.roles, 0)
+        ready: dict[Role, int] = dict.fromkeys(self.profiles.roles, 0)
         for report in seen.reports.values():
             if report.role in ready:
                 ready[report.role] += 1
@@ -170,7 +127,7 @@ class FleetPlanner:
         )
 
     def _forecast(self, load: RequestLoad, ready: dict[Role, int]) -> LatencyForecast:
-        mixed, decode = self._profiles
+        mixed, decode = self.profiles
         percentile = self._targets.percentile
         if decode is None:
             return forecast_mixed(mixed, load.shared(ready["mixed"]), percentile)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
 from services.planner.core.sizing import SizeBounds
-
-ScalingReason = Literal["as wanted", "nothing to change", "stabilizing", "cool-down"]
+from shared.messages.planner import ScalingReason
 
 
 class PlannerLimits(Struct, frozen=True, kw_only=True):

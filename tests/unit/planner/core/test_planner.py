@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from services.planner.core.planner import CORRECTION_BOUNDS, FleetPlanner, FleetProfiles, PlannerDecision
+from services.planner.core.planner import CORRECTION_BOUNDS, FleetPlanner, FleetProfiles
 from services.planner.core.predictors import ConstantPredictor
 from services.planner.core.scaling_guard import PlannerLimits
 from services.planner.core.sizing import LatencyTargets
+from shared.messages.planner import PlannerDecision
 from tests.support.engines.planner_profiles import PROFILE, report, seen
 
 TARGETS = LatencyTargets(ttft=0.3, itl=0.015)
@@ -84,9 +84,12 @@ def test_prefill_and_decode_engines_are_two_pools() -> None:
     assert sum(each.target for each in decision.pools) <= LIMITS.maximum
 
 
-def test_a_decision_says_its_numbers_in_json() -> None:
+def test_a_decision_says_its_numbers() -> None:
     each = planner()
     each.decide(seen(report(0)), 0.0)
-    shown = msgspec.json.decode(msgspec.json.encode(each.decide(seen(report(300)), 10.0)))
-    assert (shown["observed_rate"], shown["prompt_tokens"], shown["output_tokens"]) == (30.0, 1024.0, 100.0)
-    assert shown["pools"][0]["reason"] == "as wanted"
+    said = each.decide(seen(report(300)), 10.0)
+    assert (said.observed_rate, said.prompt_tokens, said.output_tokens) == (30.0, 1024.0, 100.0)
+    assert said.forecast_ttft <= TARGETS.ttft
+    assert said.forecast_itl <= TARGETS.itl
+    assert said.changes == said.pools
+    assert said.pools[0].reason == "as wanted"

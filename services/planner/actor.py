@@ -1,0 +1,109 @@
+"""The planner's shell: hears the fleet, asks the core at every interval, says what it decided, and has it done."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+from msgspec.structs import replace
+
+from services.planner import metrics
+from services.planner.config import PlannerSettings
+from services.planner.core.fleet_watch import FleetWatch
+from services.planner.core.planner import FleetPlanner, FleetProfiles
+from shared import topics
+from shared.bus import Bus, BusError, EndpointError
+from shared.messages.lifecycle import Lifecycle, Role
+from shared.messages.planner import PlannerDecision, PoolDecision
+
+SCALE_TIMEOUT = 35.0
+"""Seconds for the supervisor's answer."""
+POOLS: Mapping[Role, str] = {"mixed": "engines", "prefill": "prefill", "decode": "decode"}
+"""What `admin.scale` calls each role's engines."""
+
+
+class FleetActor:
+    """Owns the planner of a running fleet. It is a client of the bus with an operator's rights: it hears lifecycles,
+    and asks a coordinator for what `baton scale` asks for, by which engines are drained before they stop.
+
+    It keeps nothing: one that starts anew learns from what it hears, and drains nothing before it has watched for the
+    whole stabilization window.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: PlannerSettings,
+        say: Callable[[PlannerDecision], None],
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`say` shows a decision, `note` a sentence."""
+        self._bus = bus
+        self._settings = settings
+        self._say = say
+        self._note = note
+        self._clock = clock
+        self._watch = FleetWatch()
+        self._planner: FleetPlanner | None = None
+        self._roles: tuple[Role, ...] = ()
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises ValueError for a budget in which no engine of the fleet fits."""
+        await self._bus.subscribe(topics.lifecycles(), self._hear)
+        await self._bus.flush()
+        while True:
+            await asyncio.sleep(self._settings.interval_s)
+            await self.decide()
+
+    async def _hear(self, life: Lifecycle) -> None:
+        self._watch.record(life, self._clock())
+
+    async def decide(self) -> PlannerDecision | None:
+        """One decision, made known and done; None while too little is known of the engines to make one."""
+        now = self._clock()
+        seen, profiles = self._watch.observe(now), self._watch.profiles()
+        planner = self._planner if profiles is None else self._planner_of(profiles)
+        if planner is None:
+            self._note(f"learning how long steps take: {self._watch.steps} seen")
+            return None
+        # A prediction may take a second of computing.
+        decision = replace(await asyncio.to_thread(planner.decide, seen, now), acts=self._settings.act)
+        metrics.show(decision)
+        self._say(decision)
+        try:
+            await self._bus.publish(topics.planner_decisions(), decision)
+        except BusError as error:
+            self._note(f"the bus does not take the decision: {error}")
+        for pool in decision.changes:
+            await self._change(pool)
+        return decision
+
+    def _planner_of(self, profiles: FleetProfiles) -> FleetPlanner:
+        """The planner, with what is known by now; another one where the fleet has other pools than before."""
+        settings = self._settings
+        if self._planner is None or profiles.roles != self._roles:
+            self._planner = FleetPlanner(profiles, settings.targets(), settings.limits(), settings.predictor())
+            self._roles = profiles.roles
+        self._planner.profiles = profiles
+        return self._planner
+
+    async def _change(self, pool: PoolDecision) -> None:
+        """Asks for as many engines; what is refused is asked for again at the next decision."""
+        if not self._settings.act:
+            metrics.DECISIONS.labels("dry run").inc()
+            return
+        count = max(0, pool.target - self._watch.on_other_hosts(pool.role))
+        request = msgspec.json.encode({"service": POOLS[pool.role], "count": count})
+        try:
+            await self._bus.request_raw(f"{topics.ADMIN}.scale", request, SCALE_TIMEOUT)
+        except EndpointError as error:
+            metrics.DECISIONS.labels("refused").inc()
+            self._note(f"{POOLS[pool.role]}={count} is refused: {error.text}")
+        except BusError as error:
+            metrics.DECISIONS.labels("failed").inc()
+            self._note(f"{POOLS[pool.role]}={count} is not answered: {error}")
+        else:
+            metrics.DECISIONS.labels("done").inc()

@@ -1,0 +1,106 @@
+"""The fleet as its processes' lifecycle messages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from services.planner.core.live_profile import LiveProfile
+from services.planner.core.load_meter import FleetObservation
+from services.planner.core.planner import FleetProfiles
+from services.planner.core.profile import EngineProfile
+from shared.ids import EngineId, InstanceId
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
+
+PRESENT: frozenset[Phase] = frozenset(("starting", "ready"))
+FORGOTTEN_AFTER = 5.0
+"""Seconds of silence after which a process is not counted any more."""
+ROLES_BY_NAME: Mapping[str, Role] = {"engine": "mixed", "prefill": "prefill", "decode": "decode"}
+"""What an engine will be, by its name without its number, and without that of a host behind the first."""
+
+
+class _Heard(NamedTuple):
+    at: float
+    life: Lifecycle
+
+
+class FleetWatch:
+    """Owns the newest message of each process, and a live profile of each role's engines."""
+
+    def __init__(self) -> None:
+        self._heard: dict[InstanceId, _Heard] = {}
+        self._live: dict[Role, LiveProfile] = {}
+
+    @property
+    def steps(self) -> int:
+        """Steps that the live profiles have seen."""
+        return sum(live.steps for live in self._live.values())
+
+    def record(self, life: Lifecycle, now: float) -> None:
+        """A process has said how it is."""
+        if life.service not in ("scheduler", "worker", "coordinator"):
+            return
+        if life.phase in ("stopped", "failed"):
+            self._forget(life.instance)
+            return
+        self._heard[life.instance] = _Heard(now, life)
+        if life.worker is not None and (engine := self._engine(life.worker.engine)) is not None:
+            self._live.setdefault(engine.role, LiveProfile()).record(life.instance, life.worker)
+
+    def observe(self, now: float) -> FleetObservation:
+        """The fleet at this moment."""
+        for instance in [name for name, heard in self._heard.items() if heard.at < now - FORGOTTEN_AFTER]:
+            self._forget(instance)
+        lives = [heard.life for heard in self._heard.values()]
+        schedulers = [life for life in lives if life.service == "scheduler"]
+        present: dict[Role, int] = {}
+        for life in schedulers:
+            role = _role_of(life)
+            if role is not None and life.phase in PRESENT:
+                present[role] = present.get(role, 0) + 1
+        return FleetObservation(
+            {EngineId(life.instance): life.engine for life in schedulers if life.engine is not None},
+            present,
+            sum(life.load for life in lives if life.service == "coordinator"),
+        )
+
+    def on_other_hosts(self, role: Role) -> int:
+        """How many of a role's present engines are not on the first host, whose engines alone `admin.scale` counts."""
+        lives = [heard.life for heard in self._heard.values() if heard.life.service == "scheduler"]
+        named = [name for name, each in ROLES_BY_NAME.items() if each == role]
+        return sum(
+            _role_of(life) == role and life.phase in PRESENT and life.instance.rpartition("-")[0] not in named
+            for life in lives
+        )
+
+    def profiles(self) -> FleetProfiles | None:
+        """Of what is known of the fleet's engines; None before that is enough. A fleet with prefill engines is
+        disaggregated."""
+        found = {role: self._profile(role) for role in self._live}
+        prefill, decode = found.get("prefill"), found.get("decode")
+        if "prefill" in found:
+            return None if prefill is None or decode is None else FleetProfiles(prefill, decode)
+        mixed = found.get("mixed")
+        return None if mixed is None else FleetProfiles(mixed)
+
+    def _profile(self, role: Role) -> EngineProfile | None:
+        for heard in self._heard.values():
+            worker = heard.life.worker
+            if worker is not None and (engine := self._engine(worker.engine)) is not None and engine.role == role:
+                return self._live[role].profile(engine, worker)
+        return None
+
+    def _engine(self, engine: EngineId) -> EngineReport | None:
+        heard = self._heard.get(InstanceId(engine))
+        return None if heard is None else heard.life.engine
+
+    def _forget(self, instance: InstanceId) -> None:
+        self._heard.pop(instance, None)
+        for live in self._live.values():
+            live.forget(instance)
+
+
+def _role_of(life: Lifecycle) -> Role | None:
+    if life.engine is not None:
+        return life.engine.role
+    return ROLES_BY_NAME.get(life.instance.rpartition("-")[0].rpartition("-")[2])

@@ -1,0 +1,126 @@
+"""The planner on a bus: what it says, and what it asks a coordinator for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from services.planner.actor import FleetActor
+from services.planner.config import PlannerSettings
+from shared import topics
+from shared.bus import EndpointError
+from shared.bus.memory_bus import MemoryBus
+from shared.messages.planner import PlannerDecision
+from tests.support.engines.planner_profiles import report
+from tests.unit.planner.core.test_fleet_watch import life, rank, sums
+
+SETTINGS = PlannerSettings(
+    ttft_ms=300, itl_ms=30, interval_s=10, start_s=10, stabilization_s=20, max_engines=4, act=True
+)
+
+
+class Fleet:
+    """An engine, and a coordinator that is asked."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self.bus = bus
+        self.asked: list[object] = []
+        self.said: list[PlannerDecision] = []
+        self.notes: list[str] = []
+        self.published: list[PlannerDecision] = []
+        self.refusal: str | None = None
+        self.now = 0.0
+
+    def planner(self, settings: PlannerSettings = SETTINGS) -> FleetActor:
+        return FleetActor(self.bus, settings, self.said.append, self.notes.append, lambda: self.now)
+
+    async def scale(self, body: bytes) -> bytes:
+        self.asked.append(msgspec.json.decode(body))
+        if self.refusal is not None:
+            raise EndpointError(409, self.refusal)
+        return b"{}"
+
+    async def see(self, decision: PlannerDecision) -> None:
+        self.published.append(decision)
+
+    async def works(self, requests: int) -> None:
+        """It has answered so many requests by now."""
+        served = replace(report(requests, ttft=0.1, itl=0.02), blocks_total=9999, max_running=16)
+        await self.bus.publish(topics.lifecycles(), life("scheduler", "engine-1", engine=served))
+        await self.bus.publish(topics.lifecycles(), rank("engine-1", sums(100 * requests, requests)))
+        await self.bus.flush()
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    bus = MemoryBus()
+    fleet = Fleet(bus)
+    await bus.serve_micro("admin", "1.0.0", "", {f"{topics.ADMIN}.scale": fleet.scale})
+    await bus.subscribe(topics.planner_decisions(), fleet.see)
+    yield fleet
+    await bus.close()
+
+
+async def decided(fleet: Fleet, settings: PlannerSettings = SETTINGS) -> PlannerDecision:
+    """After a rise of the load from nothing to 20 requests per second, which is more than one engine can do."""
+    planner = fleet.planner(settings)
+    listening = asyncio.create_task(planner.run())
+    await asyncio.sleep(0.01)
+    await fleet.works(0)
+    assert await planner.decide() is None
+    await fleet.works(1)
+    first = await planner.decide()
+    assert first is not None
+    assert not first.changes
+    fleet.now = 10.0
+    await fleet.works(201)
+    second = await planner.decide()
+    listening.cancel()
+    assert second is not None
+    await asyncio.sleep(0.01)
+    return second
+
+
+async def test_more_engines_are_asked_for_and_the_decision_is_an_event(fleet: Fleet) -> None:
+    decision = await decided(fleet)
+    assert decision.observed_rate == pytest.approx(20.0)
+    (pool,) = decision.changes
+    assert fleet.asked == [{"service": "engines", "count": pool.target}]
+    assert pool.target > 1
+    assert fleet.said == fleet.published
+    assert fleet.said[-1] == decision
+    assert decision.acts
+    assert fleet.notes == ["learning how long steps take: 0 seen"]
+
+
+async def test_a_dry_run_says_the_same_and_asks_for_nothing(fleet: Fleet) -> None:
+    decision = await decided(fleet, replace(SETTINGS, act=False))
+    assert decision.changes
+    assert not decision.acts
+    assert fleet.asked == []
+    assert fleet.published[-1] == decision
+
+
+async def test_a_refusal_is_noted_and_the_planner_goes_on(fleet: Fleet) -> None:
+    fleet.refusal = "no device is left"
+    await decided(fleet)
+    assert fleet.notes[-1].endswith("is refused: no device is left")
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({}, "--ttft-ms, --itl-ms: at least one target is needed"),
+        ({"ttft_ms": 9, "min_engines": 3, "max_engines": 2}, "--max-engines 2: must not be below --min-engines"),
+        ({"ttft_ms": 9, "min_engines": 3, "gpu_budget": 2}, "--gpu-budget 2: must not be below --min-engines"),
+        ({"ttft_ms": 9, "load_predictor": "seasonal", "season_s": 60.0}, "season = 4 intervals"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        PlannerSettings(**fields)
