@@ -44,7 +44,8 @@ class ScaleOut(NamedTuple):
     """One more engine, in seconds from the request for it."""
 
     stages: Mapping[str, float]
-    """Of the rank that took longest, `spawn` before and what follows until the engine is ready behind them."""
+    """Of the rank that took longest, `spawn` before and what follows until the engine is ready behind them; none of a
+    standby, which was started before."""
     ready: float
     """Until the engine takes requests."""
     first_token: float
@@ -68,6 +69,9 @@ def startup_options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument(
         "--cold", action="store_true", help="drop the model's files from the page cache before each repetition"
     )
+    made.add_argument(
+        "--standby", action="store_true", help="start the engine beforehand, drained, and measure from its undrain"
+    )
     output_group(made)
     given = parse(made, argv)
     if given.cold and given.model_dir is None:
@@ -86,8 +90,11 @@ async def main(argv: Sequence[str]) -> int:
         for _ in range(options.repetitions):
             if options.cold:
                 drop_from_page_cache(options.model_dir)
-            found.append(await stack.scale_out())
-    report.end({"cold": options.cold, "startups": [each._asdict() for each in found]}, "\n".join(_table(found)))
+            found.append(await stack.scale_out(standby=options.standby))
+    report.end(
+        {"cold": options.cold, "standby": options.standby, "startups": [each._asdict() for each in found]},
+        "\n".join(_table(found)),
+    )
     return 0
 
 
@@ -136,18 +143,26 @@ class BenchedStack:
             self._heard[life.instance] = life
         self._news.set()
 
-    async def scale_out(self) -> ScaleOut:
-        """Starts one more engine, waits for its first token, and stops it again. Raises BenchError."""
+    async def scale_out(self, *, standby: bool) -> ScaleOut:
+        """Starts one more engine, waits for its first token, and stops it again. Of a `standby` the time counts from
+        its undrain. Raises BenchError."""
         engines = [name for name, life in self._heard.items() if life.service == "scheduler"]
         for engine in engines:
             await self._admin("drain", instance=engine, force=True)
         await self._until(lambda: all(self._heard[engine].phase == "draining" for engine in engines))
+        new: list[InstanceId] = []
         try:
+            if standby:
+                new = await self._one_more(len(engines))
+                await self._admin("drain", instance=new[0], force=True)
+                await self._until(lambda: self._heard[new[0]].phase == "draining")
             asked, began = time.time(), time.perf_counter()
             first_token = asyncio.create_task(self._first_token())
-            answer = await self._admin("scale", service="engines", count=len(engines) + 1)
-            new = [InstanceId(name) for name in answer["started"]]
-            await self._until(lambda: all(name in self._heard and self._heard[name].phase == "ready" for name in new))
+            if standby:
+                await self._admin("undrain", instance=new[0])
+                await self._until(lambda: self._heard[new[0]].phase == "ready")
+            else:
+                new = await self._one_more(len(engines))
             ready = time.perf_counter() - began
             token = await first_token - began
             slowest = await self._slowest_rank(new)
@@ -157,7 +172,14 @@ class BenchedStack:
             await self._until(lambda: all(self._heard[engine].phase == "ready" for engine in engines))
             await self._admin("scale", service="engines", count=len(engines))
         await self._until(lambda: not any(name in self._heard for name in new))
-        return ScaleOut(_stages(slowest, asked, ready), ready, token, slowest["processor"])
+        return ScaleOut({} if standby else _stages(slowest, asked, ready), ready, token, slowest["processor"])
+
+    async def _one_more(self, engines: int) -> list[InstanceId]:
+        """Starts one more than `engines`; its scheduler and its ranks, once they are ready."""
+        answer = await self._admin("scale", service="engines", count=engines + 1)
+        new = [InstanceId(name) for name in answer["started"]]
+        await self._until(lambda: all(name in self._heard and self._heard[name].phase == "ready" for name in new))
+        return new
 
     async def _until(self, condition: Any) -> None:
         try:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-import services.worker.actor  # noqa: F401 what `__main__` imports
+from services.worker.actor import WorkerActor  # noqa: F401 what `__main__` imports
 from services.worker.config import WorkerConfig
+from services.worker.executor.backend_choice import make_backend  # noqa: F401
 from services.worker.models.weight_files import read_ahead
 from shared.config import load_config
 
@@ -25,6 +26,6 @@ def _import_all(config: WorkerConfig) -> None:
     with suppress(ImportError):
         import uvloop  # noqa: F401
     if config.device == "sim":
-        import services.worker.sim.backend
+        from services.worker.sim.backend import create_sim_backend  # noqa: F401
     else:
-        import services.worker.executor.torch_backend  # noqa: F401
+        from services.worker.executor.torch_backend import create_backend  # noqa: F401

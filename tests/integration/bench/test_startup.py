@@ -34,6 +34,16 @@ def test_the_stages_of_one_more_engine_add_up_to_its_start(stack: RunningStack) 
     assert '"event":"startup"' in stack.log("engine-1-rank0")
 
 
+def test_a_standby_is_started_before_its_time_is_taken(stack: RunningStack) -> None:
+    done = stack.baton("bench", "startup", "--repetitions", "1", "--standby", "--json")
+    assert done.returncode == 0, done.stderr
+    (startup,) = json.loads(done.stdout)["startups"]
+    assert startup["stages"] == {}
+    assert startup["ready"] > 0
+    assert startup["first_token"] > 0
+    stack.until(lambda state: {member.engine for member in state.members if member.engine} == {"engine-1"})
+
+
 def test_workers_are_forked_again_when_they_die_and_started_where_nothing_forks_them(stack: RunningStack) -> None:
     worker = stack.pid("engine-1-rank0")
     template = psutil.Process(worker).parent()
