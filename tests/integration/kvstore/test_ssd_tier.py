@@ -299,6 +299,19 @@ async def test_a_full_disk_costs_blocks_and_nothing_else(tmpfs: Path, monkeypatc
         assert tier.is_present
 
 
+async def test_a_full_disk_is_read_after_a_restart(tmpfs: Path) -> None:
+    blocks = chain(4, seed=13)
+    async with running(tmpfs / "ssd", SMALL) as tier:
+        await write(tier, blocks)
+    with contextlib.suppress(OSError), (tmpfs / "hog").open("wb") as file:
+        while True:
+            os.write(file.fileno(), bytes(PAGE))
+    async with running(tmpfs / "ssd", SMALL) as tier:
+        await until(lambda: tier.is_present)
+        assert await found(tier, hashes(blocks)) == blocks
+        assert tier.report().problem == ""
+
+
 async def test_a_file_system_without_direct_access_is_used_through_the_page_cache(
     ramfs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
