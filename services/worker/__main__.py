@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from services.worker.actor import WorkerActor
-from services.worker.backend import BackendError
+from services.worker.backend import Backend, BackendError
 from services.worker.config import WorkerConfig
-from services.worker.executor.backend_choice import make_backend
+from services.worker.executor.backend_choice import device_name, make_backend
+from services.worker.flops import FlopsMeter, peak_flops
+from services.worker.sim.shape import read_shape
 from services.worker.watchdog import StepHung
 from shared.actor import run_service
 from shared.bus import Bus
@@ -26,7 +29,22 @@ HUNG = 70
 
 async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
     """The worker's actor; its backend is made on the compute thread once the actor starts."""
-    return WorkerActor(bus, config.instance_id(), config.place(), lambda: make_backend(config))
+    return WorkerActor(
+        bus,
+        config.instance_id(),
+        config.place(),
+        lambda: make_backend(config),
+        lambda backend: make_meter(config, backend),
+    )
+
+
+def make_meter(config: WorkerConfig, backend: Backend) -> FlopsMeter | None:
+    """What estimates the operations of a rank's steps; None where the shape of its model is not in a folder here."""
+    try:
+        shape = read_shape(Path(config.model).expanduser(), backend.card.dtype)
+    except BackendError:
+        return None
+    return FlopsMeter(shape, config.world_size, peak_flops(device_name(backend.device), backend.card.dtype))
 
 
 def main() -> None:

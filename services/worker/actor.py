@@ -15,6 +15,7 @@ from services.worker.backend import Backend
 from services.worker.config import RankIdentity
 from services.worker.executor.compute_thread import ComputeThread
 from services.worker.executor.plan_queue import PlanGap, PlanQueue
+from services.worker.flops import FlopsMeter
 from services.worker.guided.outbox import CompileOutbox
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
@@ -41,8 +42,14 @@ class WorkerActor(Actor):
     service = "worker"
 
     def __init__(
-        self, bus: Bus, instance: InstanceId, identity: RankIdentity, make_backend: Callable[[], Backend]
+        self,
+        bus: Bus,
+        instance: InstanceId,
+        identity: RankIdentity,
+        make_backend: Callable[[], Backend],
+        make_meter: Callable[[Backend], FlopsMeter | None] = lambda _: None,
     ) -> None:
+        """`make_meter`: what estimates the operations of its steps; None where the model's shape is not known."""
         super().__init__(bus, instance)
         self._identity = identity
         self._publishes = identity.publishes
@@ -51,6 +58,8 @@ class WorkerActor(Actor):
         self._plans = PlanQueue(skip_void=identity.world_size == 1)
         self._thread = ComputeThread(make_backend, self._plans, self._copies)
         self._backend: Backend | None = None
+        self._make_meter = make_meter
+        self._meter: FlopsMeter | None = None
         self._ledger = TransferLedger(identity.rank)
         self._grammars = CompileOutbox()
         self._watchdog = StepWatchdog(identity.min_step_timeout, identity.first_step_timeout)
@@ -71,6 +80,8 @@ class WorkerActor(Actor):
         """Makes the backend, which takes from a second to minutes. Raises BackendError."""
         self._backend = await self._thread.start()
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
+        self._meter = self._make_meter(self._backend)
+        metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
         extra = {"device": self._backend.device, "blocks": self._backend.num_blocks}
         log.info("backend ready", extra=extra)
 
@@ -131,6 +142,8 @@ class WorkerActor(Actor):
             plan, output, ended = await self._plans.results.get()
             self._watchdog.finish(time.perf_counter(), computed=output is not None)
             if output is None:
+                if self._meter is not None:
+                    self._meter.record(plan, None)
                 continue
             output = replace(output, timing=replace(output.timing, answer=max(0.0, time.perf_counter() - ended)))
             if self._publishes:
@@ -148,6 +161,8 @@ class WorkerActor(Actor):
                 )
                 await self.bus.publish(self._results, finished)
             self._sums = metrics.record_step(plan, output, self._sums)
+            if self._meter is not None:
+                metrics.record_flops(self._meter.record(plan, output), output.timing, self._meter.peak)
 
     async def tear_down(self) -> None:
         """Ends both threads, or leaves one behind that does not end within its STOP_TIMEOUT."""

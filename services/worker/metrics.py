@@ -7,6 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.worker.backend import StepOutput
 from shared.messages.lifecycle import StepSums
+from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 
 PAUSE = 0.25
@@ -26,6 +27,19 @@ STEP_DEADLINE = Gauge(
     "baton_worker_step_deadline_seconds",
     "Seconds that the step in hand may take before the rank ends as hung; 0: none.",
 )
+FLOPS = Counter(
+    "baton_worker_estimated_flops_total",
+    "Floating-point operations that the model needed for what this rank computed, estimated from its shape.",
+)
+PEAK_FLOPS = Gauge(
+    "baton_worker_peak_flops",
+    "Operations per second of the device's data sheet, with numbers of 16 bits; 0: not known.",
+)
+MFU = Histogram(
+    "baton_worker_step_mfu",
+    "Model FLOPs utilization of steps: what a step needed, by its seconds and the device's peak; where that is known.",
+    buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8),
+)
 PAUSES = Counter("baton_worker_pause_seconds_total", "Seconds of pauses: more than 0.25 s without a plan.")
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.")
 
@@ -41,6 +55,15 @@ _WAIT, _PREPARE, _FORWARD, _SAMPLE, _ANSWER = (
     PART_SECONDS.labels(part) for part in ("wait", "prepare", "forward", "sample", "answer")
 )
 _COMPUTED, _SAMPLED = TOKENS.labels("computed"), TOKENS.labels("sampled")
+
+
+def record_flops(flops: float, timing: StepTiming, peak: float | None) -> None:
+    """Counts what a step needed; its utilization is over the time from the end of the step before, without pauses."""
+    FLOPS.inc(flops)
+    wait = 0.0 if timing.wait > PAUSE else timing.wait
+    seconds = wait + timing.prepare + timing.forward + timing.sample
+    if peak is not None and seconds > 0.0:
+        MFU.observe(flops / (seconds * peak))
 
 
 def record_step(plan: StepPlan, output: StepOutput, sums: StepSums) -> StepSums:

@@ -108,6 +108,15 @@ def torch_device(config: WorkerConfig, cuda: bool, count: int) -> str:
     return f"cuda:{index % count}"
 
 
+def device_name(device: str) -> str:
+    """What the maker calls a device that a backend names; of others than GPUs the backend's own name."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
 def _open(device: torch.device) -> None:
     """Makes a GPU the current one of this thread. Raises BackendError where it has no memory for a context, is
     another's alone, broken, or of a kind that this PyTorch has no kernels for: from here on whatever it says is a bug.
