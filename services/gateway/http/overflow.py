@@ -98,11 +98,30 @@ class Overflow:
 
     async def _answer(self, call: Call, kind: Kind, cause: OverflowCause) -> bool:
         request = await self._forwarded(call, kind, cause)
-        answer = None if request is None else await self._provider.ask(request, cause)
+        answer = None if request is None else await self._ask_while_there(call, request, cause)
         if answer is None:
             return False
         await self.relay(call, answer)
         return True
+
+    async def _ask_while_there(
+        self, call: Call, request: ForwardedRequest, cause: OverflowCause
+    ) -> ProviderAnswer | None:
+        """Asks as long as the client is there: nobody pays for what nobody reads."""
+        asked, connection = asyncio.create_task(self._provider.ask(request, cause)), call.connection
+
+        def give_up() -> None:
+            asked.cancel()
+
+        connection.on_lost = give_up
+        if connection.is_closing():
+            asked.cancel()
+        try:
+            await asyncio.wait((asked,))
+            return None if asked.cancelled() else asked.result()
+        finally:
+            asked.cancel()
+            connection.on_lost = None
 
     async def _forwarded(self, call: Call, kind: Kind, cause: OverflowCause) -> ForwardedRequest | None:
         """What the provider would be asked; None where it is not to be. Raises RequestError."""
@@ -125,6 +144,8 @@ class Overflow:
         why: str | None = None
         connection = call.connection
         connection.on_lost = answer.abort
+        if connection.is_closing():
+            answer.abort()
         call.record.model = ModelName(answer.request.model)
         try:
             await call.start(200, answer.content_type, OVERFLOW_HEADERS)

@@ -288,6 +288,20 @@ async def test_a_client_that_leaves_ends_the_providers_work(stack: GatewayStack,
     assert counted(before, await outcomes(stack)) == [("full", "client left")]
 
 
+async def test_a_client_that_leaves_before_the_answer_ends_the_providers_work(
+    stack: GatewayStack, provider: FakeProvider
+) -> None:
+    provider.behaviour = "silent"
+    before = await outcomes(stack)
+    asked = asyncio.create_task(post(stack, chat(FULL)))
+    await eventually(lambda: bool(provider.bodies))
+    asked.cancel()
+    await eventually(lambda: provider.left == 1)
+    assert stack.gateway.provider is not None
+    await eventually(lambda: stack.gateway.provider.idle)
+    assert counted(before, await outcomes(stack)) == [("full", "not needed")]
+
+
 async def test_two_gateways_that_overflow_into_each_other_pass_a_request_on_once(memory_bus: MemoryBus) -> None:
     other = MemoryBus()
     async with fake_provider() as unused:
