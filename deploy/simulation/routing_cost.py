@@ -12,18 +12,18 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, get_args
 
-from services.bench.options import natural, output_group, output_options, parse
+from services.bench.options import natural, output_group, output_options, parse, whole
 from services.bench.report import WIDTH, OutputOptions, Report, Table, line, rule
 from services.bench.statistics import percentile
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import Moment, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from shared.blocks import BLOCK_SIZE, HASH_BYTES
-from shared.ids import Attempt, GatewayId, Incarnation, InstanceId, ModelName, RequestId
+from shared.ids import Attempt, GatewayId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.kv_events import KvEvents, KvSource
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, EngineReport, Lifecycle, ModelCard
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, EngineReport, Lifecycle, ModelCard, Service, StoreReport
 from shared.packing import TOKEN_BYTES
 
 MODEL = ModelName("m")
@@ -54,6 +54,7 @@ class RoutingOptions(NamedTuple):
     blocks: int
     prompt_blocks: int
     holders: int
+    nodes: int
     requests: int
     policy: Policy
     seed: int
@@ -69,6 +70,7 @@ def routing_options(argv: Sequence[str] | None) -> RoutingOptions:
     made.add_argument("--blocks", type=natural, default=100_000, help="cached by each engine; default: %(default)s")
     made.add_argument("--prompt-blocks", type=natural, default=128, help="of a prompt; default: %(default)s")
     made.add_argument("--holders", type=natural, default=4, help="engines that hold a block; default: %(default)s")
+    made.add_argument("--nodes", type=whole, default=0, help="with a KV store each; default: none has one")
     made.add_argument("--requests", type=natural, default=4000, help="placements; default: %(default)s")
     made.add_argument("--policy", choices=get_args(Policy), default="kv", help="default: %(default)s")
     made.add_argument("--seed", type=int, default=0)
@@ -117,7 +119,8 @@ class RoutedFleet:
         self._options = options
         self._random = Random(options.seed)
         self._names = [InstanceId(f"engine-{number:04}") for number in range(engines)]
-        self._numbers = dict.fromkeys(self._names, 0)
+        self._stores = [InstanceId(f"kvstore-{number}") for number in range(1, options.nodes + 1)]
+        self._numbers = dict.fromkeys((*self._names, *self._stores), 0)
         self._distinct = engines * options.blocks // options.holders
         config = CoordinatorConfig(router_policy=options.policy, router_index_blocks=max(1024, 3 * self._distinct))
         self._core = Coordinator(InstanceId("coordinator-1"), config)
@@ -129,7 +132,7 @@ class RoutedFleet:
         """All figures of it."""
         core = self._core
         core.lifecycle(_life("detokenizer", InstanceId("detokenizer-1")), self._moment())
-        for name in self._names:
+        for name in (*self._names, *self._stores):
             core.lifecycle(self._report(name), self._moment())
         gc.collect()
         before, filled = resident_bytes(), Durations()
@@ -140,7 +143,7 @@ class RoutedFleet:
         gc.freeze()  # as a service does once it is set up: the map is not to be looked through by every collection
         placements, reports, events = self._serve()
         gc.unfreeze()
-        stored = held * self._options.holders
+        stored = held * (self._options.holders + bool(self._stores))
         return {
             "engines": len(self._names),
             "blocks": held,
@@ -154,13 +157,15 @@ class RoutedFleet:
     # ---- what is cached
 
     def _fill(self) -> None:
-        """Every prompt is stored by as many engines as hold it."""
+        """Every prompt is stored by as many engines as hold it, and by one node's store."""
         for number, chain in enumerate(self._new_chains(self._distinct // self._options.prompt_blocks)):
             if len(self._chains) < REMEMBERED_CHAINS:
                 self._chains.append(chain)
             first = number * self._options.holders
             for holder in range(self._options.holders):
                 self._store(self._names[(first + holder) % len(self._names)], chain)
+            if self._stores:
+                self._store(self._stores[number % len(self._stores)], chain)
 
     def _new_chains(self, count: int) -> Iterator[bytes]:
         for _ in range(count):
@@ -170,7 +175,7 @@ class RoutedFleet:
         number = self._numbers[engine]
         self._numbers[engine] = number + 1
         event = KvEvents(
-            source=KvSource(instance=engine, model=MODEL, node=None),
+            source=KvSource(instance=engine, model=MODEL, node=self._node_of(engine), store=engine in self._stores),
             epoch=Incarnation(1),
             number=number,
             stored=stored,
@@ -224,9 +229,17 @@ class RoutedFleet:
             )
         )
 
+    def _node_of(self, source: InstanceId) -> NodeId | None:
+        """Of an engine or a store; engines are shared out among the nodes."""
+        if not self._stores:
+            return None
+        return NodeId(f"node-{int(source.rpartition('-')[2]) % len(self._stores)}")
+
     def _report(self, engine: InstanceId) -> Lifecycle:
         """Some load: no engine is full, and hardly two have the same."""
-        random = self._random
+        random, node = self._random, self._node_of(engine)
+        if node is not None and engine in self._stores:
+            return _life("kvstore", engine, store=_store_report(node))
         running = random.randrange(MAX_RUNNING // 2)
         report = EngineReport(
             model=CARD,
@@ -238,6 +251,7 @@ class RoutedFleet:
             blocks_free=1_000_000 - 64 * running - random.randrange(64),
             steps=0,
             tokens=0,
+            node=node,
             prefill_tokens=random.randrange(4096),
         )
         return _life("scheduler", engine, report)
@@ -246,7 +260,15 @@ class RoutedFleet:
         return Moment(self._now, 0.0)
 
 
-def _life(service: Any, instance: InstanceId, report: EngineReport | None = None) -> Lifecycle:
+def _store_report(node: NodeId) -> StoreReport:
+    return StoreReport(
+        node=node, slots=1, committed=1, reserved=0, pinned=0, bytes_used=0, bytes_total=0, hits=0, misses=0
+    )
+
+
+def _life(
+    service: Service, instance: InstanceId, report: EngineReport | None = None, store: StoreReport | None = None
+) -> Lifecycle:
     return Lifecycle(
         service=service,
         instance=instance,
@@ -256,6 +278,7 @@ def _life(service: Any, instance: InstanceId, report: EngineReport | None = None
         host="simulated",
         started=0.0,
         engine=report,
+        store=store,
     )
 
 
@@ -294,6 +317,7 @@ def _lines(options: RoutingOptions, runs: Sequence[dict[str, Any]]) -> list[str]
         line("Policy:", options.policy),
         line("Blocks per engine:", options.blocks),
         line("Engines that hold a block:", options.holders),
+        line("Nodes with a KV store:", options.nodes),
         line("Placements:", options.requests),
         *Table((*heading, "event p50 µs", "events/s", "blocks stored/s"), rows).lines(),
         "=" * WIDTH,

@@ -164,6 +164,10 @@ class EnginePool:
             self._members[each.engine.id] = work_of(each), each
             self.requests += each.requests
         self._order = sorted((work, name) for name, (work, _) in self._members.items())
+        self._of_node: dict[NodeId | None, list[tuple[float, EngineId]]] = {}
+        """The same by node."""
+        for work, name in self._order:
+            self._of_node.setdefault(self._members[name][1].node, []).append((work, name))
 
     def __len__(self) -> int:
         return len(self._members)
@@ -186,13 +190,12 @@ class EnginePool:
         name = candidate.engine.id
         work = self._work_of(candidate)
         before = self._members.get(name)
-        if before is None:
-            insort(self._order, (work, name))
-        else:
+        if before is not None and (before[0], before[1].node) == (work, candidate.node):
             self.requests -= before[1].requests
-            if before[0] != work:
-                del self._order[bisect_left(self._order, (before[0], name))]
-                insort(self._order, (work, name))
+        else:
+            self.drop(name)
+            insort(self._order, (work, name))
+            insort(self._of_node.setdefault(candidate.node, []), (work, name))
         self._members[name] = work, candidate
         self.requests += candidate.requests
 
@@ -200,8 +203,10 @@ class EnginePool:
         """It takes no more requests; nothing where it is not among them."""
         before = self._members.pop(engine, None)
         if before is not None:
-            del self._order[bisect_left(self._order, (before[0], engine))]
-            self.requests -= before[1].requests
+            work, candidate = before
+            for order in (self._order, self._of_node[candidate.node]):
+                del order[bisect_left(order, (work, engine))]
+            self.requests -= candidate.requests
 
     def least(self, without: Container[EngineId] = ()) -> list[Candidate]:
         """Those with the least work, by name, `without` some; none where there are no others."""
@@ -213,4 +218,20 @@ class EnginePool:
             if name not in without:
                 least = work
                 found.append(self._members[name][1])
+        return found
+
+    def least_by_node(self, without: Container[EngineId], is_full: Callable[[Candidate], bool]) -> list[Candidate]:
+        """Of each node those with the least work, up to the first that is not full, `without` some: where all on a node
+        are worth the same unless they are full, and these less, the best of each node is among them."""
+        found: list[Candidate] = []
+        for order in self._of_node.values():
+            least: float | None = None
+            for work, name in order:
+                if least is not None and work > least:
+                    break
+                if name not in without:
+                    candidate = self._members[name][1]
+                    found.append(candidate)
+                    if least is None and not is_full(candidate):
+                        least = work
         return found

@@ -102,36 +102,37 @@ class Router:
             equals = list(pool) if self._draws else pool.least()
             chosen = equals[self._pick(request, [0.0] * len(equals), purpose)]
             return chosen, _reuses(request, [chosen])[0]
-        looked_at = self._to_be_looked_at(request, pool)
+        bound = self._config.router_saturation * pool.requests / len(pool) + SATURATION_SLACK
+        looked_at = self._to_be_looked_at(request, pool, bound)
         reuses = _reuses(request, looked_at)
-        costs = self._costs(request, pool, looked_at, reuses)
-        if len(looked_at) < len(pool):
-            # Of those that hold nothing of it the least loaded are the cheapest; there are some unless all are held.
-            others = pool.least(without={candidate.engine.id for candidate in looked_at})
-            costs += [self._cost(request, candidate, NO_REUSE) for candidate in others]
-            reuses += [NO_REUSE] * len(others)
-            looked_at += others
+        costs = self._costs(request, pool, looked_at, reuses, bound)
         order = sorted(range(len(costs)), key=lambda index: looked_at[index].engine.id)
         place = order[self._pick(request, [costs[index] for index in order], purpose)]
         return looked_at[place], reuses[place]
 
-    def _to_be_looked_at(self, request: _RoutedRequest, pool: EnginePool) -> list[Candidate]:
-        """The candidates that differ from the others by more than their work: all where a KV store holds something of
-        the request, for what it is worth depends on the node and on how full an engine is; and all where each has a
-        chance."""
-        if self._draws or request.hits.stores:
+    def _to_be_looked_at(self, request: _RoutedRequest, pool: EnginePool, bound: float) -> list[Candidate]:
+        """The candidates that hold something of the request, and of the others the least loaded: of each node, where KV
+        stores hold something. All of them where each has a chance."""
+        if self._draws:
             return list(pool)
         names = {EngineId(instance) for instance in request.hits.engines}
         if request.expected is not None:
             names.add(request.expected)
-        return [candidate for name in names if (candidate := pool.get(name)) is not None]
+        holders = [candidate for name in names if (candidate := pool.get(name)) is not None]
+        if request.hits.stores:
+            return holders + pool.least_by_node(names, lambda candidate: _is_saturated(candidate, bound))
+        return holders + pool.least(names)
 
     def _costs(
-        self, request: _RoutedRequest, pool: EnginePool, candidates: Sequence[Candidate], reuses: Sequence[Reuse]
+        self,
+        request: _RoutedRequest,
+        pool: EnginePool,
+        candidates: Sequence[Candidate],
+        reuses: Sequence[Reuse],
+        bound: float,
     ) -> list[float]:
         """One that is saturated (it holds too many requests, or runs as many as it can) does not win by what it has
         cached. Where all of the pool are, none is."""
-        bound = self._config.router_saturation * pool.requests / len(pool) + SATURATION_SLACK
         saturated = [_is_saturated(candidate, bound) for candidate in candidates]
         if any(saturated) and all(_is_saturated(candidate, bound) for candidate in pool.by_work()):
             saturated = [False] * len(candidates)
