@@ -11,6 +11,8 @@ import typer
 
 from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of, running_stack
 from deploy.errors import CommandError
+from deploy.launchers import PoolChange
+from deploy.launchers.supervisor_launcher import SupervisorLauncher
 from deploy.supervisor.core.plan import SCALABLE
 from deploy.supervisor.operator_bus import ask_admin
 
@@ -71,6 +73,20 @@ def scale(
         str | None,
         typer.Option("--host", help="Name of the host where that is to be, in a stack of several. Default: this one."),
     ] = None,
+    kubernetes: Annotated[
+        str | None,
+        typer.Option(
+            "--kubernetes",
+            envvar="BATON_KUBERNETES_URL",
+            help="URL of `kubectl proxy`, e.g. http://127.0.0.1:8001: scales the pods of deploy/kubernetes there.",
+        ),
+    ] = None,
+    kubernetes_namespace: Annotated[
+        str, typer.Option("--kubernetes-namespace", help="With --kubernetes: their namespace.")
+    ] = "baton",
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="With --kubernetes: seconds to wait until all are ready; 0: none.")
+    ] = 0.0,
     as_json: AsJson = False,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
@@ -79,14 +95,37 @@ def scale(
     kind, equals, count = service.partition("=")
     if not equals or not count.isdecimal():
         raise CommandError(f"{service}: SERVICE=N is expected, for example tokenizer=3", status=2)
-    state = running_stack(name, run_dir)
-    where = host if host is not None or state.spec.cluster is None else state.spec.cluster.node
-    request = {"service": _endpoint_name(kind), "count": int(count)} | ({} if where is None else {"host": where})
-    answer = asyncio.run(ask_admin(state, "scale", request))
-    started, stopping = answer.get("started", []), answer.get("stopping", [])
-    changes = [f"starting {', '.join(started)}"] if started else []
-    changes += [f"draining and stopping {', '.join(stopping)}"] if stopping else []
+    pool = _endpoint_name(kind)
+    if kubernetes is not None:
+        if host is not None:
+            raise CommandError("--host: Kubernetes chooses hosts itself", status=2)
+        change = asyncio.run(_scale_pods(kubernetes, kubernetes_namespace, pool, int(count), wait))
+    else:
+        if wait:
+            raise CommandError("--wait: with --kubernetes only", status=2)
+        state = running_stack(name, run_dir)
+        where = host if host is not None or state.spec.cluster is None else state.spec.cluster.node
+        change = asyncio.run(SupervisorLauncher(state, where).scale(pool, int(count)))
+    changes = [f"starting {', '.join(change.started)}"] if change.started else []
+    changes += [f"draining and stopping {', '.join(change.stopping)}"] if change.stopping else []
+    answer = {"service": pool, "started": change.started, "stopping": change.stopping}
     _say(answer, as_json, f"{service}: {'; '.join(changes) or 'nothing to change'}.")
+
+
+async def _scale_pods(url: str, namespace: str, pool: str, count: int, wait: float) -> PoolChange:
+    """Raises CommandError."""
+    from deploy.launchers.kubernetes_api import kubernetes_api
+    from deploy.launchers.kubernetes_launcher import KubernetesLauncher
+
+    try:
+        async with kubernetes_api(url, namespace) as api:
+            launcher = KubernetesLauncher(api)
+            change = await launcher.scale(pool, count)
+            if wait:
+                await launcher.wait_until_ready(pool, count, wait)
+            return change
+    except ValueError as error:
+        raise CommandError(f"--kubernetes {error}", status=2) from None
 
 
 def _endpoint_name(service: str) -> str:

@@ -1,0 +1,22 @@
+"""The processes of a stack that `baton up` or `baton join` runs."""
+
+from __future__ import annotations
+
+from deploy.launchers.interface import PoolChange
+from deploy.supervisor.operator_bus import ask_admin
+from deploy.supervisor.state_file import StackState
+
+
+class SupervisorLauncher:
+    """Asks the supervisor, by a coordinator's `admin.scale`."""
+
+    def __init__(self, state: StackState, host: str | None = None) -> None:
+        """`host`: whose supervisor is asked, in a stack of several; None: of the only one."""
+        self._state = state
+        self._host = host
+
+    async def scale(self, pool: str, count: int) -> PoolChange:
+        """As `Launcher.scale`."""
+        request = {"service": pool, "count": count} | ({} if self._host is None else {"host": self._host})
+        answer = await ask_admin(self._state, "scale", request)
+        return PoolChange(tuple(answer.get("started", ())), tuple(answer.get("stopping", ())))
