@@ -5,8 +5,8 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from deploy.container_secrets import password_variable
@@ -26,9 +26,12 @@ def make_passwords() -> Mapping[User, str]:
 
 # The text of a nats-server's configuration: the embedded one's, and `deploy/nats.conf` for containers.
 #
-# python -m deploy.supervisor.servers.nats_config > deploy/nats.conf
+# python -m deploy.supervisor.servers.nats_config
 
 
+DEPLOY = Path(__file__).parents[2]
+CONTAINER_CONFIGS = (DEPLOY / "nats.conf", DEPLOY / "kubernetes" / "components" / "nats" / "nats.conf")
+"""Two of one text: kustomize reads no file outside of a component's folder."""
 MAX_PAYLOAD = 8 * 2**20
 ANSWERS_PER_QUESTION = 4
 ANSWER_TIME = "2m"
@@ -144,5 +147,11 @@ def _user(user: User, password: str, namespace: str, inboxes: tuple[str, ...]) -
     )
 
 
+def main() -> None:
+    """Writes the containers' configuration, for compose and for Kubernetes."""
+    for path in CONTAINER_CONFIGS:
+        path.write_text(container_config(), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(container_config())
+    main()

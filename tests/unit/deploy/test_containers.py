@@ -14,7 +14,7 @@ import yaml
 from deploy.configuration import CONFIGS
 from deploy.container_secrets import SERVICES, make
 from deploy.healthcheck import is_healthy
-from deploy.supervisor.servers.nats_config import container_config
+from deploy.supervisor.servers.nats_config import CONTAINER_CONFIGS, container_config
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.config import load_config
 from shared.settings import parse_bytes
@@ -24,8 +24,9 @@ from tests.support.paths import REPOSITORY
 
 
 def test_the_containers_bus_has_the_same_permissions_as_ours() -> None:
-    written = (REPOSITORY / "deploy" / "nats.conf").read_text()
-    assert written == container_config(), "run: python -m deploy.supervisor.servers.nats_config > deploy/nats.conf"
+    assert len(CONTAINER_CONFIGS) == 2
+    for path in CONTAINER_CONFIGS:
+        assert path.read_text() == container_config(), "run: python -m deploy.supervisor.servers.nats_config"
 
 
 def test_every_choice_is_explained_and_has_the_default_that_is_shown() -> None:

@@ -287,10 +287,3 @@ def test_pods_keep_the_restricted_standard(overlay: str) -> None:
             assert {"memory"} <= container["resources"]["limits"].keys()
         kinds = {key for volume in pod["volumes"] for key in volume} - {"name"}
         assert kinds <= {"secret", "projected", "emptyDir", "persistentVolumeClaim"}
-
-
-def test_the_bus_has_the_permissions_that_containers_have() -> None:
-    ours = (REPOSITORY / "deploy" / "nats.conf").read_text()
-    assert (FOLDER / "components/nats/nats.conf").read_text() == ours, (
-        "cp deploy/nats.conf deploy/kubernetes/components/nats"
-    )
