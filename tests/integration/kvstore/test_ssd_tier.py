@@ -234,6 +234,14 @@ def test_a_folder_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
         SsdTier(tmp_path, ROOMY)
 
 
+async def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    async with running(tmp_path / "ssd") as tier:
+        await write(tier, chain(1))
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "ssd", *(tmp_path / "ssd").glob("*/"))}
+        assert modes == {0o700}
+        assert {path.stat().st_mode & 0o777 for path in segments(tmp_path / "ssd")} == {0o600}
+
+
 async def test_one_store_at_a_time(tmp_path: Path) -> None:
     async with running(tmp_path) as tier:
         await until(lambda: tier.is_present)
