@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-faults test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-faults test-hosts test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,13 +53,18 @@ down: setup ## end a stack that `baton up --detach` started
 
 # Several processes (tests/conftest.py); each takes whole files: what their tests share is made once. One: ARGS="-n 0".
 test: $(DEV) $(KERNELS) ## all tests but the slow ones, those of faults and those of Triton's kernels
-	$(BIN)/python -m pytest -m "not slow and not faults and not kernels" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not faults and not kernels and not hosts" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
 
 test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or are sent hostile input
 	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile --durations 10 tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)
 
 test-kernels: $(DEV) ## Triton's kernels in its interpreter against float64, and what its compiler makes of them; needs no GPU
 	$(BIN)/python -m pytest -m "kernels and not slow" -n auto --durations 5 tests/unit/worker/ops/triton tests/integration/worker/test_triton_operations.py $(ARGS)
+
+# Hosts are namespaces; the tests are in one of their own. Needs root, or a kernel that lets users have namespaces.
+UNSHARED := unshare --net --mount $(if $(filter 0,$(shell id -u)),,--user --map-root-user)
+test-hosts: $(DEV) $(KERNELS) ## stacks of several hosts, each in network and mount namespaces: killed, cut off, come back
+	BATON_TEST_HOSTS=1 $(UNSHARED) $(BIN)/python -m pytest -m hosts --durations 10 tests/hosts $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
 	$(BIN)/python -m pytest -m slow --ignore=tests/fuzz $(ARGS)

@@ -14,7 +14,12 @@ COMMANDS = {
     "tests/fuzz/test_message_decoders.py": "make fuzz",
 }
 """Files with a target of their own; every other slow test runs with `make test-slow`."""
-LANES = {"slow": "make test-slow", "faults": "make test-faults", "kernels": "make test-kernels"}
+LANES = {
+    "slow": "make test-slow",
+    "faults": "make test-faults",
+    "kernels": "make test-kernels",
+    "hosts": "make test-hosts",
+}
 """By marker; the first one that a test has counts."""
 
 

@@ -14,12 +14,11 @@ from deploy.cli.hosts.joined_stack import joined_spec, model_here, own_node
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.choices import parsed_settings
 from deploy.cli.up.options import Offer, given, offers, stack_settings, with_options
-from deploy.cli.up.other_hosts import host_address
+from deploy.cli.up.other_hosts import check_certificates, host_address
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
 from deploy.supervisor.cluster.folder import ClusterFolder, NotAMember
-from deploy.supervisor.cluster.join_client import FoundStack, JoinFailed, JoiningHost, find_stack, join_stack
-from deploy.supervisor.cluster.messages import HostMembership
+from deploy.supervisor.cluster.messages import HostMembership, StackFacts
 from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
 from deploy.supervisor.cluster.tokens import BadToken, JoinToken
 from deploy.supervisor.core.plan import LightService
@@ -37,6 +36,8 @@ OPTIONS = (
     "tp",
     "pp",
     "kvstore_memory",
+    "kv_ssd",
+    "kv_ssd_size",
     "node",
     "advertise_address",
     "route_port",
@@ -123,6 +124,9 @@ def join(
 
 def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, *, gateways: bool) -> None:
     """Writes the membership down. Raises CommandError."""
+    check_certificates()
+    from deploy.supervisor.cluster.join_client import JoinFailed, JoiningHost, find_stack, join_stack
+
     if is_held(run_dir) or read_state(run_dir) is not None:
         raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down); join needs another --run-dir")
     try:
@@ -133,7 +137,7 @@ def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, *, gateways: bo
     address = _own_address(stack.advertise_address, token)
     try:
         found = asyncio.run(find_stack(token))
-        folder = _model(values.get("model"), found, run_dir)
+        folder = _model(values.get("model"), found.facts, run_dir)
         model = model_fingerprint(folder, weights=not found.facts.dummy_weights)
         host = JoiningHost(node, address, stack.route_port, model, gateways)
         joined = asyncio.run(join_stack(token, found, host))
@@ -154,9 +158,8 @@ def _own_address(text: str | None, token: JoinToken) -> str:
     return address
 
 
-def _model(typed: str | None, found: FoundStack, run_dir: Path) -> Path:
+def _model(typed: str | None, facts: StackFacts, run_dir: Path) -> Path:
     """Where this host has the model. Raises CommandError."""
-    facts = found.facts
     here = model_here(typed, facts.model, facts.served_model_name)
     return model_folder(here, "dummy" if facts.dummy_weights else None, run_dir)
 

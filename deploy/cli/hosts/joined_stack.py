@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from deploy.cli.up.choices import Settings, check_gateway, cpu_share, merged, node_name, store_choice
+from deploy.cli.up.choices import Settings, check_gateway, cpu_share, merged, node_name, ssd_settings, store_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_NAME, model_folder
@@ -73,6 +73,7 @@ def joined_spec(
     threads = cpu_share(counts) if counts.all_engines else None
     own: Settings = {
         "worker": {} if threads is None else {"threads": str(threads)},
+        "kvstore": ssd_settings(values, has_store=store is not None),
         "gateway": {} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())},
     }
     load_format = found.settings.get("worker", {}).get("load_format")

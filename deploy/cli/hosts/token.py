@@ -17,7 +17,7 @@ MAX_HOURS = 24.0 * 365
 
 def token(
     ttl: Annotated[
-        float, typer.Option("--ttl", min=0.001, max=MAX_HOURS, help="Hours for which hosts can join by it.")
+        float, typer.Option("--ttl", min=0.0001, max=MAX_HOURS, help="Hours for which hosts can join by it.")
     ] = 24.0,
     print_join_command: Annotated[
         bool, typer.Option("--print-join-command", help="Print what to type on the other host.")

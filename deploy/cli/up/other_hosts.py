@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,12 +116,19 @@ def cluster_choice(stack: StackSettings, node: NodeId, *, is_running: bool) -> C
         return None
     if stack.nodes > 1:
         raise CommandError("--advertise-address lets hosts join, --nodes spreads engines over them: choose", status=2)
+    check_certificates()
     address, port = host_address("--advertise-address", stack.advertise_address, JOIN_PORT)
     if port == stack.route_port:
         raise CommandError(f"--route-port {port}: hosts join at this port of the same address; another one", status=2)
     for each in (port, stack.route_port) if not is_running else ():
         _check_listens(address, each)
     return ClusterSpec(node=node, address=address, route_port=stack.route_port, join_port=port)
+
+
+def check_certificates() -> None:
+    """Raises CommandError where the library is missing that makes hosts' certificates."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise CommandError("hosts know each other by certificates: pip install cryptography")
 
 
 def host_address(option: str, text: str, default_port: int) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from deploy.supervisor.cluster.messages import JoinRefusal, JoinRequest
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.cluster.tokens import TokenState
+from shared.addresses import is_loopback
 from shared.blocks import BLOCK_SIZE
 from shared.ids import NodeId, checked_instance
 from shared.protocol import OWN, SpokenProtocols, incompatibility
@@ -62,6 +63,7 @@ def join_refusal(
     hosts heard of just now, with their addresses."""
     return (
         _name_refusal(request, rules, members, alive)
+        or _address_refusal(request, rules)
         or _protocol_refusal(request, rules)
         or _model_refusal(request, rules)
         or _clock_refusal(request)
@@ -94,6 +96,13 @@ def _name_refusal(
             node,
             f"this is the name of the member at {former.address}, which is away; give another name, or join from there",
         )
+    return None
+
+
+def _address_refusal(request: JoinRequest, rules: AdmissionRules) -> JoinRefusal | None:
+    """On one machine hosts may join by its loopback, if the first one is there, too."""
+    if is_loopback(request.address) and not is_loopback(rules.address):
+        return unreachable(request, rules.node, "it is the loopback of each host")
     return None
 
 
@@ -150,6 +159,8 @@ OWN_TO_A_HOST = frozenset(
         "bind",
         "directory",
         "journal",
+        "kv_ssd",
+        "kv_ssd_size",
         "keys_file",
         "metrics_host",
         "metrics_port",
@@ -160,6 +171,7 @@ OWN_TO_A_HOST = frozenset(
         "kvstore_memory",
         # Secrets that a host gets in another way, or brings itself.
         "api_keys",
+        "kv_tiers",
         "overflow_key",
         "redis_url",
     }

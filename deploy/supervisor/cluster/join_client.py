@@ -130,7 +130,8 @@ async def _ask(token: JoinToken, authority: bytes | None, message: JoinMessage, 
     except TimeoutError:
         raise JoinFailed(_unreachable(token, f"no answer within {EXCHANGE_SECONDS:g} s")) from None
     except ssl.SSLError as error:
-        raise JoinFailed(f"token: {_place(token)} does not show the stack's certificate ({error.reason})") from None
+        why = getattr(error, "verify_message", None) or error.reason
+        raise JoinFailed(f"token: {_place(token)} does not show a valid certificate of the stack ({why})") from None
     except (OSError, ValueError) as error:
         raise JoinFailed(_unreachable(token, getattr(error, "strerror", None) or str(error))) from None
     if not line:

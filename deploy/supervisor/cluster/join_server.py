@@ -59,34 +59,35 @@ class JoinServer:
         self._folder = ClusterFolder(spec.run_dir)
         self._dummy = spec.settings.get("worker", {}).get("load_format") == "dummy"
         self._rules: AdmissionRules
+        self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._connections = 0
         self._admitting = asyncio.Lock()
 
     async def run(self) -> None:
-        """Lets hosts in until cancelled. A port that cannot be had is tried again."""
-        assert self._cluster.join_port is not None, "only the first host has such a server"
-        model = await asyncio.to_thread(model_fingerprint, self._spec.model, weights=not self._dummy)
-        self._rules = AdmissionRules(node=self._cluster.node, address=self._cluster.address, model=model)
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        files = self._folder.tls
-        assert files.certificate is not None, "made when the bus was started"
-        tls.load_cert_chain(files.certificate, files.key)
+        """Lets hosts in until cancelled. Where that is not possible, as the port is taken, it is tried again."""
         address, port = self._cluster.address, self._cluster.join_port
         while True:
             try:
-                server = await asyncio.start_server(self._serve, address, port, ssl=tls, limit=MAX_LINE)
+                await self._prepare()
+                async with await asyncio.start_server(self._serve, address, port, limit=MAX_LINE) as server:
+                    await server.serve_forever()
             except OSError as error:
                 log.error("no host can join", extra={"address": f"{address}:{port}", "error": str(error)})
                 await asyncio.sleep(LISTEN_AGAIN)
-                continue
-            async with server:
-                await server.serve_forever()
+
+    async def _prepare(self) -> None:
+        model = await asyncio.to_thread(model_fingerprint, self._spec.model, weights=not self._dummy)
+        self._rules = AdmissionRules(node=self._cluster.node, address=self._cluster.address, model=model)
+        files = self._folder.tls
+        assert files.certificate is not None, "made when the bus was started"
+        self._tls.load_cert_chain(files.certificate, files.key)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
             if self._connections <= MAX_CONNECTIONS:
                 async with asyncio.timeout(EXCHANGE_SECONDS):
+                    await writer.start_tls(self._tls)  # here, so that who never gets as far is counted, too
                     answer = await self._answer(await reader.readline())
                     writer.write(msgspec.json.encode(answer) + b"\n")
                     await writer.drain()

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from deploy.supervisor.cluster.join_server import JoinServer
 from deploy.supervisor.core.events import Event
 from deploy.supervisor.core.supervisor import Supervisor
 from deploy.supervisor.spec import ClusterSpec, StackSpec
@@ -66,6 +65,8 @@ class ClusterHosts:
         self._presence = HostPresence()
         self._server = None
         if cluster.join_port is not None:
+            from deploy.supervisor.cluster.join_server import JoinServer  # certificates: 5 MB that others do without
+
             self._server = JoinServer(spec, cluster, self._presence.addresses)
 
     async def run(self, bus: Bus, handle: Callable[[Event], object], stop: Callable[[], None]) -> None:

@@ -57,6 +57,11 @@ def test_a_host_like_the_first_one_may_join() -> None:
         ({"node": "b" * 33}, f"--node {'b' * 33}: 1 to 32 of A-Z a-z 0-9 _ - are allowed"),
         ({"node": "a"}, "--node a: the first host at 10.0.0.1 has this name; give another"),
         (
+            {"address": "127.0.0.1"},
+            "--advertise-address 127.0.0.1 (--route-port 6222): a cannot reach it (it is the loopback of each host); "
+            "an address and a port that all other hosts reach",
+        ),
+        (
             {"protocol": 99, "min_protocol": 98},
             f"protocol 98 to 99: a speaks {MIN_PROTOCOL} to {PROTOCOL}; install the same release",
         ),

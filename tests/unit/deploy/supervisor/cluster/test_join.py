@@ -17,7 +17,7 @@ from deploy.model_choice import DEMO_MODEL
 from deploy.supervisor.cluster.certificates import fingerprint, is_for
 from deploy.supervisor.cluster.folder import ClusterFolder
 from deploy.supervisor.cluster.join_client import JoinFailed, JoiningHost, find_stack, join_stack
-from deploy.supervisor.cluster.join_server import JoinServer
+from deploy.supervisor.cluster.join_server import MAX_CONNECTIONS, JoinServer
 from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
 from deploy.supervisor.cluster.tokens import JoinToken
 from deploy.supervisor.spec import ClusterSpec, StackSpec
@@ -127,6 +127,20 @@ async def test_what_is_no_message_is_answered_and_the_door_stays_open(tmp_path: 
             assert await reader.read() == b"", "no TLS, no answer"
         writer.close()
         await find_stack(token)
+
+
+async def test_who_says_nothing_takes_a_place_and_no_more(tmp_path: Path) -> None:
+    join_port, route_port = free_port(), free_port()
+    async with door(first_host(tmp_path / "a", join_port, route_port), {}) as folder:
+        token = folder.new_token(HERE, join_port, time.time())
+        await until_open(token)
+        silent = [await asyncio.open_connection(HERE, join_port) for _ in range(MAX_CONNECTIONS)]
+        with pytest.raises(JoinFailed, match="the first host cannot be reached at"):
+            await find_stack(token)
+        for _, writer in silent:
+            writer.close()
+            await writer.wait_closed()
+        await until_open(token)
 
 
 def test_the_first_hosts_folder_is_private_and_stays_the_same(tmp_path: Path) -> None:
