@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-faults test-hosts test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-extras test-faults test-hosts test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,8 +52,12 @@ down: setup ## end a stack that `baton up --detach` started
 	@$(BIN)/baton down $(ARGS)
 
 # Several processes (tests/conftest.py); each takes whole files: what their tests share is made once. One: ARGS="-n 0".
-test: $(DEV) $(KERNELS) ## all tests but the slow ones, those of faults and those of Triton's kernels
-	$(BIN)/python -m pytest -m "not slow and not faults and not kernels and not hosts" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
+test: $(DEV) $(KERNELS) ## all tests of what serves, but the slow ones, those of faults and those of Triton's kernels
+	$(BIN)/python -m pytest -m "not slow and not extras and not faults and not kernels and not hosts" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
+
+test-extras: $(DEV) $(KERNELS) ## benchmarks, simulation, tuning, Kubernetes, the wheel
+	$(BIN)/python -m pytest -m "extras and not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder --durations 10 \
+	  $$($(BIN)/python -c 'from tests.support.left_out import EXTRAS; print(*EXTRAS)') $(ARGS)
 
 test-faults: $(DEV) $(KERNELS) ## whole stacks whose parts are killed, hang, or are sent hostile input
 	$(BIN)/python -m pytest -m "faults and not slow" -n auto --dist loadfile --durations 10 tests/faults $$(grep -rl --include='test_*.py' 'mark\.faults' tests/integration) $(ARGS)

@@ -19,7 +19,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_bus import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.stall_proof_clock import StallProofClock
-from tests.support.left_out import LeftOutReport
+from tests.support.left_out import EXTRAS, LeftOutReport
 from tests.support.worker.broken_devices import end_if_broken, show_errors
 
 # Before torch is imported: models of tests are too small for several threads, and tests run side by side.
@@ -71,6 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the files (`make test`), none shall be left alone with a long one at the end."""
+    for item in items:
+        if item.nodeid.startswith(EXTRAS):
+            item.add_marker(pytest.mark.extras)
     items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST])
 
 

@@ -14,8 +14,23 @@ COMMANDS = {
     "tests/fuzz/test_message_decoders.py": "make fuzz",
 }
 """Files with a target of their own; every other slow test runs with `make test-slow`."""
+EXTRAS = (
+    "tests/actors/deploy/",
+    "tests/integration/bench/",
+    "tests/integration/deploy/test_kubernetes.py",
+    "tests/integration/deploy/test_kubernetes_launcher.py",
+    "tests/integration/deploy/test_tune.py",
+    "tests/integration/test_wheel.py",
+    "tests/unit/deploy/cli/sizing/",
+    "tests/unit/deploy/kubernetes/",
+    "tests/unit/deploy/simulation/",
+    "tests/unit/deploy/test_without_network.py",
+    "tests/unit/deploy/tuning/",
+)
+"""What is beside serving: benchmarks, simulation, tuning, Kubernetes, the wheel. Their tests are marked `extras`."""
 LANES = {
     "slow": "make test-slow",
+    "extras": "make test-extras",
     "faults": "make test-faults",
     "kernels": "make test-kernels",
     "hosts": "make test-hosts",
