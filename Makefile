@@ -55,7 +55,7 @@ down: setup ## end a stack that `baton up --detach` started
 test: $(DEV) $(KERNELS) ## all tests of what serves, but the slow ones, those of faults and those of Triton's kernels
 	$(BIN)/python -m pytest -m "not slow and not extras and not faults and not kernels and not hosts" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
 
-test-extras: $(DEV) $(KERNELS) ## benchmarks, simulation, tuning, Kubernetes, the wheel
+test-extras: $(DEV) $(KERNELS) ## what is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel
 	$(BIN)/python -m pytest -m "extras and not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder --durations 10 \
 	  $$($(BIN)/python -c 'from tests.support.left_out import EXTRAS; print(*EXTRAS)') $(ARGS)
 

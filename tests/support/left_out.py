@@ -17,9 +17,11 @@ COMMANDS = {
 EXTRAS = (
     "tests/actors/deploy/",
     "tests/integration/bench/",
+    "tests/integration/deploy/test_baton_batch.py",
     "tests/integration/deploy/test_kubernetes.py",
     "tests/integration/deploy/test_kubernetes_launcher.py",
     "tests/integration/deploy/test_tune.py",
+    "tests/integration/offline/",
     "tests/integration/test_wheel.py",
     "tests/unit/deploy/cli/sizing/",
     "tests/unit/deploy/kubernetes/",
@@ -27,7 +29,7 @@ EXTRAS = (
     "tests/unit/deploy/test_without_network.py",
     "tests/unit/deploy/tuning/",
 )
-"""What is beside serving: benchmarks, simulation, tuning, Kubernetes, the wheel. Their tests are marked `extras`."""
+"""What is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel. Marked `extras`."""
 LANES = {
     "slow": "make test-slow",
     "extras": "make test-extras",
