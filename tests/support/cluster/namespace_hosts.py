@@ -70,6 +70,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         for host in self._made.values():
             host.end()
+            host.unwire()
         run("ip", "link", "delete", BRIDGE)
 
     def __getitem__(self, name: str) -> Host:
@@ -186,6 +187,10 @@ class Host:
                 if os.readlink(f"/proc/{process.pid}/ns/net") == self._namespace() and process.pid != self._holder.pid:
                     found.append(process.pid)
         return found
+
+    def unwire(self) -> None:
+        """Takes the wire away now: the kernel does it some time after the last process of the host."""
+        subprocess.run(["ip", "link", "delete", self._wire], capture_output=True, check=False)
 
     def end(self) -> None:
         for pid in self._pids():
