@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.running_stack import AsJson
-from deploy.cli.up.options import given, offers, with_options
+from deploy.cli.up.options import given, offers, set_option, with_options
 from deploy.errors import CommandError
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def chaos(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="SERVICE.KEY=VALUE, any setting of a service.", metavar="SETTING", rich_help_panel=STACK
-        ),
+        set_option("SERVICE.KEY=VALUE, any setting of a service.", STACK),
     ] = None,
     in_namespaces: Annotated[bool, typer.Option("--in-namespaces", hidden=True)] = False,
     **typed: Any,

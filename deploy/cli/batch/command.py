@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deploy.cli.running_stack import DEFAULT, Name, RunDir
-from deploy.cli.up.options import given, offers, with_options
+from deploy.cli.up.options import given, offers, set_option, with_options
 
 if TYPE_CHECKING:
     from deploy.cli.batch.http_server import AnswerRequest
@@ -53,9 +53,7 @@ def batch(
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages; each has --tp ranks.", rich_help_panel=ENGINE)] = 1,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="SERVICE.KEY=VALUE, any setting of a service.", metavar="SETTING", rich_help_panel=ENGINE
-        ),
+        set_option("SERVICE.KEY=VALUE, any setting of a service.", ENGINE),
     ] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,

@@ -13,7 +13,7 @@ from deploy.cli import end_at_once, raise_interrupt
 from deploy.cli.hosts.joined_stack import joined_spec, model_here, own_node
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.choices import parsed_settings
-from deploy.cli.up.options import Offer, given, offers, stack_settings, with_options
+from deploy.cli.up.options import DETACH, Detach, Offer, StackAssignments, given, offers, stack_settings, with_options
 from deploy.cli.up.other_hosts import check_certificates, host_address
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
@@ -71,18 +71,8 @@ def join(
     tokenizers: Number = 0,
     detokenizers: Number = 0,
     coordinators: Number = 0,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="SERVICE.KEY=VALUE sets any flag of a service; KEY=VALUE sets it for all services.",
-            metavar="SETTING",
-        ),
-    ] = None,
-    detach: Annotated[
-        bool,
-        typer.Option("--detach", "-d", help="Return when all is ready, and leave it running.", rich_help_panel="Run"),
-    ] = False,
+    settings: StackAssignments = None,
+    detach: Detach = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
@@ -113,7 +103,7 @@ def join(
     if detach:
         from deploy.supervisor.background import start_in_background
 
-        argv = [each for each in sys.argv[1:] if each not in ("--detach", "-d", token)]
+        argv = [each for each in sys.argv[1:] if each not in (*DETACH, token)]
         start_in_background(where, argv, environment={TOKEN_VARIABLE: ""})
         print(f"\nIt runs in the background; stop it with: baton down --run-dir {where}")
         return

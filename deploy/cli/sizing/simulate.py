@@ -14,7 +14,15 @@ import typer
 
 from deploy.cli.running_stack import AsJson
 from deploy.cli.up.choices import merged, parsed_settings
-from deploy.cli.up.options import given, offers, offers_of, service_settings, stack_settings, with_options
+from deploy.cli.up.options import (
+    given_apart,
+    offers,
+    offers_of,
+    service_settings,
+    set_option,
+    stack_settings,
+    with_options,
+)
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
 from deploy.simulation.figures import comparison, figures, text
@@ -75,6 +83,10 @@ OWN_OFFERS = offers_of(
     for setting in settings_of(struct).values()
 )
 
+FleetConfig = Annotated[
+    Path | None, typer.Option(help="TOML file with settings, such as a calibration.", rich_help_panel=FLEET)
+]
+
 
 def simulate(
     hops: Annotated[
@@ -85,17 +97,10 @@ def simulate(
             show_default=False,
         ),
     ] = "",
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with settings, such as a calibration.", rich_help_panel=FLEET)
-    ] = None,
+    config: FleetConfig = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            help="SERVICE.KEY=VALUE, any setting of worker, scheduler or coordinator.",
-            metavar="SETTING",
-            rich_help_panel=FLEET,
-        ),
+        set_option("SERVICE.KEY=VALUE, any setting of worker, scheduler or coordinator.", FLEET),
     ] = None,
     scaling: Annotated[
         Scaling,
@@ -142,8 +147,7 @@ def simulate(
 
     Nothing is started, and no GPU is needed; the same command gives the same figures.
     """
-    own = given({name: value for name, value in typed.items() if name in OWN_OFFERS}, OWN_OFFERS)
-    values = given({name: value for name, value in typed.items() if name not in OWN_OFFERS})
+    own, values = given_apart(typed, OWN_OFFERS)
     load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
     engines = ENGINES if (chosen := stack_settings(values).engines) is None else chosen
     if engines < 1:
@@ -155,7 +159,7 @@ def simulate(
             return QueueLengthScaling(target_requests, limits)
         if (predictor := PREDICTORS.get(kind)) is None:
             return None
-        period = load.period if isinstance(load, GeneratedLoad) else GeneratedLoad.period
+        period = (load if isinstance(load, GeneratedLoad) else GeneratedLoad()).period
         return _planner(setup, objectives, limits, predictor, season or period)
 
     def figures_of(setup: SimulationSetup, kind: Scaling) -> dict[str, Any]:

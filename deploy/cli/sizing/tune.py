@@ -16,9 +16,18 @@ import typer
 
 from deploy.cli.bench import with_stack_flags
 from deploy.cli.running_stack import AsJson
-from deploy.cli.sizing.simulate import FLEET, FLEET_OPTIONS, OWN_OFFERS, PERCENTS, load_of, objectives_of, setup_of
+from deploy.cli.sizing.simulate import (
+    FLEET,
+    FLEET_OPTIONS,
+    OWN_OFFERS,
+    PERCENTS,
+    FleetConfig,
+    load_of,
+    objectives_of,
+    setup_of,
+)
 from deploy.cli.up.choices import merged, parsed_settings
-from deploy.cli.up.options import STACK, given, offers, service_settings, stack_settings, with_options
+from deploy.cli.up.options import STACK, given_apart, offers, service_settings, set_option, stack_settings, with_options
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.simulation.figures import figures
@@ -67,14 +76,10 @@ def tune(
     trials: Annotated[
         int, typer.Option(min=1, help="Trials in all, those of earlier runs included.", rich_help_panel=SEARCH)
     ] = 30,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with settings, such as a calibration.", rich_help_panel=FLEET)
-    ] = None,
+    config: FleetConfig = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="SERVICE.KEY=VALUE, the same in all trials.", metavar="SETTING", rich_help_panel=FLEET
-        ),
+        set_option("SERVICE.KEY=VALUE, the same in all trials.", FLEET),
     ] = None,
     up: Annotated[
         str | None, typer.Option(help="Arguments of baton up: each trial starts such a stack.", rich_help_panel=REAL)
@@ -91,8 +96,7 @@ def tune(
     the first stopped.
     """
     objectives = objectives_of(goodput)
-    own = given({name: value for name, value in typed.items() if name in LOAD_OFFERS}, LOAD_OFFERS)
-    values = given({name: value for name, value in typed.items() if name not in LOAD_OFFERS})
+    own, values = given_apart(typed, LOAD_OFFERS)
     question: dict[str, Any] = {"gpus": gpus, "goodput": sorted(goodput), "set": sorted(settings or [])}
     question["config"] = None if config is None else _text_of(config)
     with tempfile.TemporaryDirectory(prefix="baton-tune-") as folder:

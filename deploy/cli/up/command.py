@@ -11,28 +11,16 @@ import typer
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.choices import parsed_settings, stack_spec
-from deploy.cli.up.options import offers, with_options
+from deploy.cli.up.options import DETACH, Detach, StackAssignments, offers, with_options
 
 
 def up(
     *,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="SERVICE.KEY=VALUE sets any flag of a service; KEY=VALUE sets it for all services.",
-            metavar="SETTING",
-        ),
-    ] = None,
+    settings: StackAssignments = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file that every service reads.", exists=True, dir_okay=False)
     ] = None,
-    detach: Annotated[
-        bool,
-        typer.Option(
-            "--detach", "-d", help="Return when the stack is ready, and leave it running.", rich_help_panel="Run"
-        ),
-    ] = False,
+    detach: Detach = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     name: Name = DEFAULT,
     run_dir: RunDir = None,
@@ -46,7 +34,7 @@ def up(
         from deploy.supervisor.background import start_in_background
 
         raise_interrupt()
-        start_in_background(where, [each for each in sys.argv[1:] if each not in ("--detach", "-d")])
+        start_in_background(where, [each for each in sys.argv[1:] if each not in DETACH])
         named = "" if name == DEFAULT else f" --name {name}"
         down = f"baton down{named}" if run_dir is None else f"baton down --run-dir {run_dir}"
         print(f"\nIt runs in the background; stop it with: {down}")

@@ -23,6 +23,20 @@ STACK = "stack"
 """The name in place of a service for settings of the stack itself."""
 
 
+def set_option(help: str, panel: str | None = None) -> Any:
+    """`--set` as a parameter of a command, to be read by `parsed_settings`."""
+    return typer.Option("--set", help=help, metavar="SETTING", rich_help_panel=panel)
+
+
+StackAssignments = Annotated[
+    list[str] | None, set_option("SERVICE.KEY=VALUE sets any flag of a service; KEY=VALUE sets it for all services.")
+]
+DETACH = ("--detach", "-d")
+Detach = Annotated[
+    bool, typer.Option(*DETACH, help="Return when all is ready, and leave it running.", rich_help_panel="Run")
+]
+
+
 class Offer(NamedTuple):
     """One option, and the settings that it sets."""
 
@@ -131,6 +145,12 @@ def given(typed: Mapping[str, Any], known: Mapping[str, Offer] | None = None) ->
             except ValueError as error:
                 raise CommandError(f"{offer.flag} {value!r}: {error}", status=2) from None
     return values
+
+
+def given_apart(typed: Mapping[str, Any], own: Mapping[str, Offer]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `given`, for a command that has options of its `own` beside those of `baton up`: both, apart."""
+    apart = {name: value for name, value in typed.items() if name in own}
+    return given(apart, own), given({name: value for name, value in typed.items() if name not in own})
 
 
 def stack_settings(values: Mapping[str, Any]) -> StackSettings:

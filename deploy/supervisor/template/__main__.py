@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -33,6 +32,7 @@ from deploy.supervisor.template.protocol import (
     decode_request,
     encode,
 )
+from shared.child_watch import ChildWatch, leave_child_watch, reaped
 from shared.config import replace_environment
 
 _PR_SET_PDEATHSIG = 1
@@ -58,28 +58,20 @@ class WorkerTemplate:
     def run(self) -> Job | None:
         """Returns in each forked process, with what that is to run; in the template itself None, once the supervisor is
         gone."""
-        wake, woken = socket.socketpair()
-        for end in (wake, woken):
-            end.setblocking(False)
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(wake, selectors.EVENT_READ)
-        with selector, wake, woken:
+        with ChildWatch(self._control) as watch:
             while True:
-                ready = {key.fileobj for key, _ in selector.select()}
-                if wake in ready:
-                    wake.recv(MAX_MESSAGE_BYTES)
-                    self._reap()
-                if self._control in ready:
-                    data, outputs, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
-                    if not data:
-                        return None
-                    job = Job(decode_request(data), outputs[0])
-                    if self._forked(job):
-                        return job
-                    os.close(job.output)
+                readable = watch.wait()
+                for pid, code in reaped():
+                    self._send(ForkedExited(pid, code))
+                if not readable:
+                    continue
+                data, outputs, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
+                if not data:
+                    return None
+                job = Job(decode_request(data), outputs[0])
+                if self._forked(job):
+                    return job
+                os.close(job.output)
 
     def _forked(self, job: Job) -> bool:
         """Whether this is the new process."""
@@ -88,8 +80,7 @@ class WorkerTemplate:
             return False
         if os.fork():
             return False
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        leave_child_watch()
         os.setsid()
         request = job.request
         try:
@@ -99,14 +90,6 @@ class WorkerTemplate:
         except OSError:
             os._exit(1)
         return True
-
-    def _reap(self) -> None:
-        with suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    return
-                self._send(ForkedExited(pid, os.waitstatus_to_exitcode(status)))
 
     def _send(self, message: msgspec.Struct) -> None:
         self._control.send(encode(message))

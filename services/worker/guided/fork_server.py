@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -31,6 +30,7 @@ from services.worker.guided.protocol import (
     ToServer,
 )
 from services.worker.guided.schema.keywords import GrammarRefused
+from shared.child_watch import ChildWatch, leave_child_watch, reaped
 
 
 class ForkServer:
@@ -51,21 +51,15 @@ class ForkServer:
         self._control.send(msgspec.msgpack.encode(ServerLoaded(self._load_error())))
         gc.collect()
         gc.freeze()
-        wake, woken = socket.socketpair()
-        for end in (wake, woken):
-            end.setblocking(False)
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(wake, selectors.EVENT_READ)
-        while True:
-            ready = {key.fileobj for key, _ in selector.select()}
-            if wake in ready:
-                wake.recv(MAX_CONTROL_BYTES)
-                self._reap()
-            if self._control in ready and not self._obey():
-                break
+        with ChildWatch(self._control) as watch:
+            while True:
+                readable = watch.wait()
+                for pid, code in reaped():
+                    self._control.send(
+                        msgspec.msgpack.encode(Exited(self._numbers.pop(pid), max(0, -code), max(0, code)))
+                    )
+                if readable and not self._obey():
+                    break
         for pid in self._numbers:
             os.kill(pid, signal.SIGKILL)
 
@@ -98,8 +92,7 @@ class ForkServer:
             return
         status = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            leave_child_watch()
             self._control.close()
             confine(self._limits, self._pid)
             GrammarHost(Channel(end), self._compiler, self._limits).run()
@@ -110,16 +103,6 @@ class ForkServer:
             traceback.print_exc()
         finally:
             os._exit(status)
-
-    def _reap(self) -> None:
-        with suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    return
-                number = self._numbers.pop(pid)
-                code = os.waitstatus_to_exitcode(status)
-                self._control.send(msgspec.msgpack.encode(Exited(number, max(0, -code), max(0, code))))
 
 
 def main() -> None:

@@ -60,6 +60,12 @@ def test_a_planner_is_compared_with_the_other_scalings(capsys: pytest.CaptureFix
     assert [row.split()[1] for row in out.splitlines()[2:]] == ["static", "planner", "planner-seasonal"]
 
 
+def test_a_load_without_a_period_of_its_own_has_the_usual_season(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--concurrency", "2", "--num-prompts", "6", "--input-len", "40", "--engines", "2")
+    planned = ("--scaling", "planner-seasonal", "--goodput", "tpot:20")
+    assert "Successful requests:" in simulated(capsys, *load, *planned)
+
+
 def test_settings_of_the_services_have_their_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "slow.toml"
     config.write_text("[worker]\nsim_step_ms = 40\n")
