@@ -27,6 +27,7 @@ from shared.messages.kvstore import (
     Find,
     KvStoreReply,
     LeaseOwner,
+    Prefetch,
     Release,
     Reserve,
 )
@@ -70,11 +71,12 @@ class KvStoreActor(Actor):
         self._stores = Registry()
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
-        """Requests of schedulers, their releases, dump requests of coordinators, and the lifecycles of lease owners
-        and peers."""
+        """Requests of schedulers, their releases and prefetches, dump requests of coordinators, and the lifecycles of
+        lease owners and peers."""
         return [
             TopicSubscription(topics.kvstore_requests(self.store.node), intake=True, request=True),
             TopicSubscription(topics.kvstore_releases(self.store.node)),
+            TopicSubscription(topics.kvstore_prefetches(self.store.node)),
             TopicSubscription(topics.kv_dump_requests(self.instance)),
             TopicSubscription(topics.lifecycles("scheduler")),
             TopicSubscription(topics.lifecycles("kvstore")),
@@ -116,11 +118,13 @@ class KvStoreActor(Actor):
                 raise TypeError(f"a store does not reply to {type(request).__name__}")
 
     async def handle(self, message: Any) -> None:
-        """Handles a release, a lifecycle, a dump request or a tick; publishes the events that come of it."""
+        """Handles a release, a prefetch, a lifecycle, a dump request or a tick; publishes what events come of it."""
         match message:
             case Release():
                 self._search.released(message)
                 self.store.release(message)
+            case Prefetch():
+                self._search.prefetch(message)
             case Lifecycle():
                 self._record_lifecycle(message)
             case KvDumpRequest():
@@ -172,7 +176,7 @@ class KvStoreActor(Actor):
         self.store.close()
 
     def is_idle(self) -> bool:
-        """Whether no search of lower tiers is under way."""
+        """Whether no search of lower tiers is under way. A prefetch need not end: its request can do without."""
         return not self._search.running
 
     def load(self) -> int:

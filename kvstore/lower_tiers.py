@@ -11,10 +11,10 @@ from kvstore.tiers.interface import LowerTier
 from kvstore.tiers.plugin_tier import PluginRefused, plugin_tier
 from kvstore.tiers.segment_files import FolderRefused
 from kvstore.tiers.ssd_tier import SsdTier
+from kvstore.transfer.interface import BlockLender, CannotListen
 
 if TYPE_CHECKING:
     from kvstore.tiers.peer_nodes import PeerNodes
-    from kvstore.transfer.server import BlockLender
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")
 
@@ -73,20 +73,19 @@ def peer_nodes(config: KvStoreConfig) -> PeerNodes | None:
         return None
     try:
         from kvstore.tiers.peer_nodes import PeerNodes
+        from kvstore.transfer.grpc_transport import GrpcTransport
         from kvstore.transfer.rpc import TlsUnusable, TransferTls
     except ImportError:
         raise TierUnavailable("transfer-port: grpc is missing: pip install 'baton-serve[kvstore]'") from None
     files = config.tls_files()
     try:
-        return PeerNodes(None if files is None else TransferTls.read(*files))
+        return PeerNodes(GrpcTransport(None if files is None else TransferTls.read(*files)))
     except TlsUnusable as error:
         raise TierUnavailable(f"transfer-tls: {error}") from None
 
 
 async def listen(peers: PeerNodes, config: KvStoreConfig, lender: BlockLender) -> None:
     """Opens the transfer port. Raises TierUnavailable where it is taken or the address is not of this machine."""
-    from kvstore.transfer.server import CannotListen
-
     assert config.transfer_port is not None
     try:
         await peers.listen(lender, config.transfer_host, config.transfer_port, known_as(config))

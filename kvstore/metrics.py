@@ -46,6 +46,9 @@ def set_gauges(report: StoreReport, *, leases: int, memory: int) -> None:
 
 TIER_HITS = Counter("baton_kvstore_tier_hits_total", "Blocks that a lower tier returned in time.", ["tier"])
 TIER_MISSES = Counter("baton_kvstore_tier_misses_total", "Blocks that a lower tier did not return in time.", ["tier"])
+PREFETCHED = Counter(
+    "baton_kvstore_prefetched_total", "Blocks that came from another node while their prompts were computed there."
+)
 TIER_BYTES_IN = Counter("baton_kvstore_tier_bytes_in_total", "Bytes read from a lower tier.", ["tier"])
 TIER_BYTES_OUT = Counter("baton_kvstore_tier_bytes_out_total", "Bytes written to a lower tier.", ["tier"])
 TIER_STORED = Counter("baton_kvstore_tier_stored_total", "Blocks written to a lower tier.", ["tier"])

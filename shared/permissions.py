@@ -57,6 +57,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.engine_probes,      ("gateway", "detokenizer"),                       ("scheduler",)),
     TopicRights(topics.kvstore_requests,   ("scheduler",),                                   ("kvstore",)),
     TopicRights(topics.kvstore_releases,   ("scheduler",),                                   ("kvstore",)),
+    TopicRights(topics.kvstore_prefetches, ("scheduler",),                                   ("kvstore",)),
     TopicRights(topics.kv_events,          ("scheduler", "kvstore"),                         ()),
     TopicRights(topics.all_kv_events,      (),                                               ("coordinator",)),
     TopicRights(topics.kv_dump_requests,   ("coordinator",),                                 ("scheduler", "kvstore")),

@@ -115,6 +115,11 @@ def kvstore_releases(node: NodeId) -> Topic[kvstore.Release]:
     return Topic(f"kvstore.{node}.release", kvstore.Release)
 
 
+def kvstore_prefetches(node: NodeId) -> Topic[kvstore.Prefetch]:
+    """prefill engine → the KV store of the node that decodes its request: copies blocks while they are computed."""
+    return Topic(f"kvstore.{node}.prefetch", kvstore.Prefetch)
+
+
 def kv_events(source: InstanceId) -> Topic[kv_events_messages.KvEvents]:
     """scheduler, KV store → every coordinator: blocks stored and removed, numbered."""
     return Topic(f"events.kv.{source}", kv_events_messages.KvEvents)

@@ -20,6 +20,7 @@ from kvstore.core.actions import (
     TouchSlot,
 )
 from kvstore.core.announcer import KvAnnouncer
+from kvstore.node.commit_watch import CommitWatch
 from kvstore.tiers.interface import EvictionTarget
 from shared.blocks import BLOCK_SIZE
 
@@ -29,10 +30,11 @@ log = logging.getLogger(__name__)
 class ArenaWriter:
     """Owns the mapped arenas, and reports what happens in them to the lower tier and the announcer."""
 
-    def __init__(self, announcer: KvAnnouncer, tier: EvictionTarget | None) -> None:
+    def __init__(self, announcer: KvAnnouncer, tier: EvictionTarget | None, commits: CommitWatch) -> None:
         self.arenas: dict[str, OwnedArena] = {}
         self._announcer = announcer
         self._tier = tier
+        self._commits = commits
 
     def carry_out(self, actions: Iterable[Action]) -> list[int]:
         """Carries out `actions` in order. Returns the reserved slots for which the system has no memory."""
@@ -48,6 +50,7 @@ class ArenaWriter:
                 case CommitSlot():
                     arena.commit(action.slot, action.used)
                     self._announcer.stored(action.layout, action.hash, action.tokens)
+                    self._commits.committed(action.layout, action.hash)
                 case TouchSlot():
                     arena.touch(action.slot, action.used)
                 case EvictBlock():

@@ -2,24 +2,30 @@
 
 Fetched blocks are put into the arena like written ones, and are pinned under the request's lease. The deadline is the
 request's: blocks that have not arrived by then count as a miss, and those that have arrived stay in the arena.
+
+A prefetch does the same for a request that has not come yet: its blocks are still being computed on the other node, and
+each comes as soon as it is committed there. The request itself then waits only for what is still on its way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvstore import metrics
-from kvstore.arena.in_flight_block import InFlightBlock
-from kvstore.node.node_store import NodeStore
+from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.node.node_store import MAX_BLOCKS, NodeStore
+from kvstore.node.packed_slots import split_whole_hashes
 from kvstore.tiers.interface import LowerTier, PeerStores
+from kvstore.transfer.interface import BlockRequest
 from shared.blocks import HASH_BYTES, BlockHash, split_hashes
 from shared.ids import LeaseId, NodeId
-from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, LeaseOwner, Release
+from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, LeaseOwner, Prefetch, Release
 from shared.reliability.retry import Deadline
 
 MAX_SEARCHES = 32
@@ -30,6 +36,11 @@ SEARCH_SHARE = 0.9
 """Share of a deadline that a search may use; the rest is left for giving the answer."""
 TIER_SHARE = 0.5
 """Share of a search's time that is left which a tier may use if others, or another node, come after it."""
+MAX_PREFETCHES = 64
+"""At a time; further ones are ignored, and their blocks looked up when their requests come."""
+PREFETCH_PATIENCE = 10.0
+"""Seconds without another block after which a prefetch ends: its prompt was given up, or could not be saved."""
+MAX_PREFETCH_SECONDS = 600.0
 SLOT_BYTES = 4
 """The bytes of one slot in `FindReply.slots`."""
 
@@ -57,9 +68,10 @@ class LowerTierSearch:
         self._fetching: dict[tuple[str, BlockHash], asyncio.Event] = {}
         """The blocks being fetched. Another search for one of them waits for that fetch to end, and searches again."""
         self.running = 0
+        self.prefetching = 0
 
     async def run(self) -> None:
-        """Tier, peers and searches, until cancelled. A bug in any of them is raised here."""
+        """Tiers, peers, searches and prefetches, until cancelled. A bug in any of them is raised here."""
         async with asyncio.TaskGroup() as self._tasks:
             for each in (*self._tiers, *((self._peers,) if self._peers is not None else ())):
                 self._tasks.create_task(each.run())
@@ -104,6 +116,38 @@ class LowerTierSearch:
         if deadline is not None and not deadline.expired():
             deadline.reschedule(0.0)
 
+    # ---- blocks that are still being computed elsewhere
+
+    def prefetch(self, request: Prefetch) -> None:
+        """Starts to copy blocks from a node that is about to compute them, unless there is too much of it already."""
+        arena, peers, tasks = self._store.arena_of(request.layout), self._peers, self._tasks
+        if arena is None or peers is None or tasks is None or request.source == self._store.node:
+            return
+        if self.prefetching >= MAX_PREFETCHES:
+            metrics.TIER_FAILED.labels("peer", "busy").inc()
+            return
+        self.prefetching += 1
+        tasks.create_task(self._follow(request, arena.shape, peers))
+
+    async def _follow(self, request: Prefetch, shape: BlockShape, peers: PeerStores) -> None:
+        source, layout = request.source, request.layout
+        hashes = split_whole_hashes(request.hashes)[:MAX_BLOCKS]
+
+        async def fetch(missing: Sequence[BlockHash]) -> None:
+            while missing:
+                blocks = peers.fetch(source, BlockRequest(layout, missing, PREFETCH_PATIENCE), shape)
+                self._store.count_prefetched(await self._land("peer", layout, missing, blocks))
+                before, missing = len(missing), self._store.missing(layout, missing)
+                if len(missing) == before:
+                    return
+
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAX_PREFETCH_SECONDS):
+                    await self._bring(layout, self._store.missing(layout, hashes), fetch)
+        finally:
+            self.prefetching -= 1
+
     # ---- one search
 
     async def _search(self, request: Find, here: int) -> FindOutcome:
@@ -114,7 +158,8 @@ class LowerTierSearch:
             async with asyncio.timeout_at(deadline.at) as timeout:
                 if key in self._waiting:
                     self._waiting[key] = timeout
-                    await self._bring(request, here, deadline)
+                    missing = list(split_hashes(request.hashes))[here:]
+                    await self._bring(request.layout, missing, partial(self._fetch, request, deadline))
         except TimeoutError:
             pass  # the blocks that have arrived by now are the reply
         finally:
@@ -130,11 +175,11 @@ class LowerTierSearch:
             self._count(request, found)
         return found
 
-    async def _bring(self, request: Find, here: int, deadline: Deadline) -> None:
+    async def _bring(
+        self, layout: str, missing: Sequence[BlockHash], fetch: Callable[[Sequence[BlockHash]], Awaitable[None]]
+    ) -> None:
         """Fetches the missing blocks. When several searches want the same blocks, one fetches them; the others wait for
         it and then fetch only what it did not find."""
-        layout = request.layout
-        missing: Sequence[BlockHash] = list(split_hashes(request.hashes))[here:]
         while missing and (other := self._fetching.get((layout, missing[0]))) is not None:
             await other.wait()
             missing = self._store.missing(layout, missing)
@@ -142,13 +187,13 @@ class LowerTierSearch:
         mine = [(layout, name) for name in missing if (layout, name) not in self._fetching]
         self._fetching.update(dict.fromkeys(mine, done))
         try:
-            await self._fetch(request, missing, deadline)
+            await fetch(missing)
         finally:
             for place in mine:
                 del self._fetching[place]
             done.set()
 
-    async def _fetch(self, request: Find, missing: Sequence[BlockHash], deadline: Deadline) -> None:
+    async def _fetch(self, request: Find, deadline: Deadline, missing: Sequence[BlockHash]) -> None:
         arena, source, layout = self._store.arena_of(request.layout), self._source(request), request.layout
         if arena is None or not missing:
             return
@@ -161,24 +206,26 @@ class LowerTierSearch:
                     await self._land(tier.name, layout, missing, tier.fetch(layout, missing, arena.shape))
             missing = self._store.missing(layout, missing)
         if self._peers is not None and source is not None and missing:
-            blocks = self._peers.fetch(source, layout, missing, arena.shape)
+            blocks = self._peers.fetch(source, BlockRequest(layout, missing), arena.shape)
             await self._land("peer", layout, missing, blocks)
 
     async def _land(
         self, tier: str, layout: str, missing: Sequence[BlockHash], blocks: AsyncGenerator[InFlightBlock, None]
-    ) -> None:
+    ) -> int:
+        """Puts what comes into the arena, until it is full; returns how many blocks."""
         landed = 0
         try:
             with metrics.TIER_SECONDS.labels(tier).time():
                 async with contextlib.aclosing(blocks):
                     async for block in blocks:
                         if not self._store.land(layout, block):
-                            return
+                            break
                         landed += 1
                         # Checking and copying took a while: others' turn, and the deadline's.
                         await asyncio.sleep(0)
         finally:
             metrics.TIER_MISSES.labels(tier).inc(len(missing) - landed)
+        return landed
 
     def _count(self, request: Find, found: FindReply) -> None:
         hits = blocks_in(found)

@@ -19,6 +19,7 @@ from kvstore.core.leases import LeaseKey
 from kvstore.core.slot_table import SlotTable, StoredBlock
 from kvstore.core.store import BlockToWrite, RecoveredHeader, SlotRef, StoreCore
 from kvstore.node.arena_writer import ArenaWriter
+from kvstore.node.commit_watch import CommitWatch
 from kvstore.node.packed_slots import blocks_to_write, slot_generations, slot_numbers, split_whole_hashes
 from kvstore.tiers.interface import EvictionTarget
 from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
@@ -65,7 +66,8 @@ class NodeStore:
         self.node = announced_as[1]
         self.core = StoreCore(memory, lease_seconds)
         self.announcer = KvAnnouncer(*announced_as, self)
-        self._writer = ArenaWriter(self.announcer, tier)
+        self._commits = CommitWatch()
+        self._writer = ArenaWriter(self.announcer, tier, self._commits)
         self._directory = directory
         self._clock = clock
         self._attached: set[str] = set()
@@ -73,7 +75,7 @@ class NodeStore:
         # It writes blocks from tiers and other nodes into the arena like any writer, under leases of its own.
         self._self = LeaseOwner(announced_as[0], announced_as[2])
         self._landings = 0
-        self._hits = self._lower_hits = self._misses = 0
+        self._hits = self._lower_hits = self._misses = self._prefetched = 0
 
     # ---- arenas
 
@@ -166,6 +168,11 @@ class NodeStore:
         metrics.HITS.labels("arena").inc(hits - lower_hits)
         metrics.HITS.labels("lower").inc(lower_hits)
         metrics.MISSES.inc(misses)
+
+    def count_prefetched(self, blocks: int) -> None:
+        """Counts blocks that another node sent while it computed their prompt."""
+        self._prefetched += blocks
+        metrics.PREFETCHED.inc(blocks)
 
     def reserve(self, request: Reserve) -> ReserveReply | KvStoreRefusal:
         """Slots to write blocks to, pinned under the lease. A block that is here already or finds no room gets none."""
@@ -277,7 +284,7 @@ class NodeStore:
     def lend(
         self, layout: str, hashes: Sequence[BlockHash]
     ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
-        """Lends blocks to another node's store; see `kvstore.transfer.server.BlockLender`."""
+        """Lends blocks to another node's store; see `kvstore.transfer.interface.BlockLender`."""
         return self._lent(layout, hashes) if layout in self._writer.arenas else None
 
     @contextlib.contextmanager
@@ -290,6 +297,10 @@ class NodeStore:
             yield [self._writer.arenas[layout].in_flight(block.slot) for block in run]
         finally:
             self._writer.carry_out(self.core.unpin(table, run))
+
+    async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
+        """Waits until a block is committed; see `BlockLender.committed`."""
+        return await self._commits.wait(layout, name, seconds)
 
     # ---- checksums
 
@@ -342,6 +353,7 @@ class NodeStore:
             hits=self._hits,
             misses=self._misses,
             lower_hits=self._lower_hits,
+            prefetched=self._prefetched,
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block, unpack_block
+from kvstore.transfer.interface import BlockRequest
 from shared.blocks import BlockHash
 from shared.ids import NodeId
 from shared.messages.lifecycle import Lifecycle, TierReport
@@ -72,7 +73,5 @@ class PeerStores(Protocol):
     async def run(self) -> None:
         """Runs in the background until cancelled; see `LowerTier.run`."""
 
-    def fetch(
-        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
-    ) -> AsyncGenerator[InFlightBlock, None]:
-        """Yields blocks from the store of node `source`; see `LowerTier.fetch`."""
+    def fetch(self, source: NodeId, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
+        """Yields blocks from the store of node `source`; see `BlockTransport.fetch`."""

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator
 
+from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
-from kvstore.transfer.client import TransferClient
-from kvstore.transfer.rpc import TransferTls, host_and_port
-from kvstore.transfer.server import BlockLender, TransferServer
-from shared.blocks import BlockHash
+from kvstore.transfer.interface import BlockLender, BlockRequest, BlockTransport
+from kvstore.transfer.rpc import host_and_port
 from shared.ids import NodeId
 from shared.messages.lifecycle import Lifecycle
 
 
 class PeerNodes:
-    """Owns the server, the client, and the addresses of the other nodes' stores.
-    `kvstore.tiers.interface.PeerStores`."""
+    """Owns the transport, and the addresses of the other nodes' stores. `kvstore.tiers.interface.PeerStores`."""
 
-    def __init__(self, tls: TransferTls | None) -> None:
-        self._tls = tls
-        self._client = TransferClient(self.address_of, tls)
-        self._server: TransferServer | None = None
+    def __init__(self, transport: BlockTransport) -> None:
+        self._transport = transport
         self._stores: dict[NodeId, Lifecycle] = {}
         self.address = ""
 
     async def listen(self, lender: BlockLender, host: str, port: int, known_as: str) -> None:
         """Lets other nodes fetch blocks, at `known_as` as the host. Raises CannotListen."""
-        self._server = TransferServer(lender, self._tls)
-        self.address = host_and_port(known_as, await self._server.start(host, port))
+        self.address = host_and_port(known_as, await self._transport.listen(lender, host, port))
 
     async def run(self) -> None:
         """Until cancelled; then closes the connections and stops serving."""
-        try:
-            await self._client.run()
-        finally:
-            if self._server is not None:
-                await self._server.stop()
+        await self._transport.run()
 
     def record_lifecycle(self, lifecycle: Lifecycle) -> None:
         """Remembers where another node's store can be fetched from, if the message says so."""
@@ -55,8 +47,14 @@ class PeerNodes:
         known = self._stores.get(node)
         return None if known is None or known.store is None else known.store.transfer
 
-    def fetch(
-        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
+    async def fetch(
+        self, source: NodeId, request: BlockRequest, shape: BlockShape
     ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from another node's store; see `PeerStores.fetch`."""
-        return self._client.fetch(source, layout, hashes, shape)
+        address = self.address_of(source)
+        if address is None:
+            metrics.TIER_FAILED.labels("peer", "unknown").inc()
+            return
+        async with contextlib.aclosing(self._transport.fetch(address, request, shape)) as blocks:
+            async for block in blocks:
+                yield block

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import grpc
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
+from kvstore.transfer.interface import BlockRequest
 from kvstore.transfer.rpc import CHANNEL_OPTIONS, TransferTls, fetch_call
 from kvstore.transfer.transfer_pb2 import Block, Chunk, FetchRequest
 from shared.blocks import BlockHash
-from shared.ids import NodeId
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,9 @@ class Spoiled(Exception):
 
 
 class TransferClient:
-    """Owns the connections to the stores of other nodes, whose addresses `address_of` gives."""
+    """Owns the connections to the stores of other nodes."""
 
-    def __init__(self, address_of: Callable[[NodeId], str | None], tls: TransferTls | None = None) -> None:
-        """`address_of` answers with "host:port", and None for a node whose store is not there or sends nothing."""
-        self._address_of = address_of
+    def __init__(self, tls: TransferTls | None = None) -> None:
         self._tls = tls
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
 
@@ -46,23 +44,20 @@ class TransferClient:
                 await self._channels.popitem()[1].close()
 
     async def fetch(
-        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
+        self, address: str, request: BlockRequest, shape: BlockShape
     ) -> AsyncGenerator[InFlightBlock, None]:
-        """The leading run of `hashes` that the store of `source` sends, checked. The caller sets the deadline and
-        closes the iterator: closing cancels, and frees what is pinned over there."""
-        address = self._address_of(source)
-        if address is None:
-            metrics.TIER_FAILED.labels(TIER, "unknown").inc()
-            return
-        call = fetch_call(await self._channel(address), FetchRequest(layout=layout, hashes=b"".join(hashes)))
+        """The leading run of the requested blocks that the store at `address` sends, checked; see
+        `BlockTransport.fetch`."""
+        asked = FetchRequest(layout=request.layout, hashes=b"".join(request.hashes), patience=request.patience)
+        call = fetch_call(await self._channel(address), asked)
         try:
-            async for block in _blocks(call, hashes, shape):
+            async for block in _blocks(call, request.hashes, shape):
                 metrics.TIER_HITS.labels(TIER).inc()
                 metrics.TIER_BYTES_IN.labels(TIER).inc(len(block.payload))
                 yield block
         except Spoiled as error:
             metrics.TIER_SPOILED.labels(TIER).inc()
-            log.warning("blocks from another node with wrong checksums", extra={"node": source, "error": str(error)})
+            log.warning("blocks from another node with wrong checksums", extra={"store": address, "error": str(error)})
         except grpc.aio.AioRpcError as error:
             metrics.TIER_FAILED.labels(TIER, error.code().name.lower()).inc()
         except asyncio.CancelledError:

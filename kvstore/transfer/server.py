@@ -1,17 +1,19 @@
-"""Sends this store's blocks to the stores of other nodes, which fetch them. Knows the arena only as a `BlockLender`."""
+"""Sends this store's blocks to the stores of other nodes, which fetch them. Knows the arena only as a `BlockLender`.
+
+A fetch with patience follows a prompt while it is computed: it is sent each block as soon as that is committed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import grpc
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import InFlightBlock
+from kvstore.transfer.interface import BlockLender, CannotListen
 from kvstore.transfer.rpc import (
     CHUNK_BYTES,
     MAX_FETCH_SECONDS,
@@ -27,21 +29,13 @@ from shared.blocks import HASH_BYTES, BlockHash, split_hashes
 TIER = "peer"
 MAX_SENDING = 16
 """Fetches served at a time; the next one is refused, which is a miss to its sender."""
+MAX_FOLLOWING = 64
+"""Fetches with patience at a time, which mostly wait."""
+MAX_PATIENCE = 10.0
+"""Seconds that a fetch may wait for one block, whatever it asks for."""
 LENT_BLOCKS = 32
 """Pinned at a time for one Fetch, however many it asks for."""
 STOP_SECONDS = 1.0
-
-
-class BlockLender(Protocol):
-    """What the server requires of the store whose blocks it sends."""
-
-    def lend(self, layout: str, hashes: Sequence[BlockHash]) -> AbstractContextManager[Sequence[InFlightBlock]] | None:
-        """The leading run of `hashes` in the arena, checked, and pinned until the context is left. None: no blocks of
-        that layout are here. Called on the store's event loop; bound how long and how many."""
-
-
-class CannotListen(Exception):
-    """The port is taken, or the address not this machine's."""
 
 
 class TransferServer:
@@ -54,6 +48,7 @@ class TransferServer:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((handler(self._fetch),))
         self.sending = 0
+        self.following = 0
 
     async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port; 0 lets the system choose one. Raises CannotListen."""
@@ -73,35 +68,43 @@ class TransferServer:
         await self._server.stop(STOP_SECONDS)
 
     async def _fetch(self, request: FetchRequest, context: Sending) -> None:
-        if self.sending >= self._max_sending:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self.sending} are being served")
+        patience = min(max(0.0, request.patience), MAX_PATIENCE)
+        count, limit = (self.following, MAX_FOLLOWING) if patience else (self.sending, self._max_sending)
+        if count >= limit:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{count} are being served")
         if not request.hashes or len(request.hashes) % HASH_BYTES:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.hashes)} bytes of hashes")
         try:
-            with self._counted():
+            with self._counted(follows=patience > 0):
                 async with asyncio.timeout(MAX_FETCH_SECONDS):
-                    await self._send_run(request.layout, list(split_hashes(request.hashes)), context)
+                    await self._send_run(request.layout, list(split_hashes(request.hashes)), patience, context)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the blocks are not held for you any longer")
 
-    async def _send_run(self, layout: str, hashes: Sequence[BlockHash], context: Sending) -> None:
-        for start in range(0, len(hashes), LENT_BLOCKS):
-            wanted = hashes[start : start + LENT_BLOCKS]
+    async def _send_run(self, layout: str, hashes: Sequence[BlockHash], patience: float, context: Sending) -> None:
+        sent = 0
+        while wanted := hashes[sent : sent + LENT_BLOCKS]:
             lent = self._lender.lend(layout, wanted)
             if lent is None:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"no blocks of layout {layout}")
             with lent as blocks:
                 await _send(blocks, context)
-            if len(blocks) < len(wanted):
+            sent += len(blocks)
+            # Nothing is awaited between the look at the arena and the wait, so that no commit is missed.
+            if not blocks and not (patience and await self._lender.committed(layout, wanted[0], patience)):
+                return
+            if len(blocks) < len(wanted) and not patience:
                 return
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.sending += 1
+    def _counted(self, *, follows: bool) -> Iterator[None]:
+        self.following += follows
+        self.sending += not follows
         try:
             yield
         finally:
-            self.sending -= 1
+            self.following -= follows
+            self.sending -= not follows
 
 
 async def _send(blocks: Sequence[InFlightBlock], context: Sending) -> None:

@@ -6,12 +6,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FetchRequest(_message.Message):
-    __slots__ = ("layout", "hashes")
+    __slots__ = ("layout", "hashes", "patience")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_FIELD_NUMBER: _ClassVar[int]
     layout: str
     hashes: bytes
-    def __init__(self, layout: _Optional[str] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    patience: float
+    def __init__(self, layout: _Optional[str] = ..., hashes: _Optional[bytes] = ..., patience: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("begins", "payload")

@@ -24,6 +24,7 @@ from services.scheduler.core.events import (
     ReleaseLease,
     SendHandOver,
     SendPlan,
+    SendPrefetch,
     SendStoreRequest,
     SendToGateway,
     SendTokens,
@@ -267,7 +268,7 @@ class SchedulerActor(Actor):
             case SendToGateway(gateway, message):
                 _record_answer(message)
                 await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
-            case SendStoreRequest() | ReleaseLease() | SendHandOver() | ForwardControl():
+            case SendStoreRequest() | ReleaseLease() | SendHandOver() | SendPrefetch() | ForwardControl():
                 await self._send_elsewhere(output)
             case EndProcess(reason):
                 await self.bus.flush()
@@ -275,8 +276,10 @@ class SchedulerActor(Actor):
             case _:
                 assert_never(output)
 
-    async def _send_elsewhere(self, output: SendStoreRequest | ReleaseLease | SendHandOver | ForwardControl) -> None:
-        """To the node's store, and to other engines."""
+    async def _send_elsewhere(
+        self, output: SendStoreRequest | ReleaseLease | SendHandOver | SendPrefetch | ForwardControl
+    ) -> None:
+        """To KV stores, and to other engines."""
         node = self.core.role.node
         match output:
             case SendStoreRequest():
@@ -287,6 +290,8 @@ class SchedulerActor(Actor):
                 await self.bus.publish(topics.kvstore_releases(node), release)
             case SendHandOver():
                 await self._send_hand_over(output)
+            case SendPrefetch(other, prefetch):
+                await self.bus.publish(topics.kvstore_prefetches(other), prefetch)
             case ForwardControl(engine, message):
                 await self.bus.publish(topics.engine_control(engine), message)
             case _:

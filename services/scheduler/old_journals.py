@@ -49,6 +49,8 @@ GENERATION_FIELDS = 18
 OPENED_IN_BATCH = 3
 NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3."""
+GENERATE_REQUEST_FIELDS = 7
+"""Of its fields, the tag included, those that version 1 had."""
 REQUEST_FAILED_FIELDS = 4
 """Entries of `RequestFailed` in version 1, the tag included; later ones were appended."""
 
@@ -148,6 +150,7 @@ class FormerNames(WholeGrammars):
         if message[0] == "RequestFailed":
             del message[REQUEST_FAILED_FIELDS:]
         if message[0] == "GenerateRequest":
+            del message[GENERATE_REQUEST_FIELDS:]
             generation = message[1]
             del generation[GENERATION_FIELDS:]
             generation.insert(TRACE_IN_GENERATION, self._traces.get((generation[0], generation[1])))

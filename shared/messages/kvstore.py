@@ -86,6 +86,17 @@ class Release(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     over."""
 
 
+class Prefetch(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """prefill engine → the KV store of the node where its request will be decoded: `source` is about to compute these
+    blocks. The store copies each as soon as `source` has committed it, while the others are still being computed. It
+    has no reply: whatever is not there when the request comes is looked up then."""
+
+    layout: str
+    source: NodeId
+    hashes: bytes
+    """16 bytes each, in the order of the chain; the last may be that of a partial block."""
+
+
 KvStoreRequest = Attach | Find | Reserve | Commit
 """The requests that a store replies to; each message's docstring names its reply."""
 

@@ -148,6 +148,8 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Host and port where the stores of other nodes fetch blocks ("10.0.0.7:7700"); empty if they cannot."""
     tiers: tuple[TierReport, ...] = ()
     """The lower tiers, in the order in which they are searched."""
+    prefetched: int = 0
+    """Blocks that came from other nodes since the start while their prompts were computed there."""
 
 
 class StepSums(Struct, frozen=True, array_like=True, kw_only=True):

@@ -50,6 +50,9 @@ class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
     there is none."""
     predicted_cached: Count = 0
     """Prompt tokens that the coordinator expects to be cached. Metrics compare it with what was cached."""
+    decode_node: NodeId | None = None
+    """The node of `decode_on`, whose KV store copies the prompt's blocks while they are computed; None where it is that
+    of this engine, or not known."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):

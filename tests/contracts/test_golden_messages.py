@@ -319,6 +319,7 @@ MESSAGES: list[Any] = [
         pools=(planner.PoolDecision(role="decode", present=1, wanted=3, target=2, reason="cool-down"),),
         acts=True,
     ),
+    kvstore.Prefetch(layout="f", source=NODE, hashes=HASH),
 ]
 
 

@@ -53,6 +53,7 @@ def subjects(stack: RunningStack, node: NodeId) -> list[Topic[Any]]:
         topics.engine_probes(engine),
         topics.kvstore_requests(node),
         topics.kvstore_releases(node),
+        topics.kvstore_prefetches(node),
         topics.kv_events(InstanceId("engine-1")),
         topics.kv_dump_requests(InstanceId("engine-1")),
         topics.kv_dump_requests(InstanceId("kvstore-1")),

@@ -14,12 +14,12 @@ import msgspec
 from kvstore.arena.in_flight_block import InFlightBlock
 from kvstore.arena.owned_arena import OwnedArena
 from kvstore.transfer.client import TransferClient
+from kvstore.transfer.interface import BlockRequest
 from kvstore.transfer.rpc import host_and_port
 from kvstore.transfer.server import TransferServer
 from services.bench.kv.blocks import KvOptions, KvShape, arena, fill, make_blocks, names
 from services.bench.kv.rates import KvTransferRate, MemoryCopy, PathFailed
 from shared.blocks import BlockHash
-from shared.ids import NodeId
 
 NAME = "store to store"
 STOP_TIMEOUT = 10.0
@@ -33,14 +33,14 @@ def measure(options: KvOptions) -> list[KvTransferRate]:
 
 async def _fetched(shape: KvShape, rounds: int, address: str) -> KvTransferRate:
     """Raises PathFailed."""
-    client, copy, seconds, copied = TransferClient(lambda node: address), MemoryCopy(shape), [], []
+    client, copy, seconds, copied = TransferClient(), MemoryCopy(shape), [], []
     background = asyncio.create_task(client.run())
     try:
         with arena(shape) as target:
             for _ in range(rounds + 1):  # the first one connects and counts for nothing
                 copied.append(copy.seconds())
                 begin, slot = time.perf_counter(), 0
-                async for block in client.fetch(NodeId("other"), LAYOUT, names(shape), shape.block):
+                async for block in client.fetch(address, BlockRequest(LAYOUT, names(shape)), shape.block):
                     target.fill(slot, block)
                     slot += 1
                 seconds.append(time.perf_counter() - begin)
@@ -83,7 +83,7 @@ LAYOUT = "bench"
 
 
 class ArenaLender:
-    """A `kvstore.tiers.interface.Lender` of one arena, which has no other writer."""
+    """A `kvstore.transfer.interface.BlockLender` of one arena, which has no other writer."""
 
     def __init__(self, lent: OwnedArena) -> None:
         self._arena = lent
@@ -94,6 +94,10 @@ class ArenaLender:
     ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
         """The blocks of those hashes that the arena holds, in order; None for a layout that it does not hold."""
         return self._lent(hashes) if layout == LAYOUT else None
+
+    async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
+        """False: nothing is being computed here."""
+        return False
 
     @contextlib.contextmanager
     def _lent(self, hashes: Sequence[BlockHash]) -> Iterator[Sequence[InFlightBlock]]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from services.coordinator.core.kv_sources import Reuse
 from services.coordinator.core.reservations import PromptPrefix
-from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId
+from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId
 from shared.messages.coordinator import PlacementMade
 from shared.messages.gateway import RequestQueued, RequestRejected
 from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
@@ -34,6 +34,8 @@ class Placement(NamedTuple):
     blocks: int
     decode_on: EngineId | None = None
     """The engine that `engine` hands the request over to; None: it keeps the request."""
+    decode_node: NodeId | None = None
+    """The node of `decode_on`, where it is another one than that of `engine`."""
 
     def announcement(self, coordinator: InstanceId) -> PlacementMade:
         """The message with which `coordinator`, which made this placement, announces it to the others."""

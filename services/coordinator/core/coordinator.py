@@ -247,6 +247,7 @@ class Coordinator:
             decode_on=placement.decode_on,
             kv_source=reuse.remote_node,
             predicted_cached=reuse.blocks * BLOCK_SIZE,
+            decode_node=placement.decode_node,
         )
         announcement = placement.announcement(self._instance) if self.fleet.peers else None
         return [PlaceRequest(engine, generate, at.now - since, reuse, placement.blocks, announcement)]

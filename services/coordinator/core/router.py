@@ -78,7 +78,13 @@ class Router:
             return Placement(engine.engine.id, detokenizer, request.prefix, reuse, request.blocks)
         prefill, reuse, decode = split
         return Placement(
-            prefill.engine.id, detokenizer, request.prefix, reuse, request.blocks, decode_on=decode.engine.id
+            prefill.engine.id,
+            detokenizer,
+            request.prefix,
+            reuse,
+            request.blocks,
+            decode_on=decode.engine.id,
+            decode_node=None if decode.node == prefill.node else decode.node,
         )
 
     def _describe(self, generation: Generation, now: float) -> _RoutedRequest:

@@ -93,6 +93,7 @@ class EpochState:
         self._sendings = 0
         """How often the plan of step `_last_missed` was sent again."""
         self._counters = store.counters
+        self._sender = sender
         self._outbox = outbox
         self._results = StepResults(self.memory, self.queues, self.requests, speculation, outbox, store.counters)
 
@@ -140,6 +141,8 @@ class EpochState:
             prompt = sequence.tokens.prompt_length
             self._counters.prompt_tokens += prompt
             self._counters.cached_tokens += min(prompt, cached)
+            if sequence.transfer.decode_node is not None and (ahead := self._sender.prefetch(sequence)) is not None:
+                self._outbox.add(ahead)
         for sequence in step.handing:
             self.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget - step.withheld

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation
+from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, NodeId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
-from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Release
+from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
 from shared.messages.lifecycle import ModelCard
 from shared.messages.scheduler import (
     Cancel,
@@ -188,6 +188,15 @@ class SendHandOver:
 
 
 @dataclass(frozen=True, slots=True)
+class SendPrefetch:
+    """The request's prompt is computed from now on: the store of `node`, where it will be decoded, copies its blocks
+    meanwhile."""
+
+    node: NodeId
+    prefetch: Prefetch
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardControl:
     """Forward the cancel of a request that was handed over to `engine`."""
 
@@ -196,5 +205,13 @@ class ForwardControl:
 
 
 Output = (
-    SendPlan | SendTokens | SendToGateway | EndProcess | SendStoreRequest | ReleaseLease | SendHandOver | ForwardControl
+    SendPlan
+    | SendTokens
+    | SendToGateway
+    | EndProcess
+    | SendStoreRequest
+    | ReleaseLease
+    | SendHandOver
+    | SendPrefetch
+    | ForwardControl
 )

@@ -182,12 +182,14 @@ class BlockTable:
 class TransferState:
     """Where a sequence's blocks may come from, and which engine continues it. Only its methods write its fields."""
 
-    __slots__ = ("decode_on", "kv_source", "partial")
+    __slots__ = ("decode_node", "decode_on", "kv_source", "partial")
 
     def __init__(self, generate: GenerateRequest) -> None:
         handed = generate.handed
         self.decode_on: EngineId | None = generate.decode_on
         """The engine that the sequence is handed over to after its first token; None: it stays."""
+        self.decode_node: NodeId | None = generate.decode_node
+        """The node of that engine, where it is another one than this engine's."""
         self.kv_source: NodeId | None = generate.kv_source if handed is None else handed.node
         """The node whose KV store probably holds its blocks; None if none is known."""
         self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None

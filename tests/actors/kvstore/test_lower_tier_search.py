@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
 
@@ -13,9 +13,10 @@ from kvstore.node import lower_search as search_module
 from kvstore.node.lower_search import LowerTierSearch, blocks_in
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import LowerTier, PeerStores
+from kvstore.transfer.interface import BlockRequest
 from shared.blocks import BlockHash
 from shared.ids import LeaseId, NodeId
-from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, Release
+from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, Prefetch, Release
 from shared.messages.lifecycle import Lifecycle, TierReport
 from tests.support.kv import random_blocks as carried_blocks
 from tests.support.kv.arenas import (
@@ -90,11 +91,12 @@ class Lower(Below):
 
 
 class Others(Below):
-    def fetch(
-        self, source: NodeId, layout: str, hashes: Sequence[BlockHash], shape: BlockShape
-    ) -> AsyncGenerator[InFlightBlock, None]:
-        self.asked.append((source, list(hashes)))
-        return self.give(hashes, shape)
+    patience = 0.0
+
+    def fetch(self, source: NodeId, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
+        self.asked.append((source, list(request.hashes)))
+        self.patience = request.patience
+        return self.give(request.hashes, shape)
 
 
 @pytest.fixture
@@ -334,3 +336,77 @@ async def test_a_layout_that_goes_during_the_search_is_not_served(store: NodeSto
         store._forget(client.layout)
         tier.unstuck.set()
         assert isinstance(await answer, KvStoreRefusal)
+
+
+# ---- prompts that are still being computed elsewhere
+
+
+def prefetches(client: Client, names: int = 8, source: NodeId = ELSEWHERE) -> Prefetch:
+    return Prefetch(layout=client.layout, source=source, hashes=b"".join(NAMES[:names]))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_what_was_prefetched_is_there_when_its_request_comes(store: NodeStore) -> None:
+    client, others = Client(store), Others(NAMES)
+    client.save(NAMES[:2])
+    async with searching(store, None, others) as search:
+        search.prefetch(prefetches(client))
+        await until(lambda: search.prefetching == 0)
+        assert others.asked == [(ELSEWHERE, NAMES[2:])]
+        assert others.patience > 0
+        assert pinned(store) == 0, "it holds nothing: no request is there yet"
+        assert store.report().prefetched == 6
+        found = search.find(asks(client, 100, source=ELSEWHERE))
+        assert isinstance(found, FindReply)
+        assert blocks_in(found) == 8
+        assert right(client, found)
+
+
+async def test_a_request_waits_for_what_is_on_its_way_to_it_and_fetches_nothing_twice(store: NodeStore) -> None:
+    client, others = Client(store), Others(NAMES, stuck_after=5)
+    async with searching(store, None, others) as search:
+        search.prefetch(prefetches(client))
+        await others.stuck.wait()
+        waiting = asyncio.create_task(answered(search, asks(client, 100, source=ELSEWHERE)))
+        await until(lambda: search.running == 1)
+        others.unstuck.set()
+        assert blocks_in(await waiting) == 8
+        assert len(others.asked) == 1
+
+
+async def test_a_request_whose_prefetch_has_stopped_short_gets_at_its_deadline_what_has_come(store: NodeStore) -> None:
+    client, others = Client(store), Others(NAMES, stuck_after=5)
+    async with searching(store, None, others) as search:
+        search.prefetch(prefetches(client))
+        assert blocks_in(await answered(search, asks(client, 100, source=ELSEWHERE, deadline=0.2))) == 5
+        others.unstuck.set()
+        await until(lambda: search.prefetching == 0)
+
+
+async def test_a_prefetch_whose_source_brings_no_more_ends(store: NodeStore) -> None:
+    client, others = Client(store), Others(NAMES[:3])
+    async with searching(store, None, others) as search:
+        search.prefetch(prefetches(client))
+        await until(lambda: search.prefetching == 0)
+        assert [len(asked) for _, asked in others.asked] == [8, 5], "asked again as long as something comes"
+
+
+async def test_prefetches_are_bounded_and_of_other_nodes_only(
+    store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_module, "MAX_PREFETCHES", 1)
+    client, others = Client(store), Others(NAMES, stuck_after=0)
+    async with searching(store, None, others) as search:
+        search.prefetch(prefetches(client, source=NODE))
+        assert search.prefetching == 0
+        for _ in range(3):
+            search.prefetch(prefetches(client))
+        assert search.prefetching == 1
+        others.unstuck.set()
+        await until(lambda: search.prefetching == 0)
+        assert len(others.asked) == 1

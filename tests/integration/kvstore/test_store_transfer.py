@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.node.commit_watch import CommitWatch
+from kvstore.tiers.peer_nodes import PeerNodes
 from kvstore.transfer import client as client_module
 from kvstore.transfer import server as server_module
 from kvstore.transfer.client import TransferClient
+from kvstore.transfer.grpc_transport import GrpcTransport
+from kvstore.transfer.interface import BlockRequest, CannotListen
 from kvstore.transfer.rpc import CHUNK_BYTES, TlsUnusable, TransferTls
-from kvstore.transfer.server import CannotListen, TransferServer
+from kvstore.transfer.server import TransferServer
 from shared.blocks import BlockHash
 from shared.ids import NodeId
 from tests.support.cluster.ports import free_port
@@ -26,22 +30,30 @@ from tests.support.kv.random_blocks import SHAPE, chain, hashes
 
 LAYOUT = "5eed" * 6
 HERE = "127.0.0.1"
-THERE = NodeId("there")
 PATIENCE = 60.0
 
 
 class Shelf:
-    """A `Lender` of given blocks, which counts what is lent. Owns both."""
+    """A `BlockLender` of given blocks, which counts what is lent. Owns both."""
 
     def __init__(self, blocks: Sequence[InFlightBlock]) -> None:
         self.blocks = {block.hash: block for block in blocks}
         self.pins: Counter[BlockHash] = Counter()
         self.most_pinned = 0
+        self.commits = CommitWatch()
 
     def lend(
         self, layout: str, names: Sequence[BlockHash]
     ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
         return self._lent(names) if layout == LAYOUT else None
+
+    async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
+        return await self.commits.wait(layout, name, seconds)
+
+    def compute(self, block: InFlightBlock) -> None:
+        """A block of the prompt is computed, and committed."""
+        self.blocks[block.hash] = block
+        self.commits.committed(LAYOUT, block.hash)
 
     @contextlib.contextmanager
     def _lent(self, names: Sequence[BlockHash]) -> Iterator[Sequence[InFlightBlock]]:
@@ -68,13 +80,25 @@ async def serving(shelf: Shelf, **options: object) -> AsyncIterator[tuple[Transf
         await server.stop()
 
 
+class Puller:
+    """A client of one store."""
+
+    def __init__(self, address: str, client: TransferClient) -> None:
+        self._address, self.client = address, client
+
+    def fetch(
+        self, layout: str, names: Sequence[BlockHash], shape: BlockShape, patience: float = 0.0
+    ) -> AsyncGenerator[InFlightBlock, None]:
+        return self.client.fetch(self._address, BlockRequest(layout, names, patience), shape)
+
+
 @contextlib.asynccontextmanager
-async def pulling(port: int | None, tls: TransferTls | None = None) -> AsyncIterator[TransferClient]:
-    client = TransferClient(lambda node: f"{HERE}:{port}" if (node, port) != (THERE, None) else None, tls)
+async def pulling(port: int, tls: TransferTls | None = None) -> AsyncIterator[Puller]:
+    client = TransferClient(tls)
     task = asyncio.create_task(client.run())
     await asyncio.sleep(0)
     try:
-        yield client
+        yield Puller(f"{HERE}:{port}", client)
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -82,10 +106,15 @@ async def pulling(port: int | None, tls: TransferTls | None = None) -> AsyncIter
 
 
 async def pulled(
-    client: TransferClient, names: Sequence[BlockHash], *, layout: str = LAYOUT, shape: BlockShape = SHAPE
+    client: Puller,
+    names: Sequence[BlockHash],
+    *,
+    layout: str = LAYOUT,
+    shape: BlockShape = SHAPE,
+    patience: float = 0.0,
 ) -> list[InFlightBlock]:
     blocks = []
-    async with asyncio.timeout(PATIENCE), contextlib.aclosing(client.fetch(THERE, layout, names, shape)) as run:
+    async with asyncio.timeout(PATIENCE), contextlib.aclosing(client.fetch(layout, names, shape, patience)) as run:
         async for block in run:
             blocks.append(block)
     return blocks
@@ -137,6 +166,44 @@ async def test_a_long_run_is_pinned_a_part_at_a_time(monkeypatch: pytest.MonkeyP
         assert await pulled(client, hashes(blocks)) == blocks[:6]
 
 
+async def test_whoever_has_patience_is_sent_blocks_while_they_are_computed() -> None:
+    blocks = chain(4)
+    shelf = Shelf(blocks[:1])
+    async with serving(shelf) as (server, port), pulling(port) as client:
+        run = client.fetch(LAYOUT, hashes(blocks), SHAPE, PATIENCE)
+        got = [await anext(run)]
+        for block in blocks[1:3]:
+            await until(lambda: shelf.commits.waiting == 1)
+            assert (server.following, server.sending, shelf.pins.total()) == (1, 0, 0), "nothing is pinned meanwhile"
+            shelf.compute(block)
+            got.append(await anext(run))
+        assert got == blocks[:3]
+        await run.aclose()
+        await until(lambda: server.following == 0 and shelf.commits.waiting == 0)
+
+
+async def test_a_block_that_is_never_computed_ends_the_run_when_patience_does() -> None:
+    blocks = chain(3)
+    shelf = Shelf([blocks[0], blocks[2]])
+    async with serving(shelf) as (server, port), pulling(port) as client:
+        assert await pulled(client, hashes(blocks), patience=0.05) == blocks[:1]
+        await until(lambda: server.following == 0 and shelf.commits.waiting == 0)
+
+
+async def test_those_that_follow_are_counted_apart_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_FOLLOWING", 1)
+    blocks = chain(2)
+    shelf = Shelf(blocks[:1])
+    before = failures("resource_exhausted")
+    async with serving(shelf, max_sending=1) as (_, port), pulling(port) as client:
+        run = client.fetch(LAYOUT, hashes(blocks), SHAPE, PATIENCE)
+        await anext(run)
+        assert await pulled(client, hashes(blocks), patience=PATIENCE) == []
+        assert failures("resource_exhausted") == before + 1
+        assert await pulled(client, hashes(blocks)) == blocks[:1], "others are served meanwhile"
+        await run.aclose()
+
+
 async def test_another_layout_is_a_miss() -> None:
     blocks = chain(2)
     before = failures("not_found")
@@ -147,9 +214,10 @@ async def test_another_layout_is_a_miss() -> None:
 
 async def test_a_node_that_nobody_knows_is_a_miss() -> None:
     before = failures("unknown")
-    async with pulling(None) as client:
-        assert await pulled(client, hashes(chain(2))) == []
-        assert failures("unknown") == before + 1
+    peers = PeerNodes(GrpcTransport(None))
+    wanted = BlockRequest(LAYOUT, hashes(chain(2)))
+    assert [block async for block in peers.fetch(NodeId("there"), wanted, SHAPE)] == []
+    assert failures("unknown") == before + 1
 
 
 async def test_a_store_that_is_not_there_is_a_miss_at_once_and_found_when_it_comes() -> None:
@@ -205,7 +273,7 @@ async def test_a_cancel_in_the_middle_frees_everything_on_both_sides(end: str) -
     names = list(shelf.blocks)
     sent_before = metrics.TIER_STORED.labels("peer")._value.get()
     async with serving(shelf) as (server, port), pulling(port) as client:
-        run = client.fetch(THERE, LAYOUT, names, BIG)
+        run = client.fetch(LAYOUT, names, BIG)
         assert (await anext(run)).hash == names[0]
         assert shelf.pins.total() == MANY
         if end == "closed":
@@ -222,12 +290,12 @@ async def test_a_cancel_in_the_middle_frees_everything_on_both_sides(end: str) -
 ONE_BLOCK_AND_NO_MORE = """
 import asyncio, sys
 from kvstore.transfer.client import TransferClient
-from tests.integration.kvstore.test_store_transfer import BIG, LAYOUT, THERE, many_big_blocks
+from tests.integration.kvstore.test_store_transfer import BIG, LAYOUT, Puller, many_big_blocks
 from tests.support.kv.random_blocks import hashes
 
 async def main():
-    client = TransferClient(lambda node: sys.argv[1])
-    run = client.fetch(THERE, LAYOUT, hashes(many_big_blocks()), BIG)
+    client = Puller(sys.argv[1], TransferClient())
+    run = client.fetch(LAYOUT, hashes(many_big_blocks()), BIG)
     await anext(run)
     print("one", flush=True)
     await asyncio.sleep(100)
@@ -256,7 +324,7 @@ async def test_whoever_does_not_read_is_not_sent_more_than_the_window() -> None:
     names = list(shelf.blocks)
     before = metrics.TIER_BYTES_OUT.labels("peer")._value.get()
     async with serving(shelf) as (_, port), pulling(port) as client:
-        run = client.fetch(THERE, LAYOUT, names, BIG)
+        run = client.fetch(LAYOUT, names, BIG)
         await anext(run)
         await asyncio.sleep(0.3)
         assert metrics.TIER_BYTES_OUT.labels("peer")._value.get() - before < (MANY - 8) * BIG.payload_bytes
@@ -269,7 +337,7 @@ async def test_a_sender_that_is_busy_refuses_and_serves_again_afterwards() -> No
     names = list(shelf.blocks)
     before = failures("resource_exhausted")
     async with serving(shelf, max_sending=1) as (server, port), pulling(port) as client:
-        first = client.fetch(THERE, LAYOUT, names, BIG)
+        first = client.fetch(LAYOUT, names, BIG)
         await anext(first)
         assert await pulled(client, names[:1], shape=BIG) == []
         assert failures("resource_exhausted") == before + 1
@@ -284,7 +352,7 @@ async def test_a_receiver_that_holds_on_for_too_long_is_let_go(monkeypatch: pyte
     names = list(shelf.blocks)
     before = failures("deadline_exceeded")
     async with serving(shelf) as (server, port), pulling(port) as client:
-        run = client.fetch(THERE, LAYOUT, names, BIG)
+        run = client.fetch(LAYOUT, names, BIG)
         await anext(run)
         await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
         got = [block async for block in run]
@@ -296,11 +364,11 @@ async def test_only_so_many_connections_are_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(client_module, "MAX_CHANNELS", 1)
     blocks = chain(2)
     async with serving(Shelf(blocks)) as (_, one), serving(Shelf(blocks[:1])) as (_, two):
-        ports = {THERE: one, NodeId("elsewhere"): two}
-        client = TransferClient(lambda node: f"{HERE}:{ports[node]}")
-        assert [b async for b in client.fetch(THERE, LAYOUT, hashes(blocks), SHAPE)] == blocks
-        assert [b async for b in client.fetch(NodeId("elsewhere"), LAYOUT, hashes(blocks), SHAPE)] == blocks[:1]
-        assert [b async for b in client.fetch(THERE, LAYOUT, hashes(blocks), SHAPE)] == blocks
+        client = TransferClient()
+        here, elsewhere = (Puller(f"{HERE}:{port}", client) for port in (one, two))
+        assert [b async for b in here.fetch(LAYOUT, hashes(blocks), SHAPE)] == blocks
+        assert [b async for b in elsewhere.fetch(LAYOUT, hashes(blocks), SHAPE)] == blocks[:1]
+        assert [b async for b in here.fetch(LAYOUT, hashes(blocks), SHAPE)] == blocks
         assert len(client._channels) == 1
         task = asyncio.create_task(client.run())
         await asyncio.sleep(0)

@@ -79,6 +79,25 @@ async def test_what_one_node_has_another_pulls_and_keeps(shared_nats: NatsServer
         await nothing_pinned(at_two)
 
 
+async def test_what_one_node_is_computing_another_has_as_soon_as_it_is_committed(
+    shared_nats: NatsServer, pair: Pair
+) -> None:
+    one, two = pair
+    names = chain("followed", 12)
+    async with clients(shared_nats.url, one, two) as (at_one, at_two):
+        await know_each_other(at_one, at_two)
+        assert await at_one.save(names[:4]) == 4
+        await at_two.prefetch(names, source=one)
+        for length in (4, 8, 12):
+            await at_one.save(names[:length])
+
+            async def is_here(length: int = length) -> bool:
+                return await at_two.found(names) == (length, 0)
+
+            await eventually(is_here)
+        await nothing_pinned(at_one)
+
+
 async def test_a_source_that_dies_is_a_miss_and_is_asked_again_when_it_is_back(
     shared_nats: NatsServer, pair: Pair
 ) -> None:

@@ -19,6 +19,7 @@ from services.scheduler.core.events import (
     ReleaseLease,
     SendHandOver,
     SendPlan,
+    SendPrefetch,
     SendStoreRequest,
     SendToGateway,
     SendTokens,
@@ -211,6 +212,8 @@ class EnginesAndStore:
                 self.told.append(message)
             case SendHandOver(engine, generate):
                 self.passed.append(lambda: self._pass_on(side, engine, generate))
+            case SendPrefetch():
+                pass  # both engines are of one node: nothing to copy
             case ForwardControl(engine, message):
                 self.passed.append(lambda: (self.sides[engine].send(message), None)[1])
             case _:

@@ -29,6 +29,7 @@ from shared.messages.kvstore import (
     KvLayout,
     KvStoreReply,
     LeaseOwner,
+    Prefetch,
     Release,
     Reserve,
     ReserveReply,
@@ -184,6 +185,13 @@ class StoreClient:
     async def release(self, lease: LeaseId) -> None:
         await self._bus.publish(
             topics.kvstore_releases(self._store.node), Release(layout=self.layout, owner=self.owner, lease=lease)
+        )
+
+    async def prefetch(self, names: Sequence[BlockHash], *, source: StoreProcess) -> None:
+        """As an engine of `source` announces what it is about to compute."""
+        await self._bus.publish(
+            topics.kvstore_prefetches(self._store.node),
+            Prefetch(layout=self.layout, source=source.node, hashes=b"".join(names)),
         )
 
     async def _ask(self, question: Any, patience: float = PATIENCE) -> Any:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.scheduler.core.events import ForwardControl, HandOverRefused, SendHandOver
+from services.scheduler.core.events import ForwardControl, HandOverRefused, SendHandOver, SendPrefetch
 from services.scheduler.core.memory import NamedBlock, chain
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.saves import SaveOutcome, Saves
@@ -16,6 +16,7 @@ from services.scheduler.core.transfer.store_client import StoreClient
 from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
 from shared.ids import Attempt, DetokenizerId, EngineId, LeaseId, RequestId, SequenceId
 from shared.messages.generation import Generation
+from shared.messages.kvstore import Prefetch
 from shared.messages.scheduler import Cancel, GenerateRequest, HandOver, StopMatched
 from shared.packing import pack
 from shared.reliability.recent import RecentEntries
@@ -158,6 +159,20 @@ class HandOverSender:
     def possible(self, engine: EngineId) -> bool:
         """Whether a request can be handed over to `engine` at present."""
         return self._store.attached and engine != self._engine and self.takes_over(engine)
+
+    def prefetch(self, sequence: Sequence) -> SendPrefetch | None:
+        """Has the store of the node where the sequence will be decoded copy its blocks while they are computed, the
+        partial one included; None where that is this node's store, or blocks cannot be saved."""
+        node, tokens, layout = sequence.transfer.decode_node, sequence.tokens, self._store.layout
+        if node is None or node == self._store.node or self._store.node is None or layout is None:
+            return None
+        if len(tokens.known) + 1 >= tokens.limit:  # its only token is drawn here
+            return None
+        full, rest = divmod(len(tokens.known), BLOCK_SIZE)
+        hashes = tokens.hashes[:full]
+        if rest:
+            hashes = [*hashes, partial_hash(sequence.generation.request, sequence.generation.attempt)]
+        return SendPrefetch(node, Prefetch(layout=layout, source=self._store.node, hashes=b"".join(hashes)))
 
     def send(self, settled: SettledHandOver) -> SendHandOver | None:
         """The message that hands the request over, with its tokens and its blocks' node. None if it stays here, because

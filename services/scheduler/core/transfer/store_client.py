@@ -135,6 +135,11 @@ class StoreClient:
             self._attaching = True
             self._out.append(SendStoreRequest(self._wanted, ATTACH_TIMEOUT))
 
+    @property
+    def layout(self) -> str | None:
+        """The fingerprint under which blocks are saved; None while not attached."""
+        return None if self._attached is None else self._attached.layout
+
     # ---- requests
 
     def find(self, hashes: list[BlockHash], deadline: float, source: NodeId | None) -> LeaseId:

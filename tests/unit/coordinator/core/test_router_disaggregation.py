@@ -203,3 +203,13 @@ def test_a_lost_prefill_engine_loses_its_request_to_another_way() -> None:
     (again,) = core.engine_unreachable(action.generate, at(1))
     assert isinstance(again, PlaceRequest)
     assert Placed(again.engine, again.generate.decode_on) == LOCAL
+
+
+def test_the_prefill_engine_is_told_the_node_of_the_decode_engine_where_that_is_another_one() -> None:
+    for decoding, node in (("n1", None), ("n2", "n2")):
+        core = Coordinator(InstanceId("coordinator-1"), ROUTING)
+        for life in (detokenizer(), P1, pool("d1", "decode", node=decoding)):
+            core.lifecycle(life, at(0))
+        (action, *_) = core.route(route("r", 1, prompt=LONG), at(1))
+        assert isinstance(action, PlaceRequest)
+        assert (action.generate.decode_on, action.generate.decode_node) == ("d1", node)

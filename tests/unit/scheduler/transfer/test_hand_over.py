@@ -10,6 +10,8 @@ from services.scheduler.core.events import (
     ForwardControl,
     PeerChanged,
     SendHandOver,
+    SendPlan,
+    SendPrefetch,
     SendStoreRequest,
     SendToGateway,
     SendTokens,
@@ -20,9 +22,10 @@ from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.transfer.hand_over import SentRequests, partial_hash
 from shared.ids import Attempt, DetokenizerId, EngineId, NodeId, RequestId
 from shared.messages.gateway import RequestFailed, RequestPlaced
-from shared.messages.kvstore import Commit, Find, Reserve
+from shared.messages.kvstore import Commit, Find, Prefetch, Reserve
 from shared.messages.scheduler import Cancel, GenerateRequest, HandOver, ProbeReply, StopMatched
 from shared.packing import unpack
+from tests.support.engines.checking_store import FINGERPRINT
 from tests.support.engines.checking_worker import DETOKENIZER, generate, right_output
 from tests.support.engines.engines_and_store import NODE, EnginesAndStore
 
@@ -417,3 +420,41 @@ def test_requests_for_a_detokenizer_that_is_lost_are_failed_in_the_middle_too() 
     engines.settle()
     assert [word.request for word in engines.told if isinstance(word, RequestFailed)] == [R]
     engines.check_nothing_is_held()
+
+
+# ---- the other node copies blocks while they are computed
+
+
+def prefetched(engines: EnginesAndStore) -> list[SendPrefetch]:
+    return [output for output in engines["p"].outputs if isinstance(output, SendPrefetch)]
+
+
+def test_the_decode_engines_node_is_told_of_all_blocks_when_the_first_chunk_is_planned() -> None:
+    engines = pair(limits=EngineLimits(plan_late=False, max_batch_tokens=16, max_running=8))
+    asked = replace(request(), decode_node=NodeId("node-2"))
+    engines["p"].send(asked)
+    engines.until(lambda: prefetched(engines))
+    outputs = engines["p"].outputs
+    [ahead] = prefetched(engines)
+    hashes = asked.generation.block_hashes[:32] + PARTIAL
+    assert ahead.node == "node-2"
+    assert ahead.prefetch == Prefetch(layout=FINGERPRINT, source=NODE, hashes=hashes)
+    assert sum(isinstance(output, SendPlan) for output in outputs[: outputs.index(ahead)]) == 0, "before the plan"
+    engines.settle()
+    assert len(prefetched(engines)) == 1
+    expect_right(engines, asked)
+
+
+@pytest.mark.parametrize("more", [{"decode_node": None}, {"decode_node": NODE}])
+def test_a_decode_engine_of_the_same_node_needs_no_copy(more: dict[str, NodeId | None]) -> None:
+    engines = pair()
+    engines["p"].send(replace(request(), **more))
+    engines.settle()
+    assert not prefetched(engines)
+
+
+def test_nothing_is_copied_ahead_for_a_request_that_ends_with_its_first_token() -> None:
+    engines = pair()
+    engines["p"].send(replace(request(max_tokens=1), decode_node=NodeId("node-2")))
+    engines.settle()
+    assert not prefetched(engines)

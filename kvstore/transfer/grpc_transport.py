@@ -1,0 +1,37 @@
+"""Blocks over gRPC streams: the transport that every store speaks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.transfer.client import TransferClient
+from kvstore.transfer.interface import BlockLender, BlockRequest
+from kvstore.transfer.rpc import TransferTls
+from kvstore.transfer.server import TransferServer
+
+
+class GrpcTransport:
+    """Owns one store's gRPC server and its connections to others. `kvstore.transfer.interface.BlockTransport`."""
+
+    def __init__(self, tls: TransferTls | None) -> None:
+        self._tls = tls
+        self._client = TransferClient(tls)
+        self._server: TransferServer | None = None
+
+    async def listen(self, lender: BlockLender, host: str, port: int) -> int:
+        """Lets other nodes fetch blocks; see `BlockTransport.listen`."""
+        self._server = TransferServer(lender, self._tls)
+        return await self._server.start(host, port)
+
+    async def run(self) -> None:
+        """Until cancelled; then closes the connections and stops serving."""
+        try:
+            await self._client.run()
+        finally:
+            if self._server is not None:
+                await self._server.stop()
+
+    def fetch(self, address: str, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
+        """Yields blocks from another node's store; see `BlockTransport.fetch`."""
+        return self._client.fetch(address, request, shape)
