@@ -8,9 +8,25 @@ from math import inf
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
-from deploy.simulation.engine import EngineKit, EngineNews, EngineTotals, RequestRecord, SimulationError, VirtualEngine
+from deploy.simulation.engine import (
+    EngineKit,
+    EngineNews,
+    EngineTotals,
+    HandedRequest,
+    NodeCall,
+    RequestRecord,
+    SimulationError,
+    VirtualEngine,
+    number_of,
+)
+from deploy.simulation.store import SimulatedStore
+from services.scheduler.core.events import ReleaseLease, SendHandOver, SendStoreRequest, StoreReplied
+from shared.messages.kv_events import KvEvents
+from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import GenerateRequest
 
+STORE_NUMBER = -1
+"""Of the store among engines, where news is sorted."""
 STOP_SECONDS = 10.0
 """Within which a cell's process ends once it is told to."""
 
@@ -71,11 +87,17 @@ class Cell(Protocol):
 
 
 class EngineCell:
-    """Owns engines, in this process."""
+    """Owns engines, in this process, and the KV store that they share, if any. With a store all engines must be here:
+    they are simulated together, event by event."""
 
     def __init__(self, kit: EngineKit) -> None:
         self._kit = kit
         self.engines: dict[int, VirtualEngine] = {}
+        self._store = SimulatedStore(kit.store_memory, kit.copier.block_bytes) if kit.store_memory else None
+        self._news: list[EngineNews] = []
+        self._told = 0
+        if self._store is not None:
+            self._tell(0.0, self._store.lifecycle())
 
     def begin(self, orders: Sequence[CellOrder], until: float) -> None:
         """As `Cell` has it. Raises SimulationError."""
@@ -87,13 +109,47 @@ class EngineCell:
                     self.engines[engine] = VirtualEngine(engine, self._kit, ready=at)
                 case DrainEngine(engine, at):
                     self.engines[engine].drain(at)
+        if self._store is not None:
+            self._run_together(self._store, until)
+            return
         for each in self.engines.values():
             if each.next_at < until:
                 each.run(until)
 
+    def _run_together(self, store: SimulatedStore, until: float) -> None:
+        """What reaches the store or another engine is there before anything later happens."""
+        engines = self.engines.values()
+        while True:
+            engine = min(engines, key=_next_at, default=None)
+            if engine is None or engine.next_at >= until:
+                return
+            engine.run_next()
+            if engine.calls:
+                calls, engine.calls = engine.calls, []
+                for call in calls:
+                    self._deliver(store, engine, call)
+
+    def _deliver(self, store: SimulatedStore, engine: VirtualEngine, call: NodeCall) -> None:
+        hops = self._kit.hops
+        match call.message:
+            case SendStoreRequest(request):
+                reply = StoreReplied(request, store.answer(request, call.at))
+                engine.hear_store(reply, call.at + 2 * hops.store)
+            case ReleaseLease(release):
+                store.release(release, call.at)
+            case SendHandOver(target, generate):
+                assert call.record is not None, "a request has a record"
+                self.engines[number_of(target)].take_over(HandedRequest(generate, call.record), call.at + hops.place)
+        for event in store.take_events():
+            self._tell(call.at + hops.report, event)
+
+    def _tell(self, at: float, message: Lifecycle | KvEvents) -> None:
+        self._told += 1
+        self._news.append(EngineNews(at, STORE_NUMBER, self._told, message))
+
     def finish(self) -> CellState:
         """As `Cell` has it."""
-        news: list[EngineNews] = []
+        news, self._news = self._news, []
         next_at = inf
         for engine in self.engines.values():
             if engine.news:
@@ -106,6 +162,10 @@ class EngineCell:
         """As `Cell` has it."""
         engines = [engine for _, engine in sorted(self.engines.items())]
         return CellResult([each for engine in engines for each in engine.records], [each.totals for each in engines])
+
+
+def _next_at(engine: VirtualEngine) -> float:
+    return engine.next_at
 
 
 class ProcessCell:

@@ -9,18 +9,34 @@ from math import floor, inf
 from typing import Literal, NamedTuple
 
 from deploy.simulation.hops import HopDelays
+from deploy.simulation.store import INCARNATION, NODE, VirtualCopies
 from services.scheduler.core.engine import EngineCore
-from services.scheduler.core.events import Event, Output, SendPlan, SendToGateway, SendTokens, TimePassed, WorkersReady
+from services.scheduler.core.events import (
+    Event,
+    Output,
+    ReleaseLease,
+    SendHandOver,
+    SendPlan,
+    SendStoreRequest,
+    SendToGateway,
+    SendTokens,
+    StoreReady,
+    StoreReplied,
+    TimePassed,
+    WorkersReady,
+)
 from services.scheduler.core.invariants import check
-from services.scheduler.core.limits import EngineLimits
+from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.worker.sim.backend import SimBackend
+from services.worker.sim.kv_copier import SimKvCopier
 from shared.ids import EngineId, Incarnation, InstanceId, RequestId
 from shared.kv_event_stream import KvEventStream
 from shared.messages.detokenizer import TokenBatch
-from shared.messages.gateway import RequestRejected
+from shared.messages.gateway import RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvEvents, KvSource
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase
-from shared.messages.scheduler import GenerateRequest, StepFinished, StepTiming
+from shared.messages.kvstore import LeaseOwner
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Role
+from shared.messages.scheduler import GenerateRequest, StepFinished, StepTiming, TransferProgress
 from shared.messages.worker import StepPlan
 
 KV_EVENTS_PAUSE = 0.025
@@ -36,6 +52,24 @@ LAST_HEARTBEATS = 2
 behind a placement, might not have counted."""
 
 
+class EnginePools(NamedTuple):
+    """How many engines of each role there are at first. Their numbers go in this order; later ones are mixed."""
+
+    mixed: int = 0
+    prefill: int = 0
+    decode: int = 0
+
+    def role_of(self, number: int) -> Role:
+        """Of the engine with that number."""
+        first = self.mixed + self.prefill
+        return "prefill" if self.mixed <= number < first else "decode" if 0 <= number - first < self.decode else "mixed"
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
 class EngineKit(NamedTuple):
     """What every engine of a simulation is made from."""
 
@@ -45,6 +79,16 @@ class EngineKit(NamedTuple):
     hops: HopDelays
     checked: bool = False
     """Check the core's invariants after every event: slow, for tests."""
+    pools: EnginePools = EnginePools()
+    store_memory: int = 0
+    """Bytes of the KV store that all engines share, on one node; 0: there is none."""
+
+    @property
+    def copier(self) -> SimKvCopier:
+        """What is known of copies between a device and the store. Raises SimulationError."""
+        if self.device.kv is None or not isinstance(self.device.kv.copier, SimKvCopier):
+            raise SimulationError("the device has no KV memory to copy")
+        return self.device.kv.copier
 
 
 class SimulationError(Exception):
@@ -87,6 +131,22 @@ class EngineStopped(NamedTuple):
     engine: EngineId
 
 
+class HandedRequest(NamedTuple):
+    """A request that another engine goes on with, and what became of it so far."""
+
+    generate: GenerateRequest
+    record: RequestRecord
+
+
+class NodeCall(NamedTuple):
+    """What an engine sends to the store of its node, or to another engine on it."""
+
+    at: float
+    message: SendStoreRequest | ReleaseLease | SendHandOver
+    record: RequestRecord | None = None
+    """Of the request that is handed over."""
+
+
 class EngineNews(NamedTuple):
     """Something that others hear of an engine, when they hear it. Sorts alike however engines are grouped."""
 
@@ -108,11 +168,12 @@ def number_of(engine: EngineId) -> int:
 
 
 _Timer = Literal["plan", "heartbeat", "kv events", "ready", "drain"]
+_CoreEvent = StepFinished | StoreReplied | TransferProgress
 
 
 class VirtualEngine:
-    """Owns one engine's core and device, and what has yet to happen to them. Engines know nothing of each other, so
-    each may be simulated up to the moment at which the next message may come to it.
+    """Owns one engine's core and device, and what has yet to happen to them. Engines without a store know nothing of
+    each other, so each may be simulated up to the moment at which the next message may come to it.
 
     It does what `services.scheduler.actor` and a worker do around them: timers, reports, block events, and one step
     after the other on the device.
@@ -129,11 +190,17 @@ class VirtualEngine:
         self._hops = kit.hops
         self._checked = kit.checked
         self._device = kit.device.another()
-        self._core = EngineCore(self.id, Incarnation(1), kit.limits)
+        self.calls: list[NodeCall] = []
+        """To be taken by whoever simulates the node, if there is one."""
+        role, owner = kit.pools.role_of(number), LeaseOwner(InstanceId(self.id), Incarnation(1))
+        self._core = EngineCore(
+            self.id, Incarnation(1), kit.limits, EngineRole(role, NODE, owner) if kit.store_memory else EngineRole(role)
+        )
+        self._copies = VirtualCopies(kit.copier.seconds_per_block) if kit.store_memory else None
         self._kv: KvEventStream | None = None
         self._kv_due = False
         self._held: dict[RequestId, RequestRecord] = {}
-        self._timeline: list[tuple[float, int, StepFinished | GenerateRequest | _Timer]] = []
+        self._timeline: list[tuple[float, int, _CoreEvent | GenerateRequest | HandedRequest | _Timer]] = []
         self._scheduled = 0
         self._sent = 0
         self._phase: Phase = "ready"
@@ -180,18 +247,37 @@ class VirtualEngine:
         """Simulates it up to that time, exclusively. Raises SimulationError."""
         timeline = self._timeline
         while timeline and timeline[0][0] < until:
-            now, _, what = heappop(timeline)
-            if isinstance(what, StepFinished):
+            self.run_next()
+
+    def run_next(self) -> None:
+        """Lets the next thing happen to it. Raises SimulationError."""
+        now, _, what = heappop(self._timeline)
+        match what:
+            case StepFinished():
                 self._handle(what, now)
                 self._report_room(now)
-            elif isinstance(what, GenerateRequest):
-                self._receive(what, now)
-            elif what == "plan":
+            case StoreReplied() | TransferProgress():
+                self._handle(what, now)
+            case GenerateRequest():
+                generation = what.generation
+                prompt = generation.prompt_length
+                self._receive(what, RequestRecord(generation.request, self.id, generation.arrival, prompt), now)
+            case HandedRequest(generate, record):
+                self._receive(generate, record, now)
+            case "plan":
                 if self._plan_at == now:
                     self._plan_at = None
                     self._handle(TimePassed(), now)
-            else:
+            case _:
                 self._timer(what, now)
+
+    def take_over(self, handed: HandedRequest, at: float) -> None:
+        """Another engine's request comes at that time."""
+        self._at(at, handed)
+
+    def hear_store(self, reply: StoreReplied, at: float) -> None:
+        """The store's reply comes at that time."""
+        self._at(at, reply)
 
     # ---- what happens to it
 
@@ -212,21 +298,22 @@ class VirtualEngine:
 
     def _start(self, now: float) -> None:
         device = self._device
-        self._handle(WorkersReady(device.card, device.num_blocks, max_speculate=device.max_speculate), now)
+        layout = device.kv.layout if self._copies is not None and device.kv is not None else None
+        ready = WorkersReady(device.card, device.num_blocks, layout=layout, max_speculate=device.max_speculate)
+        self._handle(ready, now)
+        if self._copies is not None:
+            self._handle(StoreReady(INCARNATION), now)
         state = self._core.epoch_state
         assert state is not None, "workers are ready"
-        source = KvSource(instance=InstanceId(self.id), model=device.card.name, node=None)
+        source = KvSource(instance=InstanceId(self.id), model=device.card.name, node=self._core.role.node)
         self._kv = KvEventStream(source, state.steps.epoch, state.memory.index.changes)
         self._publish_lifecycle(now)
         self._publish_blocks(now)
 
-    def _receive(self, request: GenerateRequest, now: float) -> None:
+    def _receive(self, request: GenerateRequest, record: RequestRecord, now: float) -> None:
         if self._phase == "stopped":
             raise SimulationError(f"{self.id}: a request came after it had stopped")
-        generation = request.generation
-        self._held[generation.request] = RequestRecord(
-            generation.request, self.id, generation.arrival, generation.prompt_length
-        )
+        self._held[record.request] = record
         self._handle(request, now)
 
     def _handle(self, event: Event, now: float) -> None:
@@ -255,6 +342,13 @@ class VirtualEngine:
                 self._end(
                     self._held.pop(message.request), now + self._hops.tokens, f"{message.kind}: {message.message}"
                 )
+            case SendToGateway(_, RequestPlaced()):
+                pass  # as the hand-over that follows says
+            case SendStoreRequest() | ReleaseLease():
+                self.calls.append(NodeCall(now, output))
+            case SendHandOver():
+                record = self._held.pop(output.generate.generation.request)
+                self.calls.append(NodeCall(now, output, record))
             case _:
                 raise SimulationError(f"{self.id}: {output}")
 
@@ -274,6 +368,9 @@ class VirtualEngine:
             accepted=output.accepted,
         )
         self._at(ended + self._hops.result, result)
+        if plan.transfers and self._copies is not None:
+            for number, ends in self._copies.add(plan, begins, ended):
+                self._at(ends + self._hops.result, TransferProgress(rank=0, epoch=plan.epoch, done=number + 1))
 
     def _record_tokens(self, batch: TokenBatch, heard: float) -> None:
         held = self._held
@@ -347,6 +444,6 @@ class VirtualEngine:
         self._sent += 1
         self.news.append(EngineNews(at, self._number, self._sent, message))
 
-    def _at(self, when: float, what: StepFinished | GenerateRequest | _Timer) -> None:
+    def _at(self, when: float, what: _CoreEvent | GenerateRequest | HandedRequest | _Timer) -> None:
         self._scheduled += 1
         heappush(self._timeline, (when, self._scheduled, what))

@@ -24,6 +24,8 @@ class HopDelays(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Worker → scheduler."""
     tokens: Seconds = 0.001
     """Scheduler → detokenizer → gateway → client."""
+    store: Seconds = 0.0002
+    """Scheduler → KV store, and back."""
     report: Seconds = 0.0005
     """Scheduler → coordinator: lifecycles and block events."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace as with_fields
 
-from deploy.simulation.engine import EngineKit
+from deploy.simulation.engine import EngineKit, EnginePools
 from deploy.simulation.hops import HopDelays
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.scheduler.config import SchedulerConfig
@@ -25,13 +25,16 @@ class SimulationSetup(NamedTuple):
     scheduler: SchedulerConfig
     routing: CoordinatorConfig
     hops: HopDelays
+    pools: EnginePools = EnginePools()
+    store_memory: int = 0
 
     def make_kit(self) -> EngineKit:
         """Without canaries: an idle engine's own requests, which no client waits for. Raises BackendError where the
         model cannot be simulated."""
         limits = self.scheduler.limits().bounded(self.worker.max_num_seqs, self.worker.max_batch_tokens)
         device = simulated_device(self.worker, Path(self.worker.model))
-        return EngineKit(dataclasses.replace(limits, canary_interval=0.0), device, self.hops)
+        limits = dataclasses.replace(limits, canary_interval=0.0)
+        return EngineKit(limits, device, self.hops, pools=self.pools, store_memory=self.store_memory)
 
     @property
     def description(self) -> dict[str, object]:
@@ -42,6 +45,8 @@ class SimulationSetup(NamedTuple):
             "device": device.device,
             "tp": self.worker.world_size,
             "blocks_per_engine": device.num_blocks,
+            "pools": self.pools._asdict(),
+            "kvstore_memory": self.store_memory,
             "router_policy": self.routing.router_policy,
             "hops_ms": {name: getattr(self.hops, name) * 1000 for name in self.hops.__struct_fields__},
         }

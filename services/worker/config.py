@@ -186,6 +186,10 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     sim_link: Annotated[
         ByteSize | None, Meta(description="Simulated bandwidth per second between the ranks of an engine, e.g. 450GB.")
     ] = None
+    sim_host_link: Annotated[
+        ByteSize | None,
+        Meta(description="Simulated bandwidth per second between a rank and its node's KV store, e.g. 50GB."),
+    ] = None
     sim_link_us: Annotated[
         float | None, Meta(ge=0, description="Microseconds that one small sum of all simulated ranks takes.")
     ] = None
@@ -201,7 +205,7 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
-        for name in ("sim_bandwidth", "sim_link"):
+        for name in ("sim_bandwidth", "sim_link", "sim_host_link"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}: must be above 0")
         if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
@@ -257,5 +261,6 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             bandwidth=self.sim_bandwidth,
             flops=None if self.sim_tflops is None else self.sim_tflops * 1e12,
             link=self.sim_link,
+            host_link=self.sim_host_link,
             link_seconds=None if self.sim_link_us is None else self.sim_link_us / 1e6,
         )

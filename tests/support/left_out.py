@@ -20,6 +20,7 @@ EXTRAS = (
     "tests/integration/deploy/test_baton_batch.py",
     "tests/integration/deploy/test_kubernetes.py",
     "tests/integration/deploy/test_kubernetes_launcher.py",
+    "tests/integration/deploy/test_simulated_pools.py",
     "tests/integration/deploy/test_tune.py",
     "tests/integration/offline/",
     "tests/integration/test_wheel.py",

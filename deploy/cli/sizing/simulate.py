@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from deploy.cli.running_stack import AsJson
-from deploy.cli.up.choices import merged, parsed_settings
+from deploy.cli.up.choices import merged, mixed_engines, parsed_settings
 from deploy.cli.up.options import (
     given_apart,
     offers,
@@ -25,6 +25,7 @@ from deploy.cli.up.options import (
 )
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
+from deploy.simulation.engine import EnginePools
 from deploy.simulation.figures import comparison, figures, text
 from deploy.simulation.fleet import SCALING, QueueLengthScaling, ScalingLimits, ScalingPolicy
 from deploy.simulation.front import Workload
@@ -41,13 +42,16 @@ from services.planner.core.predictors import PredictorName
 from services.planner.core.sizing import LatencyTargets
 from services.worker.backend import BackendError
 from shared.config import ConfigError
-from shared.settings import settings_of
+from shared.settings import parse_bytes, settings_of
 
 FLEET, RESULT = "The fleet", "The result"
 FLEET_OPTIONS = (
     "model",
     "engines",
+    "prefill",
+    "decode",
     "tp",
+    "kvstore_memory",
     "max_model_len",
     "kv_memory",
     "max_num_seqs",
@@ -60,6 +64,8 @@ FLEET_OPTIONS = (
 SHAPE = "llama-3.1-8b"
 """The model that is simulated by default: the demo model's steps would all take the same time."""
 ENGINES = 4
+POOLS_STORE = 64 * 2**30
+"""Bytes of the KV store that pools hand over by, where --kvstore-memory does not say."""
 SERVICES = frozenset({"worker", "scheduler", "coordinator"})
 """Those that are simulated, and so may be set."""
 PERCENTS = (90.0, 99.0)
@@ -92,7 +98,7 @@ def simulate(
     hops: Annotated[
         str,
         typer.Option(
-            help="Milliseconds of messages: request=2,place=0.5,plan=0.3,result=0.3,tokens=1,report=0.5.",
+            help="Milliseconds of messages: request=2,place=0.5,plan=0.3,result=0.3,tokens=1,store=0.2,report=0.5.",
             rich_help_panel=FLEET,
             show_default=False,
         ),
@@ -149,9 +155,10 @@ def simulate(
     """
     own, values = given_apart(typed, OWN_OFFERS)
     load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
-    engines = ENGINES if (chosen := stack_settings(values).engines) is None else chosen
-    if engines < 1:
-        raise CommandError(f"--engines {engines}: at least 1 is needed", status=2)
+    pools, store_memory = pools_of(values), _store_memory(values)
+    if store_memory and (processes or scaling != "static"):
+        option = "--processes" if processes else f"--scaling {scaling}"
+        raise CommandError(f"{option}: engines that share a KV store are simulated together, and stay", status=2)
     report = Report(OutputOptions(output_json, as_json, False, False, label, shlex.join(["baton", *sys.argv[1:]])))
 
     def policy(setup: SimulationSetup, kind: Scaling) -> ScalingPolicy | None:
@@ -167,7 +174,7 @@ def simulate(
             setup.make_kit,
             setup.routing,
             load,
-            engines=engines,
+            engines=pools.total,
             processes=processes,
             policy=policy(setup, kind),
             start_seconds=limits.start_seconds,
@@ -183,6 +190,7 @@ def simulate(
     try:
         with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
             setup = setup_of(values, settings or [], hops, config, Path(folder))
+            setup = setup._replace(pools=pools, store_memory=store_memory)
             found = {name: figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
     except TraceError as error:
         raise CommandError(f"--trace {error}") from None
@@ -203,6 +211,31 @@ def load_of(values: Mapping[str, Any]) -> Workload:
         if owner not in (owners := dict(OWN_OFFERS[name].targets)) and LIMITS not in owners:
             raise CommandError(f"{OWN_OFFERS[name].flag}: has no effect with --{owner}", status=2)
     return LOADS[owner](**_fields(values, owner))
+
+
+def pools_of(values: Mapping[str, Any]) -> EnginePools:
+    """How many engines of each role. Raises CommandError."""
+    stack = stack_settings(values)
+    alone = not stack.prefill and not stack.decode
+    engines = ENGINES if alone and stack.engines is None else stack.engines
+    if alone and not engines:
+        raise CommandError(f"--engines {engines}: at least 1 is needed", status=2)
+    return EnginePools(mixed_engines(engines, stack.prefill, stack.decode), stack.prefill, stack.decode)
+
+
+def _store_memory(values: Mapping[str, Any]) -> int:
+    """Bytes of the engines' KV store; 0: none. Raises CommandError."""
+    text = values.get("kvstore_memory")
+    pools = bool(values.get("prefill"))
+    if text is None:
+        return POOLS_STORE if pools else 0
+    try:
+        memory = parse_bytes(text)
+    except ValueError as error:
+        raise CommandError(f"--kvstore-memory {text}: {error}", status=2) from None
+    if pools and not memory:
+        raise CommandError("--kvstore-memory 0: prefill engines hand over through a KV store", status=2)
+    return memory
 
 
 def _limits(values: Mapping[str, Any]) -> ScalingLimits:

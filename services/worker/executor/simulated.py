@@ -18,6 +18,7 @@ def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
         max_model_len=config.max_model_len,
         kv_memory_bytes=config.kv_memory,
         world_size=config.world_size,
+        rank=config.rank,
         accelerator=config.accelerator(),
         profile=config.sim_profile,
         step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,

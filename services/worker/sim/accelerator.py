@@ -53,6 +53,8 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     """Launches, sampling, copies: what an empty step takes."""
     link: float = math.inf
     """Bytes per second that are reached from one rank to the next."""
+    host_link: float = math.inf
+    """Bytes per second that are reached from a device to main memory, and back: on their way are KV blocks."""
     link_seconds: float = 0.0
     """What one sum of all ranks takes however small it is."""
 
@@ -69,6 +71,7 @@ class Accelerator(Struct, frozen=True, kw_only=True):
         flops: float | None = None,
         link: float | None = None,
         link_seconds: float | None = None,
+        host_link: float | None = None,
     ) -> Accelerator:
         """This one, with what is not None set."""
         return replace(
@@ -78,6 +81,7 @@ class Accelerator(Struct, frozen=True, kw_only=True):
             flops=flops or self.flops,
             link=link or self.link,
             link_seconds=self.link_seconds if link_seconds is None else link_seconds,
+            host_link=host_link or self.host_link,
         )
 
 
@@ -86,22 +90,36 @@ NVLINK_SECONDS, PCIE_SECONDS = 10e-6, 25e-6
 
 
 def _of_data_sheet(
-    *, bandwidth: float, flops: float, memory: float, link: float, link_seconds: float = NVLINK_SECONDS
+    *,
+    bandwidth: float,
+    flops: float,
+    memory: float,
+    link: float,
+    host_link: float,
+    link_seconds: float = NVLINK_SECONDS,
 ) -> Accelerator:
-    """`link`: of one direction."""
+    """`link`, `host_link`: of one direction."""
     return Accelerator(
         bandwidth=bandwidth * BANDWIDTH_SHARE,
         flops=flops * FLOPS_SHARE,
         memory=int(memory),
         link=link * LINK_SHARE,
         link_seconds=link_seconds,
+        host_link=host_link * LINK_SHARE,
     )
 
 
+PCIE_5, PCIE_4 = 64e9, 32e9
+"""Bytes per second of 16 lanes, one direction."""
+
 PROFILES: dict[ProfileName, Accelerator] = {
-    "h200": _of_data_sheet(bandwidth=4.8e12, flops=989e12, memory=141e9, link=450e9),
-    "h100": _of_data_sheet(bandwidth=3.35e12, flops=989e12, memory=80e9, link=450e9),
-    "a100": _of_data_sheet(bandwidth=2.04e12, flops=312e12, memory=80e9, link=300e9),
-    "l40s": _of_data_sheet(bandwidth=864e9, flops=362e12, memory=48e9, link=32e9, link_seconds=PCIE_SECONDS),
-    "l4": _of_data_sheet(bandwidth=300e9, flops=121e12, memory=24e9, link=32e9, link_seconds=PCIE_SECONDS),
+    "h200": _of_data_sheet(bandwidth=4.8e12, flops=989e12, memory=141e9, link=450e9, host_link=PCIE_5),
+    "h100": _of_data_sheet(bandwidth=3.35e12, flops=989e12, memory=80e9, link=450e9, host_link=PCIE_5),
+    "a100": _of_data_sheet(bandwidth=2.04e12, flops=312e12, memory=80e9, link=300e9, host_link=PCIE_4),
+    "l40s": _of_data_sheet(
+        bandwidth=864e9, flops=362e12, memory=48e9, link=PCIE_4, host_link=PCIE_4, link_seconds=PCIE_SECONDS
+    ),
+    "l4": _of_data_sheet(
+        bandwidth=300e9, flops=121e12, memory=24e9, link=PCIE_4, host_link=PCIE_4, link_seconds=PCIE_SECONDS
+    ),
 }

@@ -11,7 +11,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from services.worker.backend import BackendError, ExecutionMode, StepOutput
+from services.worker.kv.copier import RankKvCache
 from services.worker.sim.accelerator import MEMORY_SHARE, Accelerator
+from services.worker.sim.kv_copier import simulated_kv
 from services.worker.sim.shape import ModelShape, read_shape
 from services.worker.sim.tokens import SimSpeculation, drawn, printable_tokens
 from shared.blocks import BLOCK_SIZE, blocks_for
@@ -73,11 +75,12 @@ class SimBackend:
         vocabulary: list[int],
         device: str,
         speculation: SimSpeculation | None = None,
+        kv: RankKvCache | None = None,
     ) -> None:
         self.card = card
         self.num_blocks = num_blocks
         self.device = device
-        self.kv = None
+        self.kv = kv
         self.grammars = None
         self._speculation = speculation or SimSpeculation()
         self.max_speculate = self._speculation.most
@@ -102,7 +105,9 @@ class SimBackend:
 
     def another(self) -> SimBackend:
         """A device of the same kind that holds nothing."""
-        return SimBackend(self.card, self.num_blocks, self._seconds, self._vocabulary, self.device, self._speculation)
+        return SimBackend(
+            self.card, self.num_blocks, self._seconds, self._vocabulary, self.device, self._speculation, self.kv
+        )
 
     def prepare(self, plan: StepPlan) -> SimStep:
         """What the step draws is known at once. Raises ValueError for a plan that cannot be computed."""
@@ -144,7 +149,7 @@ class SimBackend:
                 raise ValueError(f"sequence {sequence}: {held.computed} of {held.length} in {held.blocks} blocks")
             if work.sample:
                 sampled.append(self._sample(sequence, held, work.speculate))
-        seconds = self._seconds(tokens, pairs, read, len(sampled)) if self._seconds is not None else 0.0
+        seconds = self._seconds(tokens, pairs, read, len(sampled)) if self._seconds is not None and plan.work else 0.0
         return tuple(sampled), seconds
 
     def _scored(self, work: tuple[SequenceWork, ...]) -> Iterator[SequencePromptLogprobs]:
@@ -193,6 +198,7 @@ def create_sim_backend(
     max_model_len: int | None,
     kv_memory_bytes: int | None,
     world_size: int,
+    rank: int = 0,
     accelerator: Accelerator,
     profile: str,
     step_seconds: float | None,
@@ -218,7 +224,15 @@ def create_sim_backend(
     blocks = _num_blocks(shape, kv_memory_bytes, world_size, accelerator, length)
     seconds = _step_seconds(shape, world_size, accelerator, step_seconds, time_scale)
     vocabulary = printable_tokens(model_dir, shape.vocab_size)
-    return SimBackend(card, blocks, seconds, vocabulary, f"sim ({profile})", speculation)
+    kv = simulated_kv(
+        shape,
+        num_blocks=blocks,
+        rank=rank,
+        world_size=world_size,
+        bandwidth=accelerator.host_link,
+        time_scale=time_scale,
+    )
+    return SimBackend(card, blocks, seconds, vocabulary, f"sim ({profile})", speculation, kv)
 
 
 def _accepted(sampled: tuple[SampledTokens, ...]) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    kv_heads: int
     flops_per_token: int
     """Operations of the matrix products with weights."""
     flops_per_pair: int
@@ -108,6 +109,7 @@ def _shape(raw: _Raw, dtype: str, eos: tuple[int, ...]) -> ModelShape:
         dtype=dtype,
         weight_bytes=size
         * (everywhere + layers.experts * one_expert + embedding * (1 if raw.tie_word_embeddings else 2)),
+        kv_heads=kv_heads,
         kv_bytes_per_token=2 * raw.num_hidden_layers * kv_heads * head_dim * size,
         flops_per_token=2 * (everywhere + layers.chosen * one_expert),
         flops_per_pair=4 * raw.num_hidden_layers * heads * head_dim,

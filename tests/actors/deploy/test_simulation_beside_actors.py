@@ -6,37 +6,46 @@ What differs is that the actors' messages take no time but the workers', and tha
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections import defaultdict
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from deploy.simulation.engine import EnginePools
 from deploy.simulation.hops import HopDelays
 from deploy.simulation.prompts import PromptSegment, SimRequest, generation_of
+from deploy.simulation.store import VirtualCopies
+from kvstore.actor import KvStoreActor
+from kvstore.arena.directory import StoreDirectory
 from services.coordinator.actor import CoordinatorActor
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.scheduler.actor import SchedulerActor
 from services.scheduler.core.limits import EngineLimits
+from services.worker.kv.copy_thread import TransferLedger
+from services.worker.kv.transfers import Transfers
 from services.worker.sim.backend import SimBackend
+from services.worker.sim.kv_copier import SimKvCopier
 from shared import topics
 from shared.actor import Actor, ActorRuntime, TopicSubscription
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
-from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId
+from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId
 from shared.messages.coordinator import Route
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestPlaced
 from shared.messages.lifecycle import Lifecycle, WorkerReport
 from shared.messages.scheduler import StepFinished, StepTiming
-from shared.messages.worker import StepPlan
+from shared.messages.worker import StepPlan, Transfer
 from shared.topics import Topic
 from tests.support.engines.simulated_fleet import CARD, FixedLoad, make_kit, run
 from tests.support.virtual_time import VirtualTimeLoop
 
 SOON = 1e-6
-HOPS = HopDelays(request=SOON, place=SOON, tokens=SOON, report=SOON)
+HOPS = HopDelays(request=SOON, place=SOON, tokens=SOON, store=SOON, report=SOON)
 TOLERANCE = 0.002
 """Seconds by which a token may come at another time: timers of the actors are as coarse as a millisecond."""
 WARM_UP = 5.0
@@ -48,8 +57,16 @@ class VirtualWorker(Actor):
 
     service = "worker"
 
-    def __init__(self, bus: Bus, engine: EngineId, device: SimBackend) -> None:
+    def __init__(self, bus: Bus, engine: EngineId, device: SimBackend, directory: Path) -> None:
         super().__init__(bus, InstanceId(f"{engine}-rank0"))
+        assert device.kv is not None
+        copier = device.kv.copier
+        assert isinstance(copier, SimKvCopier)
+        self._copies = VirtualCopies(copier.seconds_per_block)
+        self._ledger = TransferLedger(0)
+        at_once = dataclasses.replace(device.kv, copier=SimKvCopier(0.0, copier.block_bytes))
+        self._transfers = Transfers(at_once, directory)
+        """Of real arenas; the time that copies take is the virtual clock's."""
         self._engine, self._device = engine, device
         self._busy_until = 0.0
         self._epoch: Incarnation | None = None
@@ -73,21 +90,44 @@ class VirtualWorker(Actor):
             epoch=self._epoch,
             received=self._received,
             published=self._published,
+            layout=None if self._device.kv is None else self._device.kv.layout,
+            transfers=self._ledger.report(),
         )
 
     async def handle(self, message: StepPlan) -> None:
         loop = asyncio.get_running_loop()
         self._epoch, self._received = message.epoch, message.step + 1
         output = self._device.compute(message)
+        if message.transfers or message.step == 0:
+            self._ledger.record(message)
         begins = max(loop.time() + HOPS.plan, self._busy_until)
-        self._busy_until = begins + output.timing.forward
+        self._busy_until = begins + max(output.timing.forward, SOON)  # timers of one moment fire in any order
         timing = StepTiming(wait=0.0, prepare=0.0, forward=output.timing.forward, sample=0.0)
         result = StepFinished(epoch=message.epoch, step=message.step, sampled=output.sampled, timing=timing)
         loop.call_at(self._busy_until + HOPS.result, asyncio.ensure_future, self._publish(result))
 
+        in_order = {transfer.number: transfer for transfer in message.transfers}
+        for number, ends in self._copies.add(message, begins, self._busy_until):
+            loop.call_at(ends, self._copy, message.epoch, in_order[number])
+
+    def _copy(self, epoch: Incarnation, transfer: Transfer) -> None:
+        assert self._transfers.run(transfer, lambda: False) == "done"
+        report = self._ledger.finish(epoch, transfer.number, failed=False)
+        assert report is not None
+        loop = asyncio.get_running_loop()
+        publishes = self.bus.publish(topics.engine_results(self._engine), report)
+        loop.call_later(HOPS.result, asyncio.ensure_future, publishes)
+
     async def _publish(self, result: StepFinished) -> None:
         self._published = result.step + 1
         await self.bus.publish(topics.engine_results(self._engine), result)
+
+
+class VirtualStore(KvStoreActor):
+    """A real store on real arenas, without what works beside it on threads: their time is not the clock's."""
+
+    async def background(self) -> None:
+        await asyncio.Event().wait()
 
 
 class VirtualDetokenizer(Actor):
@@ -114,24 +154,33 @@ class VirtualDetokenizer(Actor):
 class ActorRun:
     """The load on real actors: when each token came, and where each request was placed."""
 
-    def __init__(self, load: FixedLoad, policy: Policy, engines: int) -> None:
-        self._load, self._policy, self._engines = load, policy, engines
+    def __init__(self, load: FixedLoad, policy: Policy, pools: EnginePools, directory: Path) -> None:
+        self._load, self._policy, self._pools = load, policy, pools
+        self._directory = directory
         self.placed: dict[str, str] = {}
+        """The first engine of each request."""
+        self.handed = 0
 
     async def run(self) -> VirtualDetokenizer:
         loop = asyncio.get_running_loop()
         bus = MemoryBus(liveness=loop.time)
-        kit = make_kit(LIMITS)
+        kit, pooled = make_kit(LIMITS), self._pools.prefill > 0
+        node = NodeId("node-1") if pooled else None
         detokenizer = VirtualDetokenizer(bus.connection())
-        config = CoordinatorConfig(router_policy=self._policy)
+        config = routing(self._policy)
         actors: list[Actor] = [
             detokenizer,
             CoordinatorActor(bus.connection(), InstanceId("coordinator-1"), config, clock=loop.time),
         ]
-        for number in range(self._engines):
-            engine = EngineId(f"engine-{number + 1}")
-            actors.append(SchedulerActor(bus.connection(), InstanceId(engine), kit.limits))
-            actors.append(VirtualWorker(bus.connection(), engine, kit.device.another()))
+        if node is not None:
+            directory, memory = StoreDirectory(self._directory), 2**25
+            clock = loop.time
+            store = VirtualStore(bus.connection(), InstanceId("kv"), node, directory, memory=memory, clock=clock)
+            actors.append(store)
+        for number in range(self._pools.total):
+            engine, role = EngineId(f"engine-{number + 1}"), self._pools.role_of(number)
+            actors.append(SchedulerActor(bus.connection(), InstanceId(engine), kit.limits, role=role, node=node))
+            actors.append(VirtualWorker(bus.connection(), engine, kit.device.another(), self._directory))
         await bus.subscribe(topics.gateway_inbox(GatewayId("gateway-1")), self._note)
         runtimes = [ActorRuntime(actor, drain_timeout=1.0) for actor in actors]
         async with asyncio.TaskGroup() as tasks:
@@ -153,10 +202,16 @@ class ActorRun:
 
     async def _note(self, message: object) -> None:
         if isinstance(message, RequestPlaced):
-            self.placed[message.request] = message.engine
+            self.placed.setdefault(message.request, message.engine)
+            self.handed += message.handed_by is not None
 
 
 LIMITS = EngineLimits(max_running=16, run_ahead=2)
+
+
+def routing(policy: Policy) -> CoordinatorConfig:
+    """Half of the load's prompts are handed over, where there is an engine for that."""
+    return CoordinatorConfig(router_policy=policy, disaggregate_tokens=180)
 
 
 def small_load(seed: int) -> FixedLoad:
@@ -170,13 +225,32 @@ def small_load(seed: int) -> FixedLoad:
     return FixedLoad(tuple(given))
 
 
-@pytest.mark.parametrize(("engines", "policy"), [(1, "kv"), (3, "round-robin")])
-def test_actors_on_a_virtual_clock_and_the_simulation_agree_token_by_token(engines: int, policy: Policy) -> None:
-    load, actors = small_load(3), None
-    actors = ActorRun(load, policy, engines)
+@pytest.mark.parametrize(
+    ("pools", "policy"),
+    [
+        (EnginePools(1), "kv"),
+        (EnginePools(3), "round-robin"),
+        (EnginePools(prefill=1, decode=1), "kv"),
+        (EnginePools(prefill=1, decode=2), "round-robin"),
+    ],
+)
+def test_actors_on_a_virtual_clock_and_the_simulation_agree_token_by_token(
+    pools: EnginePools, policy: Policy, tmp_path: Path
+) -> None:
+    load = small_load(3)
+    actors = ActorRun(load, policy, pools, tmp_path)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         seen = runner.run(actors.run())
-    simulated = run(load, engines=engines, routing=CoordinatorConfig(router_policy=policy), limits=LIMITS, hops=HOPS)
+    simulated = run(
+        load,
+        engines=pools.total,
+        routing=routing(policy),
+        limits=LIMITS,
+        hops=HOPS,
+        pools=pools,
+        store_blocks=4096 if pools.prefill else 0,
+    )
+    assert (actors.handed > 10) == (pools.prefill > 0)
 
     assert {sent.request.id: sent.engine for sent in simulated.sent} == actors.placed
     for sent in simulated.sent:

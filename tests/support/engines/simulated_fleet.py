@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from deploy.simulation.engine import EngineKit
+from deploy.simulation.engine import EngineKit, EnginePools
 from deploy.simulation.front import Workload
 from deploy.simulation.hops import HopDelays
 from deploy.simulation.prompts import PromptSegment, SimRequest
@@ -14,8 +14,11 @@ from deploy.simulation.simulation import SimulationResult, simulate
 from deploy.simulation.workloads import GeneratedLoad
 from services.coordinator.config import CoordinatorConfig
 from services.scheduler.core.limits import EngineLimits
+from services.worker.kv.copier import RankKvCache
 from services.worker.sim.backend import SimBackend
+from services.worker.sim.kv_copier import SimKvCopier
 from shared.ids import ModelName
+from shared.messages.kvstore import KvLayout
 from shared.messages.lifecycle import ModelCard
 
 CARD = ModelCard(
@@ -28,11 +31,41 @@ def step_seconds(tokens: int, pairs: int, read: int, samples: int) -> float:
     return 0.005 + 0.00002 * tokens
 
 
+BLOCK_BYTES = 2**20
+
+
+def kv_memory(blocks: int, block_seconds: float) -> RankKvCache:
+    return RankKvCache(
+        layout=KvLayout(model="m", dtype="float16", layers=1, kv_heads=1, head_dim=1),
+        first_head=0,
+        num_heads=1,
+        writes=True,
+        num_blocks=blocks,
+        copier=SimKvCopier(block_seconds, BLOCK_BYTES),
+        first_layer=0,
+        num_layers=1,
+    )
+
+
 def make_kit(
-    limits: EngineLimits | None = None, blocks: int = 400, hops: HopDelays | None = None, checked: bool = False
+    limits: EngineLimits | None = None,
+    blocks: int = 400,
+    hops: HopDelays | None = None,
+    checked: bool = False,
+    pools: EnginePools | None = None,
+    store_blocks: int = 0,
+    block_seconds: float = 0.0002,
 ) -> EngineKit:
-    device = SimBackend(CARD, blocks, step_seconds, list(range(1, 1000)), "sim")
-    return EngineKit(limits or EngineLimits(max_running=16, run_ahead=2), device, hops or HopDelays(), checked=checked)
+    kv = kv_memory(blocks, block_seconds)
+    device = SimBackend(CARD, blocks, step_seconds, list(range(1, 1000)), "sim", kv=kv)
+    return EngineKit(
+        limits or EngineLimits(max_running=16, run_ahead=2),
+        device,
+        hops or HopDelays(),
+        checked=checked,
+        pools=pools or EnginePools(),
+        store_memory=store_blocks * BLOCK_BYTES,
+    )
 
 
 class FixedLoad(NamedTuple):

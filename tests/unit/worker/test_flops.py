@@ -23,6 +23,7 @@ SHAPE = ModelShape(
     dtype="bfloat16",
     weight_bytes=1,
     kv_bytes_per_token=1,
+    kv_heads=1,
     flops_per_token=1000,
     flops_per_pair=10,
     flops_per_sample=100_000,

@@ -40,6 +40,29 @@ def test_json_has_the_settings_and_is_the_same_each_time(capsys: pytest.CaptureF
     assert [each["engine"] for each in first["by_engine"]] == ["engine-1", "engine-2"]
 
 
+def test_pools_are_simulated_with_a_store_to_hand_over_by(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--duration", "4", "--request-rate", "3", "--output-len", "12", "--input-len", "900")
+    result = json.loads(simulated(capsys, *load, "--prefill", "1", "--decode", "2", "--json"))
+    assert result["failed"] == 0
+    assert result["pools"] == {"mixed": 0, "prefill": 1, "decode": 2}
+    assert result["kvstore_memory"] == 64 * 2**30
+    assert [each["steps"] > 0 for each in result["by_engine"]] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--prefill", "1"), "--decode N"),
+        (("--prefill", "1", "--decode", "1", "--kvstore-memory", "0"), "hand over through a KV store"),
+        (("--kvstore-memory", "4GiB", "--processes", "2"), "--processes"),
+        (("--kvstore-memory", "4GiB", "--scaling", "queue-length"), "--scaling queue-length"),
+    ],
+)
+def test_what_does_not_go_with_a_store_is_refused(argv: tuple[str, ...], named: str) -> None:
+    with pytest.raises(CommandError, match=named):
+        loaded("simulate").main(list(argv), standalone_mode=False)
+
+
 def test_policies_are_compared_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
     rows = simulated(capsys, *LOAD, "--compare", "kv,round-robin").splitlines()
     assert [row.split()[1] for row in rows[2:]] == ["kv", "round-robin"]

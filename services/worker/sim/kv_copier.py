@@ -1,0 +1,109 @@
+"""KV memory of a simulated rank: the store's whole protocol, blocks without contents, and the time that copies take.
+
+A slot of the arena is thin (one cell, a number for each token), so that a node without a GPU's worth of memory holds as
+many blocks as a model's own store would. Leases, generations, checksums and late copies are real. Rank 0 writes the
+cell, and all read it: so engines of any tensor-parallel size share blocks, as real ones do.
+"""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from services.worker.kv.copier import CacheRun, Copied, Piece, RankKvCache
+from services.worker.sim.shape import ModelShape
+from shared.blocks import BLOCK_SIZE
+from shared.messages.kvstore import KvLayout
+
+if TYPE_CHECKING:
+    from services.worker.kv.rank_heads import RankHeads
+
+THIN_DTYPE = "float16"
+
+
+class SimKvCopier:
+    """The `KvCopier` of a simulated rank."""
+
+    def __init__(self, seconds_per_block: float, block_bytes: int) -> None:
+        """`seconds_per_block`: what the rank's share of one block takes, in either direction; `block_bytes`: of a whole
+        block of the model, all ranks together."""
+        self.seconds_per_block = seconds_per_block
+        self.block_bytes = block_bytes
+
+    @property
+    def runs(self) -> tuple[CacheRun, ...]:
+        """There is no memory."""
+        return ()
+
+    def bind(self, heads: RankHeads) -> BoundSimKvCopier:
+        """See `KvCopier.bind`."""
+        return BoundSimKvCopier(heads, self.seconds_per_block)
+
+
+class BoundSimKvCopier:
+    """The `BoundCopier` of a simulated rank."""
+
+    def __init__(self, heads: RankHeads, seconds_per_block: float) -> None:
+        self._heads = heads
+        self._seconds_per_block = seconds_per_block
+
+    def save(self, piece: Piece) -> Copied:
+        """See `BoundCopier.save`."""
+        ends = self._ends(piece)
+        slots, generations = piece.slots.tolist(), piece.generations.tolist()
+        self._heads.touch(slots)
+        sound = self._heads.unchanged(slots, generations)
+        if sound:
+            sound = all(map(self._heads.write_checksums, slots, generations))
+            time.sleep(max(0.0, ends - time.perf_counter()))
+            if self._heads.unchanged(slots, generations):
+                return "all"
+            self._heads.forget_checksums(slots)
+        return "other generation"
+
+    def load(self, piece: Piece) -> Copied:
+        """See `BoundCopier.load`."""
+        ends = self._ends(piece)
+        slots, generations = piece.slots.tolist(), piece.generations.tolist()
+        if not self._heads.unchanged(slots, generations):
+            return "other generation"
+        if not all(map(self._heads.verified, slots)):
+            return "other checksum"
+        time.sleep(max(0.0, ends - time.perf_counter()))
+        return "all" if self._heads.unchanged(slots, generations) else "other generation"
+
+    def close(self) -> None:
+        """Lets go of the arena."""
+        self._heads.close()
+
+    def _ends(self, piece: Piece) -> float:
+        return time.perf_counter() + len(piece.blocks) * self._seconds_per_block
+
+
+def simulated_kv(
+    shape: ModelShape, *, num_blocks: int, rank: int, world_size: int, bandwidth: float, time_scale: float
+) -> RankKvCache:
+    """The KV memory of one of `world_size` ranks, which copies its heads' share of a block at `bandwidth` bytes per
+    second to and from the store. Ranks beyond the number of KV heads hold those of others, too."""
+    heads = max(1, shape.kv_heads // world_size)
+    block_bytes = shape.kv_bytes_per_token * BLOCK_SIZE
+    seconds = time_scale * block_bytes * heads / shape.kv_heads / bandwidth
+    return RankKvCache(
+        layout=KvLayout(
+            model=blake2b(b"simulated" + msgspec.msgpack.encode(shape), digest_size=16).hexdigest(),
+            dtype=THIN_DTYPE,
+            layers=1,
+            kv_heads=1,
+            head_dim=1,
+        ),
+        first_head=0,
+        num_heads=1,
+        writes=rank == 0,
+        num_blocks=num_blocks,
+        copier=SimKvCopier(seconds, block_bytes),
+        first_layer=0,
+        num_layers=1,
+    )
