@@ -55,6 +55,11 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         Meta(ge=1, le=65535, description="Port of that address where the NATS servers of the hosts meet."),
         UpOption(HOSTS),
     ] = 6222
+    model_port: Annotated[
+        int,
+        Meta(ge=0, le=65535, description="Port of that address where hosts get the model that have none; 0: nowhere."),
+        UpOption(HOSTS),
+    ] = 6223
     nodes: Annotated[
         Count, Meta(description="Hosts that the ranks of each engine are spread over."), UpOption(HOSTS)
     ] = 1

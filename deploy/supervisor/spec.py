@@ -52,6 +52,8 @@ class ClusterSpec(Struct, frozen=True, kw_only=True):
     """Where the other hosts reach it."""
     route_port: int
     """Where the hosts' nats-servers meet."""
+    model_port: int = 0
+    """Where the other hosts get its model; 0: nowhere."""
     join_port: int | None = None
     """On the first host: where others ask to join."""
     routes: tuple[str, ...] = ()

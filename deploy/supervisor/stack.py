@@ -44,6 +44,8 @@ from deploy.supervisor.log_files import LogFolder, full_disk
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.arenas import remove_leftovers
+from deploy.supervisor.servers.model_server import NAME as MODEL_SERVER
+from deploy.supervisor.servers.model_server import model_server
 from deploy.supervisor.servers.nats import NAME as NATS
 from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.redis import NAME as REDIS
@@ -71,7 +73,7 @@ from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
-SERVERS = (NATS, REDIS, KEEPER)
+SERVERS = (NATS, REDIS, KEEPER, MODEL_SERVER)
 TICK = 0.2
 LOG_BOUND_EVERY = 5.0
 MAX_LIFECYCLES_QUEUED = 10_000
@@ -111,6 +113,7 @@ class Stack:
         down = [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(spec.run_dir)]
         keep = keeper_command(spec.run_dir / LOCK, spec.orphan_timeout, down)
         self._keeper = ServerProcess(KEEPER, keep, None, self.children, self.logs)
+        self._model_server = model_server(spec, self.children, self.logs)
         self.adopted = 0
         """Processes that a former supervisor had started, and that this one went on with."""
         self._watchdog = Watchdog(WatchLimits(step=spec.step_limit, silence=spec.silence_limit))
@@ -186,10 +189,14 @@ class Stack:
             await self._access.start(self.children, self.logs, former)
             await self._store.start(self.children, self.logs, former)
             await self._keeper.start(time.monotonic())
+            if self._model_server is not None:
+                await self._model_server.start(time.monotonic())
             self._executor.start_template(self.port)
             async with self._access.connection() as self._bus:
                 await self._serve(beside)
             await self._keeper.end()
+            if self._model_server is not None:
+                await self._model_server.end()
             await self._store.end()
             await self._access.end()
         except Exception:
@@ -327,7 +334,8 @@ class Stack:
 
     def _foreign_servers(self) -> list[ServerProcess]:
         servers = [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
-        return [*servers, self._keeper]
+        sends = [self._model_server] if self._model_server is not None else []
+        return [*servers, *sends, self._keeper]
 
     def _restart_stalled(self) -> None:
         for instance, reason, engine_too in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):

@@ -70,3 +70,5 @@ class HostReport(Struct, frozen=True, array_like=True, kw_only=True):
     instances: tuple[InstanceId, ...] = ()
     ending: bool = False
     """Its supervisor ends, and all of its processes have ended."""
+    model_port: int = 0
+    """Where at its address other hosts get the model; 0: nowhere."""

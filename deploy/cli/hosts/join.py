@@ -11,12 +11,14 @@ import typer
 
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.cli.hosts.joined_stack import joined_spec, model_here, own_node
+from deploy.cli.hosts.model_source import ModelSource, comes_from_peers, fetched_model
 from deploy.cli.running_stack import DEFAULT, Name, RunDir, run_dir_of
 from deploy.cli.up.choices import parsed_settings
 from deploy.cli.up.options import DETACH, Detach, Offer, StackAssignments, given, offers, stack_settings, with_options
 from deploy.cli.up.other_hosts import check_certificates, host_address
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
+from deploy.supervisor.checkpoints.fetch import FetchedModel
 from deploy.supervisor.cluster.folder import ClusterFolder, NotAMember
 from deploy.supervisor.cluster.messages import HostMembership, StackFacts
 from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
@@ -41,6 +43,7 @@ OPTIONS = (
     "node",
     "advertise_address",
     "route_port",
+    "model_port",
     "host",
     "port",
     "keys_file",
@@ -71,6 +74,13 @@ def join(
     tokenizers: Number = 0,
     detokenizers: Number = 0,
     coordinators: Number = 0,
+    model_source: Annotated[
+        ModelSource,
+        typer.Option(
+            rich_help_panel="Model",
+            help="auto: from the hosts of the stack where it is not here; peers: from them in any case; local: never.",
+        ),
+    ] = "auto",
     settings: StackAssignments = None,
     detach: Detach = False,
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -94,11 +104,13 @@ def join(
     }
     raise_interrupt()
     if token:
-        _be_let_in(token, values, where, gateways=gateways > 0)
+        _be_let_in(token, values, where, model_source, gateways=gateways > 0)
     try:
         host = ClusterFolder(where).membership()
     except NotAMember as error:
         raise CommandError(f"{error}; a token is needed: baton token, on the first host", status=2) from None
+    model = fetched_model(host, where) if values.get("model") is None else None
+    values |= {} if model is None else {"model": str(model)}
     spec = joined_spec(host, values, assigned, light, name=name, run_dir=where)
     if detach:
         from deploy.supervisor.background import start_in_background
@@ -112,7 +124,7 @@ def join(
     run_stack(spec, ready_fd)
 
 
-def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, *, gateways: bool) -> None:
+def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, source: ModelSource, *, gateways: bool) -> None:
     """Writes the membership down. Raises CommandError."""
     check_certificates()
     from deploy.supervisor.cluster.join_client import JoinFailed, JoiningHost, find_stack, join_stack
@@ -127,12 +139,14 @@ def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, *, gateways: bo
     address = _own_address(stack.advertise_address, token)
     try:
         found = asyncio.run(find_stack(token))
-        folder = _model(values.get("model"), found.facts, run_dir)
-        model = model_fingerprint(folder, weights=not found.facts.dummy_weights)
+        by_peers = comes_from_peers(source, values.get("model"), found.facts)
+        folder = None if by_peers else _model(values.get("model"), found.facts, run_dir)
+        model = None if folder is None else model_fingerprint(folder, weights=not found.facts.dummy_weights)
         host = JoiningHost(node, address, stack.route_port, model, gateways)
         joined = asyncio.run(join_stack(token, found, host))
         kept = HostMembership(node=NodeId(node), address=address, route_port=stack.route_port, stack=joined.membership)
         ClusterFolder(run_dir).keep_membership(kept, joined.authority, joined.key)
+        FetchedModel(run_dir).want() if by_peers else FetchedModel(run_dir).discard()
     except JoinFailed as error:
         raise CommandError(str(error)) from None
     except OSError as error:
@@ -155,7 +169,7 @@ def _model(typed: str | None, facts: StackFacts, run_dir: Path) -> Path:
 
 
 UNSET = {
-    "model": "where the first host has it",
+    "model": "where the first host has it, or from the hosts that are there",
     "device": "as on the first host",
     "engines": "1, or 0 beside pools",
     "tp": "as on the first host",

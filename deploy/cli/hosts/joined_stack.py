@@ -94,6 +94,7 @@ def joined_spec(
             node=host.node,
             address=host.address,
             route_port=host.route_port,
+            model_port=stack.model_port,
             routes=found.routes,
             first=found.first,
         ),

@@ -120,9 +120,13 @@ def cluster_choice(stack: StackSettings, node: NodeId, *, is_running: bool) -> C
     address, port = host_address("--advertise-address", stack.advertise_address, JOIN_PORT)
     if port == stack.route_port:
         raise CommandError(f"--route-port {port}: hosts join at this port of the same address; another one", status=2)
-    for each in (port, stack.route_port) if not is_running else ():
+    if stack.model_port in (port, stack.route_port):
+        raise CommandError(f"--model-port {stack.model_port}: another port of this address is needed, or 0", status=2)
+    for each in (port, stack.route_port, *([stack.model_port] if stack.model_port else [])) if not is_running else ():
         _check_listens(address, each)
-    return ClusterSpec(node=node, address=address, route_port=stack.route_port, join_port=port)
+    return ClusterSpec(
+        node=node, address=address, route_port=stack.route_port, model_port=stack.model_port, join_port=port
+    )
 
 
 def check_certificates() -> None:
@@ -151,7 +155,7 @@ def _check_listens(address: str, port: int) -> None:
     except OSError as error:
         raise CommandError(
             f"--advertise-address {address}: this host cannot listen at port {port} there ({error.strerror}); see "
-            "--route-port, and ADDRESS:PORT"
+            "--route-port, --model-port, and ADDRESS:PORT"
         ) from None
 
 

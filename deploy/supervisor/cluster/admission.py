@@ -119,11 +119,16 @@ def _protocol_refusal(request: JoinRequest, rules: AdmissionRules) -> JoinRefusa
 
 
 def _model_refusal(request: JoinRequest, rules: AdmissionRules) -> JoinRefusal | None:
+    return None if request.model is None else model_difference(request.model, rules.model, rules.node)
+
+
+def model_difference(theirs: ModelFingerprint, ours: ModelFingerprint, node: str) -> JoinRefusal | None:
+    """Why a host's model is not that of the first host `node`; None where it is."""
     for part in ("config", "tokenizer", "weights"):
-        theirs, ours = getattr(request.model, part), getattr(rules.model, part)
-        if theirs != ours:
+        there, here = getattr(theirs, part), getattr(ours, part)
+        if there != here:
             return JoinRefusal(
-                "--model", f"{part} {theirs}", f"{ours}, as on {rules.node}: the two hosts have different models"
+                "--model", f"{part} {there}", f"{here}, as on {node}: the two hosts have different models"
             )
     return None
 

@@ -59,7 +59,8 @@ class JoiningHost(NamedTuple):
     node: str
     address: str
     route_port: int
-    model: ModelFingerprint
+    model: ModelFingerprint | None
+    """None: it gets it from the others, once it is let in."""
     gateways: bool
 
 

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping
-from typing import assert_never
+from collections.abc import Mapping
+from typing import Protocol, assert_never
 
 import msgspec
 
+from deploy.supervisor.checkpoints.peers import PeerAddress
 from deploy.supervisor.cluster.admission import (
     REACHED_IN,
     AdmissionRules,
@@ -47,8 +48,15 @@ MAX_CONNECTIONS = 16
 LISTEN_AGAIN = 2.0
 """Seconds until the port is tried again where it cannot be had."""
 
-AliveHosts = Callable[[], Mapping[NodeId, str]]
-"""The other hosts that are heard of just now, with their addresses."""
+
+class AliveHosts(Protocol):
+    """The other hosts that are heard of just now."""
+
+    def addresses(self) -> Mapping[NodeId, str]:
+        """Where each is."""
+
+    def model_servers(self) -> tuple[str, ...]:
+        """HOST:PORT where they send their model."""
 
 
 class JoinServer:
@@ -124,12 +132,13 @@ class JoinServer:
 
     def _facts(self) -> StackFacts:
         named = self._spec.name, self._cluster.node, self._spec.served_model_name
-        return StackFacts(time.time(), *named, str(self._spec.model), dummy_weights=self._dummy)
+        sends = self._cluster.model_port > 0
+        return StackFacts(time.time(), *named, str(self._spec.model), dummy_weights=self._dummy, sends_model=sends)
 
     async def _admitted(self, request: JoinRequest) -> StackMembership | JoinRefusal:
         try:
             members = self._folder.members()
-            refused = join_refusal(request, self._rules, members, self._alive())
+            refused = join_refusal(request, self._rules, members, self._alive.addresses())
             refused = refused or await self._way_refusal(request)
             if refused is not None:
                 log.warning("host refused", extra={"node": request.node[:64], "reason": str(refused)})
@@ -160,7 +169,7 @@ class JoinServer:
     def _membership(self, certificate: bytes, others: Mapping[NodeId, ClusterMember]) -> StackMembership:
         spec, outside = self._spec, self._spec.outside_bus
         own = ClusterMember(self._cluster.address, self._cluster.route_port)
-        alive = [each.route for node, each in others.items() if node in self._alive()]
+        alive = [each.route for node, each in others.items() if node in self._alive.addresses()]
         redis = spec.store.redis
         return StackMembership(
             name=spec.name,
@@ -181,4 +190,10 @@ class JoinServer:
             keys_file="keys_file" in spec.settings.get("gateway", {}),
             drain_timeout=spec.drain_timeout,
             orphan_timeout=spec.orphan_timeout,
+            fingerprint=self._rules.model,
+            model_servers=(*self._own_model_server(), *self._alive.model_servers()),
         )
+
+    def _own_model_server(self) -> tuple[str, ...]:
+        port = self._cluster.model_port
+        return (str(PeerAddress(self._cluster.address, port)),) if port else ()

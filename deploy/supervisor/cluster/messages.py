@@ -55,6 +55,8 @@ class StackFacts(Struct, frozen=True, tag=True):
     model: str
     """Where the first host has its model."""
     dummy_weights: bool = False
+    sends_model: bool = False
+    """Whether a host that is let in can get the model from it."""
 
 
 class JoinRequest(Struct, frozen=True, tag=True, kw_only=True):
@@ -70,7 +72,8 @@ class JoinRequest(Struct, frozen=True, tag=True, kw_only=True):
     min_protocol: int
     block_size: int
     """Tokens of a KV block."""
-    model: ModelFingerprint
+    model: ModelFingerprint | None
+    """None: it has none, and gets it from hosts that are there."""
     clock_offset: float
     """Seconds that the first host's clock is ahead of its own."""
     clock_uncertainty: float
@@ -124,6 +127,10 @@ class StackMembership(Struct, frozen=True, tag=True, kw_only=True):
     """Whether the first host's gateways read a file of keys; other hosts' have to have the same one."""
     drain_timeout: float
     orphan_timeout: float
+    fingerprint: ModelFingerprint | None = None
+    """Of the first host's model. None: a first host of an earlier release."""
+    model_servers: tuple[str, ...] = ()
+    """HOST:PORT where hosts send it, the first host first."""
 
 
 class HostMembership(Struct, frozen=True, kw_only=True):

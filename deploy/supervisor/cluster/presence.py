@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from deploy.supervisor.checkpoints.peers import PeerAddress
 from deploy.supervisor.core.events import Event
 from deploy.supervisor.core.supervisor import Supervisor
 from deploy.supervisor.spec import ClusterSpec, StackSpec
@@ -27,6 +28,7 @@ class _HeardHost(NamedTuple):
     address: str
     incarnation: Incarnation
     seen_at: float
+    model_port: int
 
 
 class HostPresence:
@@ -39,7 +41,7 @@ class HostPresence:
         """Whether the host has come, or has been started anew."""
         before = self._heard.pop(report.node, None)
         if not report.ending:
-            self._heard[report.node] = _HeardHost(report.address, report.incarnation, now)
+            self._heard[report.node] = _HeardHost(report.address, report.incarnation, now, report.model_port)
         return not report.ending and (before is None or before.incarnation != report.incarnation)
 
     def expire(self, now: float) -> list[NodeId]:
@@ -52,6 +54,12 @@ class HostPresence:
     def addresses(self) -> Mapping[NodeId, str]:
         """Of the hosts that are there."""
         return {node: heard.address for node, heard in self._heard.items()}
+
+    def model_servers(self) -> tuple[str, ...]:
+        """HOST:PORT where the hosts that are there send their model."""
+        return tuple(
+            str(PeerAddress(heard.address, heard.model_port)) for heard in self._heard.values() if heard.model_port
+        )
 
 
 class ClusterHosts:
@@ -67,7 +75,7 @@ class ClusterHosts:
         if cluster.join_port is not None:
             from deploy.supervisor.cluster.join_server import JoinServer  # certificates: 5 MB that others do without
 
-            self._server = JoinServer(spec, cluster, self._presence.addresses)
+            self._server = JoinServer(spec, cluster, self._presence)
 
     async def run(self, bus: Bus, handle: Callable[[Event], object], stop: Callable[[], None]) -> None:
         """Reports that this host is there, and lets others in where it is the first; until cancelled."""
@@ -99,6 +107,7 @@ class ClusterHosts:
             incarnation=self._incarnation,
             instances=tuple(member.process.instance for member in self._supervisor.members()),
             ending=ending,
+            model_port=self._cluster.model_port,
         )
         with contextlib.suppress(BusError):
             await bus.publish(topics.host_reports(), report)

@@ -154,6 +154,10 @@ class Host:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
+    def hide(self, folder: Path) -> None:
+        """The host sees nothing in a folder of the machine any more."""
+        run(*self._inside, "mount", "-t", "tmpfs", "tmpfs", str(folder))
+
     def cut(self) -> None:
         """Nothing comes or goes any more, and nobody is told."""
         run("ip", "link", "set", self._wire, "down")

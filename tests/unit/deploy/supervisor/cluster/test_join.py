@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -45,13 +46,23 @@ def first_host(run_dir: Path, join_port: int, route_port: int) -> StackSpec:
     )
 
 
+class Alive(NamedTuple):
+    hosts: dict[NodeId, str]
+
+    def addresses(self) -> dict[NodeId, str]:
+        return self.hosts
+
+    def model_servers(self) -> tuple[str, ...]:
+        return tuple(f"{address}:6223" for address in self.hosts.values())
+
+
 @contextlib.asynccontextmanager
 async def door(spec: StackSpec, alive: dict[NodeId, str]) -> AsyncIterator[ClusterFolder]:
     assert spec.cluster is not None
     folder = ClusterFolder(spec.run_dir)
     folder.prepare_first(spec.cluster.node, HERE)
     routes = socket.create_server((HERE, spec.cluster.route_port))
-    running = asyncio.create_task(JoinServer(spec, spec.cluster, lambda: alive).run())
+    running = asyncio.create_task(JoinServer(spec, spec.cluster, Alive(alive)).run())
     try:
         yield folder
     finally:
@@ -73,7 +84,8 @@ async def test_a_host_with_a_token_is_let_in_and_others_are_told_why_not(tmp_pat
     join_port, route_port, own_port = free_port(), free_port(), free_port()
     alive: dict[NodeId, str] = {}
     spec = first_host(tmp_path / "a", join_port, route_port)
-    host = JoiningHost("b", HERE, own_port, model_fingerprint(DEMO_MODEL, weights=True), gateways=False)
+    model = model_fingerprint(DEMO_MODEL, weights=True)
+    host = JoiningHost("b", HERE, own_port, model, gateways=False)
     async with door(spec, alive) as folder:
         token = folder.new_token(HERE, join_port, time.time())
         await until_open(token)
@@ -92,13 +104,15 @@ async def test_a_host_with_a_token_is_let_in_and_others_are_told_why_not(tmp_pat
         assert joined.membership.secret == folder.secret
         assert fingerprint(joined.authority) == token.authority
         assert is_for(joined.membership.certificate.encode(), HERE)
+        without_model = await join_stack(token, found, host._replace(model=None))
+        assert without_model.membership.fingerprint == model
         with_gateways = await join_stack(token, found, host._replace(gateways=True))
         assert with_gateways.membership.api_keys == ("sk-1",)
 
         alive[NodeId("b")] = HERE
         with pytest.raises(JoinFailed, match="--node b: a host of this name is a member, and there"):
             await join_stack(token, found, host)
-        other = replace(host.model, weights="0")
+        other = replace(model, weights="0")
         with pytest.raises(JoinFailed, match="--model weights 0"):
             await join_stack(token, found, host._replace(node="c", model=other))
         with pytest.raises(JoinFailed, match=r"--advertise-address 10\.255\.255\.1 \(--route-port"):
