@@ -21,11 +21,13 @@ from deploy.model_choice import DEMO_MODEL, model_directory, model_folder
 from deploy.supervisor.background import stack_for_the_run
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 from deploy.supervisor.state_file import StackState
-from services.bench.startup import PASSWORD_VARIABLE
+from services.bench.stack_bus import PASSWORD_VARIABLE
 from shared.config import process_environment
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
 _MEASURES_NO_SERVER = ("prefixes", "kv")
+_ON_THE_BUS = ("startup", "hops")
+"""They listen to the stack's bus, as its operator."""
 _CAMPAIGNS = ("gpu", "peers")
 """They measure with the repository's tests and beside other engines: `tests/campaigns`, which is not installed."""
 DEMO = "demo"
@@ -55,8 +57,8 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput|interference|startup|prefixes|kv|idle|speculation|roofline|
-    kernels|routing|peers|gpu.
+    """Measure: baton bench serve|latency|throughput|interference|hops|startup|prefixes|kv|idle|speculation|
+    roofline|kernels|routing|peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).
     """
@@ -87,8 +89,8 @@ def run_bench(argv: Sequence[str], up: str | None, name: str, run_dir: Path | No
 
 
 def _bench_of_a_stack(argv: Sequence[str], state: StackState) -> int:
-    """`startup` changes the stack, so it is the operator's, whose password goes by environment."""
-    password = {PASSWORD_VARIABLE: state.nats_password} if argv[0] == "startup" and state.nats_password else {}
+    """The operator's password goes by environment."""
+    password = {PASSWORD_VARIABLE: state.nats_password} if argv[0] in _ON_THE_BUS and state.nats_password else {}
     return _bench(with_stack_flags(argv, state), password)
 
 
@@ -148,14 +150,15 @@ def with_stack_flags(argv: Sequence[str], state: StackState) -> list[str]:
     """`argv` with what is known of the stack put in where the user did not say it."""
     pids = {member.instance: member.pid for member in state.members} | {"nats-server": state.nats_pid}
     known = {"--base-url": state.url, "--model": state.model, "--api-key": state.api_key}
-    if argv[0] == "startup":
+    if argv[0] in _ON_THE_BUS:
         known |= {
             "--nats-url": ",".join(state.nats_url),
             "--nats-user": state.nats_user,
             "--nats-ca": state.nats_ca,
             "--namespace": state.namespace,
-            "--model-dir": state.model_dir,
         }
+    if argv[0] == "startup":
+        known["--model-dir"] = state.model_dir
     else:
         known["--pids"] = ",".join(f"{name}={pid}" for name, pid in pids.items() if pid is not None)
     given = {each.split("=")[0] for each in argv}

@@ -28,6 +28,10 @@ BENCHMARKS = {
     "latency": Benchmark("batch:latency", "one batch of equal requests, repeated"),
     "throughput": Benchmark("batch:throughput", "every request at once: tokens per second"),
     "interference": Benchmark("interference:main", "inter-token latency of steady streams while long prompts arrive"),
+    "hops": Benchmark(
+        "hops.command:main",
+        "what each process and message between a request and its tokens costs, by the number of streams",
+    ),
     "startup": Benchmark(
         "startup:main", "from asking for one more engine to its first token, by stage; drains the others meanwhile"
     ),

@@ -24,14 +24,12 @@ from services.bench.client.http_client import HttpClient
 from services.bench.errors import BenchError
 from services.bench.options import natural, output_group, output_options, parse, positive
 from services.bench.report import Report, Table, machine_line
+from services.bench.stack_bus import bus_arguments, stack_bus
 from shared import topics
 from shared.bus import Bus, BusError, EndpointError
-from shared.bus.nats_bus import NatsOptions, connect
-from shared.config import process_environment
 from shared.ids import InstanceId
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle
 
-PASSWORD_VARIABLE = "BATON_BENCH_NATS_PASSWORD"
 ADMIN_TIMEOUT = 35.0
 RETRY_PAUSE = 0.02
 KNOWN_AFTER = 3 * HEARTBEAT_SECONDS
@@ -59,10 +57,7 @@ def startup_options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
     made.add_argument("--model", help="as the server names it; default: the first that it offers")
     made.add_argument("--api-key", help="sent as bearer token")
-    made.add_argument("--nats-url", default="nats://127.0.0.1:4222", help="comma-separated; default: %(default)s")
-    made.add_argument("--nats-user", help=f"an operator's, with his password in {PASSWORD_VARIABLE}")
-    made.add_argument("--nats-ca", type=Path, help="CA file; switches TLS on")
-    made.add_argument("--namespace", default="baton", help="of the stack; default: %(default)s")
+    bus_arguments(made)
     made.add_argument("--repetitions", type=natural, default=3, help="default: %(default)s")
     made.add_argument("--timeout", type=positive, default=600.0, help="seconds until a start is given up")
     made.add_argument("--model-dir", type=Path, help="the model's files, on this machine; for --cold")
@@ -247,24 +242,12 @@ async def _metrics(life: Lifecycle) -> dict[str, float]:
 
 @asynccontextmanager
 async def _stack(options: argparse.Namespace) -> AsyncIterator[BenchedStack]:
-    nats = NatsOptions(
-        servers=tuple(options.nats_url.split(",")),
-        namespace=options.namespace,
-        name="baton-bench",
-        user=options.nats_user,
-        password=process_environment().get(PASSWORD_VARIABLE),
-        tls_ca=options.nats_ca,
-    )
-    try:
-        bus = await connect(nats)
-    except BusError as error:
-        raise BenchError(str(error)) from None
     client = HttpClient(options.base_url, options.api_key)
-    try:
-        model = options.model or await first_model(client)
-        stack = BenchedStack(bus, Api(client, model, "completions", timeout=options.timeout), options.timeout)
-        await stack.listen()
-        yield stack
-    finally:
-        client.close()
-        await bus.close()
+    async with stack_bus(options) as bus:
+        try:
+            model = options.model or await first_model(client)
+            stack = BenchedStack(bus, Api(client, model, "completions", timeout=options.timeout), options.timeout)
+            await stack.listen()
+            yield stack
+        finally:
+            client.close()

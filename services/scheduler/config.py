@@ -28,7 +28,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     max_running: Annotated[
         int, Meta(ge=1, description="Maximum sequences in one step."), UpOption("Capacity", "max_num_seqs")
     ] = 256
-    max_waiting: Annotated[int, Meta(ge=1, description="Requests that may wait; the next one is refused.")] = 1024
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="Requests that may wait while the running batch is full; the next one is refused.")
+    ] = 1024
     itl_target_ms: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(

@@ -77,7 +77,7 @@ class EpochState:
         self.isolation = self.planner.isolation
         self.requests = EngineRequests(
             RequestValidator(workers.card, workers.num_blocks, limits.policy),
-            limits.max_waiting,
+            self.limits,
             tickets,
             self.grammars,
             self.queues,

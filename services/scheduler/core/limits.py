@@ -23,7 +23,8 @@ class EngineLimits:
     """Most tokens that one step computes, all sequences together."""
     max_running: int = 256
     max_waiting: int = 1024
-    """Most waiting requests; further ones are rejected as overloaded. Preempted requests always find room."""
+    """Most waiting requests, beyond those for which the running batch has a place; further ones are rejected as
+    overloaded. Preempted requests always find room."""
     policy: QueuePolicy = "fcfs"
     max_new_bytes: int = 4 * 2**20
     """Most bytes of token ids that new sequences add to one plan, because a plan must fit into a message. A single

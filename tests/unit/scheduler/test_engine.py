@@ -280,6 +280,17 @@ def test_a_full_waiting_line_rejects_as_overloaded() -> None:
     assert (rejected.kind, rejected.retry_after) == ("overloaded", 1.0)
 
 
+def test_a_burst_fills_the_running_batch_before_it_counts_as_waiting() -> None:
+    ring = Ring(EngineLimits(max_running=3, max_waiting=2))
+    for name in "abcde":  # the first is planned at once, the others while its step is computed
+        assert told(ring.send(generate(name, PROMPT))) == []
+    (rejected,) = told(ring.send(generate("f", PROMPT)))
+    assert isinstance(rejected, RequestRejected)
+    assert (rejected.kind, rejected.message) == ("overloaded", "2 requests are waiting already, and no more may")
+    ring.finish()
+    assert {entry.request for entry in ring.entries if entry.finish} == set("abcde")
+
+
 def admitted_order(policy: str) -> list[str]:
     ring = Ring(EngineLimits(max_running=1, policy=policy))  # type: ignore[arg-type]
     ring.send(generate("running", PROMPT, max_tokens=2, ignore_eos=True))

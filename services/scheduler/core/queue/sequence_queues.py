@@ -81,6 +81,12 @@ class SequenceQueues:
         """Sequences that wait for their turn, or beside the queue for what they need before it."""
         return len(self.waiting) + len(self.suspects) + len(self.seeking) + len(self.compiling)
 
+    def backlog(self, max_running: int) -> int:
+        """Sequences that wait, without those for which the running batch has a place: a burst that comes between two
+        plans waits for nothing else. A sequence whose grammar is compiled can take none yet."""
+        free = max(0, max_running - self.running)
+        return max(0, self.queued - len(self.compiling) - free) + len(self.compiling)
+
     def take_released(self) -> tuple[SequenceId, ...]:
         """The released sequences that the next plan makes the workers forget; each is returned once."""
         released, self.released = self.released, []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, assert_never
 
-from services.scheduler.core.limits import QueuePolicy
+from services.scheduler.core.limits import EngineLimits, QueuePolicy
 from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
@@ -109,7 +109,7 @@ class EngineRequests:
     def __init__(
         self,
         validator: RequestValidator,
-        max_waiting: int,
+        limits: EngineLimits,
         tickets: Iterator[int],
         grammars: Grammars,
         queues: SequenceQueues,
@@ -120,7 +120,7 @@ class EngineRequests:
         self.held: dict[RequestId, Sequence] = {}
         """Every request that this engine holds; only this class writes it."""
         self._validator = validator
-        self._max_waiting = max_waiting
+        self._limits = limits
         self._tickets = tickets
         self._grammars = grammars
         self._queues = queues
@@ -144,8 +144,9 @@ class EngineRequests:
             refusal = sequence
         elif sequence.grammar is not None and (error := self._grammars.error(sequence.grammar.key)) is not None:
             refusal = _refused_grammar(generation, error)
-        elif self._queues.queued >= self._max_waiting:
-            refusal = _overloaded(generation, f"{self._max_waiting} requests are waiting already, and no more may")
+        elif self._queues.backlog(self._limits.max_running) >= self._limits.max_waiting:
+            waiting = f"{self._limits.max_waiting} requests are waiting already, and no more may"
+            refusal = _overloaded(generation, waiting)
         else:
             sequence.last_token_at = now
             self._accept(sequence)

@@ -250,11 +250,11 @@ def test_what_was_found_is_looked_up_again_where_its_turn_comes_too_late() -> No
 
 
 def test_an_engine_with_a_full_line_counts_those_that_are_looked_up() -> None:
-    engines = saved(limits=EngineLimits(max_waiting=2, plan_late=False))
+    engines = saved(limits=EngineLimits(max_running=1, max_waiting=2, plan_late=False))
     b = engines["b"]
-    for name in ("x", "y", "z"):
+    for name in ("w", "x", "y", "z"):
         b.send(generate(name, PROMPT, max_tokens=2))
-    assert b.phases == ["seeking", "seeking"]
+    assert b.phases == ["seeking", "seeking", "seeking"], "one for the place in the batch, and two that wait"
     assert engines.told[-1].request == "z"
 
 
