@@ -206,6 +206,14 @@ class LowerTierSearch:
                     await self._land(tier.name, layout, missing, tier.fetch(layout, missing, arena.shape))
             missing = self._store.missing(layout, missing)
         if self._peers is not None and source is not None and missing:
+            link, each = self._peers.link(source), request.block_seconds
+            if (
+                link is not None
+                and each
+                and link.seconds(len(missing) * arena.shape.payload_bytes) > len(missing) * each
+            ):
+                metrics.TIER_FAILED.labels("peer", "slower").inc()
+                return
             blocks = self._peers.fetch(source, BlockRequest(layout, missing), arena.shape)
             await self._land("peer", layout, missing, blocks)
 

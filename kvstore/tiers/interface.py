@@ -13,9 +13,10 @@ from typing import Protocol
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block, unpack_block
 from kvstore.transfer.interface import BlockRequest
+from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle, TierReport
+from shared.messages.lifecycle import Lifecycle, LinkReport, TierReport
 
 __all__ = [
     "BlockHash",
@@ -75,3 +76,9 @@ class PeerStores(Protocol):
 
     def fetch(self, source: NodeId, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from the store of node `source`; see `BlockTransport.fetch`."""
+
+    def link(self, source: NodeId) -> LinkRate | None:
+        """How fast blocks come from the store of that node; None where that was not measured of late."""
+
+    def links(self) -> tuple[LinkReport, ...]:
+        """The same of all nodes where it is known, for the store's lifecycle."""

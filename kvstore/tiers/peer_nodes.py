@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
 from kvstore.transfer.interface import BlockLender, BlockRequest, BlockTransport
+from kvstore.transfer.link_rates import LinkRate
 from kvstore.transfer.rpc import host_and_port
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, LinkReport
 
 
 class PeerNodes:
@@ -46,6 +47,20 @@ class PeerNodes:
         """Host and port of the store of `node`; None where none is known."""
         known = self._stores.get(node)
         return None if known is None or known.store is None else known.store.transfer
+
+    def link(self, source: NodeId) -> LinkRate | None:
+        """How fast blocks come from the store of that node; None where that was not measured of late."""
+        address = self.address_of(source)
+        return None if address is None else self._transport.rate(address)
+
+    def links(self) -> tuple[LinkReport, ...]:
+        """Those that are known, for the store's lifecycle."""
+        known = ((node, self.link(node)) for node in self._stores)
+        return tuple(
+            LinkReport(source=node, bytes_per_second=rate.bytes_per_second, latency=rate.latency)
+            for node, rate in known
+            if rate is not None
+        )
 
     async def fetch(
         self, source: NodeId, request: BlockRequest, shape: BlockShape

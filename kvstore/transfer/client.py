@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import grpc
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
 from kvstore.transfer.interface import BlockRequest
+from kvstore.transfer.link_rates import LinkRates
 from kvstore.transfer.rpc import CHANNEL_OPTIONS, TransferTls, fetch_call
 from kvstore.transfer.transfer_pb2 import Block, Chunk, FetchRequest
 from shared.blocks import BlockHash
@@ -32,6 +34,8 @@ class TransferClient:
     """Owns the connections to the stores of other nodes."""
 
     def __init__(self, tls: TransferTls | None = None) -> None:
+        self.rates = LinkRates()
+        """What each link was measured to do; only this class writes it."""
         self._tls = tls
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
 
@@ -49,9 +53,15 @@ class TransferClient:
         """The leading run of the requested blocks that the store at `address` sends, checked; see
         `BlockTransport.fetch`."""
         asked = FetchRequest(layout=request.layout, hashes=b"".join(request.hashes), patience=request.patience)
+        since, first = time.monotonic(), True
         call = fetch_call(await self._channel(address), asked)
         try:
-            async for block in _blocks(call, request.hashes, shape):
+            async for block, waited in _blocks(call, request.hashes, shape):
+                # What the caller did with the block before counts, too: that is the pace of the link.
+                before, since = since, time.monotonic()
+                if not waited:
+                    self.rates.record(address, len(block.payload), since - before, since, first=first)
+                first = False
                 metrics.TIER_HITS.labels(TIER).inc()
                 metrics.TIER_BYTES_IN.labels(TIER).inc(len(block.payload))
                 yield block
@@ -83,8 +93,11 @@ class TransferClient:
         return channel
 
 
-async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
-    """Puts chunks together to blocks. Raises Spoiled, and what gRPC raises."""
+async def _blocks(
+    call: Any, hashes: Sequence[BlockHash], shape: BlockShape
+) -> AsyncGenerator[tuple[InFlightBlock, bool], None]:
+    """Puts chunks together to blocks, each with whether its sender waited for it. Raises Spoiled, and what gRPC
+    raises."""
     for name in hashes:
         first = await call.read()
         if first is grpc.aio.EOF:
@@ -95,7 +108,7 @@ async def _blocks(call: Any, hashes: Sequence[BlockHash], shape: BlockShape) -> 
             raise Spoiled(f"{block.hash.hex()} came for {name.hex()}")
         if not is_sound(block, shape):
             raise Spoiled(f"checksums of {name.hex()}")
-        yield block
+        yield block, first.begins.waited
 
 
 async def _payload(call: Any, first: Chunk, shape: BlockShape) -> bytearray:

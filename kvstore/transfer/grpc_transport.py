@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
 from kvstore.transfer.client import TransferClient
 from kvstore.transfer.interface import BlockLender, BlockRequest
+from kvstore.transfer.link_rates import LinkRate
 from kvstore.transfer.rpc import TransferTls
 from kvstore.transfer.server import TransferServer
 
@@ -35,3 +37,7 @@ class GrpcTransport:
     def fetch(self, address: str, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from another node's store; see `BlockTransport.fetch`."""
         return self._client.fetch(address, request, shape)
+
+    def rate(self, address: str) -> LinkRate | None:
+        """How fast blocks came from that store of late; see `BlockTransport.rate`."""
+        return self._client.rates.rate(address, time.monotonic())

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 
 
@@ -56,3 +57,7 @@ class BlockTransport(Protocol):
         """Yields what the store at `address` ("host:port") sends of `request`, in order, each block verified by its
         checksums. What does not come is a miss that is counted here. The caller sets the deadline and closes the
         iterator: closing cancels, and frees what is pinned over there."""
+
+    def rate(self, address: str) -> LinkRate | None:
+        """How fast blocks come from the store at `address`, as measured within the last minute; None if they did not,
+        or too few."""

@@ -82,14 +82,14 @@ class TransferServer:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the blocks are not held for you any longer")
 
     async def _send_run(self, layout: str, hashes: Sequence[BlockHash], patience: float, context: Sending) -> None:
-        sent = 0
+        sent, waited = 0, False
         while wanted := hashes[sent : sent + LENT_BLOCKS]:
             lent = self._lender.lend(layout, wanted)
             if lent is None:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"no blocks of layout {layout}")
             with lent as blocks:
-                await _send(blocks, context)
-            sent += len(blocks)
+                await _send(blocks, context, waited=waited)
+            sent, waited = sent + len(blocks), not blocks
             # Nothing is awaited between the look at the arena and the wait, so that no commit is missed.
             if not blocks and not (patience and await self._lender.committed(layout, wanted[0], patience)):
                 return
@@ -107,19 +107,22 @@ class TransferServer:
             self.sending -= not follows
 
 
-async def _send(blocks: Sequence[InFlightBlock], context: Sending) -> None:
-    """Writing waits while the receiver's window is full, so a slow reader is sent to slowly."""
+async def _send(blocks: Sequence[InFlightBlock], context: Sending, *, waited: bool) -> None:
+    """Writing waits while the receiver's window is full, so a slow reader is sent to slowly. `waited`: for the first
+    of them to be committed."""
     for block in blocks:
-        for chunk in chunks(block):
+        for chunk in chunks(block, waited=waited):
             await context.write(chunk)
+        waited = False
         metrics.TIER_STORED.labels(TIER).inc()
         metrics.TIER_BYTES_OUT.labels(TIER).inc(len(block.payload))
 
 
-def chunks(block: InFlightBlock) -> Iterator[Chunk]:
+def chunks(block: InFlightBlock, *, waited: bool = False) -> Iterator[Chunk]:
     """The block as it is sent: what names it, then its payload in pieces of CHUNK_BYTES at the most."""
     view = memoryview(block.payload)
     begins = Block(hash=block.hash, parent=block.parent, tokens=block.tokens, checksums=block.checksums)
+    begins.waited = waited
     yield Chunk(begins=begins, payload=bytes(view[:CHUNK_BYTES]))
     for start in range(CHUNK_BYTES, len(view), CHUNK_BYTES):
         yield Chunk(payload=bytes(view[start : start + CHUNK_BYTES]))

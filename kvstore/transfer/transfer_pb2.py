@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvstore/transfer/transfer.proto\x12\rbaton.kvstore\"@\n\x0c\x46\x65tchRequest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08patience\x18\x03 \x01(\x02\">\n\x05\x43hunk\x12$\n\x06\x62\x65gins\x18\x01 \x01(\x0b\x32\x14.baton.kvstore.Block\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"H\n\x05\x42lock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x32J\n\nKvTransfer\x12<\n\x05\x46\x65tch\x12\x1b.baton.kvstore.FetchRequest\x1a\x14.baton.kvstore.Chunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkvstore/transfer/transfer.proto\x12\rbaton.kvstore\"@\n\x0c\x46\x65tchRequest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08patience\x18\x03 \x01(\x02\">\n\x05\x43hunk\x12$\n\x06\x62\x65gins\x18\x01 \x01(\x0b\x32\x14.baton.kvstore.Block\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"X\n\x05\x42lock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x0e\n\x06waited\x18\x05 \x01(\x08\x32J\n\nKvTransfer\x12<\n\x05\x46\x65tch\x12\x1b.baton.kvstore.FetchRequest\x1a\x14.baton.kvstore.Chunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,7 +36,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHUNK']._serialized_start=116
   _globals['_CHUNK']._serialized_end=178
   _globals['_BLOCK']._serialized_start=180
-  _globals['_BLOCK']._serialized_end=252
-  _globals['_KVTRANSFER']._serialized_start=254
-  _globals['_KVTRANSFER']._serialized_end=328
+  _globals['_BLOCK']._serialized_end=268
+  _globals['_KVTRANSFER']._serialized_start=270
+  _globals['_KVTRANSFER']._serialized_end=344
 # @@protoc_insertion_point(module_scope)

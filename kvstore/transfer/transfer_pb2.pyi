@@ -24,13 +24,15 @@ class Chunk(_message.Message):
     def __init__(self, begins: _Optional[_Union[Block, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("hash", "parent", "tokens", "checksums")
+    __slots__ = ("hash", "parent", "tokens", "checksums", "waited")
     HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     parent: bytes
     tokens: int
     checksums: bytes
-    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    waited: bool
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tokens: _Optional[int] = ..., checksums: _Optional[bytes] = ..., waited: _Optional[bool] = ...) -> None: ...

@@ -57,7 +57,8 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=1, description="Value of a cached block in a KV store, relative to one on the engine's device."),
     ] = 0.75
-    """A block in another node's store is worth this squared: it goes through both."""
+    """A block in another node's store is worth this squared, as long as the link to there was not measured: it goes
+    through both."""
     router_saturation: Annotated[
         float,
         Meta(ge=1, description="Above this multiple of the mean load an engine's cached blocks do not count."),

@@ -98,7 +98,11 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     store_deadline: Annotated[float, Meta(gt=0, description="Seconds that a lookup in the KV store may take.")] = 0.015
     remote_deadline: Annotated[
         float,
-        Meta(gt=0, description="Seconds that a lookup may take if blocks must be copied from another node's store."),
+        Meta(
+            gt=0,
+            description="Seconds that a lookup may take if blocks must be copied from another node's store; less where "
+            "computing them is known to take less.",
+        ),
     ] = 0.5
 
     journal: Annotated[

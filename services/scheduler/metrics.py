@@ -34,6 +34,9 @@ LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks loaded from t
 LOOKUPS = Counter(
     "baton_scheduler_kv_lookups_total", "Requests looked up in the node's KV store, by outcome.", ["found"]
 )
+LOADS_DECLINED = Counter(
+    "baton_scheduler_kv_loads_declined_total", "Requests computed although the store had blocks: that was sooner."
+)
 LOADS_FAILED = Counter("baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.")
 HAND_OVERS = Counter(
     "baton_scheduler_hand_overs_total",
@@ -103,6 +106,7 @@ def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
         (LOOKUPS.labels("no"), counters.misses),
         (LOOKUPS.labels("yes"), counters.hits),
         (LOADS_FAILED, counters.loads_failed),
+        (LOADS_DECLINED, counters.loads_declined),
         (HAND_OVERS.labels("handed"), counters.handed_over),
         (HAND_OVERS.labels("kept"), counters.kept),
         (SHARED, counters.prompts_shared),

@@ -49,8 +49,8 @@ GENERATION_FIELDS = 18
 OPENED_IN_BATCH = 3
 NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3."""
-GENERATE_REQUEST_FIELDS = 7
-"""Of its fields, the tag included, those that version 1 had."""
+GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
+"""Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_FAILED_FIELDS = 4
 """Entries of `RequestFailed` in version 1, the tag included; later ones were appended."""
 
@@ -149,6 +149,8 @@ class FormerNames(WholeGrammars):
     def _to_former(self, message: Any) -> None:
         if message[0] == "RequestFailed":
             del message[REQUEST_FAILED_FIELDS:]
+        if message[0] == "Find":
+            del message[FIND_FIELDS:]
         if message[0] == "GenerateRequest":
             del message[GENERATE_REQUEST_FIELDS:]
             generation = message[1]

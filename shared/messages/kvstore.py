@@ -51,6 +51,9 @@ class Find(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Seconds that the reply may take; lower tiers and other nodes are searched only within it."""
     source: NodeId | None = None
     """A node whose store probably holds the blocks; None if none is known."""
+    block_seconds: float = 0.0
+    """Seconds that the engine takes to compute one of the blocks; `source` is not asked where its blocks are known to
+    take longer. 0: not measured."""
 
 
 class Reserve(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

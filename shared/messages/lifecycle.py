@@ -3,9 +3,9 @@ it."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
@@ -63,6 +63,26 @@ class LatencySums(Struct, frozen=True, array_like=True):
     """From the token before to each of them: ITL."""
 
 
+class RecomputeReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """What an engine has measured of computing and loading KV blocks."""
+
+    block_bytes: int
+    """Keys and values of one block, of all layers and heads."""
+    block_seconds: Annotated[float, Meta(gt=0)]
+    """Of computing the tokens of one block, in a step with many."""
+    load_seconds: float = 0.0
+    """Of copying one block from the arena of its node; 0 before the first load."""
+
+
+class LinkReport(Struct, frozen=True, array_like=True, kw_only=True):
+    """How fast blocks come from the store of one other node, as the store that fetched them measured it."""
+
+    source: NodeId
+    bytes_per_second: Annotated[float, Meta(gt=0)]
+    latency: float
+    """Seconds from a request to its first block."""
+
+
 class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """A scheduler's load, by which coordinators place requests."""
 
@@ -97,6 +117,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """None: of a release that does not watch it."""
     latency: LatencySums | None = None
     """None: of a release that does not measure it."""
+    recompute: RecomputeReport | None = None
+    """None before the first prompt of some length, and where blocks are not shared."""
 
     @property
     def suspect(self) -> str | None:
@@ -150,6 +172,8 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The lower tiers, in the order in which they are searched."""
     prefetched: int = 0
     """Blocks that came from other nodes since the start while their prompts were computed there."""
+    links: tuple[LinkReport, ...] = ()
+    """Of the nodes that blocks came from within the last minute."""
 
 
 class StepSums(Struct, frozen=True, array_like=True, kw_only=True):

@@ -80,6 +80,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     tokens=8,
     health=lifecycle.EngineHealth(suspect="no answer", ejections=2, faults=5),
     latency=lifecycle.LatencySums(9, 0.5, 10, 0.25),
+    recompute=lifecycle.RecomputeReport(block_bytes=4096, block_seconds=0.5, load_seconds=0.25),
 )
 WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)
@@ -243,6 +244,8 @@ MESSAGES: list[Any] = [
             misses=6,
             lower_hits=4,
             transfer="10.0.0.7:7700",
+            prefetched=2,
+            links=(lifecycle.LinkReport(source=NODE, bytes_per_second=1.5, latency=0.25),),
             tiers=(
                 lifecycle.TierReport(name="ssd", present=True, blocks=7, bytes_used=8, bytes_total=9, direct=True),
                 lifecycle.TierReport(name="redis", present=False, hits=1, problem="it does not answer"),

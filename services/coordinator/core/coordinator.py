@@ -11,6 +11,7 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.fleet import EngineFleet, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
+from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.outliers import OutlierDetector
 from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
@@ -62,7 +63,8 @@ class Coordinator:
         self.sources = KvSources(config.router_index_blocks)
         self.queue = PlacementQueue()
         self._expected = ExpectedPrompts()
-        self._router = Router(self.fleet, self.sources, self._expected, config)
+        self._links = LinkCosts()
+        self._router = Router(self.fleet, self.sources, self._expected, self._links, config)
         self._fence = AttemptFence(MAX_REMEMBERED)
         self._engines: RecentEntries[RequestId, _Placed] = RecentEntries(MAX_REMEMBERED)
         """Where the newest attempt of each request was placed last."""
@@ -133,6 +135,9 @@ class Coordinator:
         if gone is not None:
             self.sources.forget(gone)
             self._outliers.forget(EngineId(gone))
+            self._links.forget(gone)
+        if life.store is not None and life.phase not in ("stopped", "failed"):
+            self._links.record(life.instance, life.store)
         if life.phase not in ("stopped", "failed") and (life.engine is not None or life.store is not None):
             self.sources.follow(life.instance)
         return self._place_queued(at) if life.service in ("scheduler", "detokenizer") else []
@@ -141,6 +146,7 @@ class Coordinator:
         """Forgets silent instances, rejects requests that waited for too long, notifies the gateways of the others."""
         for silent in self.fleet.expire(at):
             self.sources.forget(silent)
+            self._links.forget(silent)
             self._outliers.forget(EngineId(silent))
         self.sources.tidy()
         actions = self._place_queued(at)

@@ -39,6 +39,8 @@ class Reuse(NamedTuple):
     """Further blocks that lie in the KV store of `remote_node`."""
     remote_node: NodeId | None = None
     """The node with the remote blocks; None if there are none."""
+    remote_price: float | None = None
+    """What fetching and loading the remote blocks costs, in blocks computed instead; None if that was not measured."""
 
     @property
     def blocks(self) -> int:
@@ -46,9 +48,11 @@ class Reuse(NamedTuple):
         return self.device + self.stored + self.remote
 
     def worth(self, discount: float) -> float:
-        """In blocks on the device. A block in the node's store is worth `discount` of one, one that has to come from
-        another node `discount` squared."""
-        return self.device + discount * (self.stored + discount * self.remote)
+        """In blocks on the device. A block in the node's store is worth `discount` of one. One that has to come from
+        another node is worth what it saves beyond its measured price, or `discount` squared where there is none."""
+        if self.remote_price is None:
+            return self.device + discount * (self.stored + discount * self.remote)
+        return self.device + discount * self.stored + max(0.0, self.remote - self.remote_price)
 
 
 NO_REUSE = Reuse()

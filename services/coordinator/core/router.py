@@ -17,6 +17,7 @@ from services.coordinator.core.actions import Placement
 from services.coordinator.core.engine_pool import DECODING, Candidate, EnginePool, requests_of
 from services.coordinator.core.fleet import EngineFleet
 from services.coordinator.core.kv_sources import NO_REUSE, KvSources, PrefixHits, Reuse
+from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.ids import Attempt, EngineId, RequestId
@@ -54,9 +55,15 @@ class Router:
     """
 
     def __init__(
-        self, fleet: EngineFleet, sources: KvSources, expected: ExpectedPrompts, config: CoordinatorConfig
+        self,
+        fleet: EngineFleet,
+        sources: KvSources,
+        expected: ExpectedPrompts,
+        links: LinkCosts,
+        config: CoordinatorConfig,
     ) -> None:
         self._fleet = fleet
+        self._links = links
         self._sources = sources
         self._expected = expected
         self._config = config
@@ -107,10 +114,10 @@ class Router:
         if self._config.router_policy != "kv":
             equals = list(pool) if self._draws else pool.least()
             chosen = equals[self._pick(request, [0.0] * len(equals), purpose)]
-            return chosen, _reuses(request, [chosen])[0]
+            return chosen, self._priced_reuses(request, [chosen])[0]
         bound = self._config.router_saturation * pool.requests / len(pool) + SATURATION_SLACK
         looked_at = self._to_be_looked_at(request, pool, bound)
-        reuses = _reuses(request, looked_at)
+        reuses = self._priced_reuses(request, looked_at)
         costs = self._costs(request, pool, looked_at, reuses, bound)
         order = sorted(range(len(costs)), key=lambda index: looked_at[index].engine.id)
         place = order[self._pick(request, [costs[index] for index in order], purpose)]
@@ -155,6 +162,18 @@ class Router:
         worth = reuse.worth(self._config.router_store_discount)
         return before + blocks - worth + _blocks_after(candidate, blocks, reuse)
 
+    def _priced_reuses(self, request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:
+        """For each candidate what it need not compute of the request; what is computed sooner than it comes from
+        another node does not count."""
+        reuses = _reuses(request, candidates)
+        for index, (candidate, reuse) in enumerate(zip(candidates, reuses, strict=True)):
+            price = self._links.price(candidate, reuse.remote_node, reuse.remote) if reuse.remote else None
+            if price is not None and price < reuse.remote:
+                reuses[index] = reuse._replace(remote_price=price)
+            elif price is not None:
+                reuses[index] = reuse._replace(remote=0, remote_node=None)
+        return reuses
+
     def _pick(self, request: _RoutedRequest, costs: Sequence[float], purpose: str) -> int:
         """If costs are equal, rotation decides. Several coordinators may place choices of one request at the same
         moment, before they receive each other's placements: they decide by the prompt, which is the same for all of
@@ -192,22 +211,35 @@ class Router:
         if waiting > config.disaggregate_busy * len(prefilling):
             return None
         prefill, reuse = self._cheapest(request, prefilling, "prefill")
-        costs = self._hand_over_costs(request, prefill, decoding)
+        costs = self._hand_over_costs(request, prefill, reuse, decoding)
+        if min(costs) == math.inf:
+            return None
         return prefill, reuse, decoding[self._pick(request, costs, "hand-over")]
 
     def _hand_over_costs(
-        self, request: _RoutedRequest, prefill: Candidate, decoding: Sequence[Candidate]
+        self, request: _RoutedRequest, prefill: Candidate, computed: Reuse, decoding: Sequence[Candidate]
     ) -> list[float]:
-        """Nothing is left to compute there; blocks from another node's store cost what their way is taken to cost."""
+        """Nothing is left to compute there; blocks from another node's store cost what their way takes beyond their
+        prefill, or is taken to cost. Infinite where it would be sooner to compute them there again."""
         if self._config.router_policy != "kv":
             return [requests_of(candidate) for candidate in decoding]
-        price = 1 - self._config.router_store_discount
+        left = request.blocks - computed.blocks
         return [
             candidate.prefill
             + _blocks_after(candidate, request.blocks, reuse)
-            + (0.0 if candidate.node == prefill.node else price * (request.blocks - reuse.device))
-            for candidate, reuse in zip(decoding, _reuses(request, decoding), strict=True)
+            + (0.0 if candidate.node == prefill.node else self._way(candidate, prefill, request.blocks, left, reuse))
+            for candidate, reuse in zip(decoding, self._priced_reuses(request, decoding), strict=True)
         ]
+
+    def _way(self, candidate: Candidate, prefill: Candidate, blocks: int, left: int, reuse: Reuse) -> float:
+        """What a prompt's blocks cost on their way to the node that decodes it, in blocks of work. They go while the
+        `left` blocks are computed, so that only the rest is waited for: one block's way at the least."""
+        wanted = blocks - reuse.device - reuse.stored
+        price = self._links.price(candidate, prefill.node, wanted)
+        if price is None:
+            return (1 - self._config.router_store_discount) * (blocks - reuse.device)
+        waited_for = max(price / max(1, wanted), price - left)
+        return waited_for if waited_for < max(1, wanted) else math.inf
 
 
 def _reuses(request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:

@@ -28,6 +28,8 @@ class EngineCounters:
     """Lookups for which the store held nothing or did not reply in time."""
     loads_failed: int = 0
     """Loads that a rank could not copy; their prompts were computed instead."""
+    loads_declined: int = 0
+    """Requests whose blocks were in the node's store, and were computed because that is sooner."""
     handed_over: int = 0
     """Requests that were handed over to another engine."""
     kept: int = 0

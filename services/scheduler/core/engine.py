@@ -235,6 +235,7 @@ class EngineCore:
                 counters.later_tokens,
                 counters.later_token_seconds,
             ),
+            recompute=None if self.epoch_state is None else self.epoch_state.costs.report(),
         )
 
     @property

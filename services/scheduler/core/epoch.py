@@ -24,6 +24,7 @@ from services.scheduler.core.results.step_results import StepResults
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
 from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.saves import Saves
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
@@ -56,7 +57,8 @@ class EpochState:
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages)
         self.memory = BlockAllocator(workers.num_blocks, for_store=store.node is not None)
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
-        self.loads = Loads(self.limits, store, self.memory, self.transfers)
+        self.costs = RecomputeCosts(workers.layout)
+        self.loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
         self.saves = Saves(store, self.memory, self.transfers)
         self.hand_overs = HandOvers(self.saves)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
@@ -190,6 +192,8 @@ class EpochState:
             return f"the result of step {steps.finished} never came"
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
+        if expected.prefills:
+            self.costs.record_step(expected.tokens, steps.last_seconds)
         self._sent.popleft()
         if self.transfers.in_flight:
             self.transfers.finish_step(result.step, now)
@@ -216,10 +220,12 @@ class EpochState:
 
     def record_transfers(self, report: TransferProgress, now: float) -> None:
         """A rank has copied blocks, or failed to."""
-        for kind, lease, done in self.transfers.record_report(report, now):
+        for kind, lease, done, blocks, seconds in self.transfers.record_report(report, now):
             if kind == "save":
                 self.saves.finish_transfer(lease, done)
                 continue
+            if done:
+                self.costs.record_load(blocks, seconds, now)
             sequence, tokens, others = self.loads.finish(lease, done)
             if sequence is not None:
                 self.queues.finish_loading(sequence, tokens)

@@ -49,7 +49,7 @@ class EngineLimits:
     """Seconds that a lookup of a new sequence in the KV store may take."""
     remote_deadline: float = 0.5
     """Seconds that a lookup may take if another node probably holds the blocks, which are then copied before the
-    reply."""
+    reply. Less where computing them takes less (`transfer/recompute_costs.py`)."""
 
     canary_interval: float = 0.0
     """Seconds between two canaries (`health/canary.py`), at least; 0: there are none."""

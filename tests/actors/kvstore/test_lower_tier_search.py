@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
 from kvstore.node import lower_search as search_module
@@ -14,10 +15,11 @@ from kvstore.node.lower_search import LowerTierSearch, blocks_in
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import LowerTier, PeerStores
 from kvstore.transfer.interface import BlockRequest
+from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import LeaseId, NodeId
 from shared.messages.kvstore import Find, FindReply, KvStoreRefusal, Prefetch, Release
-from shared.messages.lifecycle import Lifecycle, TierReport
+from shared.messages.lifecycle import Lifecycle, LinkReport, TierReport
 from tests.support.kv import random_blocks as carried_blocks
 from tests.support.kv.arenas import (
     NODE,
@@ -92,6 +94,13 @@ class Lower(Below):
 
 class Others(Below):
     patience = 0.0
+    rate: LinkRate | None = None
+
+    def link(self, source: NodeId) -> LinkRate | None:
+        return self.rate
+
+    def links(self) -> tuple[LinkReport, ...]:
+        return ()
 
     def fetch(self, source: NodeId, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
         self.asked.append((source, list(request.hashes)))
@@ -201,6 +210,19 @@ async def test_a_tier_that_hangs_leaves_time_for_the_next(store: NodeStore) -> N
     async with searching(store, near, second=far) as search:
         assert blocks_in(await answered(search, asks(client, 100, deadline=2.0))) == 8
         assert far.asked == [(None, NAMES[2:])]
+
+
+@pytest.mark.parametrize(("block_seconds", "asked"), [(0.0, 1), (0.5, 0), (2.0, 1)])
+async def test_a_node_whose_blocks_would_be_computed_sooner_is_not_asked(
+    store: NodeStore, block_seconds: float, asked: int
+) -> None:
+    """Its link was measured to take a second for a block."""
+    client, others = Client(store), Others(NAMES)
+    others.rate = LinkRate(bytes_per_second=client.arena.shape.payload_bytes, latency=0.1)
+    async with searching(store, None, others) as search:
+        wanted = replace(asks(client, 100, source=ELSEWHERE), block_seconds=block_seconds)
+        assert blocks_in(await answered(search, wanted)) == 8 * asked
+        assert len(others.asked) == asked
 
 
 async def test_what_came_is_pinned_until_the_one_release(store: NodeStore) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
@@ -10,11 +12,22 @@ from shared.ids import Attempt, EngineId, GatewayId, Incarnation, InstanceId, Mo
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.messages.kv_events import KvEvents, KvSource
-from shared.messages.lifecycle import EngineReport, Lifecycle, ModelCard, Phase, Role, Service, StoreReport
+from shared.messages.lifecycle import (
+    EngineReport,
+    Lifecycle,
+    LinkReport,
+    ModelCard,
+    Phase,
+    RecomputeReport,
+    Role,
+    Service,
+    StoreReport,
+)
 from shared.packing import pack
 
 MODEL = ModelName("demo/model")
 GATEWAY = GatewayId("gateway-1")
+NO_LINKS: Mapping[str, float] = MappingProxyType({})
 
 
 def at(seconds: float) -> Moment:
@@ -49,6 +62,7 @@ def engine(
     role: Role = "mixed",
     node: str | None = None,
     prefill_tokens: int = 0,
+    recompute: RecomputeReport | None = None,
 ) -> Lifecycle:
     report = EngineReport(
         model=card(model, max_model_len),
@@ -63,6 +77,7 @@ def engine(
         role=role,
         node=NodeId(node) if node is not None else None,
         prefill_tokens=prefill_tokens,
+        recompute=recompute,
     )
     return life(
         "scheduler",
@@ -79,8 +94,8 @@ def detokenizer(instance: str = "detokenizer-1", phase: Phase = "ready", load: i
     return life("detokenizer", instance, phase, load=load)
 
 
-def store(node: str, phase: Phase = "ready", *, committed: int = 1) -> Lifecycle:
-    """The KV store of that node, `kvstore-NODE`."""
+def store(node: str, phase: Phase = "ready", *, committed: int = 1, links: Mapping[str, float] = NO_LINKS) -> Lifecycle:
+    """The KV store of that node, `kvstore-NODE`; `links`: bytes per second from other nodes."""
     report = StoreReport(
         node=NodeId(node),
         slots=100,
@@ -91,6 +106,9 @@ def store(node: str, phase: Phase = "ready", *, committed: int = 1) -> Lifecycle
         bytes_total=6400,
         hits=3,
         misses=1,
+        links=tuple(
+            LinkReport(source=NodeId(name), bytes_per_second=rate, latency=0.0) for name, rate in links.items()
+        ),
     )
     return life("kvstore", f"kvstore-{node}", phase, store=report)
 

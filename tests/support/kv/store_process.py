@@ -157,6 +157,16 @@ class StoreClient:
         self, names: Sequence[BlockHash], *, source: StoreProcess | None = None, deadline: float = PATIENCE
     ) -> tuple[LeaseId, FindReply]:
         """Pinned under the lease; compared with what was written."""
+        lease, found = await self.find_only(names, source=source, deadline=deadline)
+        for name, (slot, generation) in zip(names, slots_of(found), strict=False):
+            assert self.arena.generation(slot) == generation
+            assert holds(self.arena, slot, name)
+        return lease, found
+
+    async def find_only(
+        self, names: Sequence[BlockHash], *, source: StoreProcess | None = None, deadline: float = PATIENCE
+    ) -> tuple[LeaseId, FindReply]:
+        """Pinned under the lease, and not looked at."""
         lease = next(self._leases)
         found = await self._ask(
             Find(
@@ -169,9 +179,6 @@ class StoreClient:
             )
         )
         assert isinstance(found, FindReply), found
-        for name, (slot, generation) in zip(names, slots_of(found), strict=False):
-            assert self.arena.generation(slot) == generation
-            assert holds(self.arena, slot, name)
         return lease, found
 
     async def found(
@@ -200,10 +207,10 @@ class StoreClient:
 
 
 @contextlib.asynccontextmanager
-async def clients(nats_url: str, *stores: StoreProcess) -> AsyncIterator[list[StoreClient]]:
+async def clients(nats_url: str, *stores: StoreProcess, layout: KvLayout = SMALL) -> AsyncIterator[list[StoreClient]]:
     """Starts the stores that do not run, and attaches to all on one bus. Those that it started are gone afterwards."""
     bus = await connect(NatsOptions(servers=(nats_url,)))
-    made = [StoreClient(bus, store) for store in stores]
+    made = [StoreClient(bus, store, layout) for store in stores]
     mine = [store for store in stores if not store.is_running]
     try:
         for store in mine:

@@ -36,6 +36,9 @@ class TransferOutcome(NamedTuple):
     kind: Literal["load", "save"]
     lease: LeaseId
     done: bool
+    blocks: int
+    seconds: float
+    """From when it could have begun to the last rank's report."""
 
 
 @dataclass(slots=True)
@@ -112,8 +115,8 @@ class BlockTransfers:
             failed = self._first in self._failed
             self._failed.discard(self._first)
             self._first += 1
-            self._awaited_since = now
-            yield TransferOutcome(transfer.kind, transfer.lease, not failed)
+            seconds, self._awaited_since = now - self._awaited_since, now
+            yield TransferOutcome(transfer.kind, transfer.lease, not failed, len(transfer.blocks), seconds)
             self._pool.release(reversed(transfer.blocks))
 
     def overdue(self, now: float, timeout: float) -> bool:

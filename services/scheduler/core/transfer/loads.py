@@ -13,6 +13,7 @@ from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
+from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
 from shared.blocks import BLOCK_SIZE, BlockHash
 from shared.ids import LeaseId, SequenceId
@@ -88,7 +89,12 @@ class Loads:
     """Owns what was found for which sequence, and the loads under way."""
 
     def __init__(
-        self, limits: EngineLimits, store: StoreClient, memory: BlockAllocator, transfers: BlockTransfers
+        self,
+        limits: EngineLimits,
+        store: StoreClient,
+        memory: BlockAllocator,
+        transfers: BlockTransfers,
+        costs: RecomputeCosts,
     ) -> None:
         self.enabled = store.node is not None
         """Whether there is anything to load from; else nothing below need be called."""
@@ -98,6 +104,7 @@ class Loads:
         self._store = store
         self._memory = memory
         self._transfers = transfers
+        self._costs = costs
         self._asked: dict[LeaseId, Sequence] = {}
         """Every request without a reply, wanted or not."""
         self._copying: dict[LeaseId, _Load] = {}
@@ -120,8 +127,10 @@ class Loads:
             self._store.release(before.lease)
         source = sequence.transfer.kv_source
         remote = source is not None and source != self._store.node
-        deadline = self._limits.remote_deadline if remote else self._limits.store_deadline
-        lease = self._store.find(hashes, deadline, source if remote else None)
+        deadline = self._limits.store_deadline
+        if remote:  # no longer than computing them would take
+            deadline = max(deadline, self._costs.deadline(len(hashes), self._limits.remote_deadline))
+        lease = self._store.find(hashes, deadline, source if remote else None, self._costs.block_seconds)
         self.lookups[sequence.id] = _Load(lease, sequence, first, lookups + 1)
         self._asked[lease] = sequence
         return True
@@ -162,6 +171,9 @@ class Loads:
             return "compute"
         if missing[0].hash in self._coming:
             return "await"
+        if not self._costs.load_pays(now):
+            self._store.counters.loads_declined += 1
+            return "compute"
         return "load" if self._transfers.room > 0 else "compute"
 
     def await_other(self, sequence: Sequence, cached: int) -> None:

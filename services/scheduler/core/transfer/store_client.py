@@ -142,8 +142,11 @@ class StoreClient:
 
     # ---- requests
 
-    def find(self, hashes: list[BlockHash], deadline: float, source: NodeId | None) -> LeaseId:
-        """Asks which leading blocks of `hashes` the store has, within `deadline` seconds, or the store of `source`."""
+    def find(
+        self, hashes: list[BlockHash], deadline: float, source: NodeId | None, block_seconds: float | None = None
+    ) -> LeaseId:
+        """Asks which leading blocks of `hashes` the store has, within `deadline` seconds, or the store of `source`,
+        unless that takes longer than `block_seconds` for each."""
         lease, layout = self._new_lease()
         request = Find(
             layout=layout,
@@ -152,6 +155,7 @@ class StoreClient:
             hashes=b"".join(hashes),
             deadline=deadline,
             source=source,
+            block_seconds=block_seconds or 0.0,
         )
         self._out.append(SendStoreRequest(request, deadline + ROUND_TRIP_MARGIN))
         return lease

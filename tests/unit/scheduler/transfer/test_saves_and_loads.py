@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from services.scheduler.core.events import (
     EndProcess,
@@ -67,6 +68,35 @@ def expect_right(engines: EnginesAndStore, name: str, prompt: list[int], **optio
 
 
 # ---- finding and loading
+
+
+@pytest.mark.parametrize(("load_seconds", "cached", "declined"), [(0.001, 32, 0), (1.0, 0, 1)])
+def test_what_was_measured_to_be_computed_sooner_is_not_loaded(load_seconds: float, cached: int, declined: int) -> None:
+    engines = saved()
+    b = engines["b"]
+    state = b.engine.epoch_state
+    assert state is not None
+    state.costs.record_step(1000, 10.0)
+    state.costs.record_load(1, load_seconds, engines.now)
+    b.send(generate("r", PROMPT, max_tokens=3))
+    engines.settle()
+    expect_right(engines, "r", PROMPT, max_tokens=3)
+    assert engines.stream("r").cached_tokens == cached
+    assert b.engine.counters.loads_declined == declined
+    engines.check_nothing_is_held()
+
+
+def test_the_store_is_told_what_computing_a_block_takes_and_another_node_is_not_waited_for_longer() -> None:
+    engines = EnginesAndStore("a")
+    a = engines["a"]
+    state = a.engine.epoch_state
+    assert state is not None
+    state.costs.record_step(1000, 10.0)  # 0.16 s for a block
+    there = replace(generate("r", PROMPT, max_tokens=1), kv_source=NodeId("elsewhere"))
+    (question,) = asked(a.send(there), Find)
+    assert isinstance(question, Find)
+    assert question.block_seconds == pytest.approx(0.16)
+    assert question.deadline == pytest.approx(2 * 0.16)
 
 
 def test_what_another_engine_saved_is_loaded_and_counts_as_cached() -> None:
