@@ -12,7 +12,9 @@ from typing import Annotated, NewType
 
 from msgspec import Meta
 
-_NAME = r"[A-Za-z0-9_-]{1,64}"
+MAX_ID = 64
+"""Characters of a process's name."""
+_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ID}}}"
 _SubjectToken = Annotated[str, Meta(pattern=rf"^{_NAME}\Z")]
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -33,6 +35,8 @@ EngineId = NewType("EngineId", _SubjectToken)
 DetokenizerId = NewType("DetokenizerId", _SubjectToken)
 NodeId = NewType("NodeId", _SubjectToken)
 """A machine, or whatever else shares one memory: the engines and the KV store on it name the same node."""
+ClusterName = NewType("ClusterName", Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,24}\Z")])
+"""A whole stack, among those of a federation."""
 ModelName = NewType("ModelName", Annotated[str, Meta(min_length=1, max_length=512)])
 """The name clients send in ``model``; may hold slashes, see :func:`subject_token`."""
 
@@ -62,6 +66,21 @@ def checked_instance(name: str) -> InstanceId:
     if not _SUBJECT_SAFE.fullmatch(name):
         raise ValueError(f"instance {name!r}: 1 to 64 of A-Z a-z 0-9 _ - are allowed")
     return InstanceId(name)
+
+
+_CLUSTER_MARK = "__"
+"""Stands between a cluster's name, which has no underscore, and a gateway's."""
+
+
+def relay_id(cluster: ClusterName, gateway: GatewayId) -> EngineId:
+    """What stands for an engine where a gateway of another cluster has the request."""
+    return EngineId(f"{cluster}{_CLUSTER_MARK}{gateway}")
+
+
+def relay_of(engine: EngineId) -> tuple[ClusterName, GatewayId] | None:
+    """The cluster and the gateway that stand for this engine; None for an engine of this cluster."""
+    cluster, mark, gateway = engine.partition(_CLUSTER_MARK)
+    return (ClusterName(cluster), GatewayId(gateway)) if mark else None
 
 
 def subject_token(model: ModelName) -> str:

@@ -108,6 +108,8 @@ def permissions_of(user: User, namespace: str) -> Permissions:
     subscribe.append(f"{topics.inbox_prefix(user)}.>")
     if user == "coordinator":
         subscribe += [f"{namespace}.{topics.ADMIN}.>", MICRO_SERVICES]
+    if user == "gateway":
+        subscribe += [f"{namespace}.{topics.CLUSTERS_ADMIN}.>", MICRO_SERVICES]
     return Permissions(tuple(publish), tuple(subscribe))
 
 

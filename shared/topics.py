@@ -223,6 +223,9 @@ def planner_decisions() -> Topic[planner.PlannerDecision]:
 ADMIN = "admin"
 """Subject of the NATS micro service: `admin.list`, `admin.drain`, `admin.undrain`, `admin.scale`, JSON in and out."""
 
+CLUSTERS_ADMIN = f"{ADMIN}.clusters"
+"""Subject of the gateways' micro service: `list`, `drain`, `undrain` of the clusters of a federation."""
+
 
 def inbox_prefix(user: str | None) -> str:
     """What the subjects begin with where replies to this user's requests arrive; the user's own, so that a server can

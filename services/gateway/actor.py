@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
 
@@ -14,7 +14,9 @@ from starlette.applications import Starlette
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
+from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import GatewayLife, StreamRecords
+from services.gateway.federation import ADMIN_DESCRIPTION, ADMIN_NAME, ADMIN_VERSION, ClusterAdmin, Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
@@ -30,6 +32,7 @@ from services.gateway.resumable_streams import ResumableStreams
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, Undelivered
+from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import GatewayId
 from shared.messages.gateway import (
     Deltas,
@@ -69,12 +72,15 @@ class Gateway(Actor):
         *,
         listens: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        connect: Callable[[NatsOptions], Awaitable[Bus]] = connect,
     ) -> None:
         """Without `listens` there is no port: the owner calls `app` itself. `clock`: by which limits per minute are
-        counted, in seconds."""
+        counted, in seconds. `connect`: to the federation's server, where there is one."""
         super().__init__(bus, config.instance_id())
         self._listens = listens
         self._gateway = GatewayId(self.instance)
+        own_cluster = config.own_cluster(self.incarnation)
+        clusters = None if own_cluster is None else RemoteClusters(own_cluster, time.time())
         self.requests = RequestTable(
             bus,
             self._gateway,
@@ -82,7 +88,12 @@ class Gateway(Actor):
             config.limits(),
             config.max_open_requests,
             StreamRecords(config.resumable_memory, config.resume_s, config.request_s),
+            clusters,
         )
+        self.federation: Federation | None = None
+        if clusters is not None:
+            options = config.federation_options()
+            self.federation = Federation(clusters, self.requests, lambda: connect(options), bus.liveness_now)
         self.peers = GatewayPeers(bus, self._gateway)
         own = GatewayLife(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
@@ -151,11 +162,17 @@ class Gateway(Actor):
         except KeyFileError as error:
             log.error("cannot use the keys", extra={"file": str(self.keys.path), "error": str(error)})
             raise SystemExit(1) from None
+        if self.federation is not None:
+            endpoints = ClusterAdmin(self.federation).endpoints()
+            await self.bus.serve_micro(ADMIN_NAME, ADMIN_VERSION, ADMIN_DESCRIPTION, endpoints)
         await self._listen()
 
     async def background(self) -> None:
-        """Sends probes to engines, follows the file of keys, and reports what keys have used."""
+        """Sends probes to engines, follows the file of keys, reports what keys have used, and takes part in the
+        federation."""
         async with asyncio.TaskGroup() as tasks:
+            if self.federation is not None:
+                tasks.create_task(self.federation.run())
             if self.keys.required:
                 tasks.create_task(self.keys.watch())
                 tasks.create_task(self._limiter.run())
@@ -194,6 +211,8 @@ class Gateway(Actor):
                 self.peers.expire(message.alive_now)
                 await self.requests.tick(message.now)
                 await self.streams.tick()
+                if self.federation is not None:
+                    await self.federation.tick()
             case Undelivered():
                 await self.requests.record_undelivered(message.message)
             case _:
@@ -213,15 +232,21 @@ class Gateway(Actor):
         """Accepts no new requests; open ones continue."""
         self.requests.accepting = False
         self.server.stop_listening()
+        if self.federation is not None:
+            await self.federation.set_accepting(False)
 
     async def on_undrain(self) -> None:
         """Accepts requests again."""
         self.requests.accepting = True
+        if self.federation is not None:
+            await self.federation.set_accepting(True)
         await self._listen()
 
     async def tear_down(self) -> None:
         """Fails what is still open, and closes all connections."""
         self.requests.stop()
+        if self.federation is not None:
+            await self.federation.stop()
         if self.provider is not None:
             await self.provider.close()
         await self.server.close(CLOSE_TIMEOUT)
@@ -229,7 +254,9 @@ class Gateway(Actor):
             await parser.close()
 
     def is_idle(self) -> bool:
-        """Whether no response is open."""
+        """Whether no response is open, and no request of another cluster."""
+        if self.federation is not None and len(self.federation.relayed):
+            return False
         return self.requests.idle and (self.provider is None or self.provider.idle)
 
     def target_phase(self) -> Phase:

@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Meta
 
 from services.gateway.api.forwarding import ModelNames, ProviderDialect
 from services.gateway.api.generation import RequestLimits
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.overflow import OverflowLimits
+from services.gateway.core.remote_clusters import OwnCluster
 from services.gateway.http.call import BodyBudget, BodyLimits
 from services.gateway.http.endpoints import StreamSettings
 from services.gateway.overflow_provider import OverflowSettings
 from services.gateway.parsing.output_parser import ParserChoice
 from shared.addresses import is_loopback
+from shared.bus.nats_bus import NatsOptions
 from shared.config import ServiceConfig
+from shared.ids import MAX_ID, ClusterName, GatewayId, Incarnation, relay_id
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -188,6 +192,27 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         UpOption("Overflow"),
     ] = 10_000_000
     """Counted from the gateway's start. What is open then still goes on."""
+    cluster: Annotated[
+        str | None,
+        Meta(description="Name of this stack among the clusters of a federation, 1 to 24 of A-Z a-z 0-9 -."),
+    ] = None
+    federation_url: Annotated[
+        str | None,
+        Meta(description="nats://USER:PASSWORD@HOST:PORT of the NATS server that other clusters reach."),
+    ] = None
+    federation_address: Annotated[
+        str,
+        Meta(description="HOST:PORT where other clusters reach that server."),
+    ] = ""
+    federation_model: Annotated[
+        str,
+        Meta(pattern="^([0-9a-f]{2}){0,32}\\Z", description="Fingerprint of the model's files, in hexadecimal."),
+    ] = ""
+    """Clusters with another one for the same name are refused; empty: none is."""
+    federation_wait_s: Annotated[
+        Seconds,
+        Meta(description="Seconds that a request may queue here while another cluster has room."),
+    ] = 1.0
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")
     ] = 60.0
@@ -201,12 +226,49 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
                 raise ValueError("overflow: an http:// or https:// URL is allowed, without user, password and query")
         ModelNames.parse(self.overflow_model)
+        self._check_federation()
         reached_at = self.published_host or self.host
         if not (self.api_keys or self.keys_file or self.insecure or is_loopback(reached_at)):
             raise ValueError(
                 f"host {reached_at}: other machines could use this one without an API key; set a key (--api-key, or "
                 "BATON_API_KEY), a file of keys (--keys-file), or --insecure"
             )
+
+    def _check_federation(self) -> None:
+        """Raises ValueError."""
+        if self.cluster is not None:
+            try:
+                msgspec.convert(self.cluster, ClusterName)
+            except msgspec.ValidationError:
+                raise ValueError(f"cluster {self.cluster!r}: 1 to 24 of A-Z a-z 0-9 - are allowed") from None
+            if len(relay_id(ClusterName(self.cluster), GatewayId(self.instance))) > MAX_ID:
+                raise ValueError(f"instance {self.instance}: with the cluster's name more than {MAX_ID} characters")
+        if self.federation_url is not None:
+            if self.cluster is None or not self.federation_address:
+                raise ValueError("federation_url: cluster and federation_address are needed, too")
+            url = urlsplit(self.federation_url)
+            if url.scheme not in ("nats", "tls") or not url.hostname:
+                raise ValueError("federation_url: nats://USER:PASSWORD@HOST:PORT is expected")
+
+    def own_cluster(self, incarnation: Incarnation) -> OwnCluster | None:
+        """Returns what this gateway says of its cluster; None where it is in no federation."""
+        if self.federation_url is None or self.cluster is None:
+            return None
+        fingerprint = bytes.fromhex(self.federation_model)
+        name, gateway = ClusterName(self.cluster), GatewayId(self.instance)
+        return OwnCluster(name, self.federation_address, gateway, incarnation, fingerprint)
+
+    def federation_options(self) -> NatsOptions:
+        """Returns how the federation's NATS server is reached, where there is one."""
+        url = urlsplit(self.federation_url or "")
+        address = url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
+        return NatsOptions(
+            servers=(address,),
+            namespace=self.namespace,
+            name=self.instance,
+            user=url.username,
+            password=url.password,
+        )
 
     def policy(self) -> RetryPolicy:
         """Returns the deadlines and the limits of retries."""
@@ -217,6 +279,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             wait_for_engines_s=self.wait_for_engines_s,
             request_s=self.request_s,
             bus_outage_s=self.bus_outage_s,
+            elsewhere_s=self.federation_wait_s,
             attempts=self.attempts,
             refuse_s=self.refuse_poisoned_s,
             attempts_in_all=max(self.attempts, RetryPolicy().attempts_in_all),

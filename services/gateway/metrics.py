@@ -24,6 +24,8 @@ RETRIES = Counter("baton_gateway_retries_total", "Attempts after the first one o
 DISCONNECTS = Counter(
     "baton_gateway_disconnects_total", "Requests whose client disconnected or did not read its response.", ["why"]
 )
+FORWARDED = Counter("baton_gateway_forwarded_total", "Attempts sent to another cluster.", ["cluster"])
+RELAYED = Gauge("baton_gateway_relayed_requests", "Open requests of other clusters' gateways.")
 OPEN = Gauge("baton_gateway_open_requests", "Open requests, by whether an engine has them.", ["state"])
 BODY_BYTES = Gauge("baton_gateway_body_bytes", "Bytes that the bodies of open requests hold.")
 KEYS = Gauge("baton_gateway_api_keys", "API keys that clients may send.")

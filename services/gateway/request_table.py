@@ -3,13 +3,12 @@ supervisor of requests wants done."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.errors import RequestError
@@ -25,29 +24,48 @@ from services.gateway.api.response import (
 )
 from services.gateway.core.cluster import Absence, ClusterView
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
-from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput, RetryPolicy, choice_requests
+from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput, NoAnswer, RetryPolicy, choice_requests
+from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import StreamRecord, StreamRecords, newest_attempt
-from services.gateway.core.supervisor import NoAnswer, RequestSupervisor
+from services.gateway.core.supervisor import RequestSupervisor
+from services.gateway.engine_prober import PROBE_TIMEOUT, EngineProber
 from services.gateway.metrics import DISCONNECTS, METERS, OPEN, REQUESTS, RETRIES, STREAMS, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
-from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge
-from shared.ids import Attempt, GatewayId, ModelName, RequestId
+from shared.bus import Bus, BusError, PayloadTooLarge
+from shared.ids import Attempt, ClusterName, EngineId, GatewayId, ModelName, RequestId, relay_of
 from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.dialects import THINKING_MARKS
 from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestMessage, RequestRejected, StreamOpened
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import ProbeReply
+from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
 
 log = logging.getLogger(__name__)
 
 BUS_AWAY = "the bus is away"
-PROBE_TIMEOUT = 1.0
-"""Seconds that an engine may take to answer a probe."""
 ATTEMPTS_OF_A_GATEWAY = 1000
 """More than a gateway makes of a request: one that takes it over counts on beyond them. Which thousand is drawn, so
 that of two gateways that take it over at once one has the newer attempt."""
+
+
+class ClusterLink(Protocol):
+    """How requests go to other clusters, and the output of theirs back."""
+
+    async def forward(self, cluster: ClusterName, tokenize: Tokenize) -> None:
+        """Sends an attempt to a gateway of that cluster."""
+
+    async def cancel(self, cluster: ClusterName, gateway: GatewayId, cancel: Cancel) -> None:
+        """Calls off what a gateway of another cluster has."""
+
+    async def probe(self, cluster: ClusterName, gateway: GatewayId, probe: Probe) -> ProbeReply:
+        """Asks a gateway of another cluster whether it has a request. Raises BusError."""
+
+    def record_output(self, output: Delta | StreamOpened | PromptLogprobsDelta | RequestRejected) -> bool:
+        """Takes what came of a request of another cluster; False where it is none."""
+
+    async def flush_output(self) -> None:
+        """Sends what was taken since the last call."""
 
 
 class RequestTable:
@@ -61,7 +79,11 @@ class RequestTable:
         limits: RequestLimits,
         max_open: int,
         records: StreamRecords,
+        clusters: RemoteClusters | None = None,
     ) -> None:
+        """`clusters`: others that requests may go to, over `link`; None: there are none."""
+        self.clusters = clusters
+        self.link: ClusterLink | None = None
         self.records = records
         """What was generated of resumable streams, this gateway's own and copies."""
         self.limits = limits
@@ -71,8 +93,8 @@ class RequestTable:
         self._policy = policy
         self.accepting = True
         self._bus, self._gateway, self._max_open = bus, gateway, max_open
-        self._supervisor = RequestSupervisor(policy)
-        self.prober = EngineProber(bus, self._record_probe_reply)
+        self._supervisor = RequestSupervisor(policy, clusters)
+        self.prober = EngineProber(self._ask_engine, self._record_probe_reply)
         self.tokenizer = TokenizerClient(bus)
         self._routes: dict[RequestId, tuple[GenerationResponse, ChoiceState]] = {}
         self._responses: set[GenerationResponse] = set()
@@ -113,6 +135,10 @@ class RequestTable:
     def _absence(self, model: ModelName | None) -> Absence | None:
         """Why new requests for `model`, or for any, are refused. A bus that is away counts as any other service; since
         it went the clock of liveness is paused, which is therefore when it went."""
+        if self.clusters is not None:
+            names = [model] if model is not None else [card.name for card in self.cluster.models()]
+            if any(map(self.clusters.can_serve, names)):
+                return None
         now = self._bus.liveness_now()
         if self._bus.outage() > min(self._policy.wait_for_engines_s, self._policy.bus_outage_s):
             return Absence(BUS_AWAY, now)
@@ -252,6 +278,28 @@ class RequestTable:
             effects += self._supervisor.close(request, now)
         await self._perform(effects)
 
+    # For other clusters.
+
+    async def open_relayed(self, tokenize: Tokenize, emitted: EmittedOutput) -> None:
+        """Opens a request of another cluster's gateway; what comes of it goes to `ClusterLink.record_output`."""
+        await self._perform(self._supervisor.resume(tokenize, emitted, self._bus.liveness_now(), relayed=True))
+
+    def state_of(self, request: RequestId) -> ProbeReply:
+        """What is here of a request of another cluster's gateway."""
+        return self._supervisor.state_of(request)
+
+    async def relay_gone(self, relay: EngineId) -> None:
+        """A gateway of another cluster is gone: what it had is tried again."""
+        await self._perform(self._supervisor.relay_gone(relay, self._bus.liveness_now()))
+
+    async def move_to_others(self) -> None:
+        """This cluster is drained: what its engines have goes on in other clusters that can serve it."""
+        await self._perform(self._supervisor.move_to_others(self._bus.liveness_now()))
+
+    async def record_unforwarded(self, tokenize: Tokenize) -> None:
+        """No gateway of the other cluster took a request."""
+        await self._perform(self._supervisor.undelivered(tokenize, self._bus.liveness_now()))
+
     # For the actor.
 
     async def handle(self, message: RequestMessage) -> None:
@@ -273,7 +321,10 @@ class RequestTable:
     async def tick(self, now: float) -> None:
         """Checks all deadlines. `now` is the clock of responses; services are judged by the bus's liveness clock."""
         alive_now = self._bus.liveness_now()
-        for gone in self.cluster.expire(alive_now):
+        others = self.clusters
+        if others is not None:
+            others.record_rooms(self.cluster.rooms())
+        for gone in self.cluster.expire(alive_now, others.can_serve if others is not None else lambda _: False):
             await self._perform(self._supervisor.instance_silent(gone.last, gone.reason, alive_now))
         if self._bus.outage() > self._policy.bus_outage_s:
             why = f"{BUS_AWAY} for {self._policy.bus_outage_s:g} s"
@@ -302,8 +353,13 @@ class RequestTable:
         if not effects:
             return
         now = time.monotonic()
+        link = self.link
         for effect in effects:
             match effect:
+                case Delta() | StreamOpened() | PromptLogprobsDelta() | RequestRejected() if (
+                    link is not None and link.record_output(effect)
+                ):
+                    pass
                 case Delta():
                     self.records.record(effect)  # with no wait before the client has it: see _resume
                     find = self._routes.get if effect.finish is None else self._routes.pop
@@ -320,8 +376,12 @@ class RequestTable:
                     self.records.fail(effect.request)
                     if (route := self._routes.pop(effect.request, None)) is not None:
                         route[0].reject(effect)
+                case DispatchAttempt(tokenize, cluster) if cluster is not None and link is not None:
+                    await link.forward(cluster, tokenize)
                 case DispatchAttempt():
                     await self._dispatch(effect.tokenize)
+                case CancelAttempt() if link is not None and (relay := relay_of(effect.engine)) is not None:
+                    await link.cancel(*relay, effect.cancel)
                 case CancelAttempt():
                     await self._publish(topics.engine_control(effect.engine), effect.cancel)
                 case Withdraw() | RequestEnded():
@@ -335,6 +395,8 @@ class RequestTable:
                     log.warning("dispatched again", extra=effect._asdict())
                 case _:
                     assert_never(effect)
+        if link is not None:
+            await link.flush_output()
 
     async def _dispatch(self, tokenize: Tokenize) -> None:
         try:
@@ -354,6 +416,14 @@ class RequestTable:
             await self._bus.publish(topic, message)
         except BusError as error:
             log.warning("message not published", extra={"subject": topic.subject, "error": str(error)})
+
+    async def _ask_engine(self, probe: ProbeEngine) -> ProbeReply:
+        """Raises BusError."""
+        if self.link is not None and (relay := relay_of(probe.engine)) is not None:
+            return await self.link.probe(*relay, probe.probe)
+        topic = topics.engine_probes(probe.engine)
+        reply: ProbeReply = await self._bus.request(topic, probe.probe, ProbeReply, PROBE_TIMEOUT)
+        return reply
 
     async def _record_probe_reply(self, sent: ProbeEngine, reply: ProbeReply | NoAnswer) -> None:
         now = self._bus.liveness_now()
@@ -414,34 +484,3 @@ def _tokenize(
         keep_markup=parser is not None,
         thinking_end="" if reasoning is None else THINKING_MARKS[reasoning].end,
     )
-
-
-class EngineProber:
-    """Sends probes to engines, so that the actor's inbox does not wait for the replies.
-
-    Each open request has one probe at most, which bounds the queue.
-    """
-
-    def __init__(self, bus: Bus, on_reply: Callable[[ProbeEngine, ProbeReply | NoAnswer], Awaitable[None]]) -> None:
-        self._bus, self._on_reply = bus, on_reply
-        self._queue: asyncio.Queue[ProbeEngine] = asyncio.Queue()
-
-    def probe(self, probe: ProbeEngine) -> None:
-        """Queues a probe; its reply, or that there is none, goes to `on_reply`."""
-        self._queue.put_nowait(probe)
-
-    async def run(self) -> None:
-        """Sends probes until it is cancelled. Raises what `on_reply` raises, which is a bug."""
-        async with asyncio.TaskGroup() as probes:
-            while True:
-                probes.create_task(self._send(await self._queue.get()))
-
-    async def _send(self, probe: ProbeEngine) -> None:
-        reply: ProbeReply | NoAnswer
-        try:
-            reply = await self._bus.request(topics.engine_probes(probe.engine), probe.probe, ProbeReply, PROBE_TIMEOUT)
-        except NoResponders:
-            reply = "nobody there"
-        except BusError:
-            reply = "no answer in time"
-        await self._on_reply(probe, reply)

@@ -16,6 +16,7 @@ from shared.bus.codec import Undecodable, decode, encode
 from shared.ids import (
     ArenaId,
     Attempt,
+    ClusterName,
     DetokenizerId,
     EngineId,
     GatewayId,
@@ -31,6 +32,7 @@ from shared.ids import (
 from shared.messages import (
     coordinator,
     detokenizer,
+    federation,
     gateway,
     generation,
     kv_events,
@@ -323,6 +325,31 @@ MESSAGES: list[Any] = [
         acts=True,
     ),
     kvstore.Prefetch(layout="f", source=NODE, hashes=HASH),
+    federation.ClusterStatus(
+        cluster=ClusterName("eu"),
+        address="10.0.0.1:7222",
+        gateway=GatewayId("gateway-1"),
+        incarnation=Incarnation(1),
+        since=1.5,
+        sent=2.5,
+        models=(federation.ModelRoom(ModelName("demo"), HASH, 3, 8),),
+        drained=True,
+        switched=0.5,
+    ),
+    federation.ForwardedRequest(
+        ClusterName("eu"),
+        "10.0.0.1:7222",
+        tokenizer.Tokenize(
+            request=R,
+            attempt=A,
+            gateway=GatewayId("gateway-1"),
+            model=ModelName("demo"),
+            prompt=tokenizer.TextPrompt("hi"),
+            sampling=generation.SamplingOptions(seed=7),
+            stopping=generation.StopConditions(),
+        ),
+    ),
+    federation.SwitchCluster(True, 1.5, 30.0),
 ]
 
 
@@ -357,6 +384,7 @@ def test_every_message_is_among_them() -> None:
     modules = (
         coordinator,
         detokenizer,
+        federation,
         gateway,
         generation,
         kv_events,

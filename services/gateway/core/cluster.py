@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+from services.gateway.core.remote_clusters import Room
 from shared.ids import ModelName
 from shared.messages.dialects import Dialect
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, ModelCard, Service
@@ -56,9 +58,11 @@ class ClusterView:
             self._served_until[_kind(message)] = now + HEARTBEAT_SECONDS
         return gone
 
-    def expire(self, now: float) -> list[InstanceGone]:
-        """Forgets instances that were silent for too long, and returns them."""
+    def expire(self, now: float, served_elsewhere: Callable[[ModelName], bool] = lambda _: False) -> list[InstanceGone]:
+        """Forgets instances that were silent for too long, and returns them; models, too, but those that another
+        cluster serves."""
         old = [name for name, (_, heard) in self._cards.items() if now - heard > MODEL_MEMORY_S]
+        old = [name for name in old if not served_elsewhere(name)]
         for name in old:
             del self._cards[name]
             self._dialects.pop(name, None)
@@ -83,6 +87,19 @@ class ClusterView:
         if now - since <= self._wait_s:
             return None
         return Absence(f"no {' and no '.join(service for service, _ in missing)} is ready", since)
+
+    def rooms(self) -> dict[ModelName, Room]:
+        """Returns how many more requests the ready engines of each model would run at once; those that only prefill
+        left out, where there are others. Nothing where they cannot be used for want of another service."""
+        if any((service, None) not in self._ready for service in REQUIRED_SERVICES if service != "scheduler"):
+            return {}
+        rooms: dict[ModelName, Room] = {}
+        for message in self._registry.all("scheduler", "ready"):
+            if (engine := message.engine) is not None and engine.role != "prefill" and engine.suspect is None:
+                room = rooms.get(engine.model.name, Room(0, 0))
+                free = max(0, engine.max_running - engine.running - engine.waiting)
+                rooms[engine.model.name] = Room(room.free + free, room.places + engine.max_running)
+        return rooms
 
     def models(self) -> list[ModelCard]:
         """Returns the cards of all known models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.ids import Attempt, EngineId, RequestId
+from shared.ids import Attempt, ClusterName, DetokenizerId, EngineId, RequestId
 from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.gateway import Delta, PromptLogprobsDelta, RequestRejected, StreamOpened
 from shared.messages.scheduler import Cancel, Probe
@@ -12,9 +12,11 @@ from shared.messages.tokenizer import Tokenize
 
 
 class DispatchAttempt(NamedTuple):
-    """Send the attempt to a tokenizer, and report if there is none."""
+    """Send the attempt to a tokenizer, or to another cluster, and report if there is nobody."""
 
     tokenize: Tokenize
+    cluster: ClusterName | None = None
+    """The other cluster; None: it is served here."""
 
 
 class CancelAttempt(NamedTuple):
@@ -55,3 +57,11 @@ Effect = (
 )
 """`StreamOpened`, `PromptLogprobsDelta`, `Delta` and `RequestRejected` go to the client. The last one of each request
 is a `Delta` with `finish` or a `RequestRejected`."""
+
+
+def cancel_of(
+    request: RequestId, attempt: Attempt, handed_by: EngineId | None, detokenizer: DetokenizerId | None
+) -> Cancel:
+    """A cancel that also names the detokenizer where the request was handed over: the engine that takes it over may
+    have died, or never received it, after its stream had moved there."""
+    return Cancel(request, attempt, None if handed_by is None else detokenizer)

@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.core.effects import CancelAttempt, Effect
-from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
+from shared.ids import Attempt, ClusterName, DetokenizerId, EngineId, RequestId
 from shared.messages.coordinator import RequestEnded, Withdraw
-from shared.messages.scheduler import Cancel
+from shared.messages.scheduler import Cancel, ProbeReply
 from shared.messages.tokenizer import Tokenize
 from shared.packing import pack
 from shared.reliability.recent import RecentEntries
@@ -41,6 +41,9 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
     "paused": {"dispatch": "dispatched", "end": "ended"},
     "ended": {},
 }
+
+NoAnswer = Literal["nobody there", "no answer in time"]
+"""What becomes of a probe that is not answered."""
 
 FIRST_ATTEMPT = Attempt(1)
 
@@ -100,6 +103,10 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     """Requests given up, remembered so that what still comes of them is answered by calling them off again."""
     recancel_s: float = 1.0
     """That is repeated after this when tokens of such a request keep coming."""
+    elsewhere_s: float = 1.0
+    """How long a request may queue here while another cluster has room."""
+    relayed_s: float = 5.0
+    """How long a request of another cluster may be without an engine, before that cluster gets it back."""
     deaths: int = 2
     """Processes that may die of a request. One that was alone there at the last of so many deaths is given up, as is
     one whose grammar's process died so many times."""
@@ -132,6 +139,13 @@ class OpenRequest:
     engine: EngineId | None = None
     """The engine of this attempt; None while unplaced, or if tokens arrived before the placement's message."""
     detokenizer: DetokenizerId | None = None
+    cluster: ClusterName | None = None
+    """The other cluster that this attempt was sent to; there `engine` and `detokenizer` stand for a gateway. None: it
+    is served here."""
+    relayed: bool = False
+    """Whether it is another cluster's, and so must not be sent on."""
+    detours: int = 0
+    """Attempts that ended since another place was better or had no room: no engine has failed in them."""
     handed_by: EngineId | None = None
     """The prefill engine that handed this attempt over to `engine`; None without a hand-over."""
     tokens: list[int] = field(default_factory=list)
@@ -216,6 +230,24 @@ class OpenRequest:
         """Forgets suspicious and missing probe replies."""
         self.doubts = self.unanswered = 0
         self.probe_at = None
+
+    def judge_probe_reply(self, reply: ProbeReply | NoAnswer, unanswered_probes: int) -> tuple[str | None, bool]:
+        """What a reply says against the attempt, None where nothing, and whether that is certain: one doubt may be of
+        tokens that are on their way. `unanswered_probes`: see `RetryPolicy`."""
+        match reply:
+            case ProbeReply(state="waiting" | "running", produced=produced) if produced <= len(self.tokens):
+                return None, False
+            case "no answer in time":
+                self.unanswered += 1
+                return reply, self.unanswered >= unanswered_probes
+            case ProbeReply(state="unknown"):
+                finding = "unknown to its engine"
+            case ProbeReply():
+                finding = f"{reply.produced} tokens were produced, {len(self.tokens)} came"
+            case "nobody there":
+                finding = reply
+        self.doubts += 1
+        return finding, self.doubts > 1
 
     def start_attempt(self, now: float) -> None:
         """Starts the next attempt, which has to be paused or dispatched then. Messages of earlier ones are stale."""

@@ -6,7 +6,7 @@ ADR 1 says why an engine is probed before a silent request is retried.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, assert_never
+from typing import assert_never
 
 from services.gateway.core.cluster import Absence
 from services.gateway.core.effects import (
@@ -15,9 +15,11 @@ from services.gateway.core.effects import (
     DispatchAttempt,
     Effect,
     ProbeEngine,
+    cancel_of,
 )
-from services.gateway.core.open_request import AbandonedRequests, EmittedOutput, OpenRequest, RetryPolicy
+from services.gateway.core.open_request import AbandonedRequests, EmittedOutput, NoAnswer, OpenRequest, RetryPolicy
 from services.gateway.core.poisoned import PoisonedRequests, rejection
+from services.gateway.core.remote_clusters import RemoteClusters
 from shared.ids import Attempt, DetokenizerId, EngineId, ModelName, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import (
@@ -32,19 +34,19 @@ from shared.messages.gateway import (
     StreamOpened,
 )
 from shared.messages.lifecycle import Lifecycle
-from shared.messages.scheduler import Cancel, Probe, ProbeReply
+from shared.messages.scheduler import Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
 from shared.registry import InstanceGone
 from shared.reliability.sequence_numbers import SourceNumbers
-
-NoAnswer = Literal["nobody there", "no answer in time"]
 
 
 class RequestSupervisor:
     """Owns the open requests. Each ends exactly once: by a `Delta` with `finish`, a `RequestRejected`, or `close`."""
 
-    def __init__(self, policy: RetryPolicy) -> None:
+    def __init__(self, policy: RetryPolicy, clusters: RemoteClusters | None = None) -> None:
+        """`clusters`: others that requests may go to; they are only read here, but for what was sent to each."""
         self._policy = policy
+        self._clusters = clusters
         self._open: dict[RequestId, OpenRequest] = {}
         self._numbers: SourceNumbers[DetokenizerId] = SourceNumbers()
         self._abandoned = AbandonedRequests(policy.departed_limit, policy.recancel_s)
@@ -65,18 +67,19 @@ class RequestSupervisor:
         one. `accepted`: it continues an answer that has begun."""
         if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
-        self._open[tokenize.request] = OpenRequest(tokenize, now, now, now, accepted=accepted)
-        return [DispatchAttempt(tokenize)]
+        request = self._open[tokenize.request] = OpenRequest(tokenize, now, now, now, accepted=accepted)
+        return [self._send_off(request)]
 
-    def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float) -> list[Effect]:
-        """Opens a request of another gateway, behind what that one's client was given."""
+    def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float, *, relayed: bool = False) -> list[Effect]:
+        """Opens a request of another gateway, behind what that one's client was given. `relayed`: of a gateway of
+        another cluster, which goes on supervising it."""
         if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
-        request = OpenRequest(tokenize, now - emitted.age, now, now, accepted=True)
+        request = OpenRequest(tokenize, now - emitted.age, now, now, accepted=not relayed, relayed=relayed)
         request.attempt, request.tokens, request.chars = emitted.attempt, list(emitted.tokens), emitted.chars
         request.usage_sent, request.prompt_tokens = emitted.prompt_tokens is not None, emitted.prompt_tokens
         self._open[tokenize.request] = request
-        return [DispatchAttempt(request.message())]
+        return [self._send_off(request)]
 
     def close(self, request: RequestId, now: float) -> list[Effect]:
         """Ends a request that its client no longer wants. An unknown one is no error: it may just have ended."""
@@ -117,6 +120,8 @@ class RequestSupervisor:
     def undelivered(self, tokenize: Tokenize, now: float) -> list[Effect]:
         """Pauses a request that could not be dispatched, as there is no tokenizer at the moment."""
         current = self._current(tokenize.request, tokenize.attempt)
+        if current is not None and current.cluster is not None:
+            return self._take_elsewhere(current, f"cluster {current.cluster} cannot be reached", now)
         if current is not None and current.state == "dispatched":
             current.start_attempt(now)
             self._pause(current, now)
@@ -133,9 +138,9 @@ class RequestSupervisor:
                 self._numbers.forget(DetokenizerId(last.instance))
                 return self._retry_all(lambda r: r.detokenizer == DetokenizerId(last.instance), gone, now)
             case "tokenizer":
-                return self._retry_all(lambda r: r.state == "dispatched", gone, now)
+                return self._retry_all(lambda r: r.state == "dispatched" and r.cluster is None, gone, now)
             case "coordinator":
-                return self._retry_all(lambda r: r.state in ("dispatched", "queued"), gone, now)
+                return self._retry_all(lambda r: r.state in ("dispatched", "queued") and r.cluster is None, gone, now)
             case _:
                 return []
 
@@ -150,6 +155,29 @@ class RequestSupervisor:
                 return []
             case _:
                 return self.instance_gone(last, reason, now)
+
+    def relay_gone(self, relay: EngineId, now: float) -> list[Effect]:
+        """A gateway of another cluster died or cannot be reached: the requests that it had are tried again."""
+        self._numbers.forget(DetokenizerId(relay))
+        affected = [r for r in self._open.values() if relay in (r.engine, r.detokenizer)]
+        reason = f"{relay} is gone, or its link is cut"
+        return [effect for r in affected for effect in self._retry(r, reason, now, at_once=True)]
+
+    def move_to_others(self, now: float) -> list[Effect]:
+        """This cluster is drained: moves the requests that its engines have, where another has engines for them."""
+        clusters = self._clusters
+        if clusters is None:
+            return []
+        here = [r for r in self._open.values() if r.cluster is None and not r.relayed and r.suspect_until is None]
+        moved = [r for r in here if r.state in ("queued", "placed") and clusters.can_serve(r.tokenize.model)]
+        return [effect for r in moved for effect in self._take_elsewhere(r, "this cluster is drained", now)]
+
+    def state_of(self, request: RequestId) -> ProbeReply:
+        """What this gateway has of a request that it serves for another cluster, as an engine would say it."""
+        current = self._open.get(request)
+        if current is None:
+            return ProbeReply("unknown", 0)
+        return ProbeReply("running" if current.state == "placed" else "waiting", len(current.tokens))
 
     def record_probe_reply(
         self, request: RequestId, attempt: Attempt, reply: ProbeReply | NoAnswer, now: float
@@ -237,7 +265,7 @@ class RequestSupervisor:
         if current is None:
             return [
                 CancelAttempt(
-                    placed.engine, _cancel(placed.request, placed.attempt, placed.handed_by, placed.detokenizer)
+                    placed.engine, cancel_of(placed.request, placed.attempt, placed.handed_by, placed.detokenizer)
                 )
             ]
         if current.handed_by is not None and current.handed_by == placed.engine:
@@ -264,7 +292,9 @@ class RequestSupervisor:
         current = self._current(rejected.request, rejected.attempt)
         if current is None:
             return []
-        waits = current.attempt > 1 and not current.grammar_deaths
+        waits = current.attempt - current.detours > 1 and not current.grammar_deaths
+        if rejected.kind in ("overloaded", "unavailable") and self._may_leave(current):
+            return self._take_elsewhere(current, rejected.message, now)
         if rejected.kind in ("overloaded", "unavailable") and waits:
             return self._retry(current, rejected.message, now, at_once=False, blame=False)
         return self._end(current, rejected)
@@ -303,9 +333,12 @@ class RequestSupervisor:
     def _release(self, current: OpenRequest, now: float) -> list[Effect]:
         """Frees what the present attempt may hold at other services."""
         match current.state:
+            case "dispatched" if current.cluster is not None:  # its gateway there is not known before it answers
+                self._abandoned.add(current.request, None, now)
+                return []
             case "placed" if current.engine is not None:
                 self._abandoned.add(current.request, current.engine, now)
-                cancel = _cancel(current.request, current.attempt, current.handed_by, current.detokenizer)
+                cancel = cancel_of(current.request, current.attempt, current.handed_by, current.detokenizer)
                 return [CancelAttempt(current.engine, cancel)]
             case "paused":
                 return []
@@ -316,7 +349,27 @@ class RequestSupervisor:
     def _dispatch(self, current: OpenRequest, now: float) -> list[Effect]:
         current.apply("dispatch")
         current.last_message_at = now
-        return [DispatchAttempt(current.message())]
+        return [self._send_off(current)]
+
+    def _send_off(self, current: OpenRequest) -> DispatchAttempt:
+        """A suspect stays: it has cost this cluster a process, and shall cost no other one any."""
+        current.cluster = None
+        if self._clusters is not None and not current.relayed and current.suspect_until is None:
+            current.cluster = self._clusters.destination(current.tokenize, current.avoid)
+        return DispatchAttempt(current.message(), current.cluster)
+
+    def _may_leave(self, current: OpenRequest) -> bool:
+        """Whether the request need not stay where it is: another cluster has it, or one has room."""
+        if self._clusters is None or current.relayed or current.suspect_until is not None:
+            return False
+        return current.cluster is not None or self._clusters.has_room(current.tokenize.model)
+
+    def _take_elsewhere(self, current: OpenRequest, reason: str, now: float) -> list[Effect]:
+        """Starts the next attempt where it is better off; no engine has failed."""
+        if current.cluster is not None and self._clusters is not None:
+            self._clusters.mark_full(current.cluster)
+        current.detours += 1
+        return self._retry(current, reason, now, at_once=True, blame=False)
 
     def _pause(self, current: OpenRequest, now: float) -> None:
         current.apply("pause")
@@ -405,11 +458,16 @@ class RequestSupervisor:
             due = r.last_message_at + policy.silence_s if r.probe_at is None else r.probe_at
             if now > due and not r.probing:
                 yield from self._probe(r, now)
+        elif r.relayed and now - r.unplaced_since > policy.relayed_s:
+            yield from self._release(r, now)
+            yield from self._give_up(r, f"no engine was free here for {policy.relayed_s:g} s")
         elif now - r.unplaced_since > policy.queue_s:
             yield from self._release(r, now)
             yield from self._give_up(r, f"no engine was free for {policy.queue_s:g} s")
         elif r.state == "paused" and now >= r.resume_at:
             yield from self._dispatch(r, now)
+        elif r.state == "queued" and now - r.last_message_at > policy.elsewhere_s and self._may_leave(r):
+            yield from self._take_elsewhere(r, f"queued for {policy.elsewhere_s:g} s", now)
         elif r.state == "dispatched" and now - r.last_message_at > policy.placement_s * 2**r.silent_tries:
             r.silent_tries += 1
             yield from self._retry(r, "not placed in time", now, at_once=True)
@@ -421,24 +479,11 @@ class RequestSupervisor:
         return [ProbeEngine(r.engine, Probe(r.request, r.attempt))]
 
     def _judge(self, r: OpenRequest, reply: ProbeReply | NoAnswer, now: float) -> list[Effect]:
-        finding: str
-        match reply:
-            case ProbeReply(state="waiting" | "running", produced=produced) if produced <= len(r.tokens):
-                r.clear_suspicion()
-                r.last_message_at = now
-                return []
-            case "no answer in time":
-                r.unanswered += 1
-                finding, certain = reply, r.unanswered >= self._policy.unanswered_probes
-            case ProbeReply(state="unknown"):
-                r.doubts += 1
-                finding, certain = "unknown to its engine", r.doubts > 1
-            case ProbeReply():
-                r.doubts += 1
-                finding, certain = f"{reply.produced} tokens were produced, {len(r.tokens)} came", r.doubts > 1
-            case "nobody there":
-                r.doubts += 1
-                finding, certain = reply, r.doubts > 1
+        finding, certain = r.judge_probe_reply(reply, self._policy.unanswered_probes)
+        if finding is None:
+            r.clear_suspicion()
+            r.last_message_at = now
+            return []
         if certain:
             return self._retry(r, finding, now, at_once=True)
         r.probe_at = now + self._policy.confirm_s * 2 ** min(r.fruitless, 5)
@@ -450,11 +495,3 @@ class RequestSupervisor:
         if current is None or current.attempt != attempt or current.state == "paused":
             return None
         return current
-
-
-def _cancel(
-    request: RequestId, attempt: Attempt, handed_by: EngineId | None, detokenizer: DetokenizerId | None
-) -> Cancel:
-    """A cancel that also names the detokenizer where the request was handed over: the engine that takes it over may
-    have died, or never received it, after its stream had moved there."""
-    return Cancel(request, attempt, None if handed_by is None else detokenizer)

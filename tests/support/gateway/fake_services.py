@@ -98,6 +98,8 @@ class FakeRing:
         self.lives: dict[Service, Incarnation] = dict.fromkeys(IDENTITY, Incarnation(1))
         self.absent: set[Service] = set()
         self.fails_first_attempts = False
+        self.busy = 0
+        """Of the engine's nine places."""
         self._numbers: dict[GatewayId, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.script: list[str] | None = None
@@ -141,7 +143,7 @@ class FakeRing:
         report = EngineReport(
             model=CARD,
             waiting=0,
-            running=0,
+            running=self.busy,
             max_waiting=9,
             max_running=9,
             blocks_total=9,

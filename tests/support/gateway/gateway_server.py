@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from services.gateway.actor import Gateway
 from services.gateway.config import GatewayConfig
 from shared.actor import ActorRuntime
 from shared.bus import Bus
+from shared.bus.nats_bus import NatsOptions, connect
 from tests.support.gateway.fake_services import FakeRing, eventually
 
 
@@ -38,12 +39,13 @@ async def gateway_stack(
     ring: FakeRing | None = None,
     wait: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    connect: Callable[[NatsOptions], Awaitable[Bus]] = connect,
     **settings: Any,
 ) -> AsyncIterator[GatewayStack]:
     """Starts it, and at the end stops it as the real process would: drained."""
     ring = ring or FakeRing(bus)
     defaults: dict[str, Any] = {"instance": "gateway-1", "port": 0, "silence_s": 0.3}
-    gateway = Gateway(bus, GatewayConfig(**(defaults | settings)), clock=clock)
+    gateway = Gateway(bus, GatewayConfig(**(defaults | settings)), clock=clock, connect=connect)
     runtime = ActorRuntime(gateway, drain_timeout=2.0)
     task = asyncio.create_task(runtime.run())
     try:
