@@ -93,6 +93,11 @@ COMMANDS: Mapping[str, Listed] = {
         "deploy.cli.plan",
         "Say how many engines meet the latency targets of a stack's load, or with --act start and drain them.",
     ),
+    "cluster": Listed(
+        OPERATE,
+        "deploy.cli.hosts.cluster",
+        "Show the clusters of a federation, or switch one: baton cluster list, drain NAME, undrain NAME, secret.",
+    ),
     "nats-env": Listed(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),

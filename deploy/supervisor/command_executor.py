@@ -20,6 +20,7 @@ from deploy.supervisor.launch import CommandLineOf, LaunchContext, secret_settin
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import network_environment
 from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.servers.federation import FederationServer
 from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.redis import StoreAccess
 from deploy.supervisor.servers.server_process import free_port
@@ -50,6 +51,7 @@ class CommandExecutor:
         launch: CommandLineOf,
         access: BusAccess,
         store: StoreAccess,
+        federation: FederationServer,
         children: ChildProcesses,
         logs: LogFolder,
     ) -> None:
@@ -57,6 +59,7 @@ class CommandExecutor:
         self._launch = launch
         self._access = access
         self._store = store
+        self._federation = federation
         self._children = children
         self._logs = logs
         self.rendezvous: dict[EngineId, str] = {}
@@ -140,6 +143,7 @@ class CommandExecutor:
             rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
             arenas=self._store.arenas,
             redis_url=self._store.redis_url,
+            federation_url=self._federation.url,
             device=device,
         )
 

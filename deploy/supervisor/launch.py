@@ -27,6 +27,8 @@ class LaunchContext(NamedTuple):
     """The KV store's directory; None in a stack without a store."""
     redis_url: str | None = None
     """URL of Redis for the KV store; None without Redis."""
+    federation_url: str | None = None
+    """URL of the federation's server for gateways, its password included; None in no federation."""
     device: int | None = None
     """Index of this host's device that a worker computes on; None for other processes."""
 
@@ -88,7 +90,7 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
     match process.service:
         case "gateway":
             # Always shared: the supervisor itself holds the port, and others may join by `baton scale`.
-            return {"host": spec.host, "port": str(where.port), "reuse_port": "true"}
+            return {"host": spec.host, "port": str(where.port), "reuse_port": "true", **_federation(spec)}
         case "tokenizer" | "detokenizer":
             return model
         case "scheduler":
@@ -100,6 +102,13 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
             return {**_node(spec, where), **_arenas(where, "directory"), **memory, **_transfer(spec)}
         case "coordinator" | "supervisor":
             return {}
+
+
+def _federation(spec: StackSpec) -> dict[str, str]:
+    """The cluster's name is a setting of the user's own."""
+    if spec.federation is None:
+        return {}
+    return {"federation_address": spec.federation.address, "federation_model": spec.federation.model}
 
 
 def _ranks(spec: StackSpec, process: ProcessSpec) -> int:
@@ -157,7 +166,9 @@ def _chosen(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
     return {**spec.settings.get(EVERY_SERVICE, {}), **spec.settings.get(process.service, {})}
 
 
-SECRETS = frozenset({"api_keys", "kv_tiers", "nats_password", "nats_url", "overflow_key", "redis_url"})
+SECRETS = frozenset(
+    {"api_keys", "federation_url", "kv_tiers", "nats_password", "nats_url", "overflow_key", "redis_url"}
+)
 """Settings that are passwords, or URLs that may hold one."""
 
 
@@ -167,6 +178,8 @@ def secret_settings(spec: StackSpec, process: ProcessSpec, where: LaunchContext)
     found: dict[str, str] = {}
     if process.service == "gateway" and spec.api_keys:
         found["BATON_GATEWAY_API_KEYS"] = ",".join(spec.api_keys)
+    if process.service == "gateway" and where.federation_url is not None:
+        found["BATON_GATEWAY_FEDERATION_URL"] = where.federation_url
     if process.service == "kvstore" and where.redis_url is not None:
         found["BATON_KVSTORE_REDIS_URL"] = where.redis_url
     return found | {f"{own}{key.upper()}": value for key, value in _chosen(spec, process).items() if key in SECRETS}

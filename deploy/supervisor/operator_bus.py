@@ -49,7 +49,7 @@ async def ask_admin(state: StackState, endpoint: str, request: Mapping[str, Any]
         except EndpointError as error:
             raise CommandError(error.text) from None
         except NoResponders:
-            raise CommandError("no coordinator is there to answer; see: baton ps") from None
+            raise CommandError("nobody is there to answer; see: baton ps") from None
         except ReplyTimeout:
             raise CommandError(f"no answer within {ANSWER_TIMEOUT:g} s") from None
     return dict(msgspec.json.decode(answer))

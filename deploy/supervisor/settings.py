@@ -10,7 +10,7 @@ from deploy.supervisor.core.plan import WorkerStartMethod
 from shared.settings import ByteSize, UpOption
 
 Count = Annotated[int, Meta(ge=1)]
-SIZE, HOSTS, STORE, RUN = "How many", "Several hosts", "KV store", "Run"
+SIZE, HOSTS, CLUSTERS, STORE, RUN = "How many", "Several hosts", "Federation", "KV store", "Run"
 
 
 class StackSettings(Struct, frozen=True, kw_only=True):
@@ -82,6 +82,21 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="PEM certificate of the authority that signed it; for every host."),
         UpOption(HOSTS),
+    ] = None
+    federation_address: Annotated[
+        str | None,
+        Meta(description="ADDRESS[:PORT] (7222) where other clusters reach this stack's federation server."),
+        UpOption(CLUSTERS, unset="in no federation"),
+    ] = None
+    federate: Annotated[
+        tuple[str, ...],
+        Meta(description="The --federation-address of another cluster; through one the others are found."),
+        UpOption(CLUSTERS),
+    ] = ()
+    federation_secret: Annotated[
+        str | None,
+        Meta(description="Secret that all clusters share (baton cluster secret); better set by environment."),
+        UpOption(CLUSTERS, environment="BATON_FEDERATION_SECRET"),
     ] = None
     insecure: Annotated[
         bool,

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from deploy.supervisor.core.plan import Counts, WorkerStartMethod
-from shared.ids import ModelName, NodeId
+from shared.ids import ClusterName, ModelName, NodeId
 
 
 class OutsideBus(Struct, frozen=True, kw_only=True):
@@ -62,6 +62,26 @@ class ClusterSpec(Struct, frozen=True, kw_only=True):
     """The first host's name and address, for people; None on that one."""
 
 
+class FederationSpec(Struct, frozen=True, kw_only=True):
+    """This stack's part in a federation of several, each with a name and a bus of its own."""
+
+    cluster: ClusterName
+    host: str
+    """Address where other clusters reach this one's federation server."""
+    port: int
+    others: tuple[str, ...] = ()
+    """HOST:PORT of some of the other clusters; through each the rest are found."""
+    secret: str
+    """What all clusters share: by it they let each other in."""
+    model: str
+    """Fingerprint of the model's files, in hexadecimal."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, by which this cluster's server is known to the others."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
     """A Redis server that is not the stack's own."""
 
@@ -112,6 +132,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     """How hosts connect that the ranks of each engine are spread over; None if there is only this one."""
     cluster: ClusterSpec | None = None
     """None: no other host can join."""
+    federation: FederationSpec | None = None
+    """None: in no federation."""
     namespace: str
     config: Path | None = None
     """A TOML file that every service reads; None without one."""

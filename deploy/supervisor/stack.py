@@ -44,6 +44,8 @@ from deploy.supervisor.log_files import LogFolder, full_disk
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.arenas import remove_leftovers
+from deploy.supervisor.servers.federation import NAME as FEDERATION
+from deploy.supervisor.servers.federation import FederationServer
 from deploy.supervisor.servers.model_server import NAME as MODEL_SERVER
 from deploy.supervisor.servers.model_server import model_server
 from deploy.supervisor.servers.nats import NAME as NATS
@@ -73,7 +75,7 @@ from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
-SERVERS = (NATS, REDIS, KEEPER, MODEL_SERVER)
+SERVERS = (NATS, REDIS, FEDERATION, KEEPER, MODEL_SERVER)
 TICK = 0.2
 LOG_BOUND_EVERY = 5.0
 MAX_LIFECYCLES_QUEUED = 10_000
@@ -106,7 +108,10 @@ class Stack:
         self.children = ChildProcesses(inherited_environment(), spec.run_dir)
         self._access = BusAccess(spec)
         self._store = StoreAccess(spec)
-        self._executor = CommandExecutor(spec, launch, self._access, self._store, self.children, self.logs)
+        self._federation = FederationServer(spec)
+        self._executor = CommandExecutor(
+            spec, launch, self._access, self._store, self._federation, self.children, self.logs
+        )
         if forks:
             self._executor.template = TemplateProcess(module_of("worker"), lambda: self._wake.set())
         self._hosts = hosts_of(spec, self.supervisor, self._executor)
@@ -188,6 +193,7 @@ class Stack:
             former = left.state if left is not None else None
             await self._access.start(self.children, self.logs, former)
             await self._store.start(self.children, self.logs, former)
+            await self._federation.start(self.children, self.logs, former)
             await self._keeper.start(time.monotonic())
             if self._model_server is not None:
                 await self._model_server.start(time.monotonic())
@@ -197,6 +203,7 @@ class Stack:
             await self._keeper.end()
             if self._model_server is not None:
                 await self._model_server.end()
+            await self._federation.end()
             await self._store.end()
             await self._access.end()
         except Exception:
@@ -335,7 +342,8 @@ class Stack:
     def _foreign_servers(self) -> list[ServerProcess]:
         servers = [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
         sends = [self._model_server] if self._model_server is not None else []
-        return [*servers, *sends, self._keeper]
+        federation = [self._federation.process] if self._federation.process is not None else []
+        return [*servers, *federation, *sends, self._keeper]
 
     def _restart_stalled(self) -> None:
         for instance, reason, engine_too in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
@@ -442,6 +450,7 @@ class Stack:
             nats_port=nats.port if nats else None,
             redis_password=redis.password if redis else None,
             redis_port=redis.port if redis else None,
+            federation_port=self._federation.port,
             rendezvous=self._executor.rendezvous,
         )
         try:

@@ -134,6 +134,8 @@ class StackState(Struct, frozen=True, kw_only=True):
     nats_port: int | None = None
     redis_password: str | None = None
     redis_port: int | None = None
+    federation_port: int | None = None
+    """Where the gateways reach the federation's server; None in no federation."""
     rendezvous: Mapping[EngineId, str] = {}
     """Where the ranks of each engine met."""
 

@@ -16,7 +16,8 @@ from services.gateway.core.api_keys import KeyFileError
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import GatewayLife, StreamRecords
-from services.gateway.federation import ADMIN_DESCRIPTION, ADMIN_NAME, ADMIN_VERSION, ClusterAdmin, Federation
+from services.gateway.federation.admin import ADMIN_DESCRIPTION, ADMIN_NAME, ADMIN_VERSION, ClusterAdmin
+from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser

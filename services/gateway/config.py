@@ -195,6 +195,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     cluster: Annotated[
         str | None,
         Meta(description="Name of this stack among the clusters of a federation, 1 to 24 of A-Z a-z 0-9 -."),
+        UpOption("Federation", unset="in no federation"),
     ] = None
     federation_url: Annotated[
         str | None,
@@ -212,6 +213,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     federation_wait_s: Annotated[
         Seconds,
         Meta(description="Seconds that a request may queue here while another cluster has room."),
+        UpOption("Federation"),
     ] = 1.0
     read_timeout_s: Annotated[
         Seconds, Meta(description="Seconds that a client may take to read the end of a response.")

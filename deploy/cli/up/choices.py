@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_outside_bus, cluster_choice, hosts_choice
 from deploy.errors import CommandError
@@ -68,10 +69,18 @@ def stack_spec(
     ssd = ssd_settings(values, has_store=store is not None)
     keys_file = values.get("keys_file")
     gateway = {"keys_file": str(Path(keys_file).absolute())} if keys_file is not None else {}
+    model, load_format = model_folder(dealt["model"], values.get("load_format"), run_dir), values.get("load_format")
+    federation = federation_choice(
+        stack,
+        values,
+        model,
+        dummy_weights=load_format == "dummy",
+        is_running=left_stack(run_dir) is not None,
+    )
     spec = StackSpec(
         name=name,
         run_dir=run_dir,
-        model=model_folder(dealt["model"], values.get("load_format"), run_dir),
+        model=model,
         served_model_name=served_name(dealt["model"], dealt["served_model_name"]),
         host=dealt["host"],
         port=dealt["port"] if counts.leads else 0,
@@ -83,6 +92,7 @@ def stack_spec(
         outside_bus=OutsideBus(urls=tuple(outside_bus)) if outside_bus else None,
         hosts=hosts,
         cluster=cluster,
+        federation=federation,
         namespace=dealt["namespace"],
         config=config.absolute() if config else None,
         log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),

@@ -17,7 +17,19 @@ from deploy.supervisor.settings import StackSettings
 from shared.config import COMMON_KEYS, ServiceConfig
 from shared.settings import Setting, UpOption, settings_of
 
-PANELS = ("Model", "Capacity", "How many", "KV store", "Several hosts", "Routing", "Overflow", "Bus", None, "Run")
+PANELS = (
+    "Model",
+    "Capacity",
+    "How many",
+    "KV store",
+    "Several hosts",
+    "Federation",
+    "Routing",
+    "Overflow",
+    "Bus",
+    None,
+    "Run",
+)
 """In the order of `baton up --help`; None: those under no heading of their own."""
 STACK = "stack"
 """The name in place of a service for settings of the stack itself."""

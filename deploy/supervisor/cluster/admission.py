@@ -162,6 +162,7 @@ def unreachable(request: JoinRequest, node: NodeId, why: str) -> JoinRefusal:
 OWN_TO_A_HOST = frozenset(
     {
         "bind",
+        "cluster",
         "directory",
         "journal",
         "kv_ssd",
@@ -181,7 +182,7 @@ OWN_TO_A_HOST = frozenset(
         "redis_url",
     }
 )
-OWN_PREFIXES = ("nats_", "transfer_")
+OWN_PREFIXES = ("federation_", "nats_", "transfer_")
 
 
 def shared_settings(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:

@@ -1,7 +1,9 @@
-"""The authority of a stack of several hosts, and the certificates that it signs: one for each host."""
+"""The authority of a stack of several hosts, and the certificates that it signs, one for each host; likewise of a
+federation and its clusters."""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -28,10 +30,22 @@ def new_key() -> bytes:
     )
 
 
-def new_authority(key: bytes) -> bytes:
-    """A certificate that signs itself and hosts' certificates, as PEM."""
+def derived_key(secret: bytes, purpose: bytes) -> bytes:
+    """The private key that a secret stands for, the same wherever that is known, as PEM. Twice as many bits as it
+    needs make it as good as drawn (FIPS 186-5, A.2.1)."""
+    number = int.from_bytes(hmac.digest(secret, purpose, "sha512"))
+    return ec.derive_private_key(number % (_P256_ORDER - 1) + 1, ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+
+
+def new_authority(key: bytes, subject: str = "baton hosts") -> bytes:
+    """A certificate that signs itself and others' certificates, as PEM."""
     own = _private(key)
-    name = _named("baton hosts")
+    name = _named(subject)
     return _pem(
         _builder(name, name, own.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

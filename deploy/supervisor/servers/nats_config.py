@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from deploy.container_secrets import password_variable
 from deploy.supervisor.spec import TlsFiles
-from shared.permissions import USERS, User, permissions_of
+from shared.permissions import USERS, Permissions, User, permissions_of
 
 
 def passwords_of(token: str) -> Mapping[User, str]:
@@ -136,7 +136,12 @@ def _users(namespace: str, passwords: Mapping[User, str], inboxes: tuple[str, ..
 
 def _user(user: User, password: str, namespace: str, inboxes: tuple[str, ...]) -> str:
     may = permissions_of(user, namespace)
-    heard = json.dumps([*may.subscribe, *inboxes])
+    return user_block(user, password, may._replace(subscribe=(*may.subscribe, *inboxes)))
+
+
+def user_block(user: User, password: str, may: Permissions) -> str:
+    """One entry of `authorization.users`; `password` as it stands there, quoted or a variable."""
+    heard = json.dumps(may.subscribe)
     subscribe = f"{{ allow: {heard}, deny: {json.dumps(may.unheard)} }}" if may.unheard else heard
     return (
         f"    {{ user: {user}, password: {password}, permissions: {{\n"

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.federation.topics import cluster_requests
 from shared.bus import EndpointError
-from shared.federation_topics import cluster_requests
 from shared.ids import ClusterName
 from shared.messages.federation import ForwardedRequest
 from shared.messages.gateway import Deltas

@@ -29,6 +29,14 @@ class NatsServer:
         self._config.write_text(f"{self._listener}{more}\n")
         self._process: subprocess.Popen[bytes] | None = None
 
+    @classmethod
+    def of(cls, folder: Path, text: str, port: int) -> NatsServer:
+        """With this configuration, which names the port."""
+        server = cls(folder)
+        server.port = port
+        server._config.write_text(text)
+        return server
+
     @property
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
@@ -60,6 +68,17 @@ class NatsServer:
 @contextlib.contextmanager
 def nats_server(folder: Path, *, max_payload: int = 8 * 2**20, more: str = "") -> Iterator[NatsServer]:
     server = NatsServer(folder, max_payload=max_payload, more=more)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def run_config(folder: Path, text: str, port: int) -> Iterator[NatsServer]:
+    """A server with a configuration of the product's own, whose clients reach it at `port`."""
+    server = NatsServer.of(folder, text, port)
     server.start()
     try:
         yield server

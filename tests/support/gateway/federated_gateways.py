@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from services.gateway.federation import Federation
+from services.gateway.federation.federation import Federation
 from shared.bus import Bus
 from shared.bus.memory_bus import MemoryBus
 from shared.topics import Topic

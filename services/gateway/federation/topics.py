@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from shared.ids import ClusterName, GatewayId
 from shared.messages import federation, gateway, scheduler
+from shared.messages.lifecycle import Service
 from shared.permissions import Permissions
 from shared.topics import Topic, inbox_prefix
 
 FEDERATION = "federation"
-USER = "gateway"
+USER: Service = "gateway"
 """The one user of a federation's NATS server."""
 
 

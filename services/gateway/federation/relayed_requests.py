@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput
 from services.gateway.core.remote_clusters import OwnCluster
+from services.gateway.federation.topics import relayed_output
 from services.gateway.request_table import RequestTable
 from shared.bus import Bus, BusError
-from shared.federation_topics import relayed_output
 from shared.ids import Attempt, ClusterName, DetokenizerId, GatewayId, RequestId, relay_id
 from shared.messages.federation import ForwardedRequest
 from shared.messages.gateway import (

@@ -1,0 +1,1 @@
+"""Clusters that take each other's requests, gateway to gateway."""
