@@ -44,7 +44,7 @@ class ClusterStatus(Struct, frozen=True, array_like=True, kw_only=True):
     block_size: Count = 16
 
 
-class ForwardedRequest(Struct, frozen=True, array_like=True, tag=True):
+class ClusterRequest(Struct, frozen=True, array_like=True, tag=True):
     """gateway → one gateway of another cluster: serve this attempt, and send me what comes of it. It is not forwarded
     again."""
 

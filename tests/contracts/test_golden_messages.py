@@ -336,7 +336,7 @@ MESSAGES: list[Any] = [
         drained=True,
         switched=0.5,
     ),
-    federation.ForwardedRequest(
+    federation.ClusterRequest(
         ClusterName("eu"),
         "10.0.0.1:7222",
         tokenizer.Tokenize(

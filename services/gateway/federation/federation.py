@@ -25,7 +25,7 @@ from services.gateway.metrics import FORWARDED, RELAYED
 from services.gateway.request_table import RequestTable
 from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge, Subscription, Undelivered
 from shared.ids import ClusterName, EngineId, GatewayId, relay_of
-from shared.messages.federation import ClusterStatus, ForwardedRequest, SwitchCluster
+from shared.messages.federation import ClusterRequest, ClusterStatus, SwitchCluster
 from shared.messages.gateway import RequestMessage, RequestRejected
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Tokenize
@@ -155,14 +155,14 @@ class Federation:
         await self._requests.handle(message)
 
     async def _record_undelivered(self, message: Undelivered) -> None:
-        if isinstance(message.message, ForwardedRequest):
+        if isinstance(message.message, ClusterRequest):
             await self._requests.record_unforwarded(message.message.tokenize)
 
-    async def _take(self, forwarded: ForwardedRequest) -> None:
+    async def _take(self, forwarded: ClusterRequest) -> None:
         assert self._bus is not None
         await self.relayed.open(self._bus, forwarded, self._refusal(forwarded))
 
-    def _refusal(self, forwarded: ForwardedRequest) -> RequestRejected | None:
+    def _refusal(self, forwarded: ClusterRequest) -> RequestRejected | None:
         reason = self.clusters.refusal(forwarded.cluster, forwarded.address)
         if reason is None and self.clusters.drained:
             reason = f"cluster {self._own.name} is drained"
@@ -179,7 +179,7 @@ class Federation:
 
     async def forward(self, cluster: ClusterName, tokenize: Tokenize) -> None:
         """Sends an attempt to a gateway of that cluster; whoever has room takes it."""
-        forwarded = ForwardedRequest(self._own.name, self._own.address, tokenize)
+        forwarded = ClusterRequest(self._own.name, self._own.address, tokenize)
         FORWARDED.labels(cluster).inc()
         log.info("forwarded", extra={"request": tokenize.request, "attempt": tokenize.attempt, "cluster": cluster})
         if self._bus is None:

@@ -14,7 +14,7 @@ from services.gateway.federation.topics import relayed_output
 from services.gateway.request_table import RequestTable
 from shared.bus import Bus, BusError
 from shared.ids import Attempt, ClusterName, DetokenizerId, GatewayId, RequestId, relay_id
-from shared.messages.federation import ForwardedRequest
+from shared.messages.federation import ClusterRequest
 from shared.messages.gateway import (
     Delta,
     Deltas,
@@ -71,7 +71,7 @@ class RelayedRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, bus: Bus, forwarded: ForwardedRequest, refusal: RequestRejected | None) -> None:
+    async def open(self, bus: Bus, forwarded: ClusterRequest, refusal: RequestRejected | None) -> None:
         """Serves a request, or answers with the refusal."""
         theirs = forwarded.tokenize
         peer = (forwarded.cluster, theirs.gateway)
@@ -191,7 +191,7 @@ def _refusal(request: RequestId, attempt: Attempt, reason: str) -> RequestReject
     return RequestRejected(request=request, attempt=attempt, kind="unavailable", message=reason, retry_after=1.0)
 
 
-def refusal_of(forwarded: ForwardedRequest, kind: str, reason: str) -> RequestRejected:
+def refusal_of(forwarded: ClusterRequest, kind: str, reason: str) -> RequestRejected:
     """The answer to a request that is not taken; its gateway tries another cluster."""
     theirs = forwarded.tokenize
     rejected = _refusal(theirs.request, theirs.attempt, reason)

@@ -19,9 +19,9 @@ def cluster_statuses() -> Topic[federation.ClusterStatus]:
     return Topic(f"{FEDERATION}.status", federation.ClusterStatus)
 
 
-def cluster_requests(cluster: ClusterName) -> Topic[federation.ForwardedRequest]:
+def cluster_requests(cluster: ClusterName) -> Topic[federation.ClusterRequest]:
     """gateway → one gateway of that cluster."""
-    return Topic(f"{FEDERATION}.{cluster}.requests", federation.ForwardedRequest, queue="gateways")
+    return Topic(f"{FEDERATION}.{cluster}.requests", federation.ClusterRequest, queue="gateways")
 
 
 def cluster_switches(cluster: ClusterName) -> Topic[federation.SwitchCluster]:

@@ -11,7 +11,7 @@ import pytest
 from services.gateway.federation.topics import cluster_requests
 from shared.bus import EndpointError
 from shared.ids import ClusterName
-from shared.messages.federation import ForwardedRequest
+from shared.messages.federation import ClusterRequest
 from shared.messages.gateway import Deltas
 from shared.messages.scheduler import Cancel
 from shared.messages.tokenizer import Tokenize
@@ -90,7 +90,7 @@ async def test_a_request_that_was_sent_is_never_sent_on() -> None:
         await fill(us)
         await eventually(lambda: us.federation.clusters.has_room(MODEL))
         for cluster in ("eu", "nobody"):
-            forwarded = ForwardedRequest(ClusterName(cluster), "127.0.0.1:7300", tokenize)
+            forwarded = ClusterRequest(ClusterName(cluster), "127.0.0.1:7300", tokenize)
             await eu.link.publish(cluster_requests(ClusterName("us")), forwarded)
         await eventually(lambda: len(served(us)) == 1 and len(us.federation.relayed) == 0)
         assert len(served(eu)) == 1
