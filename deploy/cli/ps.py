@@ -116,7 +116,7 @@ def _rows_elsewhere(state: StackState, heard: HeardStack) -> Iterator[dict[str, 
             "service": life.service if life else "-",
             "instance": instance,
             "pid": life.pid if life else None,
-            "phase": life.phase if life else "silent",
+            "phase": life.shown_phase if life else "silent",
             **_said(life),
             "restarts": None,
             "memory": None,
@@ -156,7 +156,7 @@ def _failure(member: MemberRecord) -> dict[str, Any]:
 
 def is_failed(member: MemberRecord, life: Lifecycle | None) -> bool:
     """Whether it keeps dying, and is not ready just now."""
-    return member.failed and (life is None or life.phase != "ready")
+    return member.failed and (life is None or not (life.phase == "ready" or life.stands_by))
 
 
 def failure_sentence(instance: str, failure: Mapping[str, Any]) -> str:
@@ -172,7 +172,7 @@ def _phase(member: MemberRecord, life: Lifecycle | None) -> str:
         return "failed"
     if member.state != "running":
         return {"waiting": "restarting", "ending": "ending"}[member.state]
-    return life.phase if life else "silent"
+    return life.shown_phase if life else "silent"
 
 
 def _resident(pid: int | None) -> int | None:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import signal
+from typing import Any
 
 from deploy.supervisor.core.events import (
     AnnounceDeath,
     KillProcess,
     ProcessExited,
     ProcessStarted,
+    SetStandby,
     StartProcess,
     TerminateProcess,
 )
@@ -31,7 +33,7 @@ from shared.addresses import rendezvous_file
 from shared.bus import Bus, BusError
 from shared.config import inherited_environment
 from shared.ids import EngineId
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import InstanceControl, Lifecycle, Standby, Undrain
 from shared.private_files import PRIVATE_FOLDER
 from shared.topics import Topic
 
@@ -67,10 +69,12 @@ class CommandExecutor:
         self._network = network_environment(spec.hosts)
         self.template: TemplateProcess | None = None
         """What forks workers; None where they are started one by one."""
-        self._to_announce: asyncio.Queue[Lifecycle] = asyncio.Queue(ANNOUNCEMENTS_LIMIT)
+        self._to_publish: asyncio.Queue[tuple[Topic[Any], Lifecycle | InstanceControl]] = asyncio.Queue(
+            ANNOUNCEMENTS_LIMIT
+        )
 
     def execute(
-        self, order: StartProcess | TerminateProcess | KillProcess | AnnounceDeath, gateway_port: int
+        self, order: StartProcess | TerminateProcess | KillProcess | AnnounceDeath | SetStandby, gateway_port: int
     ) -> ProcessStarted | ProcessExited | None:
         """Executes one command; for a start the event that says whether the process runs, None for all others."""
         match order:
@@ -82,9 +86,15 @@ class CommandExecutor:
                 log.warning("process killed", extra={"child": instance})
                 self._children.signal(instance, signal.SIGKILL)
             case AnnounceDeath(lifecycle):
-                with contextlib.suppress(asyncio.QueueFull):
-                    self._to_announce.put_nowait(lifecycle)
+                self._publish_soon(_topic_of(lifecycle), lifecycle)
+            case SetStandby(instance, standby):
+                log.info("standby" if standby else "promoted", extra={"child": instance})
+                self._publish_soon(topics.instance_control(instance), Standby() if standby else Undrain())
         return None
+
+    def _publish_soon(self, topic: Topic[Any], message: Lifecycle | InstanceControl) -> None:
+        with contextlib.suppress(asyncio.QueueFull):
+            self._to_publish.put_nowait((topic, message))
 
     def start_template(self, gateway_port: int) -> None:
         """Starts what forks workers, where there is none and there may be one. Needs a running event loop."""
@@ -99,11 +109,12 @@ class CommandExecutor:
         self._children.start_template(self.template, flags, log_file, self._environment(worker, where))
 
     async def announce(self, bus: Bus) -> None:
-        """Publishes deaths as they come, so that the others learn of them now and not by the silence after them."""
+        """Publishes deaths as they come, so that the others learn of them now and not by the silence after them; and
+        tells schedulers whether they stand by."""
         while True:
-            message = await self._to_announce.get()
+            topic, message = await self._to_publish.get()
             with contextlib.suppress(BusError):
-                await bus.publish(_topic_of(message), message)
+                await bus.publish(topic, message)
 
     def _new_rendezvous(self, engine: EngineId) -> str:
         """Another place than those before, as a start is named by it: a port on the first of several hosts; on one host
@@ -121,7 +132,7 @@ class CommandExecutor:
         process = order.process
         if order.new_rendezvous and process.engine is not None and self._spec.counts.leads:
             self.rendezvous[process.engine] = self._new_rendezvous(process.engine)
-        where = self._where(process, gateway_port, order.device)
+        where = self._where(process, gateway_port, order.device, standby=order.standby)
         argv = self._launch(self._spec, process, where)
         try:
             pid = self._children.start(
@@ -137,7 +148,9 @@ class CommandExecutor:
         log.info("started", extra={"child": process.instance, "pid": pid})
         return ProcessStarted(process.instance, pid)
 
-    def _where(self, process: ProcessSpec, gateway_port: int, device: int | None) -> LaunchContext:
+    def _where(
+        self, process: ProcessSpec, gateway_port: int, device: int | None, *, standby: bool = False
+    ) -> LaunchContext:
         return LaunchContext(
             port=gateway_port,
             rendezvous=self.rendezvous.get(process.engine) if process.engine else None,
@@ -145,6 +158,7 @@ class CommandExecutor:
             redis_url=self._store.redis_url,
             federation_url=self._federation.url,
             device=device,
+            standby=standby,
         )
 
     def _environment(self, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:

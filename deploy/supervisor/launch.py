@@ -29,6 +29,8 @@ class LaunchContext(NamedTuple):
     """URL of Redis for the KV store; None without Redis."""
     federation_url: str | None = None
     """URL of the federation's server for gateways, its password included; None in no federation."""
+    standby: bool = False
+    """Whether the process's engine is to stand by."""
     device: int | None = None
     """Index of this host's device that a worker computes on; None for other processes."""
 
@@ -94,7 +96,12 @@ def _own(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[st
         case "tokenizer" | "detokenizer":
             return model
         case "scheduler":
-            return {"world_size": str(_ranks(spec, process)), **_role(process.pool), **_node(spec, where)}
+            return {
+                "world_size": str(_ranks(spec, process)),
+                **({"standby": "true"} if where.standby else {}),
+                **_role(process.pool),
+                **_node(spec, where),
+            }
         case "worker":
             return {**model, **_rank(spec, process, where), **_arenas(where, "kvstore_dir")}
         case "kvstore":

@@ -21,6 +21,15 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="Engines that prefill and decode; each is a copy of the model."),
         UpOption(SIZE, unset="1, or 0 beside pools"),
     ] = None
+    standby: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Engines kept loaded without requests, which take the place of one that dies or is added by "
+            "`baton scale`. Each needs the memory of an engine.",
+        ),
+        UpOption(SIZE),
+    ] = 0
     tp: Annotated[Count, Meta(description="Worker ranks that share each layer, per engine."), UpOption(SIZE)] = 1
     prefill: Annotated[
         int, Meta(ge=0, description="Prefill engines: they compute prompts and hand them over."), UpOption(SIZE)

@@ -28,6 +28,7 @@ from deploy.supervisor.core.events import (
     ProcessStarted,
     ReplyToScale,
     ScaleRequested,
+    SetStandby,
     StartProcess,
     StopRequested,
     TerminateProcess,
@@ -381,7 +382,7 @@ class Stack:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case StartProcess() | TerminateProcess() | KillProcess() | AnnounceDeath():
+            case StartProcess() | TerminateProcess() | KillProcess() | AnnounceDeath() | SetStandby():
                 outcome = self._executor.execute(command, self.port)
                 if outcome is not None:
                     self._handle(outcome)

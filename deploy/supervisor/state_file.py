@@ -56,6 +56,8 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     """Exit status of the last death."""
     failed: bool = False
     """It keeps dying: pauses between restarts are long by now, and somebody should look."""
+    standby: bool = False
+    """Whether its engine stands by."""
     last_lines: tuple[str, ...] = ()
     """Of the log of one that failed, as they were at its last death."""
 
@@ -71,6 +73,7 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
             restarts=self.restarts,
             failures=self.failures,
             status=self.status,
+            standby=self.standby,
         )
 
 
@@ -86,6 +89,7 @@ def recorded(member: SupervisedProcess, *, failed: bool = False, last_lines: tup
         failures=member.failures,
         status=member.status,
         failed=failed,
+        standby=member.standby,
         last_lines=last_lines if failed else (),
     )
 

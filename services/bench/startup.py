@@ -139,9 +139,12 @@ class BenchedStack:
         self._news.set()
 
     async def scale_out(self, *, standby: bool) -> ScaleOut:
-        """Starts one more engine, waits for its first token, and stops it again. Of a `standby` the time counts from
-        its undrain. Raises BenchError."""
-        engines = [name for name, life in self._heard.items() if life.service == "scheduler"]
+        """Has one more engine, waits for its first token, and stops it again. Of a `standby` of our own the time counts
+        from its undrain; one of the stack's (`baton up --standby`) is what scaling takes. Raises BenchError."""
+        schedulers = [life for life in self._heard.values() if life.service == "scheduler"]
+        if any(life.standby for life in schedulers):  # of the stack's own, which is promoted: it is to be loaded
+            await self._until(lambda: any(life.stands_by for life in self._heard.values()))
+        engines = [life.instance for life in schedulers if not life.standby]
         for engine in engines:
             await self._admin("drain", instance=engine, force=True)
         await self._until(lambda: all(self._heard[engine].phase == "draining" for engine in engines))
@@ -161,13 +164,14 @@ class BenchedStack:
             ready = time.perf_counter() - began
             token = await first_token - began
             slowest = await self._slowest_rank(new)
+            loaded_before = standby or slowest["began"] < asked
         finally:
             for engine in engines:
                 await self._admin("undrain", instance=engine)
             await self._until(lambda: all(self._heard[engine].phase == "ready" for engine in engines))
             await self._admin("scale", service="engines", count=len(engines))
         await self._until(lambda: not any(name in self._heard for name in new))
-        return ScaleOut({} if standby else _stages(slowest, asked, ready), ready, token, slowest["processor"])
+        return ScaleOut({} if loaded_before else _stages(slowest, asked, ready), ready, token, slowest["processor"])
 
     async def _one_more(self, engines: int) -> list[InstanceId]:
         """Starts one more than `engines`; its scheduler and its ranks, once they are ready."""

@@ -158,7 +158,9 @@ class Admin:
 
 
 def _of_pool(everyone: Sequence[Lifecycle], role: Role | None) -> list[Lifecycle]:
-    return [life for life in everyone if life.engine is not None and role is not None and life.engine.role == role]
+    """Without those that stand by, of which a pool has as many as were wished for."""
+    engines = [life for life in everyone if life.engine is not None and not life.standby]
+    return [life for life in engines if role is not None and life.engine is not None and life.engine.role == role]
 
 
 def _scaling_of(host: str | None) -> Topic[Scale]:
@@ -186,6 +188,7 @@ def _describe(life: Lifecycle, now: float) -> dict[str, Any]:
         "pid": life.pid,
         "host": life.host,
         "phase": life.phase,
+        "standby": life.stands_by,
         "load": life.load,
         "uptime": round(max(0.0, now - life.started), 1),
         "progress": life.progress,

@@ -19,6 +19,7 @@ def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
         role=config.role,
         node=config.node_id(),
         journal=config.journal_settings(),
+        standby=config.standby,
     )
 
 

@@ -95,8 +95,10 @@ class SchedulerActor(Actor):
         role: Role = "mixed",
         node: NodeId | None = None,
         journal: JournalSettings | None = None,
+        standby: bool = False,
     ) -> None:
         super().__init__(bus, instance)
+        self.standby = standby
         self.engine_id = EngineId(instance)
         engine_role = EngineRole(role, node, LeaseOwner(instance, self.incarnation))
         start = EngineStart(self.engine_id, new_incarnation(), limits, engine_role)

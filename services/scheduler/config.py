@@ -48,6 +48,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Capacity"),
     ] = 0
+    standby: Annotated[
+        bool, Meta(description="Begin as a standby: load, and take no requests before an `undrain`.")
+    ] = False
     policy: Annotated[
         Literal["fcfs", "priority"],
         Meta(description="Order of waiting requests: by arrival, or by priority (lower first)."),

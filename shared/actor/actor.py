@@ -68,6 +68,8 @@ class Actor:
         """Identifies this start of the process, as in its lifecycle; what it leases from others ends with it."""
         self.isolated: RequestId | None = None
         """The suspect that is handled alone just now; only `isolate` writes it."""
+        self.standby = False
+        """Whether it begins as a standby; see `Lifecycle.standby`. Whatever runs the actor knows what it is later."""
         self.publish_lifecycle: Callable[[], Awaitable[None]] = _published_by_nobody
         """Set by whatever runs the actor."""
 

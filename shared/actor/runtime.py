@@ -27,6 +27,7 @@ from shared.messages.lifecycle import (
     NameClaim,
     NameHolder,
     Phase,
+    Standby,
     Undrain,
 )
 from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility
@@ -80,6 +81,7 @@ class ActorRuntime:
         self._intake: list[Subscription] = []
         self._internal: list[Subscription] = []
         self._draining = False
+        self._standby = actor.standby
         self._busy = False
         self._progress = 0
         self._started = time.time()
@@ -146,7 +148,8 @@ class ActorRuntime:
         for subscription in self.actor.subscriptions():
             if not subscription.intake:
                 self._internal.append(await self._subscribe(subscription))
-        await self._open_intake()
+        if not self._standby:
+            await self._open_intake()
 
     async def _open_intake(self) -> None:
         for subscription in self.actor.subscriptions():
@@ -182,7 +185,7 @@ class ActorRuntime:
                 case Tick() | Lifecycle():
                     await self.actor.handle(message)
                     await self._follow_actor()
-                case Drain() | Undrain():
+                case Drain() | Undrain() | Standby():
                     await self._control(message)
                 case _:
                     await self.actor.handle(message)
@@ -202,8 +205,14 @@ class ActorRuntime:
         match message:
             case Drain() if not self._draining:
                 await self._begin_drain()
-            case Undrain() if self._draining and not self._stop.is_set():
-                self._draining = False
+            case Standby() if not (self._standby or self._stop.is_set()):
+                was_draining, self._draining, self._standby = self._draining, False, True
+                if not was_draining:
+                    await self._close_intake()
+                await self._follow_actor()
+                await self._publish_lifecycle()
+            case Undrain() if (self._draining or self._standby) and not self._stop.is_set():
+                self._draining = self._standby = False
                 await self._open_intake()
                 await self.actor.on_undrain()
                 log.info("undrained")
@@ -212,8 +221,11 @@ class ActorRuntime:
                 pass
 
     async def _begin_drain(self) -> None:
-        self._draining = True
+        self._draining, self._standby = True, False
         await self._enter("draining")
+        await self._close_intake()
+
+    async def _close_intake(self) -> None:
         for each in self._intake:
             await each.stop()
         self._intake.clear()
@@ -231,17 +243,24 @@ class ActorRuntime:
         log.warning("stopped with open requests", extra={"load": self.actor.load()})
 
     async def _follow_actor(self) -> None:
-        if not self._draining and (phase := self.actor.target_phase()) != self._table.phase:
+        if self._draining:
+            return
+        phase = self.actor.target_phase()
+        if self._standby and phase == "ready":
+            phase = "draining"
+        if phase != self._table.phase:
             await self._enter(phase)
 
     async def _enter(self, phase: Phase) -> None:
         before = self._table.phase
         if self._table.move(phase):
-            PHASE.labels(self.actor.service, before).set(0)
-            PHASE.labels(self.actor.service, phase).set(1)
+            stands_by = self._standby and phase == "draining"
+            for each in (before, "standby"):
+                PHASE.labels(self.actor.service, each).set(0)
+            PHASE.labels(self.actor.service, "standby" if stands_by else phase).set(1)
             log.info("phase", extra={"phase": phase})
             await self._publish_lifecycle()
-            if before == "starting" and phase == "ready":
+            if before == "starting" and (phase == "ready" or stands_by):
                 STARTUP.finish()
 
     async def _tick(self, every: float) -> None:
@@ -282,6 +301,7 @@ class ActorRuntime:
             min_protocol=MIN_PROTOCOL,
             protocol=PROTOCOL,
             isolated=actor.isolated,
+            standby=self._standby,
         )
 
 

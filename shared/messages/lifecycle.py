@@ -265,6 +265,20 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     """The suspected request (`Generation.suspect_until`) that the process handles just now, and no other: if it dies,
     it died of this one."""
 
+    standby: bool = False
+    """Whether it is to stand by: it loads, and then takes no requests until `Undrain`. Its phase is "starting", and
+    "draining" once it has loaded."""
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether it is loaded, and takes no requests although nothing keeps it from that."""
+        return self.standby and self.phase == "draining"
+
+    @property
+    def shown_phase(self) -> str:
+        """The phase for people: a standby that is loaded says so."""
+        return "standby" if self.stands_by else self.phase
+
     @property
     def protocols(self) -> SpokenProtocols:
         """The versions of the messages that the process understands."""
@@ -279,7 +293,11 @@ class Undrain(Struct, frozen=True, array_like=True, tag=True):
     """Accept requests again after a `Drain`."""
 
 
-InstanceControl = Drain | Undrain
+class Standby(Struct, frozen=True, array_like=True, tag=True):
+    """Stand by: load, and take no requests until `Undrain`. Open ones are finished."""
+
+
+InstanceControl = Drain | Undrain | Standby
 
 
 class NameClaim(Struct, frozen=True, array_like=True):

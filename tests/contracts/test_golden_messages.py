@@ -350,6 +350,7 @@ MESSAGES: list[Any] = [
         ),
     ),
     federation.SwitchCluster(True, 1.5, 30.0),
+    lifecycle.Standby(),
 ]
 
 

@@ -33,6 +33,7 @@ OPTIONS = (
     "model",
     "device",
     "engines",
+    "standby",
     "prefill",
     "decode",
     "tp",

@@ -8,7 +8,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from deploy.cli.up.choices import Settings, check_gateway, cpu_share, merged, node_name, ssd_settings, store_choice
+from deploy.cli.up.choices import (
+    Settings,
+    check_gateway,
+    cpu_share,
+    merged,
+    node_name,
+    ssd_settings,
+    standby_engines,
+    store_choice,
+)
 from deploy.cli.up.options import placed, service_settings, stack_settings
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_NAME, model_folder
@@ -137,5 +146,11 @@ def _counts(
             shape |= {f"{kind}ranks": stack.tp * pp, f"{kind}stages": pp}
     engines = stack.engines if stack.engines is not None else int(not stack.prefill and not stack.decode)
     of_services: dict[str, int] = {str(service): count for service, count in light.items()}
-    pools = {"engines": engines, "prefill": stack.prefill, "decode": stack.decode, "kvstore": int(has_store)}
+    pools = {
+        "engines": engines,
+        "standby": standby_engines(stack),
+        "prefill": stack.prefill,
+        "decode": stack.decode,
+        "kvstore": int(has_store),
+    }
     return replace(there, joined=host.node, hosts=1, host=0, **pools, **of_services, **shape)

@@ -153,7 +153,7 @@ def _engine(life: Lifecycle, pairs: Mapping[str, _Interval | None], lives: Itera
     total = 0 if report is None else report.blocks_total
     return EngineFigures(
         instance=life.instance,
-        phase=life.phase,
+        phase=life.shown_phase,
         role=report.role if report else None,
         node=report.node if report else None,
         model=report.model.name if report else None,
@@ -210,7 +210,7 @@ def _rank(life: Lifecycle, report: WorkerReport, pair: _Interval | None) -> Rank
         instance=life.instance,
         rank=report.rank,
         device=report.device,
-        phase=life.phase,
+        phase=life.shown_phase,
         steps_per_second=steps / pair.seconds if sums and pair else None,
         tokens_per_second=sums.computed / pair.seconds if sums and pair else None,
         step_ms=ms(work),
@@ -232,7 +232,7 @@ def _store(life: Lifecycle, report: StoreReport, pair: _Interval | None) -> Stor
     before = (was.hits, was.hits + was.misses) if was else (0, 0)
     return StoreFigures(
         instance=life.instance,
-        phase=life.phase,
+        phase=life.shown_phase,
         node=report.node,
         blocks=report.committed,
         bytes_used=report.bytes_used,
@@ -246,7 +246,7 @@ def _other(life: Lifecycle, pair: _Interval | None) -> OtherFigures:
     return OtherFigures(
         service=life.service,
         instance=life.instance,
-        phase=life.phase,
+        phase=life.shown_phase,
         load=life.load,
         messages_per_second=_per_second(pair, pair.before.progress if pair else None, life.progress),
     )

@@ -140,6 +140,7 @@ def counts_of(stack: StackSettings, pp: int, *, has_store: bool) -> Counts:
         decode_ranks=ranks[2],
         decode_stages=stages[2],
         kvstore=int(has_store),
+        standby=standby_engines(stack),
         hosts=stack.nodes,
         host=stack.node_rank,
     )
@@ -184,6 +185,17 @@ def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
     if mixed + decode == 0:
         raise CommandError("prefill engines need others that decode: --decode N or --engines N", status=2)
     return mixed
+
+
+def standby_engines(stack: StackSettings) -> int:
+    """As many as were asked for. Raises CommandError where none could take another one's place."""
+    if not stack.standby:
+        return 0
+    if stack.nodes > 1:
+        raise CommandError(f"--standby {stack.standby}: engines over several hosts cannot be replaced so", status=2)
+    if not mixed_engines(stack.engines, stack.prefill, stack.decode):
+        raise CommandError(f"--standby {stack.standby}: for --engines; prefill and decode engines have none", status=2)
+    return stack.standby
 
 
 def layer_split(text: str | None, counts: Counts) -> tuple[int, ...]:

@@ -93,6 +93,8 @@ class StartProcess(Struct, frozen=True):
     device: int | None
     """Index of this host's device that a worker computes on; None for other processes. See
     `SupervisedProcess.device`."""
+    standby: bool = False
+    """Whether its engine is to stand by."""
 
 
 class TerminateProcess(Struct, frozen=True):
@@ -113,6 +115,13 @@ class AnnounceDeath(Struct, frozen=True):
     lifecycle: Lifecycle
 
 
+class SetStandby(Struct, frozen=True):
+    """Tell a scheduler that its engine stands by from now on, or that it takes requests."""
+
+    instance: InstanceId
+    standby: bool
+
+
 class ReplyToScale(Struct, frozen=True):
     """Reply to the sender of the scale request."""
 
@@ -126,4 +135,4 @@ class AbortStart(Struct, frozen=True):
     status: int | None
 
 
-Command = StartProcess | TerminateProcess | KillProcess | AnnounceDeath | ReplyToScale | AbortStart
+Command = StartProcess | TerminateProcess | KillProcess | AnnounceDeath | SetStandby | ReplyToScale | AbortStart

@@ -46,6 +46,10 @@ class SupervisedProcess:
     """Exit status of the last of them."""
     restarts: int = 0
     lifecycle: Lifecycle | None = None
+    standby: bool = False
+    """Whether its engine is to stand by: loaded, without requests."""
+    stood_by: bool = False
+    """Of a scheduler that is to stand by: whether it has said that it does."""
 
     @property
     def phase(self) -> Phase | None:
@@ -54,8 +58,10 @@ class SupervisedProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it runs and has published that it takes requests."""
-        return self.state == "running" and self.phase == "ready"
+        """Whether it runs and has published that it takes requests, or that it stands by and would."""
+        if self.state != "running" or self.lifecycle is None:
+            return False
+        return self.lifecycle.phase == "ready" or self.lifecycle.stands_by
 
     def move(self, state: State) -> None:
         """Changes the state. Raises ValueError for a transition that is not in TRANSITIONS."""

@@ -46,6 +46,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     decode: int = 0
     decode_ranks: int = 1
     decode_stages: int = 1
+    standby: int = 0
+    """Engines of the pool `engines` that are kept loaded beside those that serve."""
     kvstore: int = 0
     """KV stores on this host: 1 or 0."""
     hosts: int = 1
@@ -96,13 +98,14 @@ class Counts(Struct, frozen=True, kw_only=True):
 
     @property
     def all_engines(self) -> int:
-        """Engines of all pools."""
-        return sum(self.of(pool) for pool in POOLS)
+        """Engines of all pools, and those that stand by."""
+        return sum(self.of(pool) for pool in POOLS) + self.standby
 
     @property
     def all_ranks(self) -> int:
         """Worker processes on this host."""
-        return sum(self.of(pool) * len(self.ranks_here(pool)) for pool in POOLS)
+        standing_by = self.standby * len(self.ranks_here("engines"))
+        return sum(self.of(pool) * len(self.ranks_here(pool)) for pool in POOLS) + standing_by
 
 
 class ProcessSpec(NamedTuple):

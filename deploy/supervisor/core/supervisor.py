@@ -43,6 +43,7 @@ from deploy.supervisor.core.plan import (
     process_specs,
     stop_stage,
 )
+from deploy.supervisor.core.standbys import STANDBY_POOL, StandbyEngines
 from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import ScaleRefusal, ScaleResult
@@ -78,6 +79,7 @@ class Supervisor:
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
         self._members: dict[InstanceId, SupervisedProcess] = {}
+        self._standbys = StandbyEngines(self._members, counts.standby)
         self._add_processes(all_process_specs(counts), 0.0)
         self._stops_asked = 0
         self._requested: dict[EngineId, str] = {}
@@ -91,7 +93,9 @@ class Supervisor:
     def adopt(self, members: Iterable[SupervisedProcess], *, settled: bool, requested: Mapping[EngineId, str]) -> None:
         """Goes on with the processes of a former supervisor instead of those that were planned. `requested` is where
         the ranks of each engine met."""
-        self._members = {member.process.instance: member for member in members}
+        adopted = {member.process.instance: member for member in members}
+        self._members.clear()
+        self._members.update(adopted)
         self._requested = {} if self._counts.leads else dict(requested)
         self.settled = settled
 
@@ -127,6 +131,15 @@ class Supervisor:
         """Takes an event in and answers with everything that is to be done by `now`."""
         commands = list(self._apply(event, now))
         self.settled = self.settled or (self.all_ready and not self.stopping)
+        if self.settled and not self.stopping:
+            self._add(STANDBY_POOL, self._standbys.missing, now, standby=True)
+        match event:
+            case LifecycleReceived(lifecycle):
+                commands += self._standbys.commands(lifecycle.instance)
+            case ProcessExited() | ScaleRequested():
+                commands += self._standbys.commands()
+            case _:
+                pass
         return [*commands, *self._ends(now), *self._starts(now), *self._overdue(now)]
 
     def _apply(self, event: Event, now: float) -> Iterable[Command]:
@@ -167,6 +180,7 @@ class Supervisor:
             member.lifecycle = lifecycle
             if member.is_ready and member.ready_since is None:
                 member.ready_since = now
+            self._standbys.record(member)
 
     # ---- deaths
 
@@ -180,6 +194,8 @@ class Supervisor:
         if not member.wanted:
             del self._members[instance]
             return commands
+        if self.settled and not self.stopping:
+            self._standbys.replace(member.process.engine)
         member.restarts += 1
         member.status = status
         member.due = now + (self._count_failure(member, ready_since, now) if own_fault else 0.0)
@@ -254,7 +270,7 @@ class Supervisor:
             self._unanswered.discard(member.process.engine)
         for one in group:
             one.move("running")
-        return [StartProcess(one.process, position == 0, one.device) for position, one in enumerate(group)]
+        return [StartProcess(one.process, position == 0, one.device, one.standby) for position, one in enumerate(group)]
 
     # ---- ends
 
@@ -332,7 +348,8 @@ class Supervisor:
         if self.stopping:
             return ReplyToScale(ScaleRefusal("the stack is stopping"))
         numbers = self._numbers(what)
-        started = self._add(what, count - len(numbers), now)
+        promoted = self._standbys.promote(count - len(numbers)) if what == STANDBY_POOL else []
+        started = [*promoted, *self._add(what, count - len(self._numbers(what)), now)]
         stopping = self._dismiss(what, self._stop_candidates(what)[: max(0, len(numbers) - count)])
         return ReplyToScale(ScaleResult(started=tuple(started), stopping=tuple(stopping)))
 
@@ -347,24 +364,26 @@ class Supervisor:
         return 1 if what in DECODING and not others else 0
 
     def _numbers(self, what: Scalable) -> set[int]:
-        return {m.process.number for m in self._members.values() if m.wanted and m.process.kind == what}
+        """Of those that serve, or are to."""
+        members = (m for m in self._members.values() if m.wanted and not m.standby)
+        return {member.process.number for member in members if member.process.kind == what}
 
-    def _add(self, what: Scalable, how_many: int, now: float) -> list[InstanceId]:
+    def _add(self, what: Scalable, how_many: int, now: float, *, standby: bool = False) -> list[InstanceId]:
         added: list[InstanceId] = []
         taken = {m.process.number for m in self._members.values() if m.process.kind == what}
         for _ in range(how_many):
             number = next(n for n in range(1, 2 * MAX_COUNT + 2) if n not in taken)
             taken.add(number)
             new = process_specs(what, number, self._counts)
-            self._add_processes(new, now)
+            self._add_processes(new, now, standby=standby)
             added += [process.instance for process in new]
         return added
 
-    def _add_processes(self, new: list[ProcessSpec], due: float) -> None:
+    def _add_processes(self, new: list[ProcessSpec], due: float, *, standby: bool = False) -> None:
         """Whole engines only: their ranks get devices side by side."""
         taken = {member.device for member in self._members.values()}
         for _, group in groupby(new, key=lambda process: process.engine):
-            members = [SupervisedProcess(process, due=due) for process in group]
+            members = [SupervisedProcess(process, due=due, standby=standby) for process in group]
             workers = [member for member in members if member.process.service == "worker"]
             for device, worker in enumerate(workers, start=first_free(taken, len(workers))):
                 worker.device = device
@@ -375,7 +394,7 @@ class Supervisor:
         """Which to stop first: drained ones, then those not ready, of equals the newest. Serving ones stay."""
         of: dict[int, list[SupervisedProcess]] = {number: [] for number in self._numbers(what)}
         for member in self._members.values():
-            if member.wanted and member.process.kind == what:
+            if member.wanted and not member.standby and member.process.kind == what:
                 of[member.process.number].append(member)
 
         def worth(number: int) -> tuple[bool, bool, int]:

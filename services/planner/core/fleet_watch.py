@@ -52,7 +52,7 @@ class FleetWatch:
         for instance in [name for name, heard in self._heard.items() if heard.at < now - FORGOTTEN_AFTER]:
             self._forget(instance)
         lives = [heard.life for heard in self._heard.values()]
-        schedulers = [life for life in lives if life.service == "scheduler"]
+        schedulers = [life for life in lives if life.service == "scheduler" and not life.standby]
         present: dict[Role, int] = {}
         for life in schedulers:
             role = _role_of(life)
@@ -66,7 +66,8 @@ class FleetWatch:
 
     def on_other_hosts(self, role: Role) -> int:
         """How many of a role's present engines are not on the first host, whose engines alone `admin.scale` counts."""
-        lives = [heard.life for heard in self._heard.values() if heard.life.service == "scheduler"]
+        heard = [each.life for each in self._heard.values()]
+        lives = [life for life in heard if life.service == "scheduler" and not life.standby]
         named = [name for name, each in ROLES_BY_NAME.items() if each == role]
         return sum(
             _role_of(life) == role and life.phase in PRESENT and life.instance.rpartition("-")[0] not in named

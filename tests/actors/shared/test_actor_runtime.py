@@ -14,7 +14,7 @@ from shared.actor import Actor, ActorRuntime, LifecycleTable, NameTaken, Tick, T
 from shared.bus import Undelivered
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
-from shared.messages.lifecycle import Drain, Lifecycle, Phase, Undrain
+from shared.messages.lifecycle import Drain, Lifecycle, Phase, Standby, Undrain
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched
 from shared.protocol import PROTOCOL
 from shared.reliability.transitions import IllegalTransition
@@ -220,3 +220,32 @@ async def test_a_name_that_another_process_has_is_refused_before_anybody_hears_o
     successor = Stack(stack.bus)
     await successor.start()
     await successor.stop()
+
+
+async def test_a_standby_loads_and_takes_no_requests_before_it_is_promoted(memory_bus: MemoryBus) -> None:
+    stack = Stack(memory_bus)
+    stack.actor.standby = True
+    stack.runtime = ActorRuntime(stack.actor, drain_timeout=1.0)
+    control, returned = topics.instance_control(InstanceId("engine-1")), asyncio.Queue[Undelivered]()
+    await memory_bus.subscribe(topics.lifecycles(), stack._note)
+    stack.task = asyncio.create_task(stack.runtime.run())
+    await stack.until("draining")
+    assert stack.phases == ["starting", "draining"], "never ready"
+    assert stack.runtime._lifecycle().stands_by
+    assert stack.runtime._lifecycle().shown_phase == "standby"
+    memory_bus.on_undelivered(returned.put)
+    await memory_bus.publish(topics.engine_requests(ENGINE), None, confirm=True)  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        await returned.get()
+    await memory_bus.publish(control, Undrain())
+    await stack.until("ready")
+    assert not stack.runtime._lifecycle().standby
+    await memory_bus.publish(control, Standby())
+    await stack.until("draining")
+    assert stack.runtime._lifecycle().stands_by
+    await memory_bus.publish(control, Drain())
+    async with asyncio.timeout(60):
+        while stack.runtime._lifecycle().standby:
+            await asyncio.sleep(0.005)
+    assert stack.runtime.phase == "draining", "drained, as any other"
+    await stack.stop()

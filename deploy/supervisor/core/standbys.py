@@ -1,0 +1,75 @@
+"""Which engines stand by: loaded, without requests, and ready for the place of one that dies or is added. No clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from deploy.supervisor.core.events import SetStandby
+from deploy.supervisor.core.members import SupervisedProcess
+from deploy.supervisor.core.plan import Pool
+from shared.ids import EngineId, InstanceId
+
+STANDBY_POOL: Pool = "engines"
+"""Engines that both prefill and decode; the others' roles are settled by `--prefill` and `--decode`."""
+
+
+class StandbyEngines:
+    """Decides who stands by and who serves: `SupervisedProcess.standby` of all processes of an engine. What a scheduler
+    says otherwise is put right, unless an operator has decided it: then that counts."""
+
+    def __init__(self, members: Mapping[InstanceId, SupervisedProcess], wanted: int) -> None:
+        """`members` are the supervisor's, as they are at any time."""
+        self._members, self._wanted = members, wanted
+
+    @property
+    def missing(self) -> int:
+        """Engines to be started, so that there are as many as wanted."""
+        return max(0, self._wanted - len(self._numbers())) if self._wanted else 0
+
+    def _numbers(self) -> set[int]:
+        return {m.process.number for m in self._members.values() if m.standby and m.wanted}
+
+    def promote(self, most: int) -> list[InstanceId]:
+        """Has up to so many standby engines serve from now on, those first that are loaded; names their processes. Each
+        scheduler is told with its next lifecycle message, or by `commands`."""
+        by_worth = sorted(self._schedulers(), key=lambda each: (not each.is_ready, each.process.number))
+        promoted: list[InstanceId] = []
+        for scheduler in by_worth[: max(0, most)]:
+            promoted += self._mark(scheduler.process.engine, standby=False)
+        return promoted
+
+    def replace(self, engine: EngineId | None) -> bool:
+        """The engine has lost a process: where another one stands by, loaded, they change places. Whether they did."""
+        loaded = any(each.is_ready for each in self._schedulers())
+        lost = [m for m in self._members.values() if m.process.engine == engine and not m.standby and m.wanted]
+        if engine is None or not loaded or not lost or lost[0].process.pool != STANDBY_POOL:
+            return False
+        self.promote(1)
+        self._mark(engine, standby=True)
+        return True
+
+    def record(self, scheduler: SupervisedProcess) -> None:
+        """A lifecycle message has come: where an operator has made a standby serve, it does from now on."""
+        if scheduler.process.service != "scheduler" or scheduler.lifecycle is None:
+            return
+        if scheduler.lifecycle.standby == scheduler.standby:
+            scheduler.stood_by = scheduler.standby
+        elif scheduler.standby and scheduler.stood_by:
+            self._mark(scheduler.process.engine, standby=False)
+
+    def commands(self, instance: InstanceId | None = None) -> Iterator[SetStandby]:
+        """What schedulers are to be told, or the one that has just spoken; again while it says otherwise."""
+        for each in self._members.values():
+            if each.process.service != "scheduler" or each.state != "running" or each.lifecycle is None:
+                continue
+            if instance in (None, each.process.instance) and each.lifecycle.standby != each.standby:
+                yield SetStandby(each.process.instance, each.standby)
+
+    def _schedulers(self) -> list[SupervisedProcess]:
+        return [m for m in self._members.values() if m.standby and m.wanted and m.process.service == "scheduler"]
+
+    def _mark(self, engine: EngineId | None, *, standby: bool) -> list[InstanceId]:
+        marked = [member for member in self._members.values() if member.process.engine == engine]
+        for member in marked:
+            member.standby, member.stood_by = standby, False
+        return [member.process.instance for member in marked]

@@ -1,0 +1,68 @@
+"""An engine that stands by takes the place of one that dies, and of one that is to be added; streams end as they would.
+
+The tests are in order: each leaves one engine that serves and one that stands by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat
+from tests.support.cluster.stack import RunningStack, running_stack
+
+STREAMS = 2
+TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    folder = tmp_path_factory.mktemp("standby")
+    with running_stack(folder, kvstore="0", settings=["worker.threads=1"], more=["--standby=1"]) as stack:
+        yield stack
+
+
+async def streams(stack: RunningStack, started: asyncio.Event | None = None) -> list[Streamed]:
+    options = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+    async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
+        chats = (stream_chat(client, stack.model, question, started, **options) for question in QUESTIONS[:STREAMS])
+        return await asyncio.gather(*chats)
+
+
+async def until_shown(stack: RunningStack, **phases: str) -> None:
+    wanted = {name.replace("_", "-"): phase for name, phase in phases.items()}
+    await stack.until_heard(
+        lambda said: wanted == {name: life.shown_phase for name, life in said.items() if life.service == "scheduler"}
+    )
+
+
+@pytest.mark.features("re-dispatch")
+async def test_the_standby_takes_the_place_of_an_engine_that_loses_its_rank(stack: RunningStack) -> None:
+    await until_shown(stack, engine_1="ready", engine_2="standby")
+    undisturbed = await streams(stack)
+    assert (await stack.ps())["engine-2"].engine.tokens == 0, "who stands by gets no requests"  # type: ignore[union-attr]
+    started = asyncio.Event()
+    open_streams = asyncio.create_task(streams(stack, started))
+    async with asyncio.timeout(DEADLINE):
+        await started.wait()
+    stack.kill("engine-1-rank0")
+    assert [each.text for each in await open_streams] == [each.text for each in undisturbed]
+    await until_shown(stack, engine_1="standby", engine_2="ready")
+
+
+async def test_scaling_up_promotes_the_standby_whoever_supervises(stack: RunningStack) -> None:
+    await until_shown(stack, engine_1="standby", engine_2="ready")
+    stack.kill_supervisor()
+    stack.start_supervisor()
+    stack.until(lambda state: state.pid == stack.supervisor.pid and state.phase == "ready")
+    assert {m.instance for m in stack.state.members if m.standby} == {"engine-1", "engine-1-rank0"}
+    pid = stack.pid("engine-1-rank0")
+    done = stack.baton("scale", "engines=2")
+    assert "starting engine-1, engine-1-rank0" in done.stdout, done.stderr
+    await until_shown(stack, engine_1="ready", engine_2="ready", engine_3="standby")
+    assert stack.pid("engine-1-rank0") == pid, "loaded before"
+    done = stack.baton("scale", "engines=1")
+    assert done.returncode == 0, done.stderr
+    await until_shown(stack, engine_1="ready", engine_3="standby")
