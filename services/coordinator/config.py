@@ -13,6 +13,9 @@ Policy = Literal["kv", "least-loaded", "round-robin", "random"]
 """kv: the least work, cached blocks counted. least-loaded: the fewest requests, waiting ones four times."""
 
 
+PdOrder = Literal["prefill-first", "decode-first"]
+
+
 class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
     """Every setting of a coordinator, with its unit and bounds. Its core reads them here."""
 
@@ -84,6 +87,14 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
     disaggregate_busy: Annotated[
         int, Meta(ge=0, description="With more tokens waiting per prefill engine than this, none is used.")
     ] = 16_384
+    pd_order: Annotated[
+        PdOrder,
+        Meta(
+            description="Which engine of two gets a request first. prefill-first: the one that computes its prompt. "
+            "decode-first: the one that decodes it, which keeps room and decides whether the other computes the prompt."
+        ),
+        UpOption("Routing"),
+    ] = "prefill-first"
     scale_timeout: Annotated[
         float, Meta(gt=0, description="Seconds that the supervisor may take for `admin.scale`.")
     ] = 30.0

@@ -40,7 +40,7 @@ LOADS_DECLINED = Counter(
 LOADS_FAILED = Counter("baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.")
 HAND_OVERS = Counter(
     "baton_scheduler_hand_overs_total",
-    "Requests handed over to a decode engine, or kept because their blocks could not be saved.",
+    "Requests handed over to a decode engine, kept because their blocks could not be saved, or passed on for prefill.",
     ["outcome"],
 )
 SHARED = Counter(
@@ -108,6 +108,7 @@ def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
         (LOADS_FAILED, counters.loads_failed),
         (LOADS_DECLINED, counters.loads_declined),
         (HAND_OVERS.labels("handed"), counters.handed_over),
+        (HAND_OVERS.labels("passed_on"), counters.passed_on),
         (HAND_OVERS.labels("kept"), counters.kept),
         (SHARED, counters.prompts_shared),
         (CANARIES.labels("right"), counters.canaries - counters.canary_faults),

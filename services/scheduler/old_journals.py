@@ -51,6 +51,8 @@ NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
 """Where plans and replies name grammars; `forget` is new in version 3."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
+REQUEST_PLACED_FIELDS = 6
+"""Entries of `RequestPlaced` in version 1, the tag included; later ones were appended."""
 REQUEST_FAILED_FIELDS = 4
 """Entries of `RequestFailed` in version 1, the tag included; later ones were appended."""
 
@@ -147,6 +149,8 @@ class FormerNames(WholeGrammars):
             self._traces[generation[0], generation[1]] = generation.pop(TRACE_IN_GENERATION)
 
     def _to_former(self, message: Any) -> None:
+        if message[0] == "RequestPlaced":
+            del message[REQUEST_PLACED_FIELDS:]
         if message[0] == "RequestFailed":
             del message[REQUEST_FAILED_FIELDS:]
         if message[0] == "Find":

@@ -37,6 +37,9 @@ class RequestPlaced(Struct, frozen=True, array_like=True, tag=True):
     handed_by: EngineId | None = None
     """The prefill engine that passed the request on; None for a coordinator's placement. It is valid even if it arrives
     before the coordinator's own message that the request went to `handed_by`."""
+    passes: Count = 0
+    """How often engines have passed this attempt on. Of two such messages the one with more of them is the later one;
+    one with `handed_by` counts as 1 at least."""
 
 
 class RequestRejected(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

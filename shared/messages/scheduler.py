@@ -37,7 +37,7 @@ class HandOver(Struct, frozen=True, array_like=True, kw_only=True):
 class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
     """coordinator → the engine it chose: generate this; tokens go to `detokenizer`.
 
-    Also prefill engine → decode engine, with `handed`.
+    Also prefill engine → decode engine, with `handed`; and decode engine → prefill engine, with `passed_by`.
     """
 
     generation: Generation
@@ -53,6 +53,14 @@ class GenerateRequest(Struct, frozen=True, array_like=True, tag=True):
     decode_node: NodeId | None = None
     """The node of `decode_on`, whose KV store copies the prompt's blocks while they are computed; None where it is that
     of this engine, or not known."""
+    prefill_on: EngineId | None = None
+    """Decode-first: the engine that may compute the prompt, and hand the request over to this one; None: this one
+    computes it."""
+    remote_from: Count = 0
+    """Decode-first: it may if so many tokens or more are left to compute when the request's turn has come here."""
+    passed_by: EngineId | None = None
+    """Decode-first: the engine that took the request first, which is `decode_on`, and that keeps room for it; None: a
+    coordinator has sent it."""
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag=True):

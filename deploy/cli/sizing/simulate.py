@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from deploy.cli.running_stack import AsJson
-from deploy.cli.up.choices import merged, mixed_engines, parsed_settings
+from deploy.cli.up.choices import check_order, merged, mixed_engines, parsed_settings
 from deploy.cli.up.options import (
     given_apart,
     offers,
@@ -59,6 +59,7 @@ FLEET_OPTIONS = (
     "itl_target_ms",
     "long_prefill_token_threshold",
     "router_policy",
+    "pd_order",
 )
 """Options of `baton up` that also say what is simulated; every other setting is given by --set."""
 SHAPE = "llama-3.1-8b"
@@ -220,6 +221,7 @@ def pools_of(values: Mapping[str, Any]) -> EnginePools:
     engines = ENGINES if alone and stack.engines is None else stack.engines
     if alone and not engines:
         raise CommandError(f"--engines {engines}: at least 1 is needed", status=2)
+    check_order(values, prefill=stack.prefill, decode=stack.decode)
     return EnginePools(mixed_engines(engines, stack.prefill, stack.decode), stack.prefill, stack.decode)
 
 

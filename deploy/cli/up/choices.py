@@ -62,6 +62,9 @@ def stack_spec(
         redis_url=dealt["redis_url"],
     )
     counts = counts_of(stack, pp, has_store=store is not None)
+    check_order(values, prefill=stack.prefill, decode=stack.decode)
+    if values.get("pd_order") == "decode-first" and store is None:
+        raise CommandError("--pd-order decode-first: hands over through a KV store: --kvstore-memory SIZE", status=2)
     check_journal(assigned, counts.all_engines)
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
     found = {"speculative": drafts, "threads": cpu_share(counts)}
@@ -176,6 +179,12 @@ def merged(*layers: Settings) -> dict[str, dict[str, str]]:
         for service, values in layer.items():
             settings[service].update(values)
     return dict(settings)
+
+
+def check_order(values: Mapping[str, Any], *, prefill: int, decode: int) -> None:
+    """Raises CommandError where an order of two engines is asked for, and no request passes through two."""
+    if values.get("pd_order") == "decode-first" and not (prefill and decode):
+        raise CommandError("--pd-order decode-first: needs pools: --prefill N --decode N", status=2)
 
 
 def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:

@@ -37,11 +37,17 @@ class Placement(NamedTuple):
     decode_node: NodeId | None = None
     """The node of `decode_on`, where it is another one than that of `engine`."""
 
+    prefill_on: EngineId | None = None
+    """Decode-first: the engine that may compute the prompt for `engine`; None: `engine` computes it, or `decode_on` is
+    set."""
+    remote_from: int = 0
+    """Decode-first: if so many tokens or more are left to compute."""
+
     def announcement(self, coordinator: InstanceId) -> PlacementMade:
         """The message with which `coordinator`, which made this placement, announces it to the others."""
         return PlacementMade(
             coordinator=coordinator,
-            engine=self.engine,
+            engine=self.prefill_on or self.engine,
             detokenizer=self.detokenizer,
             model=self.prefix.model,
             prompt=self.prefix.last_block,
@@ -49,7 +55,7 @@ class Placement(NamedTuple):
             blocks=self.blocks,
             reused=self.reuse.blocks,
             on_device=self.reuse.device,
-            decode_on=self.decode_on,
+            decode_on=self.decode_on if self.prefill_on is None else self.engine,
         )
 
 

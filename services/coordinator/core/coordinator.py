@@ -254,6 +254,8 @@ class Coordinator:
             kv_source=reuse.remote_node,
             predicted_cached=reuse.blocks * BLOCK_SIZE,
             decode_node=placement.decode_node,
+            prefill_on=placement.prefill_on,
+            remote_from=placement.remote_from,
         )
         announcement = placement.announcement(self._instance) if self.fleet.peers else None
         return [PlaceRequest(engine, generate, at.now - since, reuse, placement.blocks, announcement)]

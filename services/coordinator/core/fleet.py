@@ -153,11 +153,15 @@ class EngineFleet:
     def record_placement(self, placement: Placement, at: Moment) -> None:
         """Counts a placement of this coordinator, until the receivers' reports do."""
         add, reuse, blocks = self._reservations.add, placement.reuse, placement.blocks
-        add(InstanceId(placement.engine), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
-        self._update_pools(InstanceId(placement.engine))
-        if placement.decode_on is not None:
-            add(InstanceId(placement.decode_on), at.now, blocks=blocks, delay=HAND_OVER_SECONDS)
-            self._update_pools(InstanceId(placement.decode_on))
+        decode_first = placement.prefill_on is not None
+        first = placement.prefill_on or placement.engine
+        then = placement.engine if decode_first else placement.decode_on
+        add(InstanceId(first), at.now, prefill=blocks - reuse.blocks, blocks=blocks - reuse.device)
+        self._update_pools(InstanceId(first))
+        if then is not None:
+            # Decode-first it is there at once, until it is passed on, and then its blocks are kept.
+            add(InstanceId(then), at.now, blocks=blocks, delay=HAND_OVER_SECONDS)
+            self._update_pools(InstanceId(then))
         add(InstanceId(placement.detokenizer), at.now)
         self.turn += 1
 

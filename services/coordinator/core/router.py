@@ -84,6 +84,16 @@ class Router:
         if split is None:
             return Placement(engine.engine.id, detokenizer, request.prefix, reuse, request.blocks)
         prefill, reuse, decode = split
+        if self._config.pd_order == "decode-first":
+            return Placement(
+                decode.engine.id,
+                detokenizer,
+                request.prefix,
+                _reuses(request, [decode])[0],
+                request.blocks,
+                prefill_on=prefill.engine.id,
+                remote_from=self._least_remote(request),
+            )
         return Placement(
             prefill.engine.id,
             detokenizer,
@@ -198,8 +208,7 @@ class Router:
         if not request.generation.prefix_caching:
             return None
         config, left = self._config, request.tokens - local.blocks * BLOCK_SIZE
-        large_share = left >= config.disaggregate_share * request.tokens
-        if left < config.disaggregate_tokens and not (large_share and left >= config.disaggregate_least):
+        if left < self._least_remote(request):
             return None
         prefilling = self._fleet.prefill_candidates(request.generation)
         if not prefilling:
@@ -215,6 +224,12 @@ class Router:
         if min(costs) == math.inf:
             return None
         return prefill, reuse, decoding[self._pick(request, costs, "hand-over")]
+
+    def _least_remote(self, request: _RoutedRequest) -> int:
+        """The tokens left to compute from which on another engine computes them."""
+        config = self._config
+        large_share = max(config.disaggregate_least, math.ceil(config.disaggregate_share * request.tokens))
+        return min(config.disaggregate_tokens, large_share)
 
     def _hand_over_costs(
         self, request: _RoutedRequest, prefill: Candidate, computed: Reuse, decoding: Sequence[Candidate]

@@ -147,7 +147,9 @@ class OpenRequest:
     detours: int = 0
     """Attempts that ended since another place was better or had no room: no engine has failed in them."""
     handed_by: EngineId | None = None
-    """The prefill engine that handed this attempt over to `engine`; None without a hand-over."""
+    """The engine that handed this attempt over to `engine`; None without a hand-over."""
+    passes: int = 0
+    """How often engines have passed this attempt on."""
     tokens: list[int] = field(default_factory=list)
     """Output tokens that the client has."""
     chars: int = 0
@@ -255,6 +257,7 @@ class OpenRequest:
             self.unplaced_since = now
         self.attempt = Attempt(self.attempt + 1)
         self.engine = self.detokenizer = self.handed_by = None
+        self.passes = 0
         self.probing = False
         self.clear_suspicion()
 

@@ -268,9 +268,10 @@ class RequestSupervisor:
                     placed.engine, cancel_of(placed.request, placed.attempt, placed.handed_by, placed.detokenizer)
                 )
             ]
-        if current.handed_by is not None and current.handed_by == placed.engine:
-            return []  # the message of the hand-over arrived first
-        current.handed_by = placed.handed_by
+        passes = max(placed.passes, int(placed.handed_by is not None))
+        if passes < current.passes:
+            return []  # the message of a later hand-over arrived first
+        current.handed_by, current.passes = placed.handed_by, passes
         if current.state == "placed":  # it was handed over, or its first tokens arrived before this message
             current.engine = placed.engine
         else:

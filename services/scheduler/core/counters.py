@@ -30,6 +30,8 @@ class EngineCounters:
     """Loads that a rank could not copy; their prompts were computed instead."""
     loads_declined: int = 0
     """Requests whose blocks were in the node's store, and were computed because that is sooner."""
+    passed_on: int = 0
+    """Requests whose prompt another engine computes for this one."""
     handed_over: int = 0
     """Requests that were handed over to another engine."""
     kept: int = 0

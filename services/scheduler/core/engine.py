@@ -262,15 +262,22 @@ class EngineCore:
         if not ended and isinstance(message, Cancel) and message.detokenizer is not None:
             self._outbox.streams.disown(message.detokenizer, message.request, message.attempt)
         if (forward := self._sender.forward(message)) is not None:
+            self._release_room(message.request)
             self._outbox.add(forward)
 
     def _take_back(self, event: HandOverRefused) -> None:
         """The engine that we handed a request over to is gone: it fails, unless it is not wanted any more."""
         generation = event.generate.generation
+        self._release_room(generation.request)
         self._outbox.streams.disown(event.generate.detokenizer, generation.request, generation.attempt)
         if self._sender.take_back(event):
             reason = f"{event.engine} does not take it over"
             self._outbox.send_to_gateway(generation, RequestFailed(generation.request, generation.attempt, reason))
+
+    def _release_room(self, request: RequestId) -> None:
+        """A request that was passed on will not come back."""
+        if self.epoch_state is not None:
+            self.epoch_state.remote.release(request)
 
     def _end_unheard(self, event: TokenBatchLost | DetokenizerGone | GatewayGone) -> None:
         """Ends the requests whose tokens no process would read."""
@@ -320,6 +327,8 @@ class EngineCore:
             self._end_epoch(reason)
             self._outbox.add(EndProcess(reason))
         state = self.epoch_state
+        if state is not None:
+            state.remote.expire(now)
         if state is not None and state.grammars.compiling:
             state.requests.record_grammars(state.grammars.expire(now))
         if (late := self.health.tick(now)) is not None:

@@ -21,10 +21,12 @@ from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.results.requests import EngineRequests, RequestValidator
 from services.scheduler.core.results.step_results import StepResults
+from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
 from services.scheduler.core.transfer.loads import Loads
 from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
+from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from services.scheduler.core.transfer.saves import Saves
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Incarnation, SequenceId
@@ -59,6 +61,7 @@ class EpochState:
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
         self.costs = RecomputeCosts(workers.layout)
         self.loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
+        self.remote = RemotePrefills(store)
         self.saves = Saves(store, self.memory, self.transfers)
         self.hand_overs = HandOvers(self.saves)
         self.grammars = Grammars(limits.compile_timeout, limits.max_grammars, store.counters)
@@ -70,6 +73,7 @@ class EpochState:
             self.memory,
             self.transfers,
             self.loads,
+            self.remote,
             self.saves,
             self.grammars,
             speculation,
@@ -84,6 +88,7 @@ class EpochState:
             self.grammars,
             self.queues,
             self.hand_overs,
+            self.remote,
             sender,
             outbox,
         )
@@ -124,6 +129,8 @@ class EpochState:
             if suspected and isolation.pauses(steps.in_flight):
                 return None if steps.in_flight else now
             step = self.planner.plan(now)
+            for sequence in self.remote.take_leaving():
+                self._pass_on(sequence)
             if step is None and suspected and isolation.goes_on(steps.in_flight):
                 continue
             if step is None:
@@ -162,6 +169,10 @@ class EpochState:
         )
         self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
+
+    def _pass_on(self, sequence: Sequence) -> None:
+        self.requests.pass_on(sequence)
+        self._outbox.pass_on(sequence, self._sender.pass_on(sequence))
 
     def computing(self) -> set[SequenceId]:
         """The sequences that the steps in flight compute."""

@@ -20,6 +20,7 @@ SequencePhase = Literal[
     "compiling",
     "seeking",
     "loading",
+    "leaving",
     "prefilling",
     "decoding",
     "handing",
@@ -28,11 +29,12 @@ SequencePhase = Literal[
 ]
 
 NEXT_PHASES: dict[SequencePhase, frozenset[SequencePhase]] = {
-    "waiting": frozenset({"quarantined", "compiling", "seeking", "loading", "prefilling", "ended"}),
+    "waiting": frozenset({"quarantined", "compiling", "seeking", "loading", "leaving", "prefilling", "ended"}),
     "quarantined": frozenset({"prefilling", "ended"}),
     "compiling": frozenset({"waiting", "ended"}),
     "seeking": frozenset({"waiting", "ended"}),
     "loading": frozenset({"prefilling", "ended"}),
+    "leaving": frozenset({"ended"}),
     "prefilling": frozenset({"decoding", "handing", "waiting", "ended"}),
     "decoding": frozenset({"returning", "waiting", "ended"}),
     "handing": frozenset({"decoding", "ended"}),
@@ -44,9 +46,9 @@ NEXT_PHASES: dict[SequencePhase, frozenset[SequencePhase]] = {
 quarantined: a process died with it, and it waits beside the queue until it may be computed alone
 (`planning/isolation.py`). compiling: it waits outside the queue for the workers to compile its grammar. seeking: it
 waits outside the queue for the KV store's answer, or for another sequence to load or compute the same blocks. loading:
-its blocks are being filled from the store. handing: its only token here is drawn, and its blocks are being saved for
-the decode engine. returning: it was preempted while sampled tokens were still on their way, and waits again once they
-have arrived.
+its blocks are being filled from the store. leaving: another engine is sent it, and computes its prompt. handing: its
+only token here is drawn, and its blocks are being saved for the decode engine. returning: it was preempted while
+sampled tokens were still on their way, and waits again once they have arrived.
 """
 
 
@@ -182,7 +184,7 @@ class BlockTable:
 class TransferState:
     """Where a sequence's blocks may come from, and which engine continues it. Only its methods write its fields."""
 
-    __slots__ = ("decode_node", "decode_on", "kv_source", "partial")
+    __slots__ = ("decode_node", "decode_on", "kv_source", "partial", "passed_by", "prefill_on", "remote_from")
 
     def __init__(self, generate: GenerateRequest) -> None:
         handed = generate.handed
@@ -194,6 +196,13 @@ class TransferState:
         """The node whose KV store probably holds its blocks; None if none is known."""
         self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
         """Hash of its last, partial block in the store, if it was handed over; else None."""
+
+        self.prefill_on: EngineId | None = generate.prefill_on
+        """The engine that may compute its prompt, if that pays when its turn has come; None: none may."""
+        self.remote_from = generate.remote_from
+        """Tokens to compute from which on it pays."""
+        self.passed_by: EngineId | None = generate.passed_by
+        """The decode engine that has passed it on before its prompt was computed; None without one."""
 
     def stay(self) -> None:
         """The sequence is decoded here instead of being handed over."""

@@ -21,6 +21,7 @@ from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE_DECODES, Saves
 
 
@@ -35,6 +36,7 @@ class StepPlanner:
         memory: BlockAllocator,
         transfers: BlockTransfers,
         loads: Loads,
+        remote: RemotePrefills,
         saves: Saves,
         grammars: Grammars,
         speculation: SpeculationBudget,
@@ -53,7 +55,7 @@ class StepPlanner:
         self._decodes = DecodePlanner(memory, self.queues, self.preemption, speculation, self._micro_batches)
         self._prefills = PrefillPlanner(memory, self.queues, limits.long_prefill_token_threshold)
         self._admission = Admission(
-            limits.max_running, memory, self.queues, loads, self._prompts, self._prefills, counters
+            limits.max_running, memory, self.queues, loads, remote, self._prompts, self._prefills, counters
         )
         self.isolation = SuspectIsolation(self.queues, self._admission, self._prefills, self._decodes)
 

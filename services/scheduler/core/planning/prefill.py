@@ -15,6 +15,7 @@ from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.messages.worker import SequenceWork
 from shared.packing import pack
@@ -98,6 +99,7 @@ class Admission:
         memory: BlockAllocator,
         queues: SequenceQueues,
         loads: Loads,
+        remote: RemotePrefills,
         prompts: SharedPrompts,
         prefills: PrefillPlanner,
         counters: EngineCounters,
@@ -106,6 +108,7 @@ class Admission:
         self._memory = memory
         self._queues = queues
         self._loads = loads
+        self._remote = remote
         self._prompts = prompts
         self._prefills = prefills
         self._counters = counters
@@ -113,8 +116,10 @@ class Admission:
     def admit(self, step: StepBuilder, now: float) -> None:
         """Lets sequences enter until one has to go on waiting; all behind it wait, too."""
         queues = self._queues
-        while queues.waiting and queues.running < self._max_running:
-            if not self._admit_first(queues.waiting[0], step, now):
+        while queues.waiting:
+            first = queues.waiting[0]
+            kept, _ = self._remote.room_besides(first.generation.request)
+            if queues.running + kept >= self._max_running or not self._admit_first(first, step, now):
                 return
 
     def _admit_first(self, sequence: Sequence, step: StepBuilder, now: float) -> bool:
@@ -128,15 +133,22 @@ class Admission:
             case "compute" if self._prompts.wait(sequence, len(cached)):
                 self._counters.prompts_shared += 1
                 self._queues.set_aside(sequence)
+            case "compute" if self._remote.pays(sequence, len(cached), decodes=bool(self._queues.decoding)):
+                if not self._fits(sequence, cached):
+                    return False
+                self._queues.leave(sequence)
+                self._remote.leave(sequence, now)
             case "compute":
                 if step.budget <= 0 or not self._fits(sequence, cached) or not step.fits_new(sequence):
                     return False
+                self._remote.release(sequence.generation.request)
                 self._queues.start_prefill(sequence, cached)
                 if not self._prefills.is_long(sequence):
                     self._prefills.prefill(sequence, step)
             case "load":
                 if not self._fits(sequence, cached):
                     return False
+                self._remote.release(sequence.generation.request)
                 self._queues.start_loading(sequence)
                 self._loads.start(sequence, cached, now)
             case "await":
@@ -170,4 +182,5 @@ class Admission:
         promised = sum(blocks_for(s.tokens.length) - len(s.blocks.numbers) for s in coming) + queues.running
         # Cached blocks that are free are taken from the pool, too.
         in_use = sum(1 for block in cached if pool.references[block])
-        return blocks_for(sequence.tokens.length) - in_use + promised <= pool.free
+        _, kept = self._remote.room_besides(sequence.generation.request)
+        return blocks_for(sequence.tokens.length) - in_use + promised + kept <= pool.free

@@ -199,6 +199,13 @@ class SequenceQueues:
         """What lies in its blocks is not to be used by others."""
         self._memory.forget_names(sequence)
 
+    def leave(self, sequence: Sequence) -> None:
+        """Out of the waiting queue: another engine computes its prompt."""
+        if self._loads.enabled:
+            self._loads.forget(sequence)
+        self.waiting.remove(sequence)
+        sequence.move("leaving")
+
     def remove(self, sequence: Sequence) -> None:
         """Takes `sequence` out, whatever its phase; its blocks are free for the next plan."""
         match sequence.phase:

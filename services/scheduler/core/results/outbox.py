@@ -187,10 +187,24 @@ class EngineOutbox:
         self._outputs += self.streams.flush()
         generation = sequence.generation
         placed = RequestPlaced(
-            generation.request, generation.attempt, hand_over.engine, sequence.detokenizer, self._engine
+            generation.request,
+            generation.attempt,
+            hand_over.engine,
+            sequence.detokenizer,
+            self._engine,
+            passes=0 if sequence.transfer.passed_by is None else 2,
         )
         self.send_to_gateway(generation, placed)
         self._outputs.append(hand_over)
+
+    def pass_on(self, sequence: Sequence, passed: SendHandOver) -> None:
+        """Sends the gateway's notice, and the request to the engine that computes its prompt. No stream is open."""
+        generation = sequence.generation
+        placed = RequestPlaced(
+            generation.request, generation.attempt, passed.engine, sequence.detokenizer, self._engine, passes=1
+        )
+        self.send_to_gateway(generation, placed)
+        self._outputs.append(passed)
 
 
 def token_entry(

@@ -12,6 +12,7 @@ from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.sequence import QueueKey, Sequence
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
+from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from shared.blocks import BLOCK_SIZE, HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
@@ -114,6 +115,7 @@ class EngineRequests:
         grammars: Grammars,
         queues: SequenceQueues,
         hand_overs: HandOvers,
+        remote: RemotePrefills,
         sender: HandOverSender,
         outbox: EngineOutbox,
     ) -> None:
@@ -125,6 +127,7 @@ class EngineRequests:
         self._grammars = grammars
         self._queues = queues
         self._hand_overs = hand_overs
+        self._remote = remote
         self._sender = sender
         self._outbox = outbox
 
@@ -134,6 +137,8 @@ class EngineRequests:
         generation = generate.generation
         request, attempt = generation.request, generation.attempt
         held = self.held.get(request)
+        if generate.handed is not None:
+            self._sender.forget(request)
         if self._outbox.fence.is_closed(request, attempt) or (held is not None and held.generation.attempt >= attempt):
             self._outbox.disown(generate)
             return
@@ -152,6 +157,11 @@ class EngineRequests:
             self._accept(sequence)
             return
         self._outbox.refuse(generate, refusal)
+
+    def pass_on(self, sequence: Sequence) -> None:
+        """Another engine computes the prompt; the same attempt may come back."""
+        del self.held[sequence.generation.request]
+        self._queues.remove(sequence)
 
     def _accept(self, sequence: Sequence) -> None:
         other = sequence.transfer.decode_on
@@ -177,6 +187,7 @@ class EngineRequests:
         """Ends the request's attempt and frees its blocks. The caller has sent the final answer, or sends it now.
         `tell_detokenizer` is False if the detokenizer knows of the end by a token, or requested it."""
         del self.held[sequence.generation.request]
+        self._remote.release(sequence.generation.request)
         if self._hand_overs.waiting:
             self._hand_overs.forget(sequence)
         self._queues.remove(sequence)

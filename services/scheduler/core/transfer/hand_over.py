@@ -102,6 +102,8 @@ class _SentRequest:
     engine: EngineId
     detokenizer: DetokenizerId
     wanted: bool = True
+    comes_back: bool = False
+    """Whether it is to be handed over to this engine later."""
 
 
 class SentRequests:
@@ -111,9 +113,15 @@ class SentRequests:
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
         self._sent: RecentEntries[RequestId, _SentRequest] = RecentEntries(max_remembered)
 
-    def add(self, generation: Generation, engine: EngineId, detokenizer: DetokenizerId) -> None:
+    def add(
+        self, generation: Generation, engine: EngineId, detokenizer: DetokenizerId, *, comes_back: bool = False
+    ) -> None:
         """Records that the request is sent to `engine`; the oldest entry may be forgotten for it."""
-        self._sent[generation.request] = _SentRequest(generation.attempt, engine, detokenizer)
+        self._sent[generation.request] = _SentRequest(generation.attempt, engine, detokenizer, comes_back=comes_back)
+
+    def forget(self, request: RequestId) -> None:
+        """The request has come back, or was never sent."""
+        self._sent.pop(request, None)
 
     def forward(self, message: Cancel | StopMatched) -> ForwardControl | None:
         """The message for the engine that has the request; None if it was not handed over. It is sent again for every
@@ -121,6 +129,8 @@ class SentRequests:
         that its stream ends."""
         sent = self._sent.get(message.request)
         if sent is None or sent.attempt > message.attempt:
+            return None
+        if sent.comes_back and not sent.wanted:  # the other engine sends here what it is sent: not in a circle
             return None
         sent.wanted = False
         if isinstance(message, Cancel):
@@ -193,6 +203,25 @@ class HandOverSender:
         known = replace(sequence.generation, tokens=tokens, block_hashes=hashes)
         self._sent.add(sequence.generation, engine, sequence.detokenizer)
         return SendHandOver(engine, GenerateRequest(known, sequence.detokenizer, handed=over))
+
+    def pass_on(self, sequence: Sequence) -> SendHandOver:
+        """The message that has another engine compute the prompt, and hand the request over to this one."""
+        transfer, generation = sequence.transfer, sequence.generation
+        assert transfer.prefill_on is not None, "there is an engine to pass it on to"
+        self._store.counters.passed_on += 1
+        self._sent.add(generation, transfer.prefill_on, sequence.detokenizer, comes_back=True)
+        generate = GenerateRequest(
+            generation,
+            sequence.detokenizer,
+            decode_on=self._engine,
+            decode_node=self._store.node,
+            passed_by=self._engine,
+        )
+        return SendHandOver(transfer.prefill_on, generate)
+
+    def forget(self, request: RequestId) -> None:
+        """A request that was passed on has come back."""
+        self._sent.forget(request)
 
     def take_back(self, event: HandOverRefused) -> bool:
         """The engine that a request was sent to is gone; whether the request is still wanted."""

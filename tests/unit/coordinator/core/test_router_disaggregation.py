@@ -213,3 +213,30 @@ def test_the_prefill_engine_is_told_the_node_of_the_decode_engine_where_that_is_
         (action, *_) = core.route(route("r", 1, prompt=LONG), at(1))
         assert isinstance(action, PlaceRequest)
         assert (action.generate.decode_on, action.generate.decode_node) == ("d1", node)
+
+
+def test_decode_first_the_decode_engine_gets_the_request_and_the_name_of_a_prefill_engine() -> None:
+    core = Coordinator(InstanceId("coordinator-1"), replace(ROUTING, pd_order="decode-first"))
+    for life in (detokenizer(), P1, D1):
+        core.lifecycle(life, at(0))
+    (action, *_) = core.route(route("r", prompt=LONG), at(1))
+    assert isinstance(action, PlaceRequest)
+    generate = action.generate
+    assert (action.engine, generate.decode_on) == ("d1", None)
+    assert (generate.prefill_on, generate.remote_from) == ("p1", 100 * BLOCK)
+    (short, *_) = core.route(route("s", prompt=10 * BLOCK), at(1))
+    assert isinstance(short, PlaceRequest)
+    assert (short.engine, short.generate.prefill_on, short.generate.remote_from) == ("d1", None, 0)
+
+
+def test_decode_first_both_engines_are_counted_so_that_all_get_their_share() -> None:
+    core = Coordinator(InstanceId("coordinator-1"), replace(ROUTING, pd_order="decode-first"))
+    for life in (detokenizer(), P1, P2, D1, D2):
+        core.lifecycle(life, at(0))
+    prefilling, decoding = set(), set()
+    for number in range(2):
+        (action, *_) = core.route(route(f"r{number}", prompt=LONG + number), at(1))
+        assert isinstance(action, PlaceRequest)
+        decoding.add(action.engine)
+        prefilling.add(action.generate.prefill_on)
+    assert (prefilling, decoding) == ({"p1", "p2"}, {"d1", "d2"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 from msgspec.structs import replace
@@ -577,3 +578,18 @@ def test_output_without_its_opening_shows_a_loss() -> None:
     assert tokenize.attempt == 2
     opened = (StreamOpened(R, Attempt(2), 9, 0),)
     assert watched.deltas((Delta(R, Attempt(2), 0, (5,), "a"),), 2.0, opened=opened)[0] == opened[0]
+
+
+def test_of_notices_in_any_order_the_last_engine_counts() -> None:
+    """Decode-first: an engine takes the request, has another compute the prompt, and gets it back."""
+    notices = (
+        RequestPlaced(R, Attempt(1), ENGINE, DETOKENIZER),
+        RequestPlaced(R, Attempt(1), OTHER, DETOKENIZER, handed_by=ENGINE, passes=1),
+        RequestPlaced(R, Attempt(1), ENGINE, DETOKENIZER, handed_by=OTHER, passes=2),
+    )
+    for order in permutations(notices):
+        watched = Watched()
+        for placed in order:
+            assert watched.supervision.handle(placed, 1.0) == []
+        assert watched.supervision.instance_gone(life("scheduler", OTHER), "died", 2.0) == []
+        assert watched.supervision.close(R, 3.0) == [CancelAttempt(ENGINE, Cancel(R, Attempt(1), DETOKENIZER))]

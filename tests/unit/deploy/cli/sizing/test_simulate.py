@@ -53,6 +53,7 @@ def test_pools_are_simulated_with_a_store_to_hand_over_by(capsys: pytest.Capture
     ("argv", "named"),
     [
         (("--prefill", "1"), "--decode N"),
+        (("--pd-order", "decode-first"), "needs pools"),
         (("--prefill", "1", "--decode", "1", "--kvstore-memory", "0"), "hand over through a KV store"),
         (("--kvstore-memory", "4GiB", "--processes", "2"), "--processes"),
         (("--kvstore-memory", "4GiB", "--scaling", "queue-length"), "--scaling queue-length"),
