@@ -19,7 +19,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-extras test-faults test-hosts test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-slow fuzz test-gpu test-compose lint fmt proto bench chaos wheels install-offline gpu-report house clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,7 +53,7 @@ down: setup ## end a stack that `baton up --detach` started
 
 # Several processes (tests/conftest.py); each takes whole files: what their tests share is made once. One: ARGS="-n 0".
 test: $(DEV) $(KERNELS) ## all tests of what serves, but the slow ones, those of faults and those of Triton's kernels
-	$(BIN)/python -m pytest -m "not slow and not extras and not faults and not kernels and not hosts" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not extras and not faults and not kernels and not hosts and not ray" -n auto --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 3 $(ARGS)
 
 test-extras: $(DEV) $(KERNELS) ## what is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel
 	$(BIN)/python -m pytest -m "extras and not slow and not faults" -n auto --dist loadfile --no-loadscope-reorder --durations 10 \
@@ -69,6 +69,9 @@ test-kernels: $(DEV) ## Triton's kernels in its interpreter against float64, and
 UNSHARED := unshare --net --mount $(if $(filter 0,$(shell id -u)),,--user --map-root-user)
 test-hosts: $(DEV) $(KERNELS) ## stacks of several hosts, each in network and mount namespaces: killed, cut off, come back
 	BATON_TEST_HOSTS=1 $(UNSHARED) $(BIN)/python -m pytest -m hosts --durations 10 tests/hosts $(ARGS)
+
+test-ray: $(DEV) $(KERNELS) ## stacks on a Ray cluster of several raylets of this machine: placed, scaled, a raylet killed
+	$(BIN)/python -m pytest -m ray --durations 10 tests/ray $(ARGS)
 
 test-slow: $(DEV) $(KERNELS) ## the tests that take minutes, and new examples for those of properties
 	$(BIN)/python -m pytest -m slow --ignore=tests/fuzz $(ARGS)

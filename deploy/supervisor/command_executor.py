@@ -21,7 +21,7 @@ from deploy.supervisor.core.plan import ProcessSpec, all_process_specs
 from deploy.supervisor.launch import CommandLineOf, LaunchContext, secret_settings
 from deploy.supervisor.log_files import LogFolder
 from deploy.supervisor.network import network_environment
-from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.processes import ChildProcesses, RemoteCommand, RemoteProcesses, RemoteSite
 from deploy.supervisor.servers.federation import FederationServer
 from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.redis import StoreAccess
@@ -31,8 +31,8 @@ from deploy.supervisor.template.link import TEMPLATE, TemplateProcess
 from shared import topics
 from shared.addresses import rendezvous_file
 from shared.bus import Bus, BusError
-from shared.config import inherited_environment
-from shared.ids import EngineId
+from shared.config import ENVIRONMENT_PREFIX, inherited_environment
+from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import InstanceControl, Lifecycle, Standby, Undrain
 from shared.private_files import PRIVATE_FOLDER
 from shared.topics import Topic
@@ -56,8 +56,12 @@ class CommandExecutor:
         federation: FederationServer,
         children: ChildProcesses,
         logs: LogFolder,
+        remote: RemoteProcesses | None = None,
     ) -> None:
         self._spec = spec
+        self._remote = remote
+        self._elsewhere: set[InstanceId] = set()
+        """Processes that were started by `remote`."""
         self._launch = launch
         self._access = access
         self._store = store
@@ -76,15 +80,19 @@ class CommandExecutor:
     def execute(
         self, order: StartProcess | TerminateProcess | KillProcess | AnnounceDeath | SetStandby, gateway_port: int
     ) -> ProcessStarted | ProcessExited | None:
-        """Executes one command; for a start the event that says whether the process runs, None for all others."""
+        """Executes one command; for a start on this machine the event that says whether the process runs, None for all
+        others."""
         match order:
-            case StartProcess():
+            case StartProcess(process):
+                if self._remote is not None and self._remote.takes(process):
+                    self._start_elsewhere(self._remote, order, gateway_port)
+                    return None
                 return self._start(order, gateway_port)
             case TerminateProcess(instance):
-                self._children.signal(instance, signal.SIGTERM)
+                self._signal(instance, signal.SIGTERM)
             case KillProcess(instance):
                 log.warning("process killed", extra={"child": instance})
-                self._children.signal(instance, signal.SIGKILL)
+                self._signal(instance, signal.SIGKILL)
             case AnnounceDeath(lifecycle):
                 self._publish_soon(_topic_of(lifecycle), lifecycle)
             case SetStandby(instance, standby):
@@ -95,6 +103,12 @@ class CommandExecutor:
     def _publish_soon(self, topic: Topic[Any], message: Lifecycle | InstanceControl) -> None:
         with contextlib.suppress(asyncio.QueueFull):
             self._to_publish.put_nowait((topic, message))
+
+    def _signal(self, instance: InstanceId, number: signal.Signals) -> None:
+        if self._remote is not None and instance in self._elsewhere:
+            self._remote.signal(instance, number)
+        else:
+            self._children.signal(instance, number)
 
     def start_template(self, gateway_port: int) -> None:
         """Starts what forks workers, where there is none and there may be one. Needs a running event loop."""
@@ -147,6 +161,31 @@ class CommandExecutor:
             return ProcessExited(process.instance, NOT_EXECUTABLE)
         log.info("started", extra={"child": process.instance, "pid": pid})
         return ProcessStarted(process.instance, pid)
+
+    def _start_elsewhere(self, remote: RemoteProcesses, order: StartProcess, gateway_port: int) -> None:
+        process = order.process
+
+        def command(site: RemoteSite) -> RemoteCommand:
+            where = LaunchContext(
+                port=gateway_port,
+                rendezvous=site.rendezvous,
+                arenas=site.arenas,
+                redis_url=self._store.redis_url,
+                device=site.device,
+                remote=True,
+                node=site.node,
+                standby=order.standby,
+            )
+            inherited = inherited_environment(process.service)
+            environment = {
+                **{name: value for name, value in inherited.items() if name.startswith(ENVIRONMENT_PREFIX)},
+                **self._access.environment(process.service),
+                **secret_settings(self._spec, process, where),
+            }
+            return RemoteCommand(tuple(self._launch(self._spec, process, where)[1:]), environment)
+
+        self._elsewhere.add(process.instance)
+        remote.start(process, command, new_rendezvous=order.new_rendezvous)
 
     def _where(
         self, process: ProcessSpec, gateway_port: int, device: int | None, *, standby: bool = False

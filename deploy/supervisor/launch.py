@@ -11,6 +11,7 @@ from deploy.supervisor.cluster.folder import ClusterFolder
 from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import LOCK
+from shared.ids import NodeId
 from shared.messages.lifecycle import Service
 
 EVERY_SERVICE = "*"
@@ -33,6 +34,10 @@ class LaunchContext(NamedTuple):
     """Whether the process's engine is to stand by."""
     device: int | None = None
     """Index of this host's device that a worker computes on; None for other processes."""
+    remote: bool = False
+    """Whether it runs on another machine, where it ends with what started it instead of with this supervisor."""
+    node: NodeId | None = None
+    """The name of its engine's own KV store; None: that of this host's."""
 
 
 class CommandLineOf(Protocol):
@@ -46,7 +51,7 @@ def service_command(spec: StackSpec, process: ProcessSpec, where: LaunchContext)
     """`python -m services.X --key=value …`; the user's own settings come last and override the others. Without those
     that are secrets: see `secret_settings`."""
     settings = {
-        **_common(spec, process),
+        **_common(spec, process, where),
         **_own(spec, process, where),
         **{key: value for key, value in _chosen(spec, process).items() if key not in SECRETS},
     }
@@ -74,14 +79,14 @@ def flags(settings: Mapping[str, str]) -> list[str]:
     return argv
 
 
-def _common(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
+def _common(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:
     common = {
         "instance": process.instance,
         "namespace": spec.namespace,
-        "supervisor_lock": str(spec.run_dir / LOCK),
-        "orphan_timeout": f"{spec.orphan_timeout:g}",
         "drain_timeout": f"{spec.drain_timeout:g}",
     }
+    if not where.remote:
+        common |= {"supervisor_lock": str(spec.run_dir / LOCK), "orphan_timeout": f"{spec.orphan_timeout:g}"}
     if spec.config is not None:
         common["config"] = str(spec.config)
     return common
@@ -151,7 +156,7 @@ def _role(pool: Pool | None) -> dict[str, str]:
 
 def _node(spec: StackSpec, where: LaunchContext) -> dict[str, str]:
     """A service without a node uses no store."""
-    return {"node": spec.store.node} if where.arenas else {}
+    return {"node": where.node or spec.store.node} if where.arenas else {}
 
 
 def _transfer(spec: StackSpec) -> dict[str, str]:

@@ -57,7 +57,7 @@ def _bind(one: socket.socket, host: str, port: int) -> None:
 def network_environment(hosts: HostsSpec | None) -> dict[str, str]:
     """For the ranks' processes: those of one host speak where no other machine reaches them. What the user has set
     himself stays."""
-    name = loopback_interface() if hosts is None else _interface_of(own_address_towards(hosts.master))
+    name = loopback_interface() if hosts is None else interface_of(own_address_towards(hosts.master))
     return rank_interfaces(name, process_environment())
 
 
@@ -71,7 +71,8 @@ def own_address_towards(host: str) -> str | None:
     return None
 
 
-def _interface_of(address: str | None) -> str | None:
+def interface_of(address: str | None) -> str | None:
+    """The name of this machine's network interface that has an address; None where none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name

@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, Protocol, assert_never
 
 import psutil
 
+from deploy.supervisor.core.plan import ProcessSpec
 from deploy.supervisor.template.identity import NAME_MARK, shown_name
 from deploy.supervisor.template.link import ForkedProcess, TemplateProcess
+from shared.ids import InstanceId, NodeId
 from shared.private_files import private_opener
 
 RUN_DIR_MARK = "BATON_PROCESS_OF"
@@ -194,3 +196,69 @@ def _opened(log: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+# Processes of other machines: whoever runs them says what becomes of them.
+
+
+class RemoteSite(NamedTuple):
+    """What is known of the place where a process is to run, once it has one."""
+
+    node: NodeId | None = None
+    """The name of its engine's KV store; None without one."""
+    arenas: Path | None = None
+    """That store's directory there."""
+    rendezvous: str | None = None
+    """Where the ranks of its engine meet, at this start."""
+    device: int | None = None
+    """Index of the device among those that its place has; None for what is no worker."""
+
+
+class RemoteCommand(NamedTuple):
+    """A program to run there."""
+
+    arguments: tuple[str, ...]
+    """Of that machine's Python."""
+    environment: Mapping[str, str]
+    """Beside that machine's own."""
+
+
+CommandAt = Callable[[RemoteSite], RemoteCommand]
+
+
+class RemoteEvents(NamedTuple):
+    """Where it is said what became of processes."""
+
+    started: Callable[[InstanceId, int], None]
+    """A process runs; the pid is that of its machine."""
+    ended: Callable[[InstanceId, int], None]
+    """A process has ended, with this status (as subprocess gives it), or could not be started."""
+
+
+class RemoteProcesses(Protocol):
+    """Runs processes on other machines. Decides nothing: what ended is started again where the supervisor says so."""
+
+    def takes(self, process: ProcessSpec) -> bool:
+        """Whether it runs this process; others run on this machine."""
+
+    def attach(self, events: RemoteEvents, log_of: Callable[[str], Path]) -> None:
+        """Whom it reports to, and the file that it appends each process's words to. Once, before anything starts."""
+
+    def start(self, process: ProcessSpec, command: CommandAt, *, new_rendezvous: bool) -> None:
+        """Starts a process as soon as there is a place for it. `new_rendezvous`: it is the first rank of its engine's
+        start."""
+
+    def signal(self, instance: InstanceId, number: signal.Signals) -> None:
+        """To the process alone if it may clean up, to its whole group if it is killed."""
+
+    def keep(self, instances: Iterable[InstanceId]) -> None:
+        """Gives up the places of all processes but these."""
+
+    def problems(self) -> list[str]:
+        """What cannot be done at present, for people to read."""
+
+    async def run(self) -> None:
+        """Until cancelled. Raises what was a bug."""
+
+    async def end(self) -> None:
+        """Ends whatever still runs, at once, and gives up all places."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from deploy.supervisor.core.plan import WorkerStartMethod
+from deploy.supervisor.core.plan import LauncherName, WorkerStartMethod
 from shared.settings import ByteSize, UpOption
 
 Count = Annotated[int, Meta(ge=1)]
@@ -119,6 +119,19 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     redis_memory: Annotated[
         ByteSize, Meta(description="Memory limit of the redis-server of --redis."), UpOption(STORE)
     ] = 2**30
+    launcher: Annotated[
+        LauncherName,
+        Meta(
+            description="Where processes run. local: on this machine; ray: on the nodes of a Ray cluster, each engine "
+            "as a placement group."
+        ),
+        UpOption(RUN),
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        Meta(description="With --launcher ray: HOST:PORT of the cluster's head."),
+        UpOption(RUN, environment="RAY_ADDRESS", unset="the cluster of this machine"),
+    ] = None
     worker_start_method: Annotated[
         WorkerStartMethod,
         Meta(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
@@ -82,6 +83,17 @@ class FederationSpec(Struct, frozen=True, kw_only=True):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class RaySpec(Struct, frozen=True, kw_only=True):
+    """The Ray cluster that runs everything but gateways and servers."""
+
+    address: str | None = None
+    """HOST:PORT of its head; None: the one of this machine."""
+    cpus_per_rank: int = 1
+    """Of each worker rank, which computes with as many threads."""
+    gpus_per_rank: Literal[0, 1, "auto"] = "auto"
+    """auto: 1 if the cluster has any."""
+
+
 class OutsideRedis(Struct, frozen=True, kw_only=True, tag=True):
     """A Redis server that is not the stack's own."""
 
@@ -134,6 +146,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     """None: no other host can join."""
     federation: FederationSpec | None = None
     """None: in no federation."""
+    ray: RaySpec | None = None
+    """None: all processes run on this machine."""
     namespace: str
     config: Path | None = None
     """A TOML file that every service reads; None without one."""

@@ -43,7 +43,7 @@ from deploy.supervisor.keeper import keeper_command
 from deploy.supervisor.launch import CommandLineOf, module_of, service_command
 from deploy.supervisor.log_files import LogFolder, full_disk
 from deploy.supervisor.network import reserved_port
-from deploy.supervisor.processes import ChildProcesses
+from deploy.supervisor.processes import ChildProcesses, RemoteEvents, RemoteProcesses
 from deploy.supervisor.servers.arenas import remove_leftovers
 from deploy.supervisor.servers.federation import NAME as FEDERATION
 from deploy.supervisor.servers.federation import FederationServer
@@ -98,9 +98,13 @@ class StartFailed(Exception):
 class Stack:
     """Owns the supervisor's core, the processes and the run directory. `run` returns when everything has ended."""
 
-    def __init__(self, spec: StackSpec, launch: CommandLineOf = service_command) -> None:
+    def __init__(
+        self, spec: StackSpec, launch: CommandLineOf = service_command, remote: RemoteProcesses | None = None
+    ) -> None:
+        """`remote`: what runs processes on other machines; None: all run on this one."""
         self.spec = spec
         forks = spec.worker_start_method == "forkserver" and launch is service_command and sys.platform == "linux"
+        forks = forks and remote is None
         self.supervisor = Supervisor(
             spec.counts, deadlines=StopDeadlines(drain=spec.drain_timeout + 2.0), holds_workers=forks
         )
@@ -111,8 +115,11 @@ class Stack:
         self._store = StoreAccess(spec)
         self._federation = FederationServer(spec)
         self._executor = CommandExecutor(
-            spec, launch, self._access, self._store, self._federation, self.children, self.logs
+            spec, launch, self._access, self._store, self._federation, self.children, self.logs, remote
         )
+        self._remote = remote
+        if remote is not None:
+            remote.attach(RemoteEvents(self._started_elsewhere, self._record_exit), self.logs.of)
         if forks:
             self._executor.template = TemplateProcess(module_of("worker"), lambda: self._wake.set())
         self._hosts = hosts_of(spec, self.supervisor, self._executor)
@@ -257,6 +264,7 @@ class Stack:
                     self._watch,
                     self._start_deadline,
                     self._run_hosts,
+                    *((self._remote.run,) if self._remote is not None else ()),
                     *beside,
                 )
                 for name in self._gone:
@@ -266,6 +274,8 @@ class Stack:
                 await self._ended.wait()
                 for task in background:
                     task.cancel()
+            if self._remote is not None:
+                await self._remote.end()
             if self._hosts is not None:
                 await self._hosts.end(self._bus)
 
@@ -313,6 +323,8 @@ class Stack:
             self._look_after_template()
             self._restart_stalled()
             self._handle(ClockTick())
+            if self._remote is not None:
+                self._remote.keep(member.process.instance for member in self.supervisor.members())
             if time.monotonic() - bounded_at > LOG_BOUND_EVERY:
                 bounded_at = time.monotonic()
                 self._look_after_disk()
@@ -320,18 +332,29 @@ class Stack:
     def _reap(self) -> None:
         foreign = {server.name: server for server in self._foreign_servers()}
         for name, status in self.children.exited():
-            log.log(
-                logging.INFO if self.supervisor.stopping else logging.WARNING, "ended", extra=_of(name, status=status)
-            )
-            self._last_lines[name] = tuple(self.logs.last_lines(name))
             if name in foreign:
+                self._note_exit(name, status)
                 foreign[name].exited(time.monotonic())
-            elif any(member.process.instance == name for member in self.supervisor.members()):
-                self._watchdog.forget(InstanceId(name))
-                self._handle(ProcessExited(InstanceId(name), status))
+            else:
+                self._record_exit(InstanceId(name), status)
         restarted = [server for server in foreign.values() if server.restart_if_due(time.monotonic())]
         if restarted:
             self.save()
+
+    def _note_exit(self, name: str, status: int | None) -> None:
+        log.log(logging.INFO if self.supervisor.stopping else logging.WARNING, "ended", extra=_of(name, status=status))
+        self._last_lines[name] = tuple(self.logs.last_lines(name))
+
+    def _record_exit(self, instance: InstanceId, status: int | None) -> None:
+        self._note_exit(instance, status)
+        if self.supervisor.looks_after(instance):
+            self._watchdog.forget(instance)
+            self._handle(ProcessExited(instance, status))
+
+    def _started_elsewhere(self, instance: InstanceId, pid: int) -> None:
+        log.info("started", extra=_of(instance, pid=pid))
+        if self.supervisor.looks_after(instance):
+            self._handle(ProcessStarted(instance, pid))
 
     def _look_after_template(self) -> None:
         template = self._executor.template
@@ -354,7 +377,8 @@ class Stack:
     def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:
         processes = [member.process for member in self.supervisor.members()]
         engine = next((process.engine for process in processes if process.instance == instance), None)
-        return (instance,) if engine is None else tuple(s.instance for s in processes if s.engine == engine)
+        ours = [s.instance for s in processes if s.engine == engine and s.service != "kvstore"]
+        return tuple(ours) if engine is not None and instance in ours else (instance,)
 
     async def _start_deadline(self) -> None:
         await asyncio.sleep(self.spec.start_timeout)
@@ -407,6 +431,7 @@ class Stack:
     def _problems(self) -> tuple[str, ...]:
         """What cannot be done at present, for `baton ps`."""
         found = [self._log_problem] if self._log_problem else []
+        found += self._remote.problems() if self._remote is not None else []
         found += [f"{each.name} died {each.failures} times in a row" for each in self._foreign_servers() if each.failed]
         return tuple(found)
 

@@ -37,6 +37,7 @@ LANES = {
     "faults": "make test-faults",
     "kernels": "make test-kernels",
     "hosts": "make test-hosts",
+    "ray": "make test-ray",
 }
 """By marker; the first one that a test has counts."""
 

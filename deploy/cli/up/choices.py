@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import socket
 from collections import defaultdict
@@ -11,6 +12,7 @@ from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
@@ -22,7 +24,7 @@ from deploy.supervisor.core.plan import POOLS, Counts, process_specs
 from deploy.supervisor.launch import EVERY_SERVICE, LaunchContext, secret_settings, service_command
 from deploy.supervisor.servers.arenas import clear_leftovers, default_memory, fits, free_memory
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import EmbeddedRedis, OutsideBus, OutsideRedis, StackSpec, StoreSpec
+from deploy.supervisor.spec import EmbeddedRedis, OutsideBus, OutsideRedis, RaySpec, StackSpec, StoreSpec
 from deploy.supervisor.state_file import shared_memory
 from services.gateway.config import GatewayConfig
 from services.gateway.core.api_keys import KeyFileError
@@ -65,9 +67,13 @@ def stack_spec(
     check_order(values, prefill=stack.prefill, decode=stack.decode)
     if values.get("pd_order") == "decode-first" and store is None:
         raise CommandError("--pd-order decode-first: hands over through a KV store: --kvstore-memory SIZE", status=2)
+    ray = ray_choice(stack, values, assigned, runs_here=cluster is not None or hosts is not None)
+    if ray is not None:
+        counts = replace(counts, kvstore=0, engine_stores=store is not None)
     check_journal(assigned, counts.all_engines)
     drafts = drafting(values.get("speculative"), device=values.get("device"), stages=max(stack.stages(pp)))
-    found = {"speculative": drafts, "threads": cpu_share(counts)}
+    threads = cpu_share(counts) if ray is None else ray.cpus_per_rank
+    found = {"speculative": drafts, "threads": threads}
     worker = {key: str(value) for key, value in found.items() if value is not None}
     ssd = ssd_settings(values, has_store=store is not None)
     keys_file = values.get("keys_file")
@@ -96,6 +102,7 @@ def stack_spec(
         hosts=hosts,
         cluster=cluster,
         federation=federation,
+        ray=ray,
         namespace=dealt["namespace"],
         config=config.absolute() if config else None,
         log_level=values.get("log_level", settings_of(ServiceConfig)["log_level"].default),
@@ -230,6 +237,31 @@ def cpu_share(counts: Counts) -> int | None:
     if counts.all_engines == counts.hosts == 1:
         return None
     return max(1, available_cores() // counts.all_ranks)
+
+
+def ray_choice(
+    stack: StackSettings, values: Mapping[str, Any], assigned: Settings, *, runs_here: bool
+) -> RaySpec | None:
+    """None: processes run on this machine. `runs_here`: other hosts have a part in the stack. Raises CommandError."""
+    if stack.launcher != "ray":
+        return None
+    if importlib.util.find_spec("ray") is None:
+        raise CommandError("--launcher ray: Ray is missing: pip install 'baton-serve[ray]'")
+    if runs_here:
+        raise CommandError("--launcher ray: Ray chooses hosts itself; no --advertise-address and --nodes", status=2)
+    if stack.prefill + stack.decode:
+        raise CommandError("--launcher ray: no --prefill and --decode, as their stores do not meet there", status=2)
+    if "kv_ssd" in values:
+        raise CommandError("--kv-ssd: with --launcher ray several stores of a node would have one folder", status=2)
+    worker = {**service_settings(values).get("worker", {}), **assigned.get("worker", {})}
+    threads, device = worker.get("threads"), worker.get("device", "auto")
+    if threads is not None and not (threads.isascii() and threads.isdigit() and int(threads)):
+        raise CommandError(f"--threads {threads}: a number from 1 on is expected", status=2)
+    return RaySpec(
+        address=None if stack.ray_address == "auto" else stack.ray_address,
+        cpus_per_rank=int(threads or 1),
+        gpus_per_rank="auto" if device == "auto" else 1 if device == "cuda" else 0,
+    )
 
 
 # From what was typed about the KV store to a `StoreSpec`.

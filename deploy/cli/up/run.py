@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from deploy.errors import CommandError
 from deploy.supervisor.adoption import StackDiffers
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.network import PortTaken
+from deploy.supervisor.processes import RemoteProcesses
 from deploy.supervisor.servers.nats import NatsServerUnavailable
 from deploy.supervisor.servers.redis import RedisServerUnavailable
 from deploy.supervisor.spec import StackSpec
@@ -42,7 +43,8 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     begun = time.monotonic()
     console = Console(file=cast(TextIO, LossyOutput(sys.stdout)))
     try:
-        asyncio.run(_run(spec, console, begun, ready_fd))
+        with _remote_processes(spec) as remote:
+            asyncio.run(_run(Stack(spec, remote=remote), console, begun, ready_fd))
     except StackRunning:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"
@@ -94,8 +96,21 @@ def _last_words(failed: StartFailed) -> str:
     return "\n".join([failed.heading, *shown_lines(failed.instance, failed.last_lines)])
 
 
-async def _run(spec: StackSpec, console: Console, begun: float, ready_fd: int | None) -> None:
-    stack = Stack(spec)
+@contextlib.contextmanager
+def _remote_processes(spec: StackSpec) -> Iterator[RemoteProcesses | None]:
+    """What runs the stack's processes elsewhere; None: nothing does. Raises CommandError."""
+    if spec.ray is None:
+        yield None
+        return
+    from deploy.launchers.ray.cluster import ray_cluster
+    from deploy.launchers.ray.processes import RayProcesses
+
+    with ray_cluster(spec, spec.ray) as cluster:
+        yield RayProcesses(spec, spec.ray, cluster)
+
+
+async def _run(stack: Stack, console: Console, begun: float, ready_fd: int | None) -> None:
+    spec = stack.spec
 
     async def show() -> None:
         await follow(stack, console)

@@ -18,6 +18,7 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
 MAX_COUNT = 256
 
+LauncherName = Literal["local", "ray"]
 WorkerStartMethod = Literal["forkserver", "spawn"]
 """forkserver: workers are forked from a process that has imported what they need. spawn: each is started by itself."""
 
@@ -50,6 +51,8 @@ class Counts(Struct, frozen=True, kw_only=True):
     """Engines of the pool `engines` that are kept loaded beside those that serve."""
     kvstore: int = 0
     """KV stores on this host: 1 or 0."""
+    engine_stores: bool = False
+    """Whether each engine has a KV store of its own, as engines do that run on other machines."""
     hosts: int = 1
     """Number of hosts that the ranks of each engine are spread over."""
     host: int = 0
@@ -125,8 +128,8 @@ class ProcessSpec(NamedTuple):
 
 
 def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSpec]:
-    """The processes of the `number`-th instance of a kind: one for a light service, a scheduler and its ranks for an
-    engine."""
+    """The processes of the `number`-th instance of a kind: one for a light service, a scheduler, its ranks and its
+    store, if it has one, for an engine."""
     match what:
         case "engines" | "prefill" | "decode":
             process_specs = _engine_processes(what, number, counts)
@@ -138,9 +141,11 @@ def process_specs(what: Scalable, number: int, counts: Counts) -> list[ProcessSp
 def _engine_processes(pool: Pool, number: int, counts: Counts) -> list[ProcessSpec]:
     engine, ranks = EngineId(counts.named(f"{ENGINE_NAMES[pool]}-{number}")), counts.ranks_here(pool)
     scheduler = ProcessSpec("scheduler", InstanceId(engine), number, pool, engine, pool)
+    stores = [InstanceId(f"{engine}-kvstore")] if counts.engine_stores else []
     return [
         scheduler,
         *(ProcessSpec("worker", InstanceId(f"{engine}-rank{r}"), number, pool, engine, pool, r) for r in ranks),
+        *(ProcessSpec("kvstore", store, number, pool, engine, pool) for store in stores),
     ]
 
 

@@ -107,10 +107,13 @@ class StoreAccess:
     async def start(self, children: ChildProcesses, logs: LogFolder, former: StackState | None) -> None:
         """Makes the directory and starts the redis-server, or goes on with those of `former`. Raises OSError,
         RedisServerUnavailable."""
-        if not self._spec.counts.kvstore:
+        counts = self._spec.counts
+        if counts.kvstore:
+            self.arenas = arena_directory(self._spec.run_dir, keep=former is not None)
+        else:
             remove_leftovers(self._spec.run_dir)
+        if not (counts.kvstore or counts.engine_stores):
             return
-        self.arenas = arena_directory(self._spec.run_dir, keep=former is not None)
         if isinstance(embedded := self._spec.store.redis, EmbeddedRedis):
             self.redis = RedisServer(self._spec.run_dir, embedded.memory, children, logs, former)
             await self.redis.start(time.monotonic())

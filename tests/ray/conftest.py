@@ -1,0 +1,51 @@
+"""Stacks on Ray clusters of several raylets: a lane of its own, `make test-ray`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.ray_nodes import RayNode, RayNodes
+
+HERE = Path(__file__).parent
+NODE_CPUS = 4
+"""Of each node: an engine of two ranks fits, with some services."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.ray)
+
+
+class RayMachines:
+    """A cluster and its nodes; those that a test kills are replaced for the next one."""
+
+    def __init__(self, cluster: RayNodes) -> None:
+        self.cluster = cluster
+        self.nodes: list[RayNode] = [cluster.add_node() for _ in range(2)]
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+    def lose(self, node: RayNode) -> None:
+        """Kills a node."""
+        self.nodes.remove(node)
+        node.kill()
+
+    def node_of(self, pid: int) -> RayNode:
+        """The node that a process of the stack runs on: its actor is a child of the raylet."""
+        import psutil
+
+        above = {parent.pid for parent in psutil.Process(pid).parents()}
+        return next(node for node in self.nodes if node.raylet in above)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[RayMachines]:
+    """A head without resources and two nodes."""
+    with RayNodes(NODE_CPUS) as cluster:
+        yield RayMachines(cluster)
