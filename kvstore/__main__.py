@@ -25,6 +25,7 @@ async def build(config: KvStoreConfig, directory: StoreDirectory, bus: Bus) -> K
         lease_seconds=config.lease_seconds,
         tiers=below.tiers(config),
         peers=peers,
+        copy_bandwidth=config.kv_bandwidth or 0,
     )
     if peers is not None:
         await below.listen(peers, config, actor.store)

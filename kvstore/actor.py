@@ -55,12 +55,15 @@ class KvStoreActor(Actor):
         lease_seconds: float = 10.0,
         tiers: Sequence[LowerTier] = (),
         peers: PeerStores | None = None,
+        copy_bandwidth: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus, instance)
         announced_as = (instance, node, self.incarnation)
         chain = TierChain(tiers) if tiers else None
-        self.store = NodeStore(directory, memory, lease_seconds, announced_as, tier=chain, clock=clock)
+        self.store = NodeStore(
+            directory, memory, lease_seconds, announced_as, tier=chain, bandwidth=copy_bandwidth, clock=clock
+        )
         self._search = LowerTierSearch(self.store, tiers, peers)
         self._tiers = tiers
         self._peers = peers

@@ -35,6 +35,17 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
         ContainerVariable(default="512MiB"),
     ] = 2**30
     lease_seconds: Annotated[float, Meta(gt=0, description="Seconds after which a reservation or pin expires.")] = 10.0
+    kv_bandwidth: Annotated[
+        Annotated[ByteSize, Meta(ge=2**20)] | None,
+        Meta(
+            description="Bytes per second that all copies of KV blocks on this host may take together, e.g. 2GiB; "
+            "none: no limit."
+        ),
+        UpOption("KV store"),
+        ContainerVariable(),
+    ] = None
+    """Saves and loads of all ranks, what goes to other nodes and comes from there, SSD and Redis. They take memory
+    bandwidth and processor time from decodes."""
     kv_ssd: Annotated[
         str | None,
         Meta(min_length=1, description="Folder on a local SSD for evicted blocks; it survives restarts."),

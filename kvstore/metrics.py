@@ -20,6 +20,9 @@ EVICTED_AGE = Histogram(
 SPOILED = Counter("baton_kvstore_spoiled_total", "Recovered blocks with a wrong checksum.")
 ABANDONED = Counter("baton_kvstore_abandoned_total", "Reserved slots whose owner died or whose lease expired.")
 SLOTS = Gauge("baton_kvstore_slots", "Slots of all arenas, by state.", ["state"])
+COPY_WAITS = Counter(
+    "baton_kvstore_copy_wait_seconds_total", "Seconds that the store's copies waited for their share of kv-bandwidth."
+)
 BYTES = Gauge("baton_kvstore_bytes", "Bytes of shared memory, in use and allowed.", ["what"])
 PINS = Gauge("baton_kvstore_pinned_blocks", "Pinned blocks.")
 LEASES = Gauge("baton_kvstore_leases", "Open leases.")

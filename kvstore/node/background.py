@@ -74,6 +74,7 @@ class BackgroundSpill:
         while True:
             copied = self.step()
             idle = 0 if copied else idle + 1
+            await self._store.copying(copied)
             await asyncio.sleep(BETWEEN_STEPS if copied >= STEP_BYTES else IDLE.pause(idle))
 
     def step(self) -> int:

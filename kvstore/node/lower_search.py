@@ -229,6 +229,7 @@ class LowerTierSearch:
                         if not self._store.land(layout, block):
                             break
                         landed += 1
+                        await self._store.copying(len(block.payload))
                         # Checking and copying took a while: others' turn, and the deadline's.
                         await asyncio.sleep(0)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -13,6 +14,7 @@ from kvstore.arena.directory import StoreDirectory
 from kvstore.arena.in_flight_block import InFlightBlock
 from kvstore.arena.mapped_arena import ArenaError
 from kvstore.arena.owned_arena import OwnedArena
+from kvstore.arena.shared_bandwidth import SharedBandwidth
 from kvstore.core.announcer import KvAnnouncer
 from kvstore.core.layout import COMMITTED, PAGE, RESERVED, UnknownDtype, fingerprint, geometry
 from kvstore.core.leases import LeaseKey
@@ -61,12 +63,16 @@ class NodeStore:
         announced_as: tuple[InstanceId, NodeId, Incarnation],
         *,
         tier: EvictionTarget | None = None,
+        bandwidth: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`bandwidth`: bytes per second that all copies on the host may take together; 0: no limit. Raises OSError
+        where the directory has no room."""
         self.node = announced_as[1]
         self.core = StoreCore(memory, lease_seconds)
         self.announcer = KvAnnouncer(*announced_as, self)
         self._commits = CommitWatch()
+        self.bandwidth = SharedBandwidth.publish(directory.path, bandwidth)
         self._writer = ArenaWriter(self.announcer, tier, self._commits)
         self._directory = directory
         self._clock = clock
@@ -297,6 +303,13 @@ class NodeStore:
             yield [self._writer.arenas[layout].in_flight(block.slot) for block in run]
         finally:
             self._writer.carry_out(self.core.unpin(table, run))
+
+    async def copying(self, size: int) -> None:
+        """Returns when so many bytes may be copied; see `BlockLender.copying`."""
+        wait = self.bandwidth.take(size)
+        if wait > 0.0:
+            metrics.COPY_WAITS.inc(wait)
+            await asyncio.sleep(wait)
 
     async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
         """Waits until a block is committed; see `BlockLender.committed`."""

@@ -35,6 +35,9 @@ class BlockLender(Protocol):
         """The leading run of `hashes` in the arena, checked, and pinned until the context is left. None: no blocks of
         that layout are here. Called on the store's event loop; bound how long and how many."""
 
+    async def copying(self, size: int) -> None:
+        """Returns when so many bytes may be copied: what the host has for that is shared with all other copies."""
+
     async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
         """Returns True as soon as that block is committed, from the call on; False if it is not in so many seconds, or
         if too many are waited for."""

@@ -88,13 +88,24 @@ class TransferServer:
             if lent is None:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"no blocks of layout {layout}")
             with lent as blocks:
-                await _send(blocks, context, waited=waited)
+                await self._send(blocks, context, waited=waited)
             sent, waited = sent + len(blocks), not blocks
             # Nothing is awaited between the look at the arena and the wait, so that no commit is missed.
             if not blocks and not (patience and await self._lender.committed(layout, wanted[0], patience)):
                 return
             if len(blocks) < len(wanted) and not patience:
                 return
+
+    async def _send(self, blocks: Sequence[InFlightBlock], context: Sending, *, waited: bool) -> None:
+        """Writing waits while the receiver's window is full, so a slow reader is sent to slowly. `waited`: for the
+        first of them to be committed."""
+        for block in blocks:
+            await self._lender.copying(len(block.payload))
+            for chunk in chunks(block, waited=waited):
+                await context.write(chunk)
+            waited = False
+            metrics.TIER_STORED.labels(TIER).inc()
+            metrics.TIER_BYTES_OUT.labels(TIER).inc(len(block.payload))
 
     @contextlib.contextmanager
     def _counted(self, *, follows: bool) -> Iterator[None]:
@@ -105,17 +116,6 @@ class TransferServer:
         finally:
             self.following -= follows
             self.sending -= not follows
-
-
-async def _send(blocks: Sequence[InFlightBlock], context: Sending, *, waited: bool) -> None:
-    """Writing waits while the receiver's window is full, so a slow reader is sent to slowly. `waited`: for the first
-    of them to be committed."""
-    for block in blocks:
-        for chunk in chunks(block, waited=waited):
-            await context.write(chunk)
-        waited = False
-        metrics.TIER_STORED.labels(TIER).inc()
-        metrics.TIER_BYTES_OUT.labels(TIER).inc(len(block.payload))
 
 
 def chunks(block: InFlightBlock, *, waited: bool = False) -> Iterator[Chunk]:

@@ -34,6 +34,11 @@ LOADED = Counter("baton_scheduler_kv_blocks_loaded_total", "Blocks loaded from t
 LOOKUPS = Counter(
     "baton_scheduler_kv_lookups_total", "Requests looked up in the node's KV store, by outcome.", ["found"]
 )
+RESUMED = Counter(
+    "baton_scheduler_resumed_total",
+    "Preempted requests that went on beside a KV store, by how they got their blocks.",
+    ["how"],
+)
 LOADS_DECLINED = Counter(
     "baton_scheduler_kv_loads_declined_total", "Requests computed although the store had blocks: that was sooner."
 )
@@ -107,6 +112,8 @@ def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
         (LOOKUPS.labels("yes"), counters.hits),
         (LOADS_FAILED, counters.loads_failed),
         (LOADS_DECLINED, counters.loads_declined),
+        (RESUMED.labels("loaded"), counters.swapped_in),
+        (RESUMED.labels("computed"), counters.recomputed),
         (HAND_OVERS.labels("handed"), counters.handed_over),
         (HAND_OVERS.labels("passed_on"), counters.passed_on),
         (HAND_OVERS.labels("kept"), counters.kept),

@@ -95,6 +95,9 @@ class ArenaLender:
         """The blocks of those hashes that the arena holds, in order; None for a layout that it does not hold."""
         return self._lent(hashes) if layout == LAYOUT else None
 
+    async def copying(self, size: int) -> None:
+        """At once: nothing else copies here."""
+
     async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
         """False: nothing is being computed here."""
         return False

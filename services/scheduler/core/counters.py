@@ -32,6 +32,10 @@ class EngineCounters:
     """Requests whose blocks were in the node's store, and were computed because that is sooner."""
     passed_on: int = 0
     """Requests whose prompt another engine computes for this one."""
+    swapped_in: int = 0
+    """Preempted requests that went on with blocks from the store."""
+    recomputed: int = 0
+    """Preempted requests whose blocks were computed again, but for what their own memory still had."""
     handed_over: int = 0
     """Requests that were handed over to another engine."""
     kept: int = 0

@@ -8,7 +8,7 @@ one's first, whatever happened to the sequence in between.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from services.scheduler.core.sequence import Sequence
@@ -176,10 +176,14 @@ class BlockAllocator:
         del table.numbers[kept:]
         table.capacity = kept * BLOCK_SIZE
 
-    def release(self, sequence: Sequence) -> None:
-        """Releases all its blocks, the end first: the beginning of a prompt is what others are likely to share."""
+    def release(self, sequence: Sequence, last: Container[BlockHash] = ()) -> None:
+        """Releases all its blocks, the end first: the beginning of a prompt is what others are likely to share. Those
+        named in `last` are allocated again behind the others."""
         table = sequence.blocks
-        self.pool.release(reversed(table.numbers))
+        numbers = table.numbers[::-1]
+        if last:
+            numbers.sort(key=lambda block: self.index.hash_of.get(block) in last)
+        self.pool.release(numbers)
         table.numbers = []
         table.capacity = table.indexed = 0
         sequence.tokens.set_planned(0)

@@ -184,7 +184,17 @@ class BlockTable:
 class TransferState:
     """Where a sequence's blocks may come from, and which engine continues it. Only its methods write its fields."""
 
-    __slots__ = ("decode_node", "decode_on", "kv_source", "partial", "passed_by", "prefill_on", "remote_from")
+    __slots__ = (
+        "decode_node",
+        "decode_on",
+        "kv_source",
+        "partial",
+        "passed_by",
+        "preempted",
+        "prefill_on",
+        "remote_from",
+        "unsought",
+    )
 
     def __init__(self, generate: GenerateRequest) -> None:
         handed = generate.handed
@@ -196,6 +206,10 @@ class TransferState:
         """The node whose KV store probably holds its blocks; None if none is known."""
         self.partial = BlockHash(handed.partial) if handed is not None and handed.partial else None
         """Hash of its last, partial block in the store, if it was handed over; else None."""
+        self.preempted = False
+        """Whether it lost its blocks to others, and has not begun again."""
+        self.unsought = False
+        """Whether it has to be looked up in the store, when its turn comes, for what it has lost."""
 
         self.prefill_on: EngineId | None = generate.prefill_on
         """The engine that may compute its prompt, if that pays when its turn has come; None: none may."""
@@ -203,6 +217,19 @@ class TransferState:
         """Tokens to compute from which on it pays."""
         self.passed_by: EngineId | None = generate.passed_by
         """The decode engine that has passed it on before its prompt was computed; None without one."""
+
+    def preempt(self) -> None:
+        """It loses its blocks to others. What these leave of them shows only when its turn comes again."""
+        self.preempted = self.unsought = True
+
+    def seek(self) -> None:
+        """The store is asked for what it has lost, or need not be."""
+        self.unsought = False
+
+    def resume(self) -> bool:
+        """It has blocks again; returns whether it had lost some."""
+        preempted, self.preempted = self.preempted, False
+        return preempted
 
     def stay(self) -> None:
         """The sequence is decoded here instead of being handed over."""

@@ -12,6 +12,7 @@ import numpy as np
 from prometheus_client import Counter, Histogram
 
 from kvstore.arena.mapped_arena import ArenaError, MappedArena
+from kvstore.arena.shared_bandwidth import BandwidthShare
 from kvstore.core.layout import file_name
 from services.worker.kv.copier import BoundCopier, Copied, Piece, RankKvCache
 from services.worker.kv.pages import PagesAhead
@@ -21,6 +22,9 @@ from shared.messages.worker import Transfer
 
 PIECE_BYTES = 4 << 20
 """Copied between two looks at whether to go on: a millisecond's work or less."""
+
+STOP_CHECK_SECONDS = 0.02
+"""Between two looks at whether to stop, while a copy waits for its share of the bandwidth."""
 
 Outcome = Literal["done", "failed", "late", "stopped"]
 """late: a lease ended before the copy under it did, as the machine is slow or a process died. Its slots have other
@@ -33,6 +37,9 @@ _BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 
 TRANSFERS = Counter("baton_worker_transfers_total", "Finished transfers to and from the KV store.", ["kind", "outcome"])
 TRANSFERRED = Counter("baton_worker_transferred_bytes_total", "Bytes of KV blocks that this rank has copied.", ["kind"])
+COPY_WAITS = Counter(
+    "baton_worker_transfer_wait_seconds_total", "Seconds that copies waited for their share of kv-bandwidth.", ["kind"]
+)
 TRANSFER_SECONDS = Histogram(
     "baton_worker_transfer_seconds", "Seconds of one transfer, without waiting.", ["kind"], buckets=_BUCKETS
 )
@@ -71,6 +78,7 @@ class Transfers:
         self._bytes_of_block = 0
         self._pages = PagesAhead(share)
         self._mapping = self._map_found()
+        self._bandwidth = BandwidthShare(directory)
 
     def prepare(self) -> bool:
         """Does a little of what would cost the next transfers time; whether there was anything to do."""
@@ -110,10 +118,21 @@ class Transfers:
             raise TransferFailed(f"slot {whole.slots.max()} of {arena.slots}")
         copy = copier.save if transfer.kind == "save" else copier.load
         for piece in _pieces(whole, max(1, PIECE_BYTES // self._bytes_of_block)):
+            self._await_share(transfer.kind, len(piece.blocks) * self._bytes_of_block, stopped)
             if stopped():
                 return "stopped"
             _require_all(copy(piece))
         return "done"
+
+    def _await_share(self, kind: str, size: int, stopped: Callable[[], bool]) -> None:
+        """Waits until so many bytes may be copied, beside what others of this host copy, or until `stopped`."""
+        wait = self._bandwidth.take(size)
+        if wait <= 0.0:
+            return
+        COPY_WAITS.labels(kind).inc(wait)
+        until = time.perf_counter() + wait
+        while (left := until - time.perf_counter()) > 0.0 and not stopped():
+            time.sleep(min(left, STOP_CHECK_SECONDS))
 
     def _checked(self, transfer: Transfer) -> Piece:
         blocks = np.frombuffer(transfer.blocks, dtype="<u4")

@@ -39,13 +39,16 @@ class Shelf:
     def __init__(self, blocks: Sequence[InFlightBlock]) -> None:
         self.blocks = {block.hash: block for block in blocks}
         self.pins: Counter[BlockHash] = Counter()
-        self.most_pinned = 0
+        self.most_pinned = self.copied = 0
         self.commits = CommitWatch()
 
     def lend(
         self, layout: str, names: Sequence[BlockHash]
     ) -> contextlib.AbstractContextManager[Sequence[InFlightBlock]] | None:
         return self._lent(names) if layout == LAYOUT else None
+
+    async def copying(self, size: int) -> None:
+        self.copied += size
 
     async def committed(self, layout: str, name: BlockHash, seconds: float) -> bool:
         return await self.commits.wait(layout, name, seconds)
@@ -135,6 +138,7 @@ async def test_blocks_come_as_they_were_and_are_pinned_only_meanwhile() -> None:
     async with serving(shelf) as (server, port), pulling(port) as client:
         assert await pulled(client, list(shelf.blocks)) == list(shelf.blocks.values())
         assert shelf.most_pinned == 5
+        assert shelf.copied == 5 * SHAPE.payload_bytes, "sending is a copy, too"
         await until(lambda: shelf.pins.total() == 0 and server.sending == 0)
 
 

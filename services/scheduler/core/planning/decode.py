@@ -13,6 +13,7 @@ from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.transfer.saves import Saves
 from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import SequenceWork
@@ -21,12 +22,17 @@ from shared.packing import pack
 
 class Preemption:
     """Owns the count of sequences that lost their blocks to others. When memory runs out under a decoding sequence, it
-    is taken from the last one in the queues, which is computed again later."""
+    is taken from the last one in the queues, which goes on later.
 
-    def __init__(self, memory: BlockAllocator, queues: SequenceQueues) -> None:
+    What it loses is swapped out to the node's KV store, most of it before: full blocks are saved as they are computed.
+    Those that are not there yet are saved at once, and are the last to be overwritten. When its turn comes again it
+    loads them, where that takes less than computing them (`Loads.decide`)."""
+
+    def __init__(self, memory: BlockAllocator, queues: SequenceQueues, saves: Saves) -> None:
         self.count = 0
         self._memory = memory
         self._queues = queues
+        self._saves = saves
 
     def make_room(self, sequence: Sequence) -> bool:
         """Frees a block from the end of the queues; False where that end was `sequence` itself.
@@ -45,7 +51,9 @@ class Preemption:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes all its blocks. It waits again, once the token in flight (if any) is known."""
         self.count += 1
-        self._queues.release(sequence)
+        sequence.transfer.preempt()
+        unsaved = self._saves.hurry(sequence.tokens.hashes[: sequence.blocks.indexed])
+        self._queues.release(sequence, last=unsaved)
         if sequence.tokens.in_flight:
             sequence.move("returning")
         else:

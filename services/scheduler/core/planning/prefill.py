@@ -128,7 +128,10 @@ class Admission:
         if step.budget <= 0 and not looked_up:
             return False
         cached = self._memory.cached_blocks(sequence)
-        decision = self._loads.decide(sequence, len(cached), now) if looked_up else "compute"
+        unsought = self._loads.enabled and sequence.transfer.unsought
+        if unsought and not self._fits(sequence, cached):
+            return False
+        decision = self._loads.decide(sequence, len(cached), now) if looked_up or unsought else "compute"
         match decision:
             case "compute" if self._prompts.wait(sequence, len(cached)):
                 self._counters.prompts_shared += 1

@@ -7,6 +7,7 @@ preempted.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Container
 from operator import attrgetter
 
 from services.scheduler.core.memory import BlockAllocator
@@ -14,6 +15,7 @@ from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.loads import Loads
+from shared.blocks import BlockHash
 from shared.ids import SequenceId
 
 _queue_key = attrgetter("queue_key")
@@ -113,7 +115,8 @@ class SequenceQueues:
         self.requeue(sequence)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Into the waiting queue, with all its tokens known. The store may have what it lacks."""
+        """Into the waiting queue, with all its tokens known. The store may have what it lacks, which is looked for now
+        or, if it was preempted, in its turn: until then others take its blocks."""
         sequence.move("waiting")
         self._queue(sequence)
 
@@ -123,7 +126,7 @@ class SequenceQueues:
             self.suspects.add(sequence)
             return
         self.waiting.add(sequence)
-        if self._loads.enabled and self._loads.look_up(sequence):
+        if self._loads.enabled and not sequence.transfer.unsought and self._loads.look_up(sequence):
             self.set_aside(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
@@ -145,6 +148,7 @@ class SequenceQueues:
         `cached` blocks hold."""
         if self._loads.enabled:
             self._loads.forget(sequence)
+            self._loads.record_return(sequence, loaded=False)
         queue = self.suspects if sequence.phase == "quarantined" else self.waiting
         queue.remove(sequence)
         self._memory.adopt(sequence, cached)
@@ -227,9 +231,9 @@ class SequenceQueues:
             self._grammars.end_use(sequence.grammar.key)
         sequence.move("ended")
 
-    def release(self, sequence: Sequence) -> None:
-        """Takes a sequence that has blocks from its queue and releases them; the next plan says so to the workers. Does
-        nothing in phases without blocks."""
+    def release(self, sequence: Sequence, last: Container[BlockHash] = ()) -> None:
+        """Takes a sequence that has blocks from its queue and releases them, those named in `last` behind the others;
+        the next plan says so to the workers. Does nothing in phases without blocks."""
         match sequence.phase:
             case "prefilling":
                 self.prefilling.remove(sequence)
@@ -244,7 +248,7 @@ class SequenceQueues:
                 self._loads.leave(sequence)
             case _:
                 return
-        self._memory.release(sequence)
+        self._memory.release(sequence, last)
         if sequence.id in self.introduced:
             self.introduced.remove(sequence.id)
             self.released.append(sequence.id)

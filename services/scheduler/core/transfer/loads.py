@@ -114,6 +114,7 @@ class Loads:
     def look_up(self, sequence: Sequence) -> bool:
         """Asks the store, where it may have more than our own memory; whether it did. The sequence then waits for
         `record_reply`."""
+        sequence.transfer.seek()
         if not self._store.attached or len(self._asked) >= MAX_LOOKUPS_IN_FLIGHT:
             return False
         first = len(self._memory.cached_blocks(sequence))
@@ -161,6 +162,8 @@ class Loads:
     def decide(self, sequence: Sequence, cached: int, now: float) -> LoadDecision:
         """What to do with the first in the queue, of which our own memory has `cached` blocks."""
         load = self.lookups.get(sequence.id)
+        if load is None and sequence.transfer.unsought and self._pays(now):
+            return "look again"
         if load is None or load.state != "found":
             return "compute"
         stale = not self._store.holds(load.lease) or now - load.found_at > self._store.usable_seconds
@@ -171,10 +174,15 @@ class Loads:
             return "compute"
         if missing[0].hash in self._coming:
             return "await"
-        if not self._costs.load_pays(now):
-            self._store.counters.loads_declined += 1
+        if not self._pays(now):
             return "compute"
         return "load" if self._transfers.room > 0 else "compute"
+
+    def _pays(self, now: float) -> bool:
+        """Whether loading is sooner than computing; counted where it is not."""
+        pays = self._costs.load_pays(now)
+        self._store.counters.loads_declined += not pays
+        return pays
 
     def await_other(self, sequence: Sequence, cached: int) -> None:
         """The sequence waits until the load under way of the first block that it lacks has ended."""
@@ -196,8 +204,15 @@ class Loads:
         if load.tokens % BLOCK_SIZE:
             load.drop, _ = load.names.pop()
         sequence.transfer.forget_partial()
+        self.record_return(sequence, loaded=True)
         self._coming.update((hash_, load.lease) for hash_, _ in load.names)
         self._copying[load.lease] = load
+
+    def record_return(self, sequence: Sequence, *, loaded: bool) -> None:
+        """A sequence is given blocks; counted where it was preempted before, by whether they are loaded."""
+        if sequence.transfer.resume():
+            self._store.counters.swapped_in += loaded
+            self._store.counters.recomputed += not loaded
 
     def finish(self, lease: LeaseId, done: bool) -> LoadOutcome:
         """The load's transfer has ended; `done`: every rank has all blocks. Called before the transfer releases its

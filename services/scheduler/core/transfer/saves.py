@@ -168,6 +168,18 @@ class Saves:
             leases.add(self._reserve(rest, bytes([BLOCK_SIZE]) * len(rest), None))
         return leases
 
+    def hurry(self, hashes: list[BlockHash]) -> set[BlockHash]:
+        """Requests slots for those of the blocks that still wait for others to be saved with, as they lose their memory
+        soon. Returns those that are not in the store yet."""
+        if not self._store.attached:
+            return set()
+        count = max(0, self._max_blocks - self._blocks)
+        waiting = [hash_ for hash_ in hashes if hash_ in self._offered][:count]
+        if waiting and self._reserving < MAX_RESERVATIONS:
+            batch = [NamedBlock(hash_, self._offered.pop(hash_)) for hash_ in waiting]
+            self._reserve(batch, bytes([BLOCK_SIZE]) * len(batch), None)
+        return {hash_ for hash_ in hashes if hash_ in self._under_way}
+
     def save_partial(self, name: NamedBlock, tokens: int, block: int) -> LeaseId:
         """Saves a block that is not full. The caller must keep `block` until the lease is over, or call it off."""
         return self._reserve([name], bytes([tokens]), block)

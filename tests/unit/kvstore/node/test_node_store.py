@@ -571,7 +571,7 @@ def test_files_that_are_no_arenas_are_removed(store: NodeStore, directory: Path,
     whole = OwnedArena.create(directory / "misnamed.arena", Client(store).attached.arena, LARGE, 2)
     assert geometry(LARGE, 2) == whole.geometry
     store = again(store, directory, clock)
-    assert sorted(path.name for path in directory.iterdir()) == [Client(store).attached.path, "lock"]
+    assert sorted(path.name for path in directory.iterdir()) == ["bandwidth", Client(store).attached.path, "lock"]
     store.close()
 
 

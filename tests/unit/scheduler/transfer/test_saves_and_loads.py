@@ -513,3 +513,66 @@ def test_copying_that_never_ends_ends_the_engine_though_steps_go_on() -> None:
 def test_a_node_is_used_in_an_owners_name() -> None:
     with pytest.raises(ValueError, match="an owner's name"):
         EngineRole("mixed", NodeId("n"))
+
+
+# ---- preempted sequences are swapped
+
+
+def crowded(*, slots: int = 64, load_seconds: float | None = None) -> Side:
+    """An engine of little memory, in which four requests take blocks from each other; all end as they would alone."""
+    engines = EnginesAndStore("a", blocks=12, slots=slots)
+    a = engines["a"]
+    state = a.engine.epoch_state
+    assert state is not None
+    if load_seconds is not None:
+        state.costs.record_step(1000, 10.0)  # 0.16 s for a block
+    wanted = {f"r{i}": [5 + i] * 20 for i in range(4)}
+    for name, prompt in wanted.items():
+        a.send(generate(name, prompt, max_tokens=60, ignore_eos=True))
+    for _ in range(10_000):
+        if load_seconds is not None:
+            state.costs.record_load(1, load_seconds, engines.now)
+        if not engines.turn():
+            break
+    assert state.planner.preemption.count > 0
+    for name, prompt in wanted.items():
+        expect_right(engines, name, prompt, max_tokens=60, ignore_eos=True)
+    engines.check_nothing_is_held()
+    return a
+
+
+def test_a_preempted_sequence_loads_what_it_had_computed() -> None:
+    a = crowded()
+    counters = a.engine.counters
+    assert counters.swapped_in > 0
+    assert counters.blocks_loaded > 0
+    without = crowded(slots=1)
+    assert computed(a) < computed(without), "what is loaded is not computed again"
+
+
+def test_a_preempted_sequence_is_computed_where_that_is_sooner() -> None:
+    counters = crowded(load_seconds=1.0).engine.counters
+    assert (counters.swapped_in, counters.blocks_loaded) == (0, 0)
+    assert counters.recomputed > 0
+    assert counters.loads_declined > 0
+    assert crowded(load_seconds=0.001).engine.counters.swapped_in > 0
+
+
+def test_what_is_not_saved_yet_is_saved_at_once_and_overwritten_last() -> None:
+    engines = EnginesAndStore("a", blocks=12)
+    a = engines["a"]
+    a.send(generate("r", PROMPT[:20], max_tokens=100, ignore_eos=True))
+    engines.until(lambda: engines.store.committed)
+    (sequence,) = a.engine.requests.values()
+    state = a.engine.epoch_state
+    assert state is not None
+    known = len(sequence.tokens.hashes)
+    while len(sequence.tokens.hashes) == known:  # another block is full, and waits for more to be saved with
+        a.step()
+    newest, before = sequence.tokens.hashes[-1], len(a.outputs)
+    state.planner.preemption._preempt(sequence)
+    engines.settle()
+    reserves = asked(a.outputs[before:], Reserve)
+    assert isinstance(reserves[0], Reserve)
+    assert split(reserves[0].hashes)[-1] == newest, "before it is gathered with others"
+    expect_right(engines, "r", PROMPT[:20], max_tokens=100, ignore_eos=True)

@@ -9,7 +9,10 @@ import torch
 from msgspec.structs import replace
 
 from kvstore.arena.owned_arena import OwnedArena
+from kvstore.arena.shared_bandwidth import SharedBandwidth
+from kvstore.core.copy_budget import MIN_BURST
 from services.worker.kv import rank_heads
+from services.worker.kv import transfers as transfers_module
 from services.worker.kv.copier import BoundCopier, Piece
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.kv.rank_heads import RankHeads
@@ -181,3 +184,24 @@ def test_a_transfer_stops_between_two_pieces(tmp_path: Path, kind: OpsKind) -> N
     assert rank.transfers.run(everything, stopped) == "stopped"
     assert asked == 3
     assert rank.transfers.run(everything, lambda: False) == "done"
+
+
+def waited(kind: str) -> float:
+    return float(transfers_module.COPY_WAITS.labels(kind)._value.get())
+
+
+def test_copies_wait_for_their_share_of_the_hosts_bandwidth_and_stop_when_told_to(tmp_path: Path) -> None:
+    make_arena(tmp_path, LAYOUT)
+    rank = Rank("torch", LAYOUT, tmp_path)
+    rank.compute()
+    bandwidth = SharedBandwidth.publish(tmp_path, 2**20)
+    before = waited("save")
+    assert rank.save([1], [1]) == "done"
+    assert waited("save") == before, "there is a burst"
+    bandwidth.take(2 * MIN_BURST)  # by other processes: four seconds and more
+    stops = iter((False, True, True))
+    asked = transfer("save", [2], [2])
+    assert rank.transfers.run(asked, lambda: next(stops)) == "stopped"
+    assert waited("save") > before + 3.0
+    SharedBandwidth.publish(tmp_path, 0)
+    assert rank.save([2], [2]) == "done"
