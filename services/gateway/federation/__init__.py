@@ -1,1 +1,1 @@
-"""Clusters that take each other's requests, gateway to gateway."""
+"""Clusters that take each other's requests, gateway to gateway (docs/federation.md)."""

@@ -43,7 +43,9 @@ def build_app(
 ) -> Starlette:
     """Returns the ASGI application. `provider`: gets what cannot be served here in time."""
     info = InfoEndpoints(table, parser, access, peers, provider)
-    overflow = None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout)
+    overflow = (
+        None if provider is None else Overflow(provider, table.cluster, access, settings.read_timeout, table.clusters)
+    )
 
     def route(method: str, path: str, handler: Handler, scope: KeyScope | None) -> Route:
         return Route(path, Endpoint(handler, path, scope, access, bodies), methods=[method])

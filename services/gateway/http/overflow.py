@@ -11,6 +11,7 @@ from services.gateway.api.forwarding import ForwardedRequest, NotForwardable, re
 from services.gateway.api.response import GenerationResponse
 from services.gateway.core.cluster import ClusterView
 from services.gateway.core.overflow import StartDelays
+from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.http.access import AccessControl
 from services.gateway.http.call import Call
 from services.gateway.http.streaming import DONE, error_frame
@@ -36,11 +37,18 @@ class Overflow:
     Owns how long requests wait here; the budget is the provider's."""
 
     def __init__(
-        self, provider: OverflowProvider, cluster: ClusterView, access: AccessControl, read_timeout: float
+        self,
+        provider: OverflowProvider,
+        cluster: ClusterView,
+        access: AccessControl,
+        read_timeout: float,
+        others: RemoteClusters | None = None,
     ) -> None:
-        """`read_timeout`: seconds that a client may take to read what it was sent."""
+        """`read_timeout`: seconds that a client may take to read what it was sent. `others`: clusters that come before
+        the provider, as they have the same model."""
         self._provider, self._cluster, self._access = provider, cluster, access
         self._read_timeout = read_timeout
+        self._others = others
         self._wait = provider.settings.wait
         self._delays = StartDelays(self._wait)
 
@@ -52,7 +60,10 @@ class Overflow:
         return await self._answer(call, kind, "full" if error.status == 429 else "unavailable")
 
     async def ahead_of(self, call: Call, kind: Kind, model: ModelName) -> bool:
-        """Answers a request from the provider that would wait here for too long. False where it has to wait."""
+        """Answers a request from the provider that would wait here for too long. False where it has to wait, or another
+        cluster takes it."""
+        if self._others is not None and self._others.has_room(model):
+            return False
         if self._delays.predicted(model, time.monotonic()) <= self._wait:
             return False
         return await self._answer(call, kind, "slow")

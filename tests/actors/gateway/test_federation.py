@@ -131,6 +131,18 @@ async def test_a_stream_that_loses_its_cluster_goes_on_with_the_same_text(loss: 
             assert len(served(us)) == 2
 
 
+async def test_what_a_request_asks_for_comes_back_from_another_cluster() -> None:
+    wanted = chat("one two three", n=2, logprobs=True, top_logprobs=2, prompt_logprobs=1, max_tokens=4, seed=1)
+    async with federated("eu", "us") as (eu, us):
+        at_home = (await us.stack.http.post("/v1/chat/completions", json=wanted)).json()
+        await fill(eu)
+        elsewhere = (await eu.stack.http.post("/v1/chat/completions", json=wanted)).json()
+        assert len(served(us)) == 4
+        assert elsewhere["usage"] == at_home["usage"]
+        assert elsewhere["choices"] == at_home["choices"]
+        assert elsewhere.get("prompt_logprobs") == at_home.get("prompt_logprobs")
+
+
 async def test_an_engine_that_fails_there_is_that_clusters_own_affair() -> None:
     async with federated("eu", "us") as (eu, us):
         await fill(eu)

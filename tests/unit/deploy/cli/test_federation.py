@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deploy.cli.hosts.cluster import ClusterAction, cluster
 from deploy.cli.up.federation import federation_choice
 from deploy.errors import CommandError
 from deploy.supervisor.servers.federation import FederationFolder, federation_config
@@ -160,3 +161,24 @@ def _status(name: str) -> ClusterStatus:
         sent=0.0,
         models=(),
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"action": ClusterAction.DRAIN}, "NAME is missing"),
+        ({"action": ClusterAction.LIST, "cluster_name": "eu"}, "list takes no name"),
+        ({"action": ClusterAction.UNDRAIN, "cluster_name": "eu", "move_after": 3.0}, "--move-after: with drain only"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(CommandError, match=words):
+        cluster(**arguments)
+
+
+def test_every_secret_is_another_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        cluster(ClusterAction.SECRET)
+    secrets = capsys.readouterr().out.split()
+    assert len(set(secrets)) == 2
+    assert all(len(secret) >= 43 for secret in secrets)
