@@ -9,7 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, run_dir_of, running_stack
+from deploy.cli.running_stack import (
+    DEFAULT,
+    AsJson,
+    KubernetesNamespace,
+    KubernetesUrl,
+    Name,
+    RunDir,
+    run_dir_of,
+    running_stack,
+)
 from deploy.errors import CommandError
 from deploy.launchers import PoolChange
 from deploy.launchers.supervisor_launcher import SupervisorLauncher
@@ -73,17 +82,8 @@ def scale(
         str | None,
         typer.Option("--host", help="Name of the host where that is to be, in a stack of several. Default: this one."),
     ] = None,
-    kubernetes: Annotated[
-        str | None,
-        typer.Option(
-            "--kubernetes",
-            envvar="BATON_KUBERNETES_URL",
-            help="URL of `kubectl proxy`, e.g. http://127.0.0.1:8001: scales the pods of deploy/kubernetes there.",
-        ),
-    ] = None,
-    kubernetes_namespace: Annotated[
-        str, typer.Option("--kubernetes-namespace", help="With --kubernetes: their namespace.")
-    ] = "baton",
+    kubernetes: KubernetesUrl = None,
+    kubernetes_namespace: KubernetesNamespace = "baton",
     wait: Annotated[
         float, typer.Option("--wait", min=0, help="With --kubernetes: seconds to wait until all are ready; 0: none.")
     ] = 0.0,

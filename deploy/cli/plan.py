@@ -6,34 +6,81 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections.abc import AsyncIterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import typer
 
-from deploy.cli.running_stack import DEFAULT, AsJson, Name, RunDir, running_stack
+from deploy.cli.running_stack import (
+    DEFAULT,
+    AsJson,
+    KubernetesNamespace,
+    KubernetesUrl,
+    Name,
+    RunDir,
+    running_stack,
+)
 from deploy.cli.up.options import given, offers_of, with_options
 from deploy.errors import CommandError
-from deploy.supervisor.operator_bus import operator_bus
+from deploy.launchers import Launcher
+from deploy.supervisor.operator_bus import client_bus, operator_bus
 from deploy.supervisor.state_file import StackState
 from services.planner.actor import FleetActor
 from services.planner.config import PlannerSettings
+from services.planner.core.host_spread import Host
+from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingRefused
+from shared.bus import Bus
+from shared.bus.nats_bus import NatsOptions
 from shared.messages.planner import PlannerDecision
 from shared.settings import settings_of
 from shared.telemetry.metrics import metrics_server
 
 PLANNER = "planner"
 PLAN_OFFERS = offers_of((PLANNER, setting) for setting in settings_of(PlannerSettings).values())
+BUS_NAMESPACE = "baton"
+"""That of the services of deploy/kubernetes."""
 METRICS_HOST = "127.0.0.1"
 
 
-def plan(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None, **typed: Any) -> None:
-    """Say how many engines meet the latency targets of a stack's load, or with --act start and drain them."""
+def plan(
+    *,
+    kubernetes: KubernetesUrl = None,
+    kubernetes_namespace: KubernetesNamespace = "baton",
+    nats_url: Annotated[
+        str, typer.Option("--nats-url", help="With --kubernetes: the bus, e.g. by `kubectl port-forward service/nats`.")
+    ] = "nats://127.0.0.1:4222",
+    nats_password: Annotated[
+        str | None,
+        typer.Option(
+            "--nats-password",
+            envvar="BATON_NATS_PASSWORD",
+            help="With --kubernetes: that of the user operator; better set by environment.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    name: Name = DEFAULT,
+    run_dir: RunDir = None,
+    **typed: Any,
+) -> None:
+    """Say how many engines meet the latency targets of a stack's load, or with --act start and drain them.
+
+    Engines come and go where the stack runs them: on this host and those that have joined, on a Ray cluster, or with
+    --kubernetes as pods.
+    """
     settings = _settings(given(typed, PLAN_OFFERS))
-    state = running_stack(name, run_dir)
+    if kubernetes is None:
+        fleet = _stack_fleet(running_stack(name, run_dir))
+    else:
+        user = None if nats_password is None else "operator"
+        options = NatsOptions(
+            servers=(nats_url,), namespace=BUS_NAMESPACE, name="baton-plan", user=user, password=nats_password
+        )
+        fleet = _kubernetes_fleet(kubernetes, kubernetes_namespace, options)
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            asyncio.run(_run(state, settings, as_json))
+            asyncio.run(_run(fleet, settings, as_json))
         except ValueError as error:
             raise CommandError(str(error), status=2) from None
 
@@ -52,7 +99,47 @@ def _settings(values: dict[str, Any]) -> PlannerSettings:
         raise CommandError(str(error), status=2) from None
 
 
-async def _run(state: StackState, settings: PlannerSettings, as_json: bool) -> None:
+class FleetAccess(NamedTuple):
+    """How a fleet is heard, and its engines are started and drained."""
+
+    bus: Bus
+    scaler: FleetScaler
+
+
+@contextlib.asynccontextmanager
+async def _stack_fleet(state: StackState) -> AsyncIterator[FleetAccess]:
+    async with operator_bus(state) as bus:
+        yield FleetAccess(bus, AdminScaler(bus))
+
+
+@contextlib.asynccontextmanager
+async def _kubernetes_fleet(url: str, namespace: str, options: NatsOptions) -> AsyncIterator[FleetAccess]:
+    from deploy.launchers.kubernetes_api import kubernetes_api
+    from deploy.launchers.kubernetes_launcher import KubernetesLauncher
+
+    async with kubernetes_api(url, namespace) as api, client_bus(options) as bus:
+        yield FleetAccess(bus, LauncherScaler(KubernetesLauncher(api)))
+
+
+class LauncherScaler:
+    """A `FleetScaler` by a launcher that chooses hosts itself."""
+
+    places_engines = True
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    async def scale(self, pool: str, count: int, host: Host) -> None:
+        """As `FleetScaler.scale`."""
+        try:
+            await self._launcher.scale(pool, count)
+        except CommandError as error:
+            raise ScalingRefused(str(error)) from None
+
+
+async def _run(
+    access: contextlib.AbstractAsyncContextManager[FleetAccess], settings: PlannerSettings, as_json: bool
+) -> None:
     def say(decision: PlannerDecision) -> None:
         text = msgspec.json.encode(_described(decision)).decode() if as_json else sentence(decision)
         print(text, flush=True)
@@ -63,8 +150,8 @@ async def _run(state: StackState, settings: PlannerSettings, as_json: bool) -> N
     with metrics_server(METRICS_HOST, settings.metrics_port) as port:
         if port is not None:
             note(f"metrics at http://{METRICS_HOST}:{port}/metrics")
-        async with operator_bus(state) as bus:
-            await FleetActor(bus, settings, say, note).run()
+        async with access as fleet:
+            await FleetActor(fleet.bus, settings, say, note, scaler=fleet.scaler).run()
 
 
 def _described(decision: PlannerDecision) -> dict[str, Any]:

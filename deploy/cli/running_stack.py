@@ -17,6 +17,15 @@ RunDir = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 DEFAULT = "default"
+KubernetesUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--kubernetes",
+        envvar="BATON_KUBERNETES_URL",
+        help="URL of `kubectl proxy`, e.g. http://127.0.0.1:8001: scales the pods of deploy/kubernetes there.",
+    ),
+]
+KubernetesNamespace = Annotated[str, typer.Option("--kubernetes-namespace", help="With --kubernetes: their namespace.")]
 
 
 # Which running stack a command means: the one named, in the run directory given or its usual place.

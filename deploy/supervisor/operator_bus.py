@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from deploy.errors import CommandError
 from deploy.supervisor.state_file import StackState
@@ -29,10 +30,16 @@ async def operator_bus(state: StackState) -> AsyncIterator[Bus]:
         user=state.nats_user,
         password=state.nats_password,
         tls_ca=Path(state.nats_ca) if state.nats_ca is not None else None,
-        connect_timeout=CONNECT_TIMEOUT,
     )
+    async with client_bus(options) as bus:
+        yield bus
+
+
+@contextlib.asynccontextmanager
+async def client_bus(options: NatsOptions) -> AsyncIterator[Bus]:
+    """Raises CommandError where the bus cannot be reached within CONNECT_TIMEOUT."""
     try:
-        bus = await connect(options)
+        bus = await connect(replace(options, connect_timeout=CONNECT_TIMEOUT))
     except BusError as error:
         raise CommandError(str(error)) from None
     try:

@@ -6,27 +6,26 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-import msgspec
 from msgspec.structs import replace
 
 from services.planner import metrics
 from services.planner.config import PlannerSettings
 from services.planner.core.fleet_watch import FleetWatch
+from services.planner.core.host_spread import Host, spread
 from services.planner.core.planner import FleetPlanner, FleetProfiles
+from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingFailed, ScalingRefused
 from shared import topics
-from shared.bus import Bus, BusError, EndpointError
+from shared.bus import Bus, BusError
 from shared.messages.lifecycle import Lifecycle, Role
 from shared.messages.planner import PlannerDecision, PoolDecision
 
-SCALE_TIMEOUT = 35.0
-"""Seconds for the supervisor's answer."""
 POOLS: Mapping[Role, str] = {"mixed": "engines", "prefill": "prefill", "decode": "decode"}
 """What `admin.scale` calls each role's engines."""
 
 
 class FleetActor:
     """Owns the planner of a running fleet. It is a client of the bus with an operator's rights: it hears lifecycles,
-    and asks a coordinator for what `baton scale` asks for, by which engines are drained before they stop.
+    and asks for what `baton scale` asks for, by which engines are drained before they stop.
 
     It keeps nothing: one that starts anew learns from what it hears, and drains nothing before it has watched for the
     whole stabilization window.
@@ -39,8 +38,10 @@ class FleetActor:
         say: Callable[[PlannerDecision], None],
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        scaler: FleetScaler | None = None,
     ) -> None:
-        """`say` shows a decision, `note` a sentence."""
+        """`say` shows a decision, `note` a sentence; `scaler` does it, None: the coordinators on the bus."""
+        self._scaler: FleetScaler = scaler or AdminScaler(bus)
         self._bus = bus
         self._settings = settings
         self._say = say
@@ -95,15 +96,26 @@ class FleetActor:
         if not self._settings.act:
             metrics.DECISIONS.labels("dry run").inc()
             return
-        count = max(0, pool.target - self._watch.on_other_hosts(pool.role))
-        request = msgspec.json.encode({"service": POOLS[pool.role], "count": count})
-        try:
-            await self._bus.request_raw(f"{topics.ADMIN}.scale", request, SCALE_TIMEOUT)
-        except EndpointError as error:
-            metrics.DECISIONS.labels("refused").inc()
-            self._note(f"{POOLS[pool.role]}={count} is refused: {error.text}")
-        except BusError as error:
-            metrics.DECISIONS.labels("failed").inc()
-            self._note(f"{POOLS[pool.role]}={count} is not answered: {error}")
-        else:
-            metrics.DECISIONS.labels("done").inc()
+        for host, count in self._sizes(pool).items():
+            named = f"{POOLS[pool.role]}={count}" + (f" on {host}" if host is not None else "")
+            try:
+                await self._scaler.scale(POOLS[pool.role], count, host)
+            except ScalingRefused as error:
+                metrics.DECISIONS.labels("refused").inc()
+                self._note(f"{named} is refused: {error}")
+            except ScalingFailed as error:
+                metrics.DECISIONS.labels("failed").inc()
+                self._note(f"{named} is not answered: {error}")
+            else:
+                metrics.DECISIONS.labels("done").inc()
+
+    def _sizes(self, pool: PoolDecision) -> dict[Host, int]:
+        """What each host that is concerned is asked for."""
+        if self._scaler.places_engines:
+            return {None: pool.target}
+        present = self._watch.by_host(pool.role)
+        keep = 0 if pool.role == "prefill" else 1  # somebody there must finish what is begun
+        wanted = spread(present, pool.target, most=self._settings.max_engines_per_host, keep=keep)
+        if sum(wanted.values()) < pool.target:
+            self._note(f"{POOLS[pool.role]}: no host has room for more than {sum(wanted.values())}")
+        return {host: count for host, count in wanted.items() if count != present[host]}

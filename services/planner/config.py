@@ -32,6 +32,11 @@ class PlannerSettings(Struct, frozen=True, kw_only=True):
     ] = 0.95
     min_engines: Annotated[int, Meta(ge=1, description="Fewest engines of each pool."), UpOption(FLEET)] = 1
     max_engines: Annotated[int, Meta(ge=1, description="Most engines of all pools."), UpOption(FLEET)] = 64
+    max_engines_per_host: Annotated[
+        int | None,
+        Meta(ge=1, description="Most engines of a pool on one host, in a stack of several."),
+        UpOption(FLEET, unset="no limit"),
+    ] = None
     gpu_budget: Annotated[
         int | None, Meta(ge=1, description="Most devices of all engines (each rank is one)."), UpOption(FLEET)
     ] = None

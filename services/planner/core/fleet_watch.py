@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from services.planner.core.host_spread import Host
 from services.planner.core.live_profile import LiveProfile
 from services.planner.core.load_meter import FleetObservation
 from services.planner.core.planner import FleetProfiles
@@ -17,6 +19,9 @@ FORGOTTEN_AFTER = 5.0
 """Seconds of silence after which a process is not counted any more."""
 ROLES_BY_NAME: Mapping[str, Role] = {"engine": "mixed", "prefill": "prefill", "decode": "decode"}
 """What an engine will be, by its name without its number, and without that of a host behind the first."""
+
+
+HOST_NAME = re.compile(r"(?P<host>.+)-(engine|prefill|decode|kvstore)-\d+")
 
 
 class _Heard(NamedTuple):
@@ -38,7 +43,7 @@ class FleetWatch:
 
     def record(self, life: Lifecycle, now: float) -> None:
         """A process has said how it is."""
-        if life.service not in ("scheduler", "worker", "coordinator"):
+        if life.service not in ("scheduler", "worker", "coordinator", "kvstore"):
             return
         if life.phase in ("stopped", "failed"):
             self._forget(life.instance)
@@ -64,15 +69,20 @@ class FleetWatch:
             sum(life.load for life in lives if life.service == "coordinator"),
         )
 
-    def on_other_hosts(self, role: Role) -> int:
-        """How many of a role's present engines are not on the first host, whose engines alone `admin.scale` counts."""
-        heard = [each.life for each in self._heard.values()]
-        lives = [life for life in heard if life.service == "scheduler" and not life.standby]
-        named = [name for name, each in ROLES_BY_NAME.items() if each == role]
-        return sum(
-            _role_of(life) == role and life.phase in PRESENT and life.instance.rpartition("-")[0] not in named
-            for life in lives
-        )
+    def by_host(self, role: Role) -> dict[Host, int]:
+        """A role's present engines, without those that stand by, on each host that has some of this role, or a KV store
+        and no engines at all. The first host where there is no such host."""
+        counts: dict[Host, int] = {}
+        stores, others = set[Host](), set[Host]()
+        for life in (heard.life for heard in self._heard.values()):
+            host = _host_of(life)
+            if life.service == "kvstore":
+                stores.add(host)
+            elif life.service == "scheduler" and _role_of(life) == role:
+                counts[host] = counts.get(host, 0) + (life.phase in PRESENT and not life.standby)
+            elif life.service == "scheduler":
+                others.add(host)
+        return dict.fromkeys(stores - others, 0) | counts or {None: 0}
 
     def profiles(self) -> FleetProfiles | None:
         """Of what is known of the fleet's engines; None before that is enough. A fleet with prefill engines is
@@ -99,6 +109,12 @@ class FleetWatch:
         self._heard.pop(instance, None)
         for live in self._live.values():
             live.forget(instance)
+
+
+def _host_of(life: Lifecycle) -> Host:
+    """By the names that `baton up` and `baton join` give: `b-engine-1` is on b, `engine-1` on the first host."""
+    found = HOST_NAME.fullmatch(life.instance)
+    return found["host"] if found is not None else None
 
 
 def _role_of(life: Lifecycle) -> Role | None:

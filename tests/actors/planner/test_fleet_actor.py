@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from services.planner.actor import FleetActor
 from services.planner.config import PlannerSettings
+from services.planner.fleet_scaler import FleetScaler, ScalingFailed
 from shared import topics
 from shared.bus import EndpointError
 from shared.bus.memory_bus import MemoryBus
@@ -33,10 +34,14 @@ class Fleet:
         self.notes: list[str] = []
         self.published: list[PlannerDecision] = []
         self.refusal: str | None = None
+        self.scaler: FleetScaler | None = None
+        self.hosts: list[str] = []
+        """Those that have joined, with a KV store and no engines."""
         self.now = 0.0
 
     def planner(self, settings: PlannerSettings = SETTINGS) -> FleetActor:
-        return FleetActor(self.bus, settings, self.said.append, self.notes.append, lambda: self.now)
+        say, note = self.said.append, self.notes.append
+        return FleetActor(self.bus, settings, say, note, lambda: self.now, self.scaler)
 
     async def scale(self, body: bytes) -> bytes:
         self.asked.append(msgspec.json.decode(body))
@@ -52,6 +57,8 @@ class Fleet:
         served = replace(report(requests, ttft=0.1, itl=0.02), blocks_total=9999, max_running=16)
         await self.bus.publish(topics.lifecycles(), life("scheduler", "engine-1", engine=served))
         await self.bus.publish(topics.lifecycles(), rank("engine-1", sums(100 * requests, requests)))
+        for host in self.hosts:
+            await self.bus.publish(topics.lifecycles(), life("kvstore", f"{host}-kvstore-1"))
         await self.bus.flush()
         await asyncio.sleep(0.01)
 
@@ -124,3 +131,30 @@ async def test_a_refusal_is_noted_and_the_planner_goes_on(fleet: Fleet) -> None:
 def test_settings_that_contradict_each_other_are_refused(fields: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PlannerSettings(**fields)
+
+
+async def test_engines_come_to_the_host_that_joined_and_has_none(fleet: Fleet) -> None:
+    fleet.hosts = ["b"]
+    decision = await decided(fleet, replace(SETTINGS, max_engines_per_host=1))
+    (pool,) = decision.changes
+    assert pool.target > 2
+    assert fleet.asked == [{"service": "engines", "count": 1, "host": "b"}]
+    assert "engines: no host has room for more than 2" in fleet.notes
+
+
+async def test_whoever_places_engines_itself_is_asked_for_all_of_them(fleet: Fleet) -> None:
+    asked: list[tuple[str, int, str | None]] = []
+
+    class Orchestrator:
+        places_engines = True
+
+        async def scale(self, pool: str, count: int, host: str | None) -> None:
+            asked.append((pool, count, host))
+            raise ScalingFailed("it throttles")
+
+    fleet.scaler = Orchestrator()
+    decision = await decided(fleet)
+    (pool,) = decision.changes
+    assert asked == [("engines", pool.target, None)]
+    assert fleet.asked == []
+    assert fleet.notes[-1] == f"engines={pool.target} is not answered: it throttles"

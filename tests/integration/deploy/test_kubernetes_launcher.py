@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from deploy.cli.plan import LauncherScaler
 from deploy.errors import CommandError
 from deploy.launchers import PoolChange
 from deploy.launchers.kubernetes_api import kubernetes_api
 from deploy.launchers.kubernetes_launcher import CHANGE_PATIENCE, KubernetesLauncher
+from shared.bus.memory_bus import MemoryBus
+from tests.actors.planner.test_fleet_actor import Fleet, decided
 from tests.support.cluster.ports import free_port
 from tests.support.kubernetes.api_server import Call, RecordingApiServer, Refusal, recording_api_server
 
@@ -149,6 +152,22 @@ async def test_who_waits_listens_and_asks_again_only_where_the_server_ends_it(
 async def test_waiting_has_an_end(launcher: KubernetesLauncher) -> None:
     with pytest.raises(CommandError, match=r"engines: 9 are not ready after 0\.2 s"):
         await launcher.wait_until_ready("engines", 9, 0.2)
+
+
+async def test_a_planner_has_pods_started_and_a_server_that_refuses_changes_nothing(
+    launcher: KubernetesLauncher, server: RecordingApiServer
+) -> None:
+    bus = MemoryBus()
+    fleet = Fleet(bus)
+    fleet.scaler = LauncherScaler(launcher)
+    (pool,) = (await decided(fleet)).changes
+    assert pool.target > 1
+    assert (server.replicas(), server.calls) == (pool.target, [Call("GET", SCALE), Call("PUT", SCALE)])
+    server.refusals, fleet.now = [Refusal(403, "forbidden")], 0.0
+    await decided(fleet)
+    assert fleet.notes[-1].endswith("is refused: the Kubernetes API refuses this: 403: forbidden")
+    assert server.replicas() == pool.target
+    await bus.close()
 
 
 async def baton_scale(*argv: str) -> tuple[int, str, str]:

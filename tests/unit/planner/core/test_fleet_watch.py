@@ -120,5 +120,16 @@ def test_engines_of_other_hosts_are_present_and_told_apart() -> None:
     for message in (engine("engine-1"), engine("gpu-2-engine-1"), life("scheduler", "gpu-2-engine-2", "starting")):
         watch.record(message, 0.0)
     assert watch.observe(1.0).present == {"mixed": 3}
-    assert watch.on_other_hosts("mixed") == 2
-    assert watch.on_other_hosts("decode") == 0
+    watch.record(life("kvstore", "gpu-3-kvstore-1"), 0.0)
+    assert watch.by_host("mixed") == {None: 1, "gpu-2": 2, "gpu-3": 0}
+    assert watch.by_host("decode") == {"gpu-3": 0}
+    watch.record(life("scheduler", "gpu-2-engine-2", "draining"), 0.0)
+    assert watch.by_host("mixed") == {None: 1, "gpu-2": 1, "gpu-3": 0}
+
+
+def test_pods_are_all_of_one_place() -> None:
+    watch = FleetWatch()
+    assert watch.by_host("mixed") == {None: 0}
+    for message in (engine("engine-0"), engine("engine-1"), life("kvstore", "engine-0-kvstore")):
+        watch.record(message, 0.0)
+    assert watch.by_host("mixed") == {None: 2}
