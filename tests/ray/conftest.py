@@ -10,8 +10,9 @@ import pytest
 from tests.support.cluster.ray_nodes import RayNode, RayNodes
 
 HERE = Path(__file__).parent
-NODE_CPUS = 4
-"""Of each node: an engine of two ranks fits, with some services."""
+NODES = 3
+NODE_CPUS = 5
+"""Of each node: what the test runs fits on two of them, so that none is to be added while streams run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,11 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class RayMachines:
-    """A cluster and its nodes; those that a test kills are replaced for the next one."""
+    """A cluster and those of its nodes that no test has killed."""
 
     def __init__(self, cluster: RayNodes) -> None:
         self.cluster = cluster
-        self.nodes: list[RayNode] = [cluster.add_node() for _ in range(2)]
+        self.nodes: list[RayNode] = [cluster.add_node() for _ in range(NODES)]
 
     @property
     def address(self) -> str:
@@ -46,6 +47,6 @@ class RayMachines:
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[RayMachines]:
-    """A head without resources and two nodes."""
+    """A head without resources and NODES nodes."""
     with RayNodes(NODE_CPUS) as cluster:
         yield RayMachines(cluster)
