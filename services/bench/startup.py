@@ -65,7 +65,9 @@ def startup_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--cold", action="store_true", help="drop the model's files from the page cache before each repetition"
     )
     made.add_argument(
-        "--standby", action="store_true", help="start the engine beforehand, drained, and measure from its undrain"
+        "--standby",
+        action="store_true",
+        help="wait beforehand until an engine of the stack stands by (baton up --standby)",
     )
     output_group(made)
     given = parse(made, argv)
@@ -139,32 +141,24 @@ class BenchedStack:
         self._news.set()
 
     async def scale_out(self, *, standby: bool) -> ScaleOut:
-        """Has one more engine, waits for its first token, and stops it again. Of a `standby` of our own the time counts
-        from its undrain; one of the stack's (`baton up --standby`) is what scaling takes. Raises BenchError."""
-        schedulers = [life for life in self._heard.values() if life.service == "scheduler"]
-        if any(life.standby for life in schedulers):  # of the stack's own, which is promoted: it is to be loaded
+        """Has one more engine, waits for its first token, and stops it again. `standby`: once one stands by, which is
+        what scaling takes then. Raises BenchError."""
+        if standby:
             await self._until(lambda: any(life.stands_by for life in self._heard.values()))
+        schedulers = [life for life in self._heard.values() if life.service == "scheduler"]
         engines = [life.instance for life in schedulers if not life.standby]
         for engine in engines:
             await self._admin("drain", instance=engine, force=True)
         await self._until(lambda: all(self._heard[engine].phase == "draining" for engine in engines))
         new: list[InstanceId] = []
         try:
-            if standby:
-                new = await self._one_more(len(engines))
-                await self._admin("drain", instance=new[0], force=True)
-                await self._until(lambda: self._heard[new[0]].phase == "draining")
             asked, began = time.time(), time.perf_counter()
             first_token = asyncio.create_task(self._first_token())
-            if standby:
-                await self._admin("undrain", instance=new[0])
-                await self._until(lambda: self._heard[new[0]].phase == "ready")
-            else:
-                new = await self._one_more(len(engines))
+            new = await self._one_more(len(engines))
             ready = time.perf_counter() - began
             token = await first_token - began
             slowest = await self._slowest_rank(new)
-            loaded_before = standby or slowest["began"] < asked
+            loaded_before = slowest["began"] < asked
         finally:
             for engine in engines:
                 await self._admin("undrain", instance=engine)

@@ -6,6 +6,7 @@ The tests are in order: each leaves one engine that serves and one that stands b
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -66,3 +67,13 @@ async def test_scaling_up_promotes_the_standby_whoever_supervises(stack: Running
     done = stack.baton("scale", "engines=1")
     assert done.returncode == 0, done.stderr
     await until_shown(stack, engine_1="ready", engine_3="standby")
+
+
+async def test_the_time_of_a_promotion_is_measured(stack: RunningStack) -> None:
+    await until_shown(stack, engine_1="ready", engine_3="standby")
+    done = stack.baton("bench", "startup", "--repetitions", "1", "--standby", "--json")
+    assert done.returncode == 0, done.stderr
+    (startup,) = json.loads(done.stdout)["startups"]
+    assert startup["stages"] == {}, "loaded before"
+    assert startup["ready"] > 0
+    assert startup["first_token"] > 0

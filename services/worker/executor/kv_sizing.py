@@ -14,6 +14,7 @@ from services.worker.executor.warm_up import warm_up
 from services.worker.graphs.capture import CudaCapture, MeasuredCapture, MemoryReading
 from services.worker.graphs.choice import DecodeGraphs, RankGraphs
 from services.worker.kv.device_memory import free_bytes, gib, own_bytes, peak_bytes, total_bytes
+from services.worker.kv.kept_peaks import kept_peak
 from services.worker.models.config import ModelError
 from shared.blocks import BLOCK_SIZE, blocks_for
 
@@ -24,12 +25,13 @@ _BLOCKS_WHILE_CAPTURING = 2
 """Graphs of padding touch none."""
 
 
-def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs) -> DeviceMemory:
-    """Once weights are loaded. Raises ModelError where the largest batch does not fit."""
+def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, model: str | None = None) -> DeviceMemory:
+    """Once weights are loaded. `model`: what names the loaded model with all its settings; with it the figure of a
+    former start is taken where the rank is alone on a CPU. Raises ModelError where the largest batch does not fit."""
     device, cuda = parts.device, parts.device.type == "cuda"
     rows = max_batch_tokens if cuda else min(max_batch_tokens, _ROWS_ON_CPU)
     try:
-        step = _of_step(parts, rows)
+        step = _of_step(parts, rows) if model is None or not _may_be_kept(parts) else _kept_step(parts, rows, model)
         captured = sum(_of_graphs(each) for each in graphs if each is not None)
     except torch.OutOfMemoryError:
         raise ModelError(
@@ -52,6 +54,16 @@ def _of_step(parts: RunnerParts, rows: int) -> int:
     length = parts.card.max_model_len
     probe = parts.runner(blocks_for(min(rows, length)) + 1, length)
     return peak_bytes(parts.device, lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
+
+
+def _may_be_kept(parts: RunnerParts) -> bool:
+    """Ranks try a step together, so all of them must or none; on a GPU that step also compiles what later ones need."""
+    return parts.device.type == "cpu" and parts.communicator.world_size == 1 and parts.pipeline.stages == 1
+
+
+def _kept_step(parts: RunnerParts, rows: int, model: str) -> int:
+    depends_on = model, parts.decoder.ops_name, rows, parts.max_num_seqs, type(parts.drafter).__name__, parts.drafting
+    return kept_peak(depends_on, lambda: _of_step(parts, rows))
 
 
 def _of_graphs(graphs: DecodeGraphs) -> int:

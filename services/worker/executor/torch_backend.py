@@ -31,7 +31,8 @@ from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 64
 _WARM_UP_ROWS_ON_CPU = 8
-"""Nothing is compiled there for sizes of work, and what a first step costs was paid when memory was profiled."""
+"""Nothing is compiled there for sizes of work, and what a first step costs was paid when memory was profiled,
+or is paid by these."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ def create_backend(
         parts = _parts(loaded, model_name, max_num_seqs, speculation, grammar_limits)
     graphs = RankGraphs.of(parts) if eager is None else NO_GRAPHS
     with STARTUP.stage("profile"):
-        memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs)
+        named = f"{loaded.fingerprint}, drafts {speculation}"
+        memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs, model=named)
     demand = KvDemand(
         block_bytes=parts.kv_block_bytes,
         max_num_seqs=max_num_seqs,
