@@ -50,6 +50,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.route,              ("tokenizer", "coordinator"),                     ("coordinator",)),
     TopicRights(topics.withdrawals,        ("gateway",),                                     ("coordinator",)),
     TopicRights(topics.placements,         ("coordinator",),                                 ("coordinator",)),
+    TopicRights(topics.prefill_pulls,      ("scheduler",),                                   ("coordinator",)),
     TopicRights(topics.engine_requests,    ("coordinator", "scheduler"),                     ("scheduler",)),
     TopicRights(topics.engine_steps,       ("scheduler",),                                   ("worker",)),
     TopicRights(topics.engine_results,     ("worker",),                                      ("scheduler",)),

@@ -89,6 +89,11 @@ def engine_steps(engine: EngineId) -> Topic[worker.StepPlan]:
     return Topic(f"engine.{engine}.steps", worker.StepPlan)
 
 
+def prefill_pulls() -> Topic[coordinator.PullPrefills]:
+    """prefill engine's scheduler → every coordinator: prompts are wanted."""
+    return Topic("prefill.pulls", coordinator.PullPrefills)
+
+
 @_cached
 def engine_results(engine: EngineId) -> Topic[scheduler.WorkerResult]:
     """worker ranks → scheduler: results of steps, compiled grammars, finished transfers."""

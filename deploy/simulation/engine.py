@@ -27,10 +27,12 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.worker.sim.backend import SimBackend
 from services.worker.sim.kv_copier import SimKvCopier
 from shared.ids import EngineId, Incarnation, InstanceId, RequestId
 from shared.kv_event_stream import KvEventStream
+from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvEvents, KvSource
@@ -80,6 +82,8 @@ class EngineKit(NamedTuple):
     checked: bool = False
     """Check the core's invariants after every event: slow, for tests."""
     pools: EnginePools = EnginePools()
+    pulls: bool = False
+    """Prefill engines pull prompts from the coordinator's queue."""
     store_memory: int = 0
     """Bytes of the KV store that all engines share, on one node; 0: there is none."""
 
@@ -154,7 +158,7 @@ class EngineNews(NamedTuple):
     engine: int
     number: int
     """Counts the news of the engine."""
-    message: Lifecycle | KvEvents | AnswerComplete | EngineStopped
+    message: Lifecycle | KvEvents | PullPrefills | AnswerComplete | EngineStopped
 
 
 def engine_id(number: int) -> EngineId:
@@ -196,6 +200,7 @@ class VirtualEngine:
         self._core = EngineCore(
             self.id, Incarnation(1), kit.limits, EngineRole(role, NODE, owner) if kit.store_memory else EngineRole(role)
         )
+        self._pulls = PrefillPulls(kit.limits) if kit.pulls and role == "prefill" else None
         self._copies = VirtualCopies(kit.copier.seconds_per_block) if kit.store_memory else None
         self._kv: KvEventStream | None = None
         self._kv_due = False
@@ -322,6 +327,8 @@ class VirtualEngine:
             self._act(output, now)
         if self._checked:
             check(core)
+        if self._pulls is not None and (wanted := self._pulls.due(core.requests.values(), now)) is not None:
+            self._tell(now + self._hops.report, PullPrefills(self.id, wanted))
         due = core.plan_due
         if due is not None and self._plan_at != due:
             self._plan_at = max(due, now + TIMER_SECONDS)
@@ -440,7 +447,7 @@ class VirtualEngine:
         for event in self._kv.flush():
             self._tell(now + self._hops.report, event)
 
-    def _tell(self, at: float, message: Lifecycle | KvEvents | AnswerComplete | EngineStopped) -> None:
+    def _tell(self, at: float, message: Lifecycle | KvEvents | PullPrefills | AnswerComplete | EngineStopped) -> None:
         self._sent += 1
         self.news.append(EngineNews(at, self._number, self._sent, message))
 

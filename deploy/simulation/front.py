@@ -18,7 +18,7 @@ from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import Route
+from shared.messages.coordinator import PullPrefills, Route
 from shared.messages.gateway import RequestRejected
 from shared.messages.kv_events import KvEvents
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle
@@ -92,21 +92,26 @@ class RequestFront:
         """When it may next give an engine something to do, as far as is known; infinity for never."""
         arrival = self._arrivals[0][0] if self._arrivals else inf
         decision = self._decide_at if self._decides else inf
-        return min(arrival, decision, self._tick_at if self.coordinator.queue else inf)
+        return min(arrival, decision, self._tick_at if self._waits else inf)
 
     @property
     def reaction(self) -> float:
         """Seconds within which something that happens at an engine brings work to one; infinity for never."""
         hops = self._hops
-        waits = hops.report + hops.place if self.coordinator.queue else inf
+        waits = hops.report + hops.place if self._waits else inf
         follows = hops.tokens + hops.request + hops.place if self._concurrency else inf
         return min(waits, follows)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a request waits at the coordinator."""
+        return bool(self.coordinator.queue or self.coordinator.prefills)
 
     @property
     def _decides(self) -> bool:
         """Whether the fleet still changes: not behind the last request's arrival."""
         clients = self._concurrency is not None and self._open
-        return bool(self._arrivals or self.coordinator.queue or clients)
+        return bool(self._arrivals or self._waits or clients)
 
     def hear(self, news: list[EngineNews]) -> None:
         """What is on its way from engines."""
@@ -119,7 +124,7 @@ class RequestFront:
             arrival = self._arrivals[0][0] if self._arrivals else inf
             news = self._news[0].at if self._news else inf
             now = min(arrival, news)
-            busy = now < inf or bool(self.coordinator.queue)
+            busy = now < inf or self._waits
             if self._decides and self._decide_at <= min(now, self._tick_at) and self._decide_at < until:
                 self._decide()
             elif self._tick_at <= now and self._tick_at < until and busy:
@@ -176,6 +181,8 @@ class RequestFront:
                 self._act(self.coordinator.lifecycle(news.message, _moment(news.at)), news.at)
             case KvEvents():
                 self.coordinator.blocks_changed(news.message, _moment(news.at))
+            case PullPrefills():
+                self._act(self.coordinator.pull(news.message, _moment(news.at)), news.at)
             case AnswerComplete(request):
                 self._end(request, news.at)
             case EngineStopped(engine):

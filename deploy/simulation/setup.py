@@ -34,7 +34,8 @@ class SimulationSetup(NamedTuple):
         limits = self.scheduler.limits().bounded(self.worker.max_num_seqs, self.worker.max_batch_tokens)
         device = simulated_device(self.worker, Path(self.worker.model))
         limits = dataclasses.replace(limits, canary_interval=0.0)
-        return EngineKit(limits, device, self.hops, pools=self.pools, store_memory=self.store_memory)
+        pulls = self.scheduler.prefill_queue
+        return EngineKit(limits, device, self.hops, pools=self.pools, pulls=pulls, store_memory=self.store_memory)
 
     @property
     def description(self) -> dict[str, object]:
@@ -69,7 +70,7 @@ def simulation_setup(
 
     def flags(service: str) -> list[str]:
         given = settings.get(service, {}).items()
-        return [*files, *(f"--{key.replace('_', '-')}={value}" for key, value in given)]
+        return [*files, *(_flag(key.replace("_", "-"), value) for key, value in given)]
 
     own = ["--engine=simulated", f"--model={folder}", "--device=sim", f"--world-size={tp}"]
     return SimulationSetup(
@@ -78,3 +79,8 @@ def simulation_setup(
         load_config("coordinator", CoordinatorConfig, flags("coordinator"), {}),
         hops,
     )
+
+
+def _flag(name: str, value: str) -> str:
+    """Switches are named, or named with `no-`; everything else has its value."""
+    return {"true": f"--{name}", "false": f"--no-{name}"}.get(value, f"--{name}={value}")

@@ -18,7 +18,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import GatewayId, InstanceId
-from shared.messages.coordinator import PlacementMade, RequestEnded, Route, Withdraw
+from shared.messages.coordinator import PlacementMade, PullPrefills, RequestEnded, Route, Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.kv_events import KvDump, KvDumpRequest, KvEvents
 from shared.messages.lifecycle import Lifecycle
@@ -58,6 +58,7 @@ class CoordinatorActor(Actor):
             TopicSubscription(topics.route(), intake=True),
             TopicSubscription(topics.withdrawals()),
             TopicSubscription(topics.placements()),
+            TopicSubscription(topics.prefill_pulls()),
             TopicSubscription(topics.lifecycles()),
             TopicSubscription(topics.all_kv_events()),
             TopicSubscription(topics.kv_dumps(self.instance)),
@@ -83,6 +84,8 @@ class CoordinatorActor(Actor):
                 await self._send(self.core.withdraw(message))
             case RequestEnded():
                 self.core.record_ended(message)
+            case PullPrefills():
+                await self._send(self.core.pull(message, at))
             case PlacementMade():
                 self.core.record_announcement(message, at)
             case KvEvents() | KvDump():
@@ -101,7 +104,7 @@ class CoordinatorActor(Actor):
                 await self._send(self._undelivered(message.message, at))
             case _:
                 raise TypeError(f"a coordinator takes no {type(message).__name__}")
-        metrics.WAITING.set(len(self.core.queue))
+        metrics.WAITING.set(self.load())
 
     def _follow_ejections(self) -> None:
         """Shows and logs which engines get no requests."""
@@ -124,7 +127,7 @@ class CoordinatorActor(Actor):
 
     async def tear_down(self) -> None:
         """Fails the requests that still wait, so that their gateways dispatch them again."""
-        for generation in self.core.queue.clear():
+        for generation in (*self.core.queue.clear(), *self.core.prefills.clear()):
             failed = RequestFailed(
                 generation.request, generation.attempt, "the coordinator that it waited at has stopped"
             )
@@ -132,11 +135,11 @@ class CoordinatorActor(Actor):
 
     def is_idle(self) -> bool:
         """Whether no request waits here."""
-        return not self.core.queue
+        return not self.load()
 
     def load(self) -> int:
         """Requests that wait here."""
-        return len(self.core.queue)
+        return len(self.core.queue) + len(self.core.prefills)
 
     def _route(self, route: Route, at: Moment) -> list[Action]:
         with metrics.DECISION.time():
@@ -145,7 +148,7 @@ class CoordinatorActor(Actor):
         if not actions:
             metrics.STALE.inc()
             log.info("stale attempt dropped", extra=extra)
-        elif self.core.queue and route.generation.request in self.core.queue:
+        elif any(isinstance(action, NotifyGateway) and isinstance(action.message, RequestQueued) for action in actions):
             log.info("queued", extra=extra)
         return actions
 

@@ -95,6 +95,25 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Routing"),
     ] = "prefill-first"
+    prefill_queue: Annotated[
+        bool,
+        Meta(
+            description="Prefill engines pull prompts from a queue in the coordinators when they have room, instead of "
+            "being sent them; needs --pd-order prefill-first."
+        ),
+        UpOption("Routing"),
+    ] = False
+    """Its bound are `disaggregate_busy` tokens for each prefill engine; what is beyond it is not disaggregated."""
+    prefill_queue_s: Annotated[
+        float,
+        Meta(
+            gt=0, description="Seconds after which a prompt that no engine has pulled goes to an engine that decodes."
+        ),
+    ] = 5.0
     scale_timeout: Annotated[
         float, Meta(gt=0, description="Seconds that the supervisor may take for `admin.scale`.")
     ] = 30.0
+
+    def __post_init__(self) -> None:
+        if self.prefill_queue and self.pd_order == "decode-first":
+            raise ValueError("prefill_queue: needs pd_order prefill-first; decode-first passes prompts on by itself")

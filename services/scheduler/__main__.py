@@ -20,6 +20,7 @@ def build(config: SchedulerConfig, bus: Bus) -> SchedulerActor:
         node=config.node_id(),
         journal=config.journal_settings(),
         standby=config.standby,
+        pulls=config.prefill_queue,
     )
 
 

@@ -35,6 +35,7 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits, EngineRole
+from services.scheduler.core.transfer.prefill_pulls import PrefillPulls
 from services.scheduler.journal import DecisionJournal, EngineStart, JournalSettings
 from services.scheduler.kv_publisher import KvPublisher
 from services.scheduler.store_requests import StoreRequests
@@ -43,6 +44,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
 from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, InstanceId, NodeId, new_incarnation
+from shared.messages.coordinator import PullPrefills
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kv_events import KvDumpRequest
@@ -96,6 +98,7 @@ class SchedulerActor(Actor):
         node: NodeId | None = None,
         journal: JournalSettings | None = None,
         standby: bool = False,
+        pulls: bool = False,
     ) -> None:
         super().__init__(bus, instance)
         self.standby = standby
@@ -109,6 +112,7 @@ class SchedulerActor(Actor):
         self._ranks = WorkerRanks(self.engine_id, world_size)
         self._others = Registry(PEER_TIMEOUT)
         """Gateways, detokenizers, other engines and the store."""
+        self._pulls = PrefillPulls(limits) if pulls and role == "prefill" else None
         self._totals = PublishedTotals()
         self._kv = KvPublisher(bus, instance)
         self._unequal_ranks: UnequalRanks | None = None
@@ -218,6 +222,8 @@ class SchedulerActor(Actor):
             await self.isolate(self.core.isolated)
         if (health := self.core.health.suspicion.report) != self._health:
             await self._publish_health(health)
+        if self._pulls is not None:
+            await self._pull_prefills(self._pulls)
         due = self.core.plan_due
         if due is not None and self._alarm_at != due:  # it may fire a little late, as the bus's clock may be paused
             self._alarm_at = due
@@ -232,6 +238,12 @@ class SchedulerActor(Actor):
                 await self._send(self._outbox.popleft())
         finally:
             self._sending = False
+
+    async def _pull_prefills(self, pulls: PrefillPulls) -> None:
+        """Asks for prompts, while it may be given any."""
+        wanted = pulls.due(self.core.requests.values(), self.bus.liveness_now()) if self.core.serves else None
+        if wanted is not None:
+            await self.bus.publish(topics.prefill_pulls(), PullPrefills(self.engine_id, wanted))
 
     async def _publish_health(self, health: EngineHealth) -> None:
         """At once, so that no request comes meanwhile that had better gone elsewhere."""

@@ -92,6 +92,11 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         Role,
         Meta(description="mixed: prefill and decode; prefill: prompts, then hand over; decode: what is handed over."),
     ] = "mixed"
+    prefill_queue: Annotated[
+        bool,
+        Meta(description="As a prefill engine, pull prompts from the coordinators' queue; they have the same setting."),
+        UpOption("Routing"),
+    ] = False
     node: Annotated[
         str | None,
         Meta(

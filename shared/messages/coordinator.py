@@ -31,6 +31,15 @@ class RequestEnded(Struct, frozen=True, array_like=True, tag=True):
     """Its output tokens, of all attempts."""
 
 
+class PullPrefills(Struct, frozen=True, array_like=True, tag=True):
+    """prefill engine → every coordinator: with a prefill queue, I compute so many prompt tokens more next. It replaces
+    the engine's pull before; lost, it is repeated."""
+
+    engine: EngineId
+    tokens: Count
+    """0: nothing, for now."""
+
+
 PlacementNotice = Withdraw | RequestEnded
 
 

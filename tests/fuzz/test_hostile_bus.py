@@ -54,6 +54,7 @@ def subjects(stack: RunningStack, node: NodeId) -> list[Topic[Any]]:
         topics.kvstore_requests(node),
         topics.kvstore_releases(node),
         topics.kvstore_prefetches(node),
+        topics.prefill_pulls(),
         topics.kv_events(InstanceId("engine-1")),
         topics.kv_dump_requests(InstanceId("engine-1")),
         topics.kv_dump_requests(InstanceId("kvstore-1")),

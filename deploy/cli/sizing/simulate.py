@@ -60,6 +60,7 @@ FLEET_OPTIONS = (
     "long_prefill_token_threshold",
     "router_policy",
     "pd_order",
+    "prefill_queue",
 )
 """Options of `baton up` that also say what is simulated; every other setting is given by --set."""
 SHAPE = "llama-3.1-8b"

@@ -65,8 +65,12 @@ def stack_spec(
     )
     counts = counts_of(stack, pp, has_store=store is not None)
     check_order(values, prefill=stack.prefill, decode=stack.decode)
-    if values.get("pd_order") == "decode-first" and store is None:
-        raise CommandError("--pd-order decode-first: hands over through a KV store: --kvstore-memory SIZE", status=2)
+    for option, asked in (
+        ("--pd-order decode-first", values.get("pd_order") == "decode-first"),
+        ("--prefill-queue", values.get("prefill_queue")),
+    ):
+        if asked and store is None:
+            raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
     ray = ray_choice(stack, values, assigned, runs_here=cluster is not None or hosts is not None)
     if ray is not None:
         counts = replace(counts, kvstore=0, engine_stores=store is not None)
@@ -190,8 +194,13 @@ def merged(*layers: Settings) -> dict[str, dict[str, str]]:
 
 def check_order(values: Mapping[str, Any], *, prefill: int, decode: int) -> None:
     """Raises CommandError where an order of two engines is asked for, and no request passes through two."""
-    if values.get("pd_order") == "decode-first" and not (prefill and decode):
+    apart = bool(prefill and decode)
+    if values.get("pd_order") == "decode-first" and not apart:
         raise CommandError("--pd-order decode-first: needs pools: --prefill N --decode N", status=2)
+    if values.get("prefill_queue") and not prefill:
+        raise CommandError("--prefill-queue: needs engines that pull from it: --prefill N", status=2)
+    if values.get("prefill_queue") and values.get("pd_order") == "decode-first":
+        raise CommandError("--prefill-queue: needs --pd-order prefill-first", status=2)
 
 
 def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:

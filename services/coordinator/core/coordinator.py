@@ -8,17 +8,26 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
+from services.coordinator.core.actions import (
+    AccuseEngine,
+    Action,
+    CancelOnEngine,
+    Moment,
+    NotifyGateway,
+    Placement,
+    PlaceRequest,
+)
 from services.coordinator.core.fleet import EngineFleet, fits, is_fair
 from services.coordinator.core.kv_sources import KvSources
 from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.outliers import OutlierDetector
 from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequest
+from services.coordinator.core.prefill_queue import PrefillQueue
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
 from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, EngineId, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import PlacementMade, RequestEnded, Route, Withdraw
+from shared.messages.coordinator import PlacementMade, PullPrefills, RequestEnded, Route, Withdraw
 from shared.messages.gateway import ErrorKind, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.kv_events import KvDump, KvEvents
@@ -62,6 +71,8 @@ class Coordinator:
         self.fleet = EngineFleet(instance, config, turn)
         self.sources = KvSources(config.router_index_blocks)
         self.queue = PlacementQueue()
+        self.prefills = PrefillQueue()
+        """Prompts that wait for a prefill engine to pull them; empty without `prefill_queue`."""
         self._expected = ExpectedPrompts()
         self._links = LinkCosts()
         self._router = Router(self.fleet, self.sources, self._expected, self._links, config)
@@ -86,10 +97,11 @@ class Coordinator:
         its engine, which the gateway does not know."""
         request, attempt = message.request, message.attempt
         self._fence.close(request, attempt)
-        queued = self.queue.get(request)
-        if queued is not None and queued.generation.attempt <= attempt:
-            self.queue.remove(request)
-            return []
+        for queue in (self.queue, self.prefills):
+            queued = queue.get(request)
+            if queued is not None and queued.generation.attempt <= attempt:
+                queue.remove(request)
+                return []
         placed = self._engines.get(request)
         if placed is None or placed.attempt > attempt:
             return []
@@ -98,6 +110,12 @@ class Coordinator:
     def record_ended(self, message: RequestEnded) -> None:
         """A request of a key has generated all that it will: what it was counted for is corrected."""
         self.queue.settle(message.request, message.generated)
+        self.prefills.settle(message.request, message.generated)
+
+    def pull(self, message: PullPrefills, at: Moment) -> list[Action]:
+        """A prefill engine asks for prompts."""
+        self.prefills.record_pull(message.engine, message.tokens)
+        return self._give_prompts(at)
 
     def engine_unreachable(self, generate: GenerateRequest, at: Moment) -> list[Action]:
         """A Generate had no subscriber: the engine is gone, and the request goes elsewhere."""
@@ -117,7 +135,7 @@ class Coordinator:
         takes over is to be given back by `route`."""
         if not self.fleet.peers:
             return []
-        routes = [Route(generation) for generation in self.queue.clear()]
+        routes = [Route(generation) for generation in (*self.queue.clear(), *self.prefills.clear())]
         for route in routes:
             self._fence.readmit(route.generation.request)
         return routes
@@ -135,6 +153,7 @@ class Coordinator:
         if gone is not None:
             self.sources.forget(gone)
             self._outliers.forget(EngineId(gone))
+            self.prefills.forget(EngineId(gone))
             self._links.forget(gone)
         if life.store is not None and life.phase not in ("stopped", "failed"):
             self._links.record(life.instance, life.store)
@@ -148,8 +167,11 @@ class Coordinator:
             self.sources.forget(silent)
             self._links.forget(silent)
             self._outliers.forget(EngineId(silent))
+            self.prefills.forget(EngineId(silent))
         self.sources.tidy()
         actions = self._place_queued(at)
+        for queued in list(self.prefills):
+            actions += self._place_unpulled(queued, at) or self._notify_queued(queued, at)
         for queued in list(self.queue):
             actions += self._reject_overdue(queued, at) or self._notify_queued(queued, at)
         return actions
@@ -239,7 +261,14 @@ class Coordinator:
         refused = self._refusal(generation)
         if refused is not None:
             return [NotifyGateway(generation.gateway, refused)]
-        placement = self._router.choose(generation, at.now)
+        if self.config.prefill_queue and (waits := self._await_pull(generation, at, since)):
+            return waits
+        return self._send(
+            self._router.choose(generation, at.now, whole=self.config.prefill_queue), generation, at, since
+        )
+
+    def _send(self, placement: Placement | None, generation: Generation, at: Moment, since: float) -> list[Action]:
+        """Sends the request where it was placed, if it was."""
         if placement is None:
             return []
         engine, reuse = placement.engine, placement.reuse
@@ -259,6 +288,49 @@ class Coordinator:
         )
         announcement = placement.announcement(self._instance) if self.fleet.peers else None
         return [PlaceRequest(engine, generate, at.now - since, reuse, placement.blocks, announcement)]
+
+    # ---- prompts that prefill engines pull
+
+    def _await_pull(self, generation: Generation, at: Moment, since: float) -> list[Action]:
+        """Has the prompt wait for a prefill engine; nothing where it is better computed by the engine that decodes:
+        it is short, there is no such engine, or too much waits already."""
+        tokens = self._router.tokens_to_prefill(generation, at.now)
+        engines = len(self.fleet.prefill_candidates(generation))
+        if tokens is None or not engines:
+            return []
+        if self.prefills.tokens + tokens > self.config.disaggregate_busy * engines:
+            return []
+        queued = self.prefills.add(generation, tokens, since)
+        given = self._give_prompts(at)
+        waits = self.prefills.get(generation.request) is queued
+        return [*given, *self._notify_queued(queued, at)] if waits else given
+
+    def _give_prompts(self, at: Moment) -> list[Action]:
+        """Gives prompts to the engines that have asked, in order, for as long as any of them has room."""
+        actions: list[Action] = []
+        for model in self.prefills.models():
+            for queued in list(self.prefills.in_order(model)):
+                generation = queued.generation
+                placement = self._router.choose_pulled(generation, at.now, self.prefills.room_of)
+                if placement is None:
+                    break
+                actions += self._send(placement, generation, at, queued.since)
+                if placement.decode_on is None:
+                    self.prefills.remove(generation.request, placed=True)
+                else:
+                    self.prefills.give(placement.engine, generation.request)
+        return actions
+
+    def _place_unpulled(self, queued: QueuedRequest, at: Moment) -> list[Action]:
+        """A prompt that waits for too long, or that no engine can pull any more, goes to an engine that decodes."""
+        generation = queued.generation
+        if at.now - queued.since <= self.config.prefill_queue_s and self.fleet.prefill_candidates(generation):
+            return []
+        placed = self._send(self._router.choose(generation, at.now, whole=True), generation, at, queued.since)
+        if placed:
+            self.prefills.remove(generation.request, placed=True)
+            return placed
+        return self._reject_overdue(queued, at)
 
     def _refusal(self, generation: Generation) -> RequestRejected | None:
         """The rejection of a request that its model's context cannot hold; None where it fits, or that is not known."""
@@ -287,6 +359,7 @@ class Coordinator:
         """The client may try again after as long as the oldest in the queue has waited by now."""
         generation = queued.generation
         self.queue.remove(generation.request)
+        self.prefills.remove(generation.request)
         oldest = self.queue.oldest(generation.model)
         waited = at.now - oldest.since if oldest is not None else 0.0
         rejected = RequestRejected(

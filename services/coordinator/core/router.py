@@ -8,7 +8,7 @@ as NVIDIA Dynamo's KV router has it; blocks in KV stores, saturation and the han
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, assert_never
 
@@ -20,7 +20,7 @@ from services.coordinator.core.kv_sources import NO_REUSE, KvSources, PrefixHits
 from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from shared.blocks import BLOCK_SIZE, blocks_for
-from shared.ids import Attempt, EngineId, RequestId
+from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
 from shared.messages.generation import Generation
 from shared.packing import TOKEN_BYTES
 
@@ -72,15 +72,16 @@ class Router:
         )
         """Whether chance decides."""
 
-    def choose(self, generation: Generation, now: float) -> Placement | None:
-        """Where the request goes best; None where no engine, or no detokenizer, takes one more."""
+    def choose(self, generation: Generation, now: float, *, whole: bool = False) -> Placement | None:
+        """Where the request goes best; None where no engine, or no detokenizer, takes one more. `whole`: one engine has
+        to do all of it."""
         pool = self._fleet.decode_candidates(generation)
         detokenizer = self._fleet.choose_detokenizer()
         if not pool or detokenizer is None:
             return None
         request = self._describe(generation, now)
         engine, reuse = self._cheapest(request, pool, "decode")
-        split = self._disaggregate(request, reuse, pool)
+        split = None if whole else self._disaggregate(request, reuse, pool)
         if split is None:
             return Placement(engine.engine.id, detokenizer, request.prefix, reuse, request.blocks)
         prefill, reuse, decode = split
@@ -94,15 +95,42 @@ class Router:
                 prefill_on=prefill.engine.id,
                 remote_from=self._least_remote(request),
             )
-        return Placement(
-            prefill.engine.id,
-            detokenizer,
-            request.prefix,
-            reuse,
-            request.blocks,
-            decode_on=decode.engine.id,
-            decode_node=None if decode.node == prefill.node else decode.node,
-        )
+        return _divided(request, detokenizer, prefill, reuse, decode)
+
+    def tokens_to_prefill(self, generation: Generation, now: float) -> int | None:
+        """Tokens that a prefill engine would compute of a request that is to be divided between two engines; None where
+        it is not, or where nothing takes it."""
+        pool = self._fleet.decode_candidates(generation)
+        if not pool or not generation.prefix_caching or not self._decoding(pool):
+            return None
+        request = self._describe(generation, now)
+        _, reuse = self._cheapest(request, pool, "decode")
+        left = request.tokens - reuse.blocks * BLOCK_SIZE
+        return left if left >= self._least_remote(request) else None
+
+    def choose_pulled(self, generation: Generation, now: float, room: Callable[[EngineId], int]) -> Placement | None:
+        """The engine that computes the prompt, of those that have asked for one (`room`: tokens that an engine asked
+        for): the one that has most of it, then the one with most room; a request that is computed sooner than handed
+        over goes to one engine whole. None where none has asked, or none would go on."""
+        detokenizer = self._fleet.choose_detokenizer()
+        decoding = self._decoding(self._fleet.decode_candidates(generation))
+        asking = [each for each in self._fleet.prefill_candidates(generation) if room(each.engine.id) > 0]
+        if not decoding or not asking or detokenizer is None:
+            return None
+        request, discount = self._describe(generation, now), self._config.router_store_discount
+        reuses = _reuses(request, asking)
+        worth = [reuse.worth(discount) if self._config.router_policy == "kv" else 0.0 for reuse in reuses]
+        place = max(range(len(asking)), key=lambda index: (worth[index], room(asking[index].engine.id)))
+        prefill = asking[place]
+        costs = self._hand_over_costs(request, prefill, reuses[place], decoding)
+        if min(costs) == math.inf:
+            return self.choose(generation, now, whole=True)
+        decode = decoding[self._pick(request, costs, "hand-over")]
+        return _divided(request, detokenizer, prefill, reuses[place], decode)
+
+    def _decoding(self, pool: EnginePool) -> list[Candidate]:
+        """Those of the pool that may go on with a request."""
+        return [each for each in pool if each.node is not None and each.engine.report.role in DECODING]
 
     def _describe(self, generation: Generation, now: float) -> _RoutedRequest:
         """The last token is always computed, as the next is drawn from it; so a block that ends with it is computed,
@@ -213,7 +241,7 @@ class Router:
         prefilling = self._fleet.prefill_candidates(request.generation)
         if not prefilling:
             return None
-        decoding = [each for each in pool if each.node is not None and each.engine.report.role in DECODING]
+        decoding = self._decoding(pool)
         if not decoding:
             return None
         waiting = sum(candidate.prefill for candidate in prefilling) * BLOCK_SIZE
@@ -255,6 +283,20 @@ class Router:
             return (1 - self._config.router_store_discount) * (blocks - reuse.device)
         waited_for = max(price / max(1, wanted), price - left)
         return waited_for if waited_for < max(1, wanted) else math.inf
+
+
+def _divided(
+    request: _RoutedRequest, detokenizer: DetokenizerId, prefill: Candidate, reuse: Reuse, decode: Candidate
+) -> Placement:
+    return Placement(
+        prefill.engine.id,
+        detokenizer,
+        request.prefix,
+        reuse,
+        request.blocks,
+        decode_on=decode.engine.id,
+        decode_node=None if decode.node == prefill.node else decode.node,
+    )
 
 
 def _reuses(request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:

@@ -54,6 +54,7 @@ def make_kit(
     checked: bool = False,
     pools: EnginePools | None = None,
     store_blocks: int = 0,
+    pulls: bool = False,
     block_seconds: float = 0.0002,
 ) -> EngineKit:
     kv = kv_memory(blocks, block_seconds)
@@ -65,6 +66,7 @@ def make_kit(
         checked=checked,
         pools=pools or EnginePools(),
         store_memory=store_blocks * BLOCK_BYTES,
+        pulls=pulls,
     )
 
 

@@ -9,6 +9,7 @@ from services.coordinator.config import CoordinatorConfig
 from tests.support.engines.simulated_fleet import FixedLoad, request, run
 
 POOLS = EnginePools(prefill=1, decode=1)
+PULLED = CoordinatorConfig(prefill_queue=True)
 LOAD = FixedLoad(tuple(request(number, number * 0.05, prompt=300 + 7 * number, output=20) for number in range(12)))
 
 
@@ -61,3 +62,10 @@ def test_engines_that_share_a_store_find_what_others_computed() -> None:
     shared = run(load, engines=2, routing=routing, pools=EnginePools(2), store_blocks=64, checked=True)
     assert alone.records["r1"].cached_tokens == 0
     assert shared.records["r1"].cached_tokens == 192
+
+
+def test_pulled_prompts_are_all_computed_and_none_twice() -> None:
+    result = run(LOAD, engines=2, pools=POOLS, store_blocks=4096, checked=True, pulls=True, routing=PULLED)
+    assert {sent.engine for sent in result.sent} == {"engine-1"}
+    assert all(record.error is None and record.output_tokens == 20 for record in result.records.values())
+    assert len(result.records) == len(LOAD.given)

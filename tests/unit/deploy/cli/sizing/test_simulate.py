@@ -47,6 +47,8 @@ def test_pools_are_simulated_with_a_store_to_hand_over_by(capsys: pytest.Capture
     assert result["pools"] == {"mixed": 0, "prefill": 1, "decode": 2}
     assert result["kvstore_memory"] == 64 * 2**30
     assert [each["steps"] > 0 for each in result["by_engine"]] == [True, True, True]
+    pulled = json.loads(simulated(capsys, *load, "--prefill", "1", "--decode", "2", "--prefill-queue", "--json"))
+    assert (pulled["failed"], pulled["completed"]) == (0, result["completed"])
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,8 @@ def test_pools_are_simulated_with_a_store_to_hand_over_by(capsys: pytest.Capture
     [
         (("--prefill", "1"), "--decode N"),
         (("--pd-order", "decode-first"), "needs pools"),
+        (("--prefill-queue",), "--prefill N"),
+        (("--prefill", "1", "--decode", "1", "--prefill-queue", "--pd-order", "decode-first"), "prefill-first"),
         (("--prefill", "1", "--decode", "1", "--kvstore-memory", "0"), "hand over through a KV store"),
         (("--kvstore-memory", "4GiB", "--processes", "2"), "--processes"),
         (("--kvstore-memory", "4GiB", "--scaling", "queue-length"), "--scaling queue-length"),

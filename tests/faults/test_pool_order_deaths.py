@@ -1,4 +1,4 @@
-"""Decode-first pools: any part dies while prompts are computed for another engine that keeps room for them.
+"""Decode-first pools, and pools that pull: a part dies while prompts are computed for another engine, or wait.
 
 All streams end with what they would have been, and nothing stays held anywhere.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.faults.test_kv_deaths import LENGTHS, SETTINGS, SHAPE, STORE, STREAMS
 from tests.support.cluster.bus_moments import Moment, prompts_are_computed, requests_are_handed_to, tokens_are_drawn
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
-from tests.support.kv.prompts import prompts, retries
+from tests.support.kv.prompts import handed_over, prompts, retries
 from tests.support.kv.streams import TOKENS, Seen, Streams
 
 pytestmark = pytest.mark.timeout(400)
@@ -47,6 +48,23 @@ def passed_on(stack: RunningStack) -> int:
     return sum(stack.log(name).count('"event":"handed over"') for name in decode)
 
 
+@pytest.mark.features("prefix cache", "chunked prefill", "prefill/decode", "re-dispatch")
+@pytest.mark.parametrize("victim", ["prefill-1", slow("coordinator-1")])
+async def test_streams_survive_a_kill_while_prompts_are_pulled(tmp_path: Path, victim: str) -> None:
+    """More prompts than two steps hold: some wait in the queue when it happens."""
+    more = (*SHAPE, "--prefill-queue")
+    with running_stack(tmp_path, prefill=1, decode=1, kvstore=STORE, settings=SETTINGS, more=more) as stack:
+        asked = prompts(stack, LENGTHS)
+        async with client_of(stack.url) as client:
+            whole = await Streams(client, stack.model, asked, "undisturbed").end()
+            assert handed_over(stack) > 0
+            assert '"event":"queued"' in stack.log("coordinator-1"), "none waited to be pulled"
+            assert retries(stack) == 0
+            moment = prompts_are_computed("prefill-1")
+            await Scene(stack, client, asked, whole).survives(moment, f"{victim} dies", lambda: stack.kill(victim))
+
+
+@pytest.mark.features("prefix cache", "chunked prefill", "prefill/decode", "re-dispatch")
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
