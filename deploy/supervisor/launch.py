@@ -179,7 +179,16 @@ def _chosen(spec: StackSpec, process: ProcessSpec) -> dict[str, str]:
 
 
 SECRETS = frozenset(
-    {"api_keys", "federation_url", "kv_tiers", "nats_password", "nats_url", "overflow_key", "redis_url"}
+    {
+        "api_keys",
+        "federation_url",
+        "kv_connector_extra_config",
+        "kv_tiers",
+        "nats_password",
+        "nats_url",
+        "overflow_key",
+        "redis_url",
+    }
 )
 """Settings that are passwords, or URLs that may hold one."""
 

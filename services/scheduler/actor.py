@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from typing import Any, assert_never
 
 from services.scheduler import metrics
+from services.scheduler.connector_host import ConnectorHalf, ConnectorHost
 from services.scheduler.core.events import (
+    ConnectorLookUp,
+    ConnectorReport,
+    ConnectorRequestFinished,
     DetokenizerGone,
     EndProcess,
     Event,
@@ -96,6 +100,7 @@ class SchedulerActor(Actor):
         world_size: int | None = None,
         role: Role = "mixed",
         node: NodeId | None = None,
+        connector: ConnectorHalf | None = None,
         journal: JournalSettings | None = None,
         standby: bool = False,
         pulls: bool = False,
@@ -103,12 +108,14 @@ class SchedulerActor(Actor):
         super().__init__(bus, instance)
         self.standby = standby
         self.engine_id = EngineId(instance)
-        engine_role = EngineRole(role, node, LeaseOwner(instance, self.incarnation))
+        use = None if connector is None else connector.use
+        engine_role = EngineRole(role, node, LeaseOwner(instance, self.incarnation), use)
         start = EngineStart(self.engine_id, new_incarnation(), limits, engine_role)
         self.core = start.core()
         self._journal = None if journal is None else DecisionJournal(journal, start, self.core)
         self._handle_event = self.core.handle if self._journal is None else self._journal.handle
         self._store = StoreRequests(bus, node, self._decide) if node is not None else None
+        self._connector = connector and ConnectorHost(connector.connector, limits.store_deadline, self._decide)
         self._ranks = WorkerRanks(self.engine_id, world_size)
         self._others = Registry(PEER_TIMEOUT)
         """Gateways, detokenizers, other engines and the store."""
@@ -187,6 +194,8 @@ class SchedulerActor(Actor):
     async def tear_down(self) -> None:
         """Fails what is left, so that it is tried again elsewhere."""
         await self._decide(WorkersLost("the engine was stopped"))
+        if self._connector is not None:
+            await self._connector.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -262,6 +271,8 @@ class SchedulerActor(Actor):
             tasks.create_task(self._plan_when_due())
             if self._store is not None:
                 tasks.create_task(self._store.run())
+            if self._connector is not None:
+                tasks.create_task(self._connector.run())
 
     async def _plan_when_due(self) -> None:
         while True:
@@ -275,6 +286,8 @@ class SchedulerActor(Actor):
             case SendPlan(plan):
                 if plan.work:
                     metrics.BATCH_TOKENS.observe(sum(work.count for work in plan.work))
+                if plan.connector is not None and self._connector is not None:
+                    plan = await self._connector.complete(plan)
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
             case SendTokens(detokenizer, batch):
                 _record_batch(batch)
@@ -282,6 +295,9 @@ class SchedulerActor(Actor):
             case SendToGateway(gateway, message):
                 _record_answer(message)
                 await self.bus.publish(topics.gateway_inbox(gateway), message, confirm=True)
+            case ConnectorLookUp() | ConnectorRequestFinished() | ConnectorReport():
+                assert self._connector is not None, "only with a connector there is anything to ask"
+                self._connector.take(output)
             case SendStoreRequest() | ReleaseLease() | SendHandOver() | SendPrefetch() | ForwardControl():
                 await self._send_elsewhere(output)
             case EndProcess(reason):
@@ -367,6 +383,8 @@ class SchedulerActor(Actor):
             self._unequal_ranks = workers
         elif workers is not None:
             log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
+            if self._connector is not None:
+                self._connector.set_layout(workers.cache_format, workers.world_size)
             await self._decide(workers)
 
     async def _lose_workers(self, lost: WorkersLost | None) -> None:

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from services.scheduler.core.limits import EngineLimits, SpeculationPolicy
+from kvstore.connectors.installed import (
+    ConnectorExtraConfig,
+    ConnectorName,
+    ConnectorRole,
+    keeps_blocks,
+    open_connector,
+)
+from services.scheduler.connector_host import ConnectorHalf
+from services.scheduler.core.limits import ConnectorUse, EngineLimits, SpeculationPolicy
 from services.scheduler.journal import JournalSettings
 from shared.config import ServiceConfig
 from shared.ids import EngineId, NodeId, checked_instance
@@ -113,6 +121,10 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
     ] = 0.5
 
+    kv_connector: ConnectorName = None
+    kv_connector_extra_config: ConnectorExtraConfig = "{}"
+    kv_role: ConnectorRole = "kv_both"
+
     journal: Annotated[
         Path | None, Meta(description="File, or folder of files, that records every decision for `baton replay`.")
     ] = None
@@ -125,11 +137,26 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         if self.engine not in (None, "", self.instance):
             raise ValueError(f"engine = {self.engine!r}: must be the instance name, which is {self.instance!r}")
         self.limits()
-        self.node_id()
+        if self.node_id() is not None and self.kv_connector is not None:
+            raise ValueError(f"kv_connector = {self.kv_connector}: takes the place of the KV store, which node names")
+        if self.kv_connector is not None and self.role != "mixed":
+            raise ValueError(
+                f"kv_connector = {self.kv_connector}: role = {self.role} hands requests over by the KV store"
+            )
 
     def node_id(self) -> NodeId | None:
         """Raises ValueError for what could not be part of a subject."""
         return NodeId(checked_instance(self.node)) if self.node else None
+
+    def connector(self) -> ConnectorHalf | None:
+        """The scheduler's half of the KV connector; None where there is none. Raises ConnectorRefused."""
+        if self.kv_connector is None:
+            return None
+        connector = open_connector(
+            self.kv_connector, self.kv_connector_extra_config, self.kv_role, engine=self.instance_id(), rank=None
+        )
+        loads, saves = self.kv_role != "kv_producer", self.kv_role != "kv_consumer"
+        return ConnectorHalf(connector, ConnectorUse(loads, saves, keeps=saves and keeps_blocks(connector)))
 
     def journal_settings(self) -> JournalSettings | None:
         """Where and how decisions are recorded; None where they are not."""

@@ -42,6 +42,11 @@ RESUMED = Counter(
 LOADS_DECLINED = Counter(
     "baton_scheduler_kv_loads_declined_total", "Requests computed although the store had blocks: that was sooner."
 )
+CONNECTOR_FAILURES = Counter(
+    "baton_scheduler_kv_connector_failures_total",
+    "Calls of the KV connector that raised, were answered wrongly or not in time, by method.",
+    ["call"],
+)
 LOADS_FAILED = Counter("baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.")
 HAND_OVERS = Counter(
     "baton_scheduler_hand_overs_total",

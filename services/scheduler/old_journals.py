@@ -48,7 +48,7 @@ GENERATION_FIELDS = 18
 """Of `Generation` in version 1, the trace context not counted; later fields are left out of what is compared."""
 OPENED_IN_BATCH = 3
 NEW_IN_PLAN, FORGET_IN_PLAN, GRAMMAR_IN_NEW, GRAMMAR_IN_REPLY = 3, 7, 8, 2
-"""Where plans and replies name grammars; `forget` is new in version 3."""
+"""Where plans and replies name grammars; `forget` is new in version 3, and so is what is behind it."""
 GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
@@ -97,11 +97,11 @@ class WholeGrammars(JournalNames):
         return name, _encode(event)
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
-        """A plan with whole grammars, and without its newest field; other outputs as they are."""
+        """A plan with whole grammars, and without its newest fields; other outputs as they are."""
         if name != "SendPlan":
             return name, content
         output = _decode(content)
-        del output["plan"][FORGET_IN_PLAN]
+        del output["plan"][FORGET_IN_PLAN:]
         for new in output["plan"][NEW_IN_PLAN]:
             if new[GRAMMAR_IN_NEW] is not None:
                 new[GRAMMAR_IN_NEW] = self._grammars[new[GRAMMAR_IN_NEW][0]]

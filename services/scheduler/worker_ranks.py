@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from services.scheduler.core.events import WorkersLost, WorkersReady
 from shared.ids import EngineId, Incarnation, InstanceId
-from shared.messages.kvstore import KvLayout
 from shared.messages.lifecycle import Lifecycle, ModelCard, WorkerReport
 from shared.protocol import PROTOCOL
 from shared.registry import InstanceGone, Registry
+
+_T = TypeVar("_T")
 
 
 class UnequalRanks(NamedTuple):
@@ -77,6 +78,7 @@ class WorkerRanks:
             stages=reports[0].stages,
             max_speculate=min(report.max_speculate for report in reports),
             max_jump_ahead=min(report.max_jump_ahead for report in reports),
+            cache_format=_common(report.cache_format for report in reports) or "",
         )
 
     def _ready_by_rank(self) -> dict[int, Lifecycle]:
@@ -104,7 +106,7 @@ def _smallest(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _common(layouts: Iterable[KvLayout | None]) -> KvLayout | None:
+def _common(values: Iterable[_T]) -> _T | None:
     """The value that all ranks report; None if they do not agree."""
-    distinct = set(layouts)
+    distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None

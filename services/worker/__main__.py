@@ -6,11 +6,13 @@ import logging
 import os
 from pathlib import Path
 
+from kvstore.connectors.installed import ConnectorRefused
 from services.worker.actor import WorkerActor
 from services.worker.backend import Backend, BackendError
 from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import device_name, make_backend
 from services.worker.flops import FlopsMeter, peak_flops
+from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.sim.shape import read_shape
 from services.worker.watchdog import StepHung
 from shared.actor import run_service
@@ -28,13 +30,21 @@ HUNG = 70
 
 
 async def build(config: WorkerConfig, bus: Bus) -> WorkerActor:
-    """The worker's actor; its backend is made on the compute thread once the actor starts."""
+    """The worker's actor; its backend is made on the compute thread once the actor starts. Raises BackendError for a KV
+    connector that cannot be had."""
+    try:
+        half = config.connector()
+    except ConnectorRefused as error:
+        raise BackendError(str(error)) from None
+    connector = None if half is None else ConnectorThread(half)
+    on_layer = connector.layer_stored if connector is not None and connector.layerwise else None
     return WorkerActor(
         bus,
         config.instance_id(),
         config.place(),
-        lambda: make_backend(config),
+        lambda: make_backend(config, on_layer),
         lambda backend: make_meter(config, backend),
+        connector,
     )
 
 

@@ -11,12 +11,13 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from services.worker import metrics
-from services.worker.backend import Backend
+from services.worker.backend import Backend, BackendError
 from services.worker.config import RankIdentity
 from services.worker.executor.compute_thread import ComputeThread
 from services.worker.executor.plan_queue import PlanGap, PlanQueue
 from services.worker.flops import FlopsMeter
 from services.worker.guided.outbox import CompileOutbox
+from services.worker.kv.connector_thread import ConnectorThread, ConnectorUnusable
 from services.worker.kv.copy_thread import CopyThread, TransferLedger
 from services.worker.watchdog import CHECK_EVERY, StepWatchdog
 from shared import topics
@@ -48,15 +49,18 @@ class WorkerActor(Actor):
         identity: RankIdentity,
         make_backend: Callable[[], Backend],
         make_meter: Callable[[Backend], FlopsMeter | None] = lambda _: None,
+        connector: ConnectorThread | None = None,
     ) -> None:
-        """`make_meter`: what estimates the operations of its steps; None where the model's shape is not known."""
+        """`connector`: what works for a KV connector; None: there is none. `make_meter`: what estimates the operations
+        of its steps; None where the model's shape is not known."""
         super().__init__(bus, instance)
         self._identity = identity
         self._publishes = identity.publishes
         self._results = topics.engine_results(identity.engine)
         self._copies = CopyThread(identity.kvstore_dir)
         self._plans = PlanQueue(skip_void=identity.world_size == 1)
-        self._thread = ComputeThread(make_backend, self._plans, self._copies)
+        self._connector = connector
+        self._thread = ComputeThread(make_backend, self._plans, self._copies, connector, identity.world_size)
         self._backend: Backend | None = None
         self._make_meter = make_meter
         self._meter: FlopsMeter | None = None
@@ -78,7 +82,10 @@ class WorkerActor(Actor):
 
     async def set_up(self) -> None:
         """Makes the backend, which takes from a second to minutes. Raises BackendError."""
-        self._backend = await self._thread.start()
+        try:
+            self._backend = await self._thread.start()
+        except ConnectorUnusable as error:
+            raise BackendError(str(error)) from None
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
@@ -97,7 +104,7 @@ class WorkerActor(Actor):
                 if arrival == "first":
                     self._published = 0
                 self._watchdog.start(message, time.perf_counter())
-                if message.transfers or arrival == "first":
+                if message.transfers or message.connector is not None or arrival == "first":
                     self._ledger.record(message)
                 if (message.compile or message.forget) and self._publishes:
                     assert self._backend is not None, "messages come behind set_up"
@@ -114,7 +121,9 @@ class WorkerActor(Actor):
         where a step does not end."""
         async with asyncio.TaskGroup() as reports:
             reports.create_task(self._report_steps())
-            reports.create_task(self._report_transfers())
+            reports.create_task(self._report_transfers(self._copies))
+            if self._connector is not None:
+                reports.create_task(self._report_transfers(self._connector))
             reports.create_task(self._report_grammars())
             reports.create_task(self._watch_steps())
 
@@ -130,9 +139,9 @@ class WorkerActor(Actor):
         while True:
             await self.bus.publish(self._results, await self._grammars.next_result())
 
-    async def _report_transfers(self) -> None:
+    async def _report_transfers(self, copies: CopyThread | ConnectorThread) -> None:
         while True:
-            ended = await self._copies.next_ended()
+            ended = await copies.next_ended()
             report = self._ledger.finish(ended.epoch, ended.number, failed=ended.failed)
             if report is not None:
                 await self.bus.publish(self._results, report)
@@ -168,6 +177,8 @@ class WorkerActor(Actor):
         """Ends both threads, or leaves one behind that does not end within its STOP_TIMEOUT."""
         await self._thread.stop()
         await self._copies.stop()
+        if self._connector is not None:
+            await self._connector.stop()
         if self._backend is not None and self._backend.grammars is not None:
             await asyncio.to_thread(self._backend.grammars.close)
 
@@ -201,6 +212,7 @@ class WorkerActor(Actor):
             max_speculate=self._backend.max_speculate,
             max_jump_ahead=self._backend.max_jump_ahead,
             sums=self._sums,
+            cache_format="" if self._connector is None else self._connector.layout.name,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from kvstore.connectors.installed import ConnectorExtraConfig, ConnectorName, ConnectorRole, open_connector
+from kvstore.connectors.interface import KVConnectorBase
 from services.worker.guided.limits import GrammarLimits
 from services.worker.sim.accelerator import PROFILES, Accelerator, ProfileName
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
@@ -126,6 +128,9 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
     kvstore_dir: Annotated[
         Path | None, Meta(description="Directory of the node's KV store; none: no blocks are shared.")
     ] = None
+    kv_connector: ConnectorName = None
+    kv_connector_extra_config: ConnectorExtraConfig = "{}"
+    kv_role: ConnectorRole = "kv_both"
     ops: Annotated[
         Literal["auto", "torch", "native", "triton"], Meta(description="Implementation of the model's operations.")
     ] = "auto"
@@ -203,6 +208,8 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             raise ValueError(f"pp_layers: {len(self.pp_layers)} numbers for {self.pp} stages")
         if self.pp > 1 and self.device == "sim":
             raise ValueError("pp: the simulated device has no pipeline; use tensor parallel ranks")
+        if self.kv_connector is not None and self.device == "sim":
+            raise ValueError(f"kv_connector = {self.kv_connector}: the simulated device has no KV memory of layers")
         if self.speculative is not None:
             check_supported(read_speculation(self.speculative), device=self.device, stages=self.pp)
         for name in ("sim_bandwidth", "sim_link", "sim_host_link"):
@@ -239,6 +246,14 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
             min_step_timeout=self.min_step_timeout,
             first_step_timeout=self.first_step_timeout,
             kvstore_dir=self.kvstore_dir,
+        )
+
+    def connector(self) -> KVConnectorBase | None:
+        """This rank's half of the KV connector; None where there is none. Raises ConnectorRefused."""
+        if self.kv_connector is None:
+            return None
+        return open_connector(
+            self.kv_connector, self.kv_connector_extra_config, self.kv_role, engine=self.engine, rank=self.rank
         )
 
     def speculation(self) -> SpeculationSettings | None:

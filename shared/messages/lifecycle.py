@@ -226,6 +226,9 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     stages: int = 1
     """Pipeline stages of the engine; as many plans are computed at the same time."""
     sums: StepSums = StepSums()
+    cache_format: str = ""
+    """A digest of what a block looks like in this rank's caches, for KV connectors, which copy it as it is; empty where
+    there is none. Equal on all ranks of an engine."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

@@ -200,7 +200,9 @@ class TransferProgress(Struct, frozen=True, array_like=True, tag=True, kw_only=T
     done: int
     """All transfers of `epoch` with a number below this are over."""
     failed: tuple[int, ...] = ()
-    """Numbers of the transfers among them that failed; at most the newest 256."""
+    """Numbers of the transfers that are over and failed; at most the newest 256."""
+    early: tuple[int, ...] = ()
+    """Numbers from `done` on of transfers that are over, too: those of a KV connector end in any order."""
 
 
 class GrammarCompiled(Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -84,6 +84,57 @@ class Transfer(Struct, frozen=True, array_like=True, kw_only=True):
     fails."""
 
 
+class KvBlockRun(Struct, frozen=True, array_like=True):
+    """Full blocks of one request that follow each other in it, for a KV connector."""
+
+    request: str
+    """The request and its attempt, as the connector knows them."""
+    first: int
+    """Which block of the request the first of them is."""
+    blocks: bytes
+    """Packed uint32 block ids of the rank."""
+    hashes: bytes
+    """Their names, 16 bytes each."""
+
+
+class ConnectorLoad(Struct, frozen=True, array_like=True, kw_only=True):
+    """Blocks that the KV connector fills, once all plans before this one are computed."""
+
+    number: int
+    """Of the transfer; see `Transfer.number`."""
+    run: KvBlockRun
+    awaited: bool = False
+    """Whether it is over only when the connector names the request as received."""
+
+
+class ConnectorSend(Struct, frozen=True, array_like=True, kw_only=True):
+    """Blocks of a request that has ended, which are kept until the connector names the request as sent."""
+
+    number: int
+    request: str
+
+
+class ConnectorPlan(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a plan has for the KV connector of an engine. Like transfers, its parts run beside steps and are reported by
+    their numbers in `TransferProgress`, in any order."""
+
+    loads: tuple[ConnectorLoad, ...] = ()
+    save: int | None = None
+    """Number of the transfer that saves `saves`; None where there are none."""
+    saves: tuple[KvBlockRun, ...] = ()
+    """Blocks that are whole once this plan is computed."""
+    sends: tuple[ConnectorSend, ...] = ()
+    metadata: bytes | None = None
+    """What the connector's half beside the scheduler made for its halves beside the ranks; only they know what it
+    means. None: it could not be made, so that nothing of this is done, and all of it is reported as failed."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of all its transfers."""
+        save = () if self.save is None else (self.save,)
+        return [*(load.number for load in self.loads), *save, *(send.number for send in self.sends)]
+
+
 class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     """scheduler → every rank. (epoch, step) are consecutive from step 0; a new epoch drops every sequence.
 
@@ -101,3 +152,5 @@ class StepPlan(Struct, frozen=True, array_like=True, kw_only=True):
     """Compile these beside the steps; the rank that samples answers each with `GrammarCompiled`."""
     forget: tuple[GrammarKey, ...] = ()
     """Compiled grammars that no sequence follows any more."""
+    connector: ConnectorPlan | None = None
+    """None: nothing for the KV connector, or there is none."""

@@ -32,6 +32,7 @@ FEATURES = (
     "prompt logprobs",
     "beam search",
     "tool calls",
+    "KV connector",
 )
 HEADING = """\
 # Features together

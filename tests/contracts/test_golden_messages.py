@@ -143,7 +143,7 @@ MESSAGES: list[Any] = [
         kv_source=NODE,
         predicted_cached=32,
     ),
-    scheduler.TransferProgress(rank=1, epoch=Incarnation(1), done=2, failed=(1,)),
+    scheduler.TransferProgress(rank=1, epoch=Incarnation(1), done=2, failed=(1,), early=(3,)),
     scheduler.StepMissed(worker=InstanceId("engine-1-rank0"), epoch=Incarnation(1), expected=2),
     scheduler.GrammarCompiled(
         epoch=Incarnation(1),
@@ -179,6 +179,13 @@ MESSAGES: list[Any] = [
         ),
         compile=(generation.Grammar("regex", "a+", after="</think>"),),
         forget=(GrammarKey(HASH),),
+        connector=worker.ConnectorPlan(
+            loads=(worker.ConnectorLoad(number=1, run=worker.KvBlockRun("r1-2", 0, b"\2\0\0\0", HASH), awaited=True),),
+            save=2,
+            saves=(worker.KvBlockRun("r1-2", 1, b"\3\0\0\0", HASH),),
+            sends=(worker.ConnectorSend(number=3, request="r1-2"),),
+            metadata=b"m",
+        ),
     ),
     detokenizer.TokenBatch(
         engine=E,

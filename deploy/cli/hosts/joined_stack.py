@@ -66,7 +66,7 @@ def joined_spec(
     _check_same_host(host, values, stack)
     clear_leftovers(run_dir)
     store = store_choice(
-        memory=dealt["kvstore_memory"],
+        memory="0" if "kv_connector" in found.settings.get("worker", {}) else dealt["kvstore_memory"],
         left=left_stack(run_dir),
         node=host.node,
         redis=False,

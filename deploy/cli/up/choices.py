@@ -56,7 +56,7 @@ def stack_spec(
     clear_leftovers(run_dir)
     cluster = cluster_choice(stack, node_name(dealt["node"]), is_running=left_stack(run_dir) is not None)
     store = store_choice(
-        memory="0" if hosts else dealt["kvstore_memory"],
+        memory="0" if hosts or with_connector(values, dealt["kvstore_memory"]) else dealt["kvstore_memory"],
         left=left_stack(run_dir),
         node=dealt["node"],
         redis=stack.redis,
@@ -297,6 +297,18 @@ def store_choice(
             raise CommandError("Redis is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
         return None
     return StoreSpec(node=node_name(node), memory=size, redis=_redis(redis, redis_memory, redis_url))
+
+
+def with_connector(values: Mapping[str, Any], memory: str | None) -> bool:
+    """Whether a KV connector takes the place of the KV store. Raises CommandError where both are asked for."""
+    if "kv_connector" not in values:
+        if given := sorted({"kv_connector_extra_config", "kv_role"} & values.keys()):
+            option = given[0].replace("_", "-")
+            raise CommandError(f"--{option} is of a KV connector, and there is none: --kv-connector NAME", status=2)
+        return False
+    if memory is not None and memory != "0":
+        raise CommandError("--kv-connector takes the place of the KV store: leave --kvstore-memory out", status=2)
+    return True
 
 
 def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str]:

@@ -10,6 +10,8 @@ from typing import assert_never
 from services.scheduler.core.counters import EngineCounters, EngineSnapshot, EpochSnapshot
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.events import (
+    ConnectorKeeps,
+    ConnectorMatched,
     DetokenizerGone,
     EndProcess,
     Event,
@@ -30,6 +32,7 @@ from services.scheduler.core.limits import EngineLimits, EngineRole
 from services.scheduler.core.planning.step_timing import MissedPlan
 from services.scheduler.core.results.outbox import EngineOutbox
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.transfer.connector import ConnectorClient
 from services.scheduler.core.transfer.hand_over import HandOverSender, SettledHandOver
 from services.scheduler.core.transfer.store_client import StoreClient
 from shared.ids import Attempt, EngineId, Incarnation, RequestId
@@ -60,6 +63,7 @@ class EngineCore:
         self.role = role or EngineRole()
         self.counters = EngineCounters()
         self.store = StoreClient(self.role, self.counters)
+        self._connector = ConnectorClient(self.role.connector, self.counters)
         self.epoch_state: EpochState | None = None
         """None while there are no workers."""
         self.plan_due: float | None = None
@@ -92,6 +96,8 @@ class EngineCore:
                 self._handle_store_reply(event, now)
             case StoreReady() | StoreGone():
                 self._handle_store_change(event)
+            case ConnectorMatched() | ConnectorKeeps():
+                self._handle_connector_reply(event, now)
             case WorkersReady():
                 self._start_epoch(event)
             case WorkersLost():
@@ -112,6 +118,9 @@ class EngineCore:
             self.plan_due = state.plan(now)
         if self.role.node is not None:
             self._exchange_with_store(now)
+        if self.role.connector is not None:
+            for output in self._connector.take_outputs():
+                self._outbox.add(output)
         outputs = self._outbox.take()
         return self.health.separate(outputs, now) if self.health.canary.mixed_in else outputs
 
@@ -331,6 +340,8 @@ class EngineCore:
             state.remote.expire(now)
         if state is not None and state.grammars.compiling:
             state.requests.record_grammars(state.grammars.expire(now))
+        if state is not None and self.role.connector is not None:
+            state.expire_loads(now)
         if (late := self.health.tick(now)) is not None:
             self._call_off(late)
         if self.role.node is not None:
@@ -355,6 +366,16 @@ class EngineCore:
             self.store.release(request.lease)
         else:
             self.epoch_state.record_store_reply(request, reply, now)
+
+    def _handle_connector_reply(self, event: ConnectorMatched | ConnectorKeeps, now: float) -> None:
+        """Leases of an epoch that is over are unknown to the present one."""
+        state = self.epoch_state
+        if state is None or state.connector_saves is None:
+            return
+        if isinstance(event, ConnectorMatched):
+            state.record_match(event, now)
+        else:
+            state.connector_saves.record_keeps(event.lease, event.keeps, now)
 
     def _exchange_with_store(self, now: float) -> None:
         """Offers what the last plan computes, and hands over what is saved; then others may be planned again."""
@@ -383,7 +404,7 @@ class EngineCore:
         if self.epoch_state is not None:
             self._end_epoch("the engine's workers were exchanged")
         self.epoch_state = EpochState(
-            self._epoch, self.limits, workers, self._tickets, self.store, self._sender, self._outbox
+            self._epoch, self.limits, workers, self._tickets, self.store, self._connector, self._sender, self._outbox
         )
         self.health.start_epoch(workers)
         self.store.share(workers.layout if self.role.node is not None else None, workers.card.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from services.scheduler.core.events import RankProgress, SendPlan, WorkersReady
+from services.scheduler.core.events import ConnectorMatched, RankProgress, SendPlan, WorkersReady
 from services.scheduler.core.health.canary import CANARY_DETOKENIZER
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory import BlockAllocator
@@ -23,8 +23,9 @@ from services.scheduler.core.results.requests import EngineRequests, RequestVali
 from services.scheduler.core.results.step_results import StepResults
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
+from services.scheduler.core.transfer.connector import ConnectorClient, ConnectorLoads, ConnectorSaves
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender, SettledHandOver
-from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.loads import BlockLoads, LoadOutcome, Loads
 from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from services.scheduler.core.transfer.saves import Saves
@@ -52,15 +53,22 @@ class EpochState:
         workers: WorkersReady,
         tickets: Iterator[int],
         store: StoreClient,
+        connector: ConnectorClient,
         sender: HandOverSender,
         outbox: EngineOutbox,
     ) -> None:
         self.workers = workers
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages)
-        self.memory = BlockAllocator(workers.num_blocks, for_store=store.node is not None)
+        use = connector.use
+        self.memory = BlockAllocator(
+            workers.num_blocks, for_store=store.enabled, for_connector=use is not None and use.saves
+        )
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
         self.costs = RecomputeCosts(workers.layout)
-        self.loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
+        self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
+        self.connector_loads = ConnectorLoads(self.limits, connector, self.memory, self.transfers, self.costs)
+        self.loads: BlockLoads = self.connector_loads if connector.enabled else self.store_loads
+        self.connector_saves = None if use is None else ConnectorSaves(connector, self.memory, self.transfers)
         self.remote = RemotePrefills(store)
         self.saves = Saves(store, self.memory, self.transfers)
         self.hand_overs = HandOvers(self.saves)
@@ -89,6 +97,7 @@ class EpochState:
             self.queues,
             self.hand_overs,
             self.remote,
+            self.connector_saves,
             sender,
             outbox,
         )
@@ -166,6 +175,7 @@ class EpochState:
             transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
             compile=step.grammars.compile,
             forget=step.grammars.forget,
+            connector=None if self.connector_saves is None else self.connector_saves.plan(now),
         )
         self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
@@ -223,7 +233,7 @@ class EpochState:
         timeout = self.limits.step_timeout
         if (allowed := self.steps.overdue(now, timeout)) is not None:
             return f"step {self.steps.finished} took longer than {allowed:g} s"
-        if self.transfers.in_flight and self.transfers.overdue(now, timeout):
+        if self.connector_saves is None and self.transfers.in_flight and self.transfers.overdue(now, timeout):
             return f"copying blocks from or to the KV store took longer than {timeout:g} s"
         return None
 
@@ -232,22 +242,38 @@ class EpochState:
     def record_transfers(self, report: TransferProgress, now: float) -> None:
         """A rank has copied blocks, or failed to."""
         for kind, lease, done, blocks, seconds in self.transfers.record_report(report, now):
-            if kind == "save":
-                self.saves.finish_transfer(lease, done)
-                continue
-            if done:
-                self.costs.record_load(blocks, seconds, now)
-            sequence, tokens, others = self.loads.finish(lease, done)
-            if sequence is not None:
-                self.queues.finish_loading(sequence, tokens)
-            for other in others:
-                self.queues.resume(other)
+            if kind == "load":
+                if done:
+                    self.costs.record_load(blocks, seconds, now)
+                self._finish_load(self.loads.finish(lease, done))
+                if self.connector_saves is not None:
+                    self.connector_loads.record_end(lease, done)
+            else:
+                (self.connector_saves or self.saves).finish_transfer(lease, done)
+
+    def expire_loads(self, now: float) -> None:
+        """Sequences that a KV connector keeps waiting for too long are computed."""
+        for outcome in self.connector_loads.expire(now):
+            self._finish_load(outcome)
+
+    def _finish_load(self, outcome: LoadOutcome) -> None:
+        sequence, tokens, others = outcome
+        if sequence is not None:
+            self.queues.finish_loading(sequence, tokens)
+        for other in others:
+            self.queues.resume(other)
+
+    def record_match(self, reply: ConnectorMatched, now: float) -> None:
+        """The KV connector has replied to a lookup."""
+        sequence = self.connector_loads.record_match(reply.lease, reply.tokens, awaited=reply.awaited, now=now)
+        if sequence is not None:
+            self.queues.resume(sequence)
 
     def record_store_reply(self, request: Find | Reserve | Commit, reply: KvStoreReply | None, now: float) -> None:
         """The store has replied, or (None) has not in time."""
         match request:
             case Find(lease=lease):
-                sequence = self.loads.record_reply(lease, reply, now)
+                sequence = self.store_loads.record_reply(lease, reply, now)
                 if sequence is not None:
                     self.queues.resume(sequence)
             case Reserve(lease=lease):

@@ -4,8 +4,9 @@ unions."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, NodeId
+from shared.ids import DetokenizerId, EngineId, GatewayId, Incarnation, LeaseId, NodeId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
 from shared.messages.kvstore import KvLayout, KvStoreReply, KvStoreRequest, Prefetch, Release
@@ -38,6 +39,8 @@ class WorkersReady:
     """Draft tokens that a step may verify for one sequence."""
     max_jump_ahead: int = 0
     """Forced tokens that a step may yield for a sequence with a grammar."""
+    cache_format: str = ""
+    """See `WorkerReport.cache_format`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,24 @@ class StoreReplied:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectorMatched:
+    """The reply to a `ConnectorLookUp`: the tokens that can be loaded. 0: none, or no sound answer in time."""
+
+    lease: LeaseId
+    tokens: int
+    awaited: bool = False
+    """Whether the load is over only when the connector names the request as received."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorKeeps:
+    """The reply to a `ConnectorRequestFinished`: whether the connector keeps the request's blocks."""
+
+    lease: LeaseId
+    keeps: bool
+
+
+@dataclass(frozen=True, slots=True)
 class HandOverRefused:
     """`SendHandOver` was not delivered: the engine is gone."""
 
@@ -130,6 +151,8 @@ Event = (
     | StoreReady
     | StoreGone
     | StoreReplied
+    | ConnectorMatched
+    | ConnectorKeeps
     | HandOverRefused
 )
 
@@ -197,6 +220,38 @@ class SendPrefetch:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectorLookUp:
+    """Ask the KV connector for the blocks of a request; `ConnectorMatched` follows after `timeout` seconds at the
+    latest."""
+
+    lease: LeaseId
+    request: str
+    tokens: bytes
+    """Packed uint32: all that are known."""
+    hashes: bytes
+    """16 bytes for each full block."""
+    num_computed_tokens: int
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorRequestFinished:
+    """Ask the KV connector whether it keeps these blocks of a request that has ended; `ConnectorKeeps` follows."""
+
+    lease: LeaseId
+    request: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorReport:
+    """Report to the KV connector what every rank has reported."""
+
+    request: str
+    kind: Literal["received", "sent", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardControl:
     """Forward the cancel of a request that was handed over to `engine`."""
 
@@ -211,6 +266,9 @@ Output = (
     | EndProcess
     | SendStoreRequest
     | ReleaseLease
+    | ConnectorLookUp
+    | ConnectorRequestFinished
+    | ConnectorReport
     | SendHandOver
     | SendPrefetch
     | ForwardControl

@@ -27,7 +27,8 @@ def check(engine: EngineCore) -> None:
         _hold(not engine.requests, "without workers no request is held")
         return
     sequences = list(engine.requests.values())
-    check_memory(state.memory, sequences, list(state.transfers.blocks))
+    kept = [] if state.connector_saves is None else state.connector_saves.blocks
+    check_memory(state.memory, sequences, [*state.transfers.blocks, *kept])
     _check_queues(state, sequences)
     for sequence in sequences:
         _check_sequence(sequence, sequence.id in state.queues.introduced, _max_reserved(state))

@@ -83,15 +83,32 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectorUse:
+    """What an engine does by its KV connector."""
+
+    loads: bool = True
+    saves: bool = True
+    keeps: bool = False
+    """Whether the connector may keep blocks of requests that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRole:
-    """An engine's role and its node. Raises ValueError if a node is named without the owner of its leases."""
+    """An engine's role and its node. Raises ValueError if a node is named without the owner of its leases, or beside a
+    KV connector."""
 
     kind: Role = "mixed"
     node: NodeId | None = None
     """The node whose KV store is used; None: no store."""
     owner: LeaseOwner | None = None
     """The owner of the engine's leases in the node's KV store."""
+    connector: ConnectorUse | None = None
+    """None: there is no KV connector."""
 
     def __post_init__(self) -> None:
         if self.node is not None and self.owner is None:
             raise ValueError("a KV store is used in an owner's name")
+        if self.connector is not None and (self.node is not None or self.kind != "mixed"):
+            raise ValueError(
+                "a KV connector takes the place of the KV store, and engines that use it hand nothing over"
+            )

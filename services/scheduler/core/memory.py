@@ -116,6 +116,15 @@ class NamedBlock(NamedTuple):
     parent: bytes
 
 
+class FilledBlock(NamedTuple):
+    """A block that a plan has filled, for a KV connector: the sequence's block `number`, and its name."""
+
+    sequence: Sequence
+    number: int
+    block: int
+    hash: BlockHash
+
+
 def chain(hashes: list[BlockHash], first: int, end: int) -> list[NamedBlock]:
     """Blocks `first` to `end` (exclusive) of a sequence, each with the one before it."""
     return [NamedBlock(hashes[i], hashes[i - 1] if i else NO_PARENT) for i in range(first, end)]
@@ -124,11 +133,14 @@ def chain(hashes: list[BlockHash], first: int, end: int) -> list[NamedBlock]:
 class BlockAllocator:
     """Owns the pool, the index, and every sequence's block table. A shared block is never written to."""
 
-    def __init__(self, num_blocks: int, *, for_store: bool = False) -> None:
+    def __init__(self, num_blocks: int, *, for_store: bool = False, for_connector: bool = False) -> None:
         self.index = PrefixIndex()
         self.pool = BlockPool(num_blocks, self.index)
         self._for_store = for_store
+        self._for_connector = for_connector
         self._newly_named: list[NamedBlock] = []
+        self.filled: list[FilledBlock] = []
+        """Blocks named since the last `take_filled`; only this class writes it."""
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Leading blocks of `sequence` that lie computed in the pool.
@@ -203,9 +215,16 @@ class BlockAllocator:
             named = self.index.add(tokens.hashes[i], table.numbers[i])
             if named and self._for_store:
                 self._newly_named += chain(tokens.hashes, i, i + 1)
+            if named and self._for_connector:
+                self.filled.append(FilledBlock(sequence, i, table.numbers[i], tokens.hashes[i]))
         table.indexed = max(full, table.indexed)
 
     def take_newly_named(self) -> list[NamedBlock]:
         """Blocks named since the last call; none where no store is used."""
         named, self._newly_named = self._newly_named, []
         return named
+
+    def take_filled(self) -> list[FilledBlock]:
+        """Blocks named since the last call which still hold what they are named for; none without a KV connector."""
+        filled, self.filled = self.filled, []
+        return [each for each in filled if self.index.block_of.get(each.hash) == each.block]

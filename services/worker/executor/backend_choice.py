@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def make_backend(config: WorkerConfig) -> Backend:
-    """Loads the model; takes from a second to minutes. Raises BackendError."""
+def make_backend(config: WorkerConfig, on_layer: Callable[[int], None] | None = None) -> Backend:
+    """Loads the model; takes from a second to minutes. `on_layer`: see `LayerwiseDecoder`. Raises BackendError."""
     try:
         folder = resolve_model(config.model, weights=config.reads_weights)
     except ModelNotFound as error:
@@ -44,10 +44,10 @@ def make_backend(config: WorkerConfig) -> Backend:
     if config.device == "sim":
         return simulated_device(config, folder)
     with read_ahead(folder) if config.reads_all_weights_here else nullcontext():
-        return _torch_backend(config, folder)
+        return _torch_backend(config, folder, on_layer)
 
 
-def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
+def _torch_backend(config: WorkerConfig, folder: Path, on_layer: Callable[[int], None] | None) -> Backend:
     with STARTUP.stage("libraries"):
         try:
             import torch
@@ -87,6 +87,7 @@ def _torch_backend(config: WorkerConfig, folder: Path) -> Backend:
             kv_cache_dtype=config.kv_cache_dtype,
             attention=config.attention,
             grammar_limits=config.grammar_limits(),
+            on_layer=on_layer,
         )
     except (ModelError, OpsUnavailable) as error:
         raise BackendError(str(error)) from None

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from services.worker.backend import MAX_LAUNCHED_STEPS, Backend, Step, StepOutput
 from services.worker.executor.plan_queue import ComputedPlan, PlanQueue, QueuedPlan, UnreadResult
+from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.kv.copy_thread import CopyThread, around
 from shared.messages.worker import Transfer
 
@@ -51,10 +52,19 @@ class ComputeThread:
     The threads are daemons: a device that hangs must not keep the process from ending.
     """
 
-    def __init__(self, make_backend: Callable[[], Backend], plans: PlanQueue, copies: CopyThread) -> None:
+    def __init__(
+        self,
+        make_backend: Callable[[], Backend],
+        plans: PlanQueue,
+        copies: CopyThread,
+        connector: ConnectorThread | None = None,
+        world_size: int = 1,
+    ) -> None:
         self._make_backend = make_backend
         self._plans = plans
         self._copies = copies
+        self._connector = connector
+        self._world_size = world_size
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._prepared: queue.SimpleQueue[_Ready | threading.Event | BaseException | None] = queue.SimpleQueue()
@@ -88,6 +98,8 @@ class ComputeThread:
             self._backend = self._make_backend()
             self._launches = self._backend.mode == "launched"
             self._copies.start(self._backend.kv)
+            if self._connector is not None:
+                self._connector.start(self._backend.kv, self._world_size)
         except BaseException as error:
             self._loop.call_soon_threadsafe(_fail, self._ready, error)
             return
@@ -136,6 +148,8 @@ class ComputeThread:
         if queued.first:
             self._finish_all()
             self._copies.begin()
+            if self._connector is not None:
+                self._connector.begin()
             self._backend.reset()
         return self._backend.prepare(queued.plan)
 
@@ -157,7 +171,12 @@ class ComputeThread:
         before, after = around(queued.plan.transfers) if queued.plan.transfers else ((), ())
         if before:
             self._copy(queued, before)
+        connector = None if queued.plan.connector is None else self._connector
+        if connector is not None:
+            connector.before_step(queued.plan)
         read, began, ended = self._await_device(step, at) if self._launches else self._compute(step, at)
+        if connector is not None:
+            connector.after_step()
         if after:
             self._copy(queued, after)
         wait = max(0.0, queued.arrived - self._ended)

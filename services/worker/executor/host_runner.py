@@ -97,7 +97,7 @@ class HostRunner(StepRunner):
     def _inputs(self, plan: StepPlan) -> _Inputs | None:
         """None where there is nothing to compute."""
         rank, sequences = self.rank, self.rank.sequences
-        if plan.released or plan.new or plan.transfers:
+        if plan.released or plan.new or plan.transfers or plan.connector is not None:
             rank.update_sequences(plan)
         if not rank.draws:
             for sequence in plan.released:

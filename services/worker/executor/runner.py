@@ -112,6 +112,8 @@ class RankState:
             for transfer in plan.transfers:
                 if transfer.kind == "load":
                     proposer.forget_blocks(np.frombuffer(transfer.blocks, dtype="<u4").astype(np.int32))
+            for load in () if plan.connector is None else plan.connector.loads:
+                proposer.forget_blocks(np.frombuffer(load.run.blocks, dtype="<u4").astype(np.int32))
         seq_indices = []
         for new in plan.new:
             seq_indices.append(seq_index := self.sequences.add(new))

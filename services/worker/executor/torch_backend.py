@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,18 +61,22 @@ def create_backend(
     kv_cache_dtype: CacheDtype = "auto",
     attention: AttentionName = "auto",
     grammar_limits: GrammarLimits = DEFAULT_LIMITS,
+    on_layer: Callable[[int], None] | None = None,
 ) -> Runner:
     """One rank of the model in `model_dir`, ready to step; `device` is torch's name of it ("cpu", "cuda:1").
 
     `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
     the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
     share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes.
+    `on_layer`: see `LayerwiseDecoder`; only for CPUs.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
     if (rank, world_size) != (communicator.rank, communicator.world_size):
         raise ValueError(f"rank {rank} of {world_size} is not the communicator's")
     place = _chosen_device(device)
+    if on_layer is not None and place.type != "cpu":
+        raise ModelError("kv_connector: layer by layer needs a CPU; a GPU is given steps ahead, decodes as graphs")
     pipeline = pipeline or SingleStage()
     torch.set_num_threads(threads or max(1, available_cores() // (world_size * pipeline.stages)))
     wanted = LoadSettings(
@@ -87,6 +91,7 @@ def create_backend(
         communicator=communicator,
         pipeline=pipeline,
         layers=layers,
+        on_layer=on_layer,
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,3 +73,9 @@ class RankKvCache:
     first_layer: int
     """First of the model's layers that this rank holds."""
     num_layers: int
+    caches: list[tuple[Any, Any]] = field(default_factory=list)
+    """Each layer's keys and values: tensors whose first dimension is the block."""
+    operations: str = ""
+    """The name of the operations whose layout of a block these are."""
+    device: str = "cpu"
+    """PyTorch's kind of device: "cpu", "cuda"."""

@@ -185,6 +185,7 @@ class TransferLedger:
         self._epoch: Incarnation | None = None
         self._asked = 0
         self._done = 0
+        self._early: set[int] = set()
         self._failed: deque[int] = deque(maxlen=MAX_FAILED_REPORTED)
 
     def record(self, plan: StepPlan) -> None:
@@ -192,13 +193,19 @@ class TransferLedger:
         if plan.epoch != self._epoch:
             self._epoch, self._asked, self._done = plan.epoch, 0, 0
             self._failed.clear()
+            self._early.clear()
         self._asked += len(plan.transfers)
+        if plan.connector is not None:
+            self._asked += len(plan.connector.numbers)
 
     def finish(self, epoch: Incarnation, number: int, *, failed: bool) -> TransferProgress | None:
         """Transfer `number` is over; what to report, if its epoch lasts."""
         if epoch != self._epoch:
             return None
-        self._done = number + 1
+        self._early.add(number)
+        while self._done in self._early:
+            self._early.remove(self._done)
+            self._done += 1
         if failed:
             self._failed.append(number)
         return self.report()
@@ -207,9 +214,10 @@ class TransferLedger:
         """None before the first plan."""
         if self._epoch is None:
             return None
-        return TransferProgress(rank=self._rank, epoch=self._epoch, done=self._done, failed=tuple(self._failed))
+        failed, early = tuple(self._failed), tuple(sorted(self._early))
+        return TransferProgress(rank=self._rank, epoch=self._epoch, done=self._done, failed=failed, early=early)
 
     @property
     def pending(self) -> int:
         """Transfers that were asked for and are not over."""
-        return self._asked - self._done
+        return self._asked - self._done - len(self._early)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,9 @@ class Decoder:
             copier=self._ops.kv_copier(caches, self._config.head_dim),
             first_layer=self._weights.first_layer,
             num_layers=len(caches),
+            caches=caches,
+            operations=self._ops.name,
+            device=keys.device.type,
         )
 
     @property
@@ -211,6 +216,32 @@ class Decoder:
         logits = parts[0] if len(parts) == 1 else _joined(parts, self._config.vocab_size)
         cap = self._config.logits_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
+
+
+class LayerwiseDecoder(Decoder):
+    """A decoder that says when each layer's keys and values are in its cache, while those behind it are still to be
+    computed: for a KV connector that saves layer by layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        share: LayerShard,
+        ops: Ops,
+        communicator: Communicator,
+        pipeline: Pipeline | None,
+        on_layer: Callable[[int], None],
+    ) -> None:
+        """`on_layer`: called with each layer's number on this rank, in their order, on the thread that computes."""
+        super().__init__(config, weights, share, ops, communicator, pipeline)
+        self._native = None  # its pass is one call, in which nobody hears of layers
+        self._on_layer = on_layer
+        self._numbers = {id(layer): number for number, layer in enumerate(weights.layers)}
+
+    def _queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        queries = super()._queries(layer, x, meta, cache)
+        self._on_layer(self._numbers[id(layer)])
+        return queries
 
 
 def _round_scale(scale: float | None, embedding: Tensor | None) -> float | None:

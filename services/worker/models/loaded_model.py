@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.device_memory import free_bytes, gib
 from services.worker.models.checkpoint import TensorSource, dummy_digest, model_digest, open_checkpoint
 from services.worker.models.config import Dtype, ModelConfig, ModelError
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder import Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
@@ -52,6 +52,8 @@ class LoadSettings:
     pipeline: Pipeline
     layers: Sequence[int] | None
     """Number of layers of each stage; None: spread evenly."""
+    on_layer: Callable[[int], None] | None = None
+    """See `LayerwiseDecoder`; None: nobody is told of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,8 @@ def _decoder(
         ops = create_ops(settings.ops, settings.device, dtype, settings.cache, settings.attention)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype) as tensors:
         weights = load_weights(tensors, config, share, ops, settings.device, max_model_len, stage)
+    if settings.on_layer is not None:
+        return LayerwiseDecoder(config, weights, share, ops, communicator, settings.pipeline, settings.on_layer)
     return Decoder(config, weights, share, ops, communicator, settings.pipeline)
 
 

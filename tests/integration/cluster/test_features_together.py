@@ -191,6 +191,14 @@ async def counted(stack: RunningStack, instance: str, counter: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"baton_scheduler_{counter}"))
 
 
+def connector(folder: Path) -> tuple[str, str]:
+    """Blocks go by files in a folder of this test's."""
+    return (
+        "--kv-connector=shared-memory",
+        f'--kv-connector-extra-config={{"directory": "{folder}/kv", "layerwise": true}}',
+    )
+
+
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -207,15 +215,18 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "prompt logprobs",
     "beam search",
     "tool calls",
+    "KV connector",
 )
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answers, tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2, kvstore="0", more=[*SMALL_STEPS, *LITTLE_MEMORY, NGRAM]) as stack:
+    more = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path)]
+    with running_stack(tmp_path, tp=2, more=more) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 6))
             answers = both.create_task(all_at_once(stack))
         assert answers.result() == plain
         assert await counted(stack, "engine-1", "preemptions_total") > 0
         assert await counted(stack, "engine-1", "accepted_draft_tokens_total") > 0
+        assert await counted(stack, "engine-1", "kv_blocks_loaded_total") > 0
 
 
 @pytest.mark.slow
@@ -231,9 +242,10 @@ async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answ
     "prompt logprobs",
     "beam search",
     "tool calls",
+    "KV connector",
 )
 async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
-    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM]) as stack:
+    with running_stack(tmp_path, tp=2, pp=2, more=[*SMALL_STEPS, NGRAM, *connector(tmp_path)]) as stack:
         assert await all_at_once(stack) == plain
 
 

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from services.scheduler.actor import SchedulerActor
+from services.scheduler.connector_host import ConnectorHalf
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.journal import JournalSettings
 from services.worker.actor import WorkerActor
 from services.worker.backend import Backend
 from services.worker.config import RankIdentity
+from services.worker.kv.connector_thread import ConnectorThread
 from services.worker.sim.accelerator import PROFILES
 from services.worker.sim.backend import create_sim_backend
 from services.worker.sim.tokens import SimSpeculation
@@ -116,11 +118,17 @@ class _WorkersBus:
 
 class EngineOnABus:
     def __init__(
-        self, bus: MemoryBus, limits: EngineLimits | None = None, journal: JournalSettings | None = None
+        self,
+        bus: MemoryBus,
+        limits: EngineLimits | None = None,
+        journal: JournalSettings | None = None,
+        connector: ConnectorHalf | None = None,
     ) -> None:
         self.bus = bus
         self.notes = Notes()
-        self.scheduler = SchedulerActor(bus, InstanceId(ENGINE), limits or EngineLimits(), journal=journal)
+        self.scheduler = SchedulerActor(
+            bus, InstanceId(ENGINE), limits or EngineLimits(), connector=connector, journal=journal
+        )
         self.runtimes: dict[str, tuple[ActorRuntime, asyncio.Task[None]]] = {}
 
     async def start(self) -> None:
@@ -141,10 +149,16 @@ class EngineOnABus:
     async def _note_life(self, life: Lifecycle) -> None:
         self.notes.lives[life.instance] = life
 
-    def add_worker(self, make: Callable[[], Backend], rank: int = 0, world_size: int = 1) -> str:
+    def add_worker(
+        self,
+        make: Callable[[], Backend],
+        rank: int = 0,
+        world_size: int = 1,
+        connector: ConnectorThread | None = None,
+    ) -> str:
         instance = InstanceId(f"{ENGINE}-rank{rank}")
         bus = cast(Bus, _WorkersBus(self.bus))
-        self._run(WorkerActor(bus, instance, RankIdentity(ENGINE, rank, world_size), make))
+        self._run(WorkerActor(bus, instance, RankIdentity(ENGINE, rank, world_size), make, connector=connector))
         return instance
 
     def _run(self, actor: SchedulerActor | WorkerActor) -> None:
@@ -190,9 +204,12 @@ class EngineOnABus:
 
 @contextlib.asynccontextmanager
 async def engine_on_a_bus(
-    bus: MemoryBus, limits: EngineLimits | None = None, journal: JournalSettings | None = None
+    bus: MemoryBus,
+    limits: EngineLimits | None = None,
+    journal: JournalSettings | None = None,
+    connector: ConnectorHalf | None = None,
 ) -> AsyncIterator[EngineOnABus]:
-    engine = EngineOnABus(bus, limits, journal)
+    engine = EngineOnABus(bus, limits, journal, connector)
     await engine.start()
     try:
         yield engine

@@ -20,7 +20,7 @@ from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
-from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.loads import BlockLoads
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE_DECODES, Saves
 
@@ -35,7 +35,7 @@ class StepPlanner:
         prefill_budget: PrefillBudget,
         memory: BlockAllocator,
         transfers: BlockTransfers,
-        loads: Loads,
+        loads: BlockLoads,
         remote: RemotePrefills,
         saves: Saves,
         grammars: Grammars,
@@ -96,7 +96,8 @@ class StepPlanner:
             self._saves.plan(MAX_BLOCKS_BESIDE_DECODES if step.decodes else MAX_BLOCKS, now)
         if (self._grammars.unsent or self._grammars.resend) and not alone:
             step.grammars = self._grammars.take(step.new_bytes, now)
-        if not step.work and not self._transfers.planned and not step.grammars.compile:
+        idle = not (step.work or step.grammars.compile)
+        if idle and not self._transfers.any_planned and not self._memory.filled:
             return None
         if queues.suspects and not alone:
             self.isolation.record_step()

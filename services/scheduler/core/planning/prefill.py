@@ -14,7 +14,7 @@ from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.loads import BlockLoads
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from shared.blocks import BLOCK_SIZE, blocks_for
 from shared.messages.worker import SequenceWork
@@ -98,7 +98,7 @@ class Admission:
         max_running: int,
         memory: BlockAllocator,
         queues: SequenceQueues,
-        loads: Loads,
+        loads: BlockLoads,
         remote: RemotePrefills,
         prompts: SharedPrompts,
         prefills: PrefillPlanner,

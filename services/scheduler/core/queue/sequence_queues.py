@@ -14,7 +14,7 @@ from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.transfer.loads import Loads
+from services.scheduler.core.transfer.loads import BlockLoads
 from shared.blocks import BlockHash
 from shared.ids import SequenceId
 
@@ -51,7 +51,7 @@ class SequenceQueues:
     """Owns the three queues, the sequences outside them, all sequences by number, and which of them the workers
     know."""
 
-    def __init__(self, memory: BlockAllocator, loads: Loads, grammars: Grammars, prompts: SharedPrompts) -> None:
+    def __init__(self, memory: BlockAllocator, loads: BlockLoads, grammars: Grammars, prompts: SharedPrompts) -> None:
         self.waiting = RequestQueue()
         self.suspects = RequestQueue()
         """Sequences that are to be computed alone, in the order in which they are."""

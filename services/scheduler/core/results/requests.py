@@ -11,6 +11,7 @@ from services.scheduler.core.queue.grammars import GrammarOutcome, Grammars
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.sequence import QueueKey, Sequence
+from services.scheduler.core.transfer.connector import ConnectorSaves
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
 from shared.blocks import BLOCK_SIZE, HASH_BYTES
@@ -116,6 +117,7 @@ class EngineRequests:
         queues: SequenceQueues,
         hand_overs: HandOvers,
         remote: RemotePrefills,
+        connector: ConnectorSaves | None,
         sender: HandOverSender,
         outbox: EngineOutbox,
     ) -> None:
@@ -128,6 +130,7 @@ class EngineRequests:
         self._queues = queues
         self._hand_overs = hand_overs
         self._remote = remote
+        self._connector = connector
         self._sender = sender
         self._outbox = outbox
 
@@ -190,6 +193,8 @@ class EngineRequests:
         self._remote.release(sequence.generation.request)
         if self._hand_overs.waiting:
             self._hand_overs.forget(sequence)
+        if self._connector is not None:
+            self._connector.finish_request(sequence)
         self._queues.remove(sequence)
         self._outbox.fence.close(sequence.generation.request, sequence.generation.attempt)
         if tell_detokenizer:

@@ -7,8 +7,9 @@ turn comes it gets blocks, is loaded beside the others' steps, and computes only
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
+from services.scheduler.core.counters import EngineCounters
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
@@ -43,14 +44,16 @@ requested: the store has not replied. found: it has blocks, which wait for the s
 copied. over: nothing is left to be done, and the lease is released, or will be when the store's late reply comes."""
 
 
-class _FoundBlock(NamedTuple):
+class FoundBlock(NamedTuple):
+    """A block that the source has, and where."""
+
     hash: BlockHash
     slot: int
     generation: int
 
 
 @dataclass(slots=True)
-class _Load:
+class PendingLoad:
     """One sequence's lookup in the store, from its block `first` on, and its outcome."""
 
     lease: LeaseId
@@ -61,7 +64,7 @@ class _Load:
     state: LoadState = "requested"
     history: list[LoadState] = field(default_factory=lambda: ["requested"])
     arena: StoreArena | None = None
-    found: list[_FoundBlock] = field(default_factory=list)
+    found: list[FoundBlock] = field(default_factory=list)
     found_at: float = 0.0
     names: list[tuple[BlockHash, int]] = field(default_factory=list)
     """Full blocks that are being copied, and where they will be."""
@@ -85,37 +88,61 @@ class LoadOutcome(NamedTuple):
     others: list[Sequence]
 
 
-class Loads:
-    """Owns what was found for which sequence, and the loads under way."""
+class LoadSource(Protocol):
+    """Where blocks are loaded from: the node's KV store, or a KV connector."""
+
+    counters: EngineCounters
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is one at all."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether it may be asked."""
+
+    @property
+    def usable_seconds(self) -> float:
+        """How long what was found may wait to be loaded."""
+
+    def holds(self, lease: LeaseId) -> bool:
+        """Whether what was found under the lease is still kept."""
+
+    def release(self, lease: LeaseId, drop: bytes = b"") -> None:
+        """Ends the lease. `drop`: hash of a block that no other wants."""
+
+
+class BlockLoads:
+    """Owns what was found for which sequence, and the loads under way, wherever blocks come from."""
 
     def __init__(
         self,
         limits: EngineLimits,
-        store: StoreClient,
+        source: LoadSource,
         memory: BlockAllocator,
         transfers: BlockTransfers,
         costs: RecomputeCosts,
     ) -> None:
-        self.enabled = store.node is not None
+        self.enabled = source.enabled
         """Whether there is anything to load from; else nothing below need be called."""
-        self.lookups: dict[SequenceId, _Load] = {}
+        self.lookups: dict[SequenceId, PendingLoad] = {}
         """The loads in the states `requested` and `found`, by sequence."""
         self._limits = limits
-        self._store = store
+        self._source = source
         self._memory = memory
         self._transfers = transfers
         self._costs = costs
         self._asked: dict[LeaseId, Sequence] = {}
         """Every request without a reply, wanted or not."""
-        self._copying: dict[LeaseId, _Load] = {}
+        self._copying: dict[LeaseId, PendingLoad] = {}
         self._coming: dict[BlockHash, LeaseId] = {}
         """Full blocks that are being loaded, and by which load."""
 
     def look_up(self, sequence: Sequence) -> bool:
-        """Asks the store, where it may have more than our own memory; whether it did. The sequence then waits for
-        `record_reply`."""
+        """Asks the source, where it may have more than our own memory; whether it did. The sequence then waits for the
+        reply."""
         sequence.transfer.seek()
-        if not self._store.attached or len(self._asked) >= MAX_LOOKUPS_IN_FLIGHT:
+        if not self._source.attached or len(self._asked) >= MAX_LOOKUPS_IN_FLIGHT:
             return False
         first = len(self._memory.cached_blocks(sequence))
         hashes = _wanted(sequence, first)
@@ -125,37 +152,37 @@ class Loads:
             return False
         if before is not None:
             before.move("over")
-            self._store.release(before.lease)
-        source = sequence.transfer.kv_source
-        remote = source is not None and source != self._store.node
-        deadline = self._limits.store_deadline
-        if remote:  # no longer than computing them would take
-            deadline = max(deadline, self._costs.deadline(len(hashes), self._limits.remote_deadline))
-        lease = self._store.find(hashes, deadline, source if remote else None, self._costs.block_seconds)
-        self.lookups[sequence.id] = _Load(lease, sequence, first, lookups + 1)
+            self._source.release(before.lease)
+        lease = self._ask(sequence, first, hashes)
+        self.lookups[sequence.id] = PendingLoad(lease, sequence, first, lookups + 1)
         self._asked[lease] = sequence
         return True
 
-    def record_reply(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> Sequence | None:
-        """The store has replied, or (None) has not in time. Returns the sequence that can wait in the queue now; None
-        where it is not there any more."""
+    def _ask(self, sequence: Sequence, first: int, hashes: list[BlockHash]) -> LeaseId:
+        """Asks for the blocks `hashes` of the sequence, the first of which is its block `first`."""
+        raise NotImplementedError
+
+    def _replied(self, lease: LeaseId) -> tuple[Sequence, PendingLoad] | None:
+        """The lookup that a reply is for; None, and what it grants is released, where nobody waits for it."""
         sequence = self._asked.pop(lease, None)
         load = None if sequence is None else self.lookups.get(sequence.id)
         if sequence is None or load is None or load.lease != lease:
-            self._store.release(lease)
+            self._source.release(lease)
             return None
-        load.arena = self._store.arena(reply) if isinstance(reply, FindReply) else None
-        if isinstance(reply, FindReply) and load.arena is not None and reply.slots:
+        return sequence, load
+
+    def _record_found(self, sequence: Sequence, load: PendingLoad, found: list[FoundBlock], now: float) -> None:
+        """The reply to a lookup; `found` is empty for a miss."""
+        if found:
             load.move("found")
-            load.found = _found_blocks(_wanted(sequence, load.first), reply)
+            load.found = found
             load.found_at = now
-            self._store.counters.hits += 1
+            self._source.counters.hits += 1
         else:
-            self._store.counters.misses += 1
+            self._source.counters.misses += 1
             del self.lookups[sequence.id]
             load.move("over")
-            self._store.release(lease)
-        return sequence
+            self._source.release(load.lease)
 
     # ---- its turn
 
@@ -166,7 +193,7 @@ class Loads:
             return "look again"
         if load is None or load.state != "found":
             return "compute"
-        stale = not self._store.holds(load.lease) or now - load.found_at > self._store.usable_seconds
+        stale = not self._source.holds(load.lease) or now - load.found_at > self._source.usable_seconds
         if stale or cached < load.first:  # of what was before it, our own memory has lost some
             return "look again"
         missing = load.found[cached - load.first :]
@@ -181,7 +208,7 @@ class Loads:
     def _pays(self, now: float) -> bool:
         """Whether loading is sooner than computing; counted where it is not."""
         pays = self._costs.load_pays(now)
-        self._store.counters.loads_declined += not pays
+        self._source.counters.loads_declined += not pays
         return pays
 
     def await_other(self, sequence: Sequence, cached: int) -> None:
@@ -193,13 +220,11 @@ class Loads:
         """Gives it blocks and has them filled. The caller has looked whether there are enough."""
         load = self.lookups.pop(sequence.id)
         load.move("copying")
-        assert load.arena is not None
         found = load.found[len(cached) - load.first :]
         self._memory.adopt(sequence, cached)
         load.tokens = min((len(cached) + len(found)) * BLOCK_SIZE, sequence.reusable)
         blocks = self._memory.grow(sequence, load.tokens)
-        copies = [BlockCopy(block, each.slot, each.generation) for block, each in zip(blocks, found, strict=True)]
-        self._transfers.add("load", load.lease, load.arena, copies, now)
+        self._copy(load, sequence, len(cached), list(zip(blocks, found, strict=True)), now)
         load.names = [(each.hash, block) for block, each in zip(blocks, found, strict=True)]
         if load.tokens % BLOCK_SIZE:
             load.drop, _ = load.names.pop()
@@ -211,8 +236,14 @@ class Loads:
     def record_return(self, sequence: Sequence, *, loaded: bool) -> None:
         """A sequence is given blocks; counted where it was preempted before, by whether they are loaded."""
         if sequence.transfer.resume():
-            self._store.counters.swapped_in += loaded
-            self._store.counters.recomputed += not loaded
+            self._source.counters.swapped_in += loaded
+            self._source.counters.recomputed += not loaded
+
+    def _copy(
+        self, load: PendingLoad, sequence: Sequence, first: int, copies: list[tuple[int, FoundBlock]], now: float
+    ) -> None:
+        """Adds the transfer to the plan that is being made: what each block, the sequence's from `first` on, gets."""
+        raise NotImplementedError
 
     def finish(self, lease: LeaseId, done: bool) -> LoadOutcome:
         """The load's transfer has ended; `done`: every rank has all blocks. Called before the transfer releases its
@@ -220,15 +251,16 @@ class Loads:
         load = self._copying.pop(lease)
         load.move("over")
         for hash_, block in load.names:
-            del self._coming[hash_]
+            if self._coming.get(hash_) == lease:
+                del self._coming[hash_]
             if done:
                 self._memory.index.add(hash_, block)
-        counters = self._store.counters
+        counters = self._source.counters
         if done:
             counters.blocks_loaded += len(load.names) + bool(load.drop)
         else:
             counters.loads_failed += 1
-        self._store.release(lease, load.drop)
+        self._source.release(lease, load.drop)
         others = [sequence for sequence in load.awaited_by if sequence.phase == "seeking"]
         return LoadOutcome(load.sequence, load.tokens if done else None, others)
 
@@ -243,8 +275,18 @@ class Loads:
             if found:  # else it is released when the reply comes
                 partial = sequence.transfer.partial
                 drop = partial if any(each.hash == partial for each in load.found) else None
-                self._store.release(load.lease, drop or b"")
+                self._source.release(load.lease, drop or b"")
         sequence.transfer.forget_partial()
+
+    def give_up(self, lease: LeaseId) -> LoadOutcome:
+        """Nobody waits for the load any longer, as if it had failed. The copying goes on."""
+        load = self._copying[lease]
+        for hash_, _ in load.names:
+            del self._coming[hash_]
+        others = [sequence for sequence in load.awaited_by if sequence.phase == "seeking"]
+        outcome = LoadOutcome(load.sequence, None, others)
+        load.sequence, load.awaited_by = None, []
+        return outcome
 
     def leave(self, sequence: Sequence) -> None:
         """It ends while it is loaded: the copying goes on for others that may want the blocks."""
@@ -255,12 +297,55 @@ class Loads:
     def close(self) -> None:
         """The epoch is over: every lease is released. What ranks still read under one is used by no sequence."""
         for lease in self.leases:
-            self._store.release(lease)
+            self._source.release(lease)
 
     @property
     def leases(self) -> set[LeaseId]:
         """All that are held, or will be once the store has replied."""
         return {*(load.lease for load in self.lookups.values()), *self._copying, *self._asked}
+
+
+class Loads(BlockLoads):
+    """Loads from the node's KV store."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        store: StoreClient,
+        memory: BlockAllocator,
+        transfers: BlockTransfers,
+        costs: RecomputeCosts,
+    ) -> None:
+        super().__init__(limits, store, memory, transfers, costs)
+        self._store = store
+
+    def record_reply(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> Sequence | None:
+        """The store has replied, or (None) has not in time. Returns the sequence that can wait in the queue now; None
+        where it is not there any more."""
+        if (asked := self._replied(lease)) is None:
+            return None
+        sequence, load = asked
+        found: list[FoundBlock] = []
+        if isinstance(reply, FindReply) and (arena := self._store.arena(reply)) is not None:
+            load.arena = arena
+            found = _found_blocks(_wanted(sequence, load.first), reply)
+        self._record_found(sequence, load, found, now)
+        return sequence
+
+    def _ask(self, sequence: Sequence, first: int, hashes: list[BlockHash]) -> LeaseId:
+        source = sequence.transfer.kv_source
+        remote = source is not None and source != self._store.node
+        deadline = self._limits.store_deadline
+        if remote:  # no longer than computing them would take
+            deadline = max(deadline, self._costs.deadline(len(hashes), self._limits.remote_deadline))
+        return self._store.find(hashes, deadline, source if remote else None, self._costs.block_seconds)
+
+    def _copy(
+        self, load: PendingLoad, sequence: Sequence, first: int, copies: list[tuple[int, FoundBlock]], now: float
+    ) -> None:
+        assert load.arena is not None
+        slots = [BlockCopy(block, each.slot, each.generation) for block, each in copies]
+        self._transfers.add("load", load.lease, load.arena, slots, now)
 
 
 def _wanted(sequence: Sequence, first: int) -> list[BlockHash]:
@@ -272,10 +357,10 @@ def _wanted(sequence: Sequence, first: int) -> list[BlockHash]:
     return hashes
 
 
-def _found_blocks(hashes: list[BlockHash], found: FindReply) -> list[_FoundBlock]:
+def _found_blocks(hashes: list[BlockHash], found: FindReply) -> list[FoundBlock]:
     """The leading blocks of `hashes` that the reply contains. Raises ValueError if the reply contradicts itself."""
     slots = unpack(found.slots)
     generations = unpack_generations(found.generations)
     if len(slots) != len(generations):
         raise ValueError(f"{len(slots)} slots have {len(generations)} generations")
-    return [_FoundBlock(*each) for each in zip(hashes, slots, generations, strict=False)]
+    return [FoundBlock(*each) for each in zip(hashes, slots, generations, strict=False)]

@@ -83,6 +83,11 @@ class StoreClient:
     # ---- who is there
 
     @property
+    def enabled(self) -> bool:
+        """Whether the engine's node has a store."""
+        return self.node is not None
+
+    @property
     def attached(self) -> bool:
         """Whether requests may be sent: the store has attached this engine, and it replies."""
         return self._attached is not None and not self._breaker.is_open

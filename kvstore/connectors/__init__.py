@@ -1,0 +1,1 @@
+"""KV connectors: what loads and saves blocks for an engine without the node's KV store in between."""

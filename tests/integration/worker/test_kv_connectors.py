@@ -1,0 +1,278 @@
+"""KV connectors beside a real model: what one engine saved another loads, and whatever fails is computed.
+
+Scheduler and rank are the real ones on an in-memory bus; what they say is compared with `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvstore.connectors.installed import keeps_blocks, open_connector
+from kvstore.connectors.interface import CacheLayout, ConnectorConfig, KVConnectorBase, KVRole, LayerCache
+from services.scheduler.connector_host import ConnectorHalf
+from services.scheduler.core.limits import ConnectorUse, EngineLimits
+from services.scheduler.core.transfer import connector as core_connector
+from services.worker.kv.connector_thread import ConnectorThread
+from shared.bus.memory_bus import MemoryBus
+from tests.support.engines.checking_worker import generate
+from tests.support.engines.engine_on_a_bus import EngineOnABus, engine_on_a_bus
+from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.worker.plan_driver import GREEDY
+from tests.support.worker.tiny_backend import tiny_backend
+
+PROMPT = [5 + i * 7 % 149 for i in range(133)]
+COUNT = 6
+LIMITS = EngineLimits(max_batch_tokens=48, max_running=8, store_deadline=5.0, canary_interval=0.0)
+"""A prompt takes three steps, so that layers are saved while it is computed."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass
+class Halves:
+    scheduler: KVConnectorBase
+    worker: KVConnectorBase
+
+
+Make = Callable[[int | None], KVConnectorBase]
+"""One half: of a rank, or (None) of the scheduler."""
+
+
+def shared_memory(folder: Path, role: KVRole = "kv_both", **extra: object) -> Make:
+    config = json.dumps({"directory": str(folder), "size": "64MiB", **extra})
+    return lambda rank: open_connector("shared-memory", config, role, engine="e", rank=rank)
+
+
+@asynccontextmanager
+async def engine(
+    model: TinyModel, make: Make, role: KVRole = "kv_both", ops: str = "torch"
+) -> AsyncIterator[tuple[EngineOnABus, Halves]]:
+    halves = Halves(make(None), make(0))
+    loads, saves = role != "kv_producer", role != "kv_consumer"
+    use = ConnectorUse(loads, saves, keeps=saves and keeps_blocks(halves.scheduler))
+    thread = ConnectorThread(halves.worker)
+    on_layer = thread.layer_stored if thread.layerwise else None
+    bus = MemoryBus()
+    async with engine_on_a_bus(bus, LIMITS, connector=ConnectorHalf(halves.scheduler, use)) as running:
+        running.add_worker(
+            lambda: tiny_backend(model.path, max_batch_tokens=48, max_num_seqs=8, ops=ops, on_layer=on_layer),
+            connector=thread,
+        )
+        await running.ready()
+        yield running, halves
+
+
+async def ask(engine: EngineOnABus, name: str, prompt: list[int] = PROMPT) -> tuple[list[int], int]:
+    """(output, prompt tokens that were not computed)."""
+    request = generate(name, prompt, max_tokens=COUNT, ignore_eos=True)
+    await engine.generate(replace(request, generation=replace(request.generation, sampling=GREEDY)))
+    await engine.finished(name)
+    (opened,) = [each for each in engine.notes.opened if each.request == name]
+    return engine.notes.output_of(name), opened.cached_tokens
+
+
+async def saved(engine: EngineOnABus, blocks: int) -> None:
+    counters = engine.scheduler.core.counters
+    await engine.until(lambda: counters.blocks_saved >= blocks, f"{blocks} blocks are saved")
+
+
+async def at_rest(engine: EngineOnABus) -> None:
+    def rests() -> bool:
+        free, total = engine.free_blocks
+        return engine.scheduler.is_idle() and free == total
+
+    await engine.until(rests, "no block is held")
+
+
+@pytest.mark.features("KV connector", "prefix cache", "chunked prefill")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_one_engine_saved_a_second_one_loads_and_says_the_same(
+    model: TinyModel, tmp_path: Path, layerwise: bool, ops: str
+) -> None:
+    expected = model.greedy(PROMPT, COUNT)
+    async with engine(model, shared_memory(tmp_path, "kv_producer", layerwise=layerwise), "kv_producer", ops) as (a, _):
+        assert await ask(a, "first") == (expected, 0)
+        await saved(a, len(PROMPT) // 16)
+        await at_rest(a)
+    async with engine(model, shared_memory(tmp_path, "kv_consumer"), "kv_consumer", ops) as (b, _):
+        assert await ask(b, "second") == (expected, 128)
+        assert await ask(b, "other", PROMPT[:40] + [9] * 30) == (model.greedy(PROMPT[:40] + [9] * 30, COUNT), 32)
+        assert b.scheduler.core.counters.blocks_loaded == 8
+        await at_rest(b)
+
+
+def spoil_one(folder: Path) -> None:
+    files = sorted(folder.glob("*/0/*"))
+    assert len(files) == len(PROMPT) // 16, "nothing is left that is not whole"
+    whole = files[3].read_bytes()
+    files[3].write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+async def test_spoilt_and_missing_blocks_are_computed(model: TinyModel, tmp_path: Path) -> None:
+    expected = model.greedy(PROMPT, COUNT)
+    async with engine(model, shared_memory(tmp_path)) as (a, _):
+        await ask(a, "first")
+        await saved(a, len(PROMPT) // 16)
+    spoil_one(tmp_path)
+    async with engine(model, shared_memory(tmp_path)) as (b, _):
+        assert await ask(b, "second") == (expected, 0)
+        assert b.scheduler.core.counters.loads_failed == 1
+        await at_rest(b)
+
+
+class Scripted(KVConnectorBase):
+    """Keeps blocks in this process's memory, and misbehaves where `fault` says."""
+
+    stored: Mapping[bytes, list[tuple[Any, Any]]] = {}
+    released = threading.Event()
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self.fault = str(config.extra.get("fault", ""))
+        self.lookups = 0
+        self.metadata: list[bytes] = []
+        self.reports: list[Any] = []
+        self.later: dict[str, int] = {}
+        self.layers: list[list[str]] = []
+
+    def _maybe(self, where: str) -> None:
+        if self.fault == f"{where} raises":
+            raise RuntimeError("no")
+        if self.fault == f"{where} hangs":
+            self.released.wait(60.0)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        self.lookups += 1
+        self._maybe("lookup")
+        assert request.token_ids[: len(PROMPT)] == PROMPT
+        if self.fault.startswith("lookup says "):
+            return {"nonsense": "many", "less than nothing": -16, "too many": 10**9}[self.fault[12:]]
+        found = 0
+        for name in request.block_hashes[num_computed_tokens // 16 :]:
+            if name not in Scripted.stored:
+                break
+            found += 1
+        return found * 16, "async" in self.config.extra
+
+    def build_connector_meta(self, step: Any) -> Any:
+        self._maybe("metadata")
+        return 5 if self.fault == "metadata is none" else repr((len(step.loads), len(step.saves))).encode()
+
+    def request_finished(self, request_id: str, block_ids: Any) -> bool:
+        return "async" in self.config.extra
+
+    def update_connector_output(self, output: Any) -> None:
+        self.reports.append(output)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache], layout: CacheLayout) -> None:
+        self.caches = dict(kv_caches)
+
+    def start_load_kv(self) -> None:
+        self._maybe("load")
+        assert self.step is not None
+        self.metadata.append(self.step.metadata)
+        for run in self.step.loads:
+            self.later[run.request_id] = 3
+            for block, name in zip(run.block_ids, run.hashes, strict=True):
+                for (keys, values), (k, v) in zip(self.caches.values(), Scripted.stored[name], strict=True):
+                    keys[block], values[block] = k, v
+
+    def save_kv_layer(self, layer_name: str, kv_layer: LayerCache) -> None:
+        self._maybe("save")
+        assert self.step is not None
+        for run in self.step.saves:
+            for block, name in zip(run.block_ids, run.hashes, strict=True):
+                halves = tuple(half[block].clone() for half in kv_layer)
+                layers = [] if layer_name == next(iter(self.caches)) else Scripted.stored[name]
+                Scripted.stored = {**Scripted.stored, name: [*layers, halves]}
+
+    def get_finished(self, finished_request_ids: set[str]) -> Any:
+        if self.fault == "nonsense is finished":
+            return 7
+        self.later |= dict.fromkeys(finished_request_ids, 3)
+        self.later = {request: left - 1 for request, left in self.later.items()}
+        done = {request for request, left in self.later.items() if left <= 0}
+        return done, done
+
+
+def scripted(**extra: object) -> Make:
+    return lambda rank: Scripted(ConnectorConfig("e", "kv_both", extra, rank))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    Scripted.stored, Scripted.released = {}, threading.Event()
+    yield
+    Scripted.released.set()
+
+
+async def test_asynchronous_loads_are_over_and_kept_blocks_are_freed_when_the_connector_says_so(
+    model: TinyModel,
+) -> None:
+    expected = model.greedy(PROMPT, COUNT)
+    async with engine(model, scripted(**{"async": True})) as (a, _):
+        await ask(a, "first")
+        await at_rest(a)
+    async with engine(model, scripted(**{"async": True})) as (b, halves):
+        assert await ask(b, "second") == (expected, 128)
+        await at_rest(b)
+        assert isinstance(halves.worker, Scripted)
+        assert isinstance(halves.scheduler, Scripted)
+        assert b"(1, 0)" in halves.worker.metadata
+        reports = halves.scheduler.reports
+        await b.until(lambda: any(r.finished_sending for r in reports), "the blocks are sent")
+        assert any(r.finished_recving == {"second-1"} for r in reports)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "lookup raises",
+        "lookup hangs",
+        "lookup says nonsense",
+        "lookup says less than nothing",
+        "lookup says too many",
+        "metadata raises",
+        "metadata hangs",
+        "metadata is none",
+        "load raises",
+        "load hangs",
+        "save raises",
+        "save hangs",
+        "nonsense is finished",
+    ],
+)
+async def test_what_fails_is_computed_and_no_request_is_lost(
+    model: TinyModel, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_connector, "LOAD_TIMEOUT", 0.2)
+    quick = EngineLimits(max_batch_tokens=48, max_running=8, store_deadline=0.2, canary_interval=0.0)
+    expected = model.greedy(PROMPT, COUNT)
+    async with engine(model, scripted()) as (a, _):
+        await ask(a, "before")
+        await at_rest(a)
+    monkeypatch.setitem(globals(), "LIMITS", quick)
+    slow = {"async": True} if fault == "nonsense is finished" else {}
+    async with engine(model, scripted(fault=fault, **slow)) as (b, _):
+        output, cached = await ask(b, "first")
+        assert output == expected
+        assert cached == (128 if fault.startswith("save") else 0)
+        assert (await ask(b, "again"))[0] == expected
+        begun = time.monotonic()
+        assert (await ask(b, "more", [*PROMPT, 9, 9]))[0] == model.greedy([*PROMPT, 9, 9], COUNT)
+        assert time.monotonic() - begun < 60
+        Scripted.released.set()
