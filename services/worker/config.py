@@ -77,6 +77,21 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         UpOption("Model"),
         ContainerVariable(),
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        Meta(
+            description="Whose code computes the model; auto: Baton's own where it knows the architecture, else "
+            "that of the transformers library."
+        ),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        Meta(description="Whether code that comes with a model may run, where transformers computes the model."),
+        UpOption("Model"),
+        ContainerVariable(),
+    ] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
         Meta(

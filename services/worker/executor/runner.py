@@ -24,7 +24,7 @@ from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import to_device
@@ -49,7 +49,7 @@ class RankState:
         *,
         card: ModelCard,
         device: torch.device,
-        decoder: Decoder,
+        decoder: CausalLm,
         num_blocks: int,
         max_num_seqs: int,
         communicator: Communicator,

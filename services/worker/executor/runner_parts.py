@@ -14,7 +14,7 @@ from services.worker.executor.runner import RankState
 from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
 from services.worker.guided.library import GrammarLibrary
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder import CausalLm
 from services.worker.speculation.drafter import Drafter, ReplaysDecodes
 from services.worker.speculation.proposer import DraftSettings, Proposer
 from shared.messages.lifecycle import ModelCard
@@ -29,7 +29,7 @@ class RunnerParts:
     card: ModelCard
     """With the longest sequences that are asked for; what fits may be shorter."""
     device: torch.device
-    decoder: Decoder
+    decoder: CausalLm
     digest: str
     max_num_seqs: int
     communicator: Communicator

@@ -20,7 +20,14 @@ from services.worker.guided.library import GrammarLibrary
 from services.worker.guided.limits import DEFAULT_LIMITS, GrammarLimits
 from services.worker.guided.protocol import ServerSettings
 from services.worker.models.config import ModelError
-from services.worker.models.loaded_model import DtypeChoice, LoadedModel, LoadFormat, LoadSettings, load_model
+from services.worker.models.loaded_model import (
+    DtypeChoice,
+    LoadedModel,
+    LoadFormat,
+    LoadSettings,
+    ModelImpl,
+    load_model,
+)
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.speculation.choice import draft_settings, open_drafter
 from services.worker.speculation.drafter import TargetModel
@@ -52,6 +59,8 @@ def create_backend(
     communicator: Communicator,
     ops: OpsName,
     load_format: LoadFormat = "auto",
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
     threads: int | None = None,
     pipeline: Pipeline | None = None,
     layers: Sequence[int] | None = None,
@@ -92,6 +101,8 @@ def create_backend(
         pipeline=pipeline,
         layers=layers,
         on_layer=on_layer,
+        impl=model_impl,
+        trust_remote_code=trust_remote_code,
     )
     with _enough_memory("weights were loaded: end what else is on the GPU, or use more ranks"):
         loaded = load_model(wanted)

@@ -15,7 +15,7 @@ from services.worker.graphs.capture import Capture, CudaCapture
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
 from services.worker.graphs.replayed_decodes import ReplayedDecodes, Replaying
 from services.worker.kv.device_memory import free_bytes, gib
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder import CausalLm, Decoder
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.speculation.drafter import Drafter, HasDecoder
 from services.worker.speculation.proposer import DraftSettings
@@ -49,7 +49,7 @@ class RankParts(Protocol):
         """The device that the rank computes on."""
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> CausalLm:
         """The model's decoder."""
 
     @property
@@ -68,7 +68,7 @@ class RankParts(Protocol):
 class DecodeGraphs(Struct, frozen=True):
     """What one rank's decodes are captured with."""
 
-    decoder: Decoder
+    decoder: CausalLm
     device: torch.device
     sizes: tuple[int, ...]
     max_model_len: int
@@ -129,7 +129,7 @@ NO_GRAPHS = RankGraphs(None, None)
 
 
 def why_eager(
-    decoder: Decoder, device: torch.device, communicator: Communicator, pipeline: Pipeline, *, enforced: bool
+    decoder: CausalLm, device: torch.device, communicator: Communicator, pipeline: Pipeline, *, enforced: bool
 ) -> str | None:
     """Why decodes are not captured; None: they are."""
     if enforced:
@@ -138,6 +138,8 @@ def why_eager(
         return f"there are no graphs on {device.type}"
     if pipeline.stages > 1:
         return "rows come from another stage and go to one"
+    if not isinstance(decoder, Decoder):
+        return "transformers' code may wait for the device"
     if not _capturable(decoder.ops):
         return f"{decoder.ops_name} operations cannot be captured"
     if communicator.world_size > 1 and not _capturable(communicator):

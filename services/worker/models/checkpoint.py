@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from services.worker.kv.device_memory import gib
-from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.config import ModelError
 from services.worker.models.tensor_file import StoredPart, StoredTensor, TensorFileError, TensorFiles, TensorHeader
 from services.worker.models.weight_files import INDEX, SINGLE, weight_files
 
@@ -183,7 +184,7 @@ _HEADER_LIMIT = 100 << 20
 """The format's own bound of a file's header."""
 
 
-def model_digest(model_dir: Path, config: ModelConfig) -> str:
+def model_digest(model_dir: Path, config: Struct) -> str:
     """Hex BLAKE2b over the configuration, and over each tensor's name, type, shape, first and last KiB.
 
     The same however the checkpoint is cut into files, and for every rank. What was trained differs in (nearly) every
@@ -198,15 +199,15 @@ def model_digest(model_dir: Path, config: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def dummy_digest(config: ModelConfig) -> str:
+def dummy_digest(config: Struct) -> str:
     """The digest of dummy weights, which are a function of the configuration alone."""
     return blake2b(
         b"made up" + msgspec.json.encode(_without_stop_tokens(config)), digest_size=_DIGEST_BYTES
     ).hexdigest()
 
 
-def _without_stop_tokens(config: ModelConfig) -> ModelConfig:
-    """The configuration without stop tokens: keys and values do not depend on them."""
+def _without_stop_tokens(config: Struct) -> Struct:
+    """`config` without its stop tokens: keys and values do not depend on them."""
     return msgspec.structs.replace(config, eos_token_ids=())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -16,6 +16,42 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 class ModelError(Exception):
     """The model cannot be served as it is; the message says what to change, and names file, key and value."""
+
+
+class ModelDescription(Protocol):
+    """What is known of every model, whoever computes it."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of its class in `transformers`."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """That of its checkpoint."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are logits for."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a row between layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all stages together."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest sequence."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Those that end a text."""
+
+    @property
+    def parameters(self) -> int:
+        """Its weights."""
 
 
 class LayerConfig(Struct, frozen=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,42 @@ from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import DecoderWeights, ForwardPass, KvCaches, LayerWeights, apply_mlp
 from services.worker.ops.interface import BatchMeta, Ops
 from shared.messages.kvstore import KvLayout
+
+
+class CausalLm(Protocol):
+    """What a rank computes by: a `Decoder`, or a model of the `transformers` library."""
+
+    @property
+    def ops_name(self) -> str:
+        """The name of its operations, for logs and reports."""
+
+    @property
+    def ops(self) -> Ops:
+        """The operations that it computes by."""
+
+    @property
+    def fastest_pass(self) -> ForwardPass:
+        """`forward` without a detour."""
+
+    @property
+    def wire(self) -> str:
+        """How rows pass between ranks; all ranks must say the same."""
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer of this rank."""
+
+    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
+        """The `caches`, for copying from and to a KV store. `model`: the digest of its configuration and weights."""
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block over all layers of this rank."""
+
+    def empty_features(self, rows: int) -> Tensor:
+        """[rows, hidden] of memory that `forward` fills with features."""
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """See `Decoder.forward`."""
 
 
 class Decoder:

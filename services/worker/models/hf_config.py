@@ -103,6 +103,10 @@ class _RawConfig(RawMixture, kw_only=True):
     quantization_config: dict[str, object] | None = None
 
 
+class _RawArchitectures(Struct, kw_only=True):
+    architectures: list[str] = field(default_factory=list)
+
+
 class _RawGenerationConfig(Struct, kw_only=True):
     eos_token_id: int | list[int] | None = None
 
@@ -110,9 +114,10 @@ class _RawGenerationConfig(Struct, kw_only=True):
 def read_model_config(model_dir: Path) -> ModelConfig:
     """The configuration in `model_dir`. Raises ModelError where it is missing, broken or asks for more than we do."""
     path = model_dir / "config.json"
-    raw, more_eos = _decode(path, _RawConfig), _generation_eos(model_dir)
+    raw = _decode(path, _RawConfig)
+    eos = stop_tokens(model_dir, raw.eos_token_id)
     try:
-        return _model_config(raw, more_eos)
+        return _model_config(raw, eos)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -126,9 +131,17 @@ def _decode(path: Path, kind: type[_T]) -> _T:
         raise ModelError(f"{path}: {error}") from None
 
 
-def _generation_eos(model_dir: Path) -> tuple[int, ...]:
+def stop_tokens(model_dir: Path, own: int | list[int] | None) -> tuple[int, ...]:
+    """Those of `generation_config.json`, then the model's `own`. Raises ModelError."""
     path = model_dir / "generation_config.json"
-    return _ids(_decode(path, _RawGenerationConfig).eos_token_id) if path.exists() else ()
+    more = _ids(_decode(path, _RawGenerationConfig).eos_token_id) if path.exists() else ()
+    return tuple(dict.fromkeys(more + _ids(own)))
+
+
+def is_native(model_dir: Path) -> bool:
+    """Whether the model is of an architecture that is read here. Raises ModelError where there is no configuration."""
+    raw = _decode(model_dir / "config.json", _RawArchitectures)
+    return any(each in _FAMILIES for each in raw.architectures)
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -137,7 +150,7 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _model_config(raw: _RawConfig, more_eos: tuple[int, ...]) -> ModelConfig:
+def _model_config(raw: _RawConfig, eos: tuple[int, ...]) -> ModelConfig:
     architecture, family = _family(raw)
     _refuse_unsupported(raw)
     kv_heads = raw.num_key_value_heads or raw.num_attention_heads
@@ -171,7 +184,7 @@ def _model_config(raw: _RawConfig, more_eos: tuple[int, ...]) -> ModelConfig:
         norm_offset=family.gemma,
         embedding_scale=raw.hidden_size**0.5 if family.gemma else None,
         tied_embeddings=family.gemma if raw.tie_word_embeddings is None else raw.tie_word_embeddings,
-        eos_token_ids=tuple(dict.fromkeys(more_eos + _ids(raw.eos_token_id))),
+        eos_token_ids=eos,
         mixture=mixing.mixture,
     )
 

@@ -14,10 +14,10 @@ import torch
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.kv.device_memory import free_bytes, gib
 from services.worker.models.checkpoint import TensorSource, dummy_digest, model_digest, open_checkpoint
-from services.worker.models.config import Dtype, ModelConfig, ModelError
-from services.worker.models.decoder import Decoder, LayerwiseDecoder
+from services.worker.models.config import Dtype, ModelConfig, ModelDescription, ModelError
+from services.worker.models.decoder import CausalLm, Decoder, LayerwiseDecoder
 from services.worker.models.dummy_weights import DummyTensors
-from services.worker.models.hf_config import read_model_config
+from services.worker.models.hf_config import is_native, read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
@@ -27,6 +27,9 @@ from shared.messages.lifecycle import ModelCard
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
+ModelImpl = Literal["auto", "native", "transformers"]
+"""Whose code computes the model. auto: ours where it knows the architecture."""
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 """auto: safetensors, the only files there are."""
@@ -54,6 +57,9 @@ class LoadSettings:
     """Number of layers of each stage; None: spread evenly."""
     on_layer: Callable[[int], None] | None = None
     """See `LayerwiseDecoder`; None: nobody is told of layers."""
+    impl: ModelImpl = "auto"
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run; only where `transformers` computes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +67,13 @@ class LoadedModel:
     """One rank's share of a model, ready to compute."""
 
     settings: LoadSettings
-    config: ModelConfig
+    config: ModelDescription
     dtype: Dtype
     max_model_len: int
     """What was asked for, or what the model can."""
     stage: PipelineStage
     digest: str
-    decoder: Decoder
+    decoder: CausalLm
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -100,11 +106,15 @@ def load_model(settings: LoadSettings) -> LoadedModel:
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where its operations cannot be
     had."""
+    if settings.impl == "transformers" or (settings.impl == "auto" and not is_native(settings.folder)):
+        return _library_model(settings)
     config = read_model_config(settings.folder)
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     dtype = dtype_of(settings.dtype, config, settings.device)
     length = _model_len(config, settings.max_model_len)
-    _check_weights_fit(config, stage, dtype, settings.communicator.world_size, free_bytes(settings.device))
+    _check_weights_fit(
+        _parameters_of(config, stage), dtype, settings.communicator.world_size, free_bytes(settings.device)
+    )
     dummy = settings.load_format == "dummy"
     with STARTUP.stage("digest"):
         digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
@@ -116,6 +126,37 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         stage=stage,
         digest=digest,
         decoder=_decoder(settings, config, stage, _DTYPES[dtype], length),
+    )
+
+
+def _library_model(settings: LoadSettings) -> LoadedModel:
+    """Of an architecture that `transformers` computes, on one rank."""
+    # Seconds of imports, which nobody else should pay for.
+    from services.worker.models.fallback.library_model import LibraryModel
+
+    if settings.communicator.world_size * settings.pipeline.stages > 1:
+        raise ModelError("tp and pp: a model that transformers computes runs on one rank")
+    if settings.on_layer is not None:
+        raise ModelError("a layer-wise KV connector is not told of the layers of a model that transformers computes")
+    library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code)
+    config = library.config
+    dtype = dtype_of(settings.dtype, config, settings.device)
+    length = _model_len(config, settings.max_model_len)
+    _check_weights_fit(config.parameters, dtype, 1, free_bytes(settings.device))
+    dummy = settings.load_format == "dummy"
+    with STARTUP.stage("digest"):
+        digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
+    ops = create_ops(settings.ops, settings.device, _DTYPES[dtype], settings.cache, settings.attention)
+    with STARTUP.stage("weights"):
+        decoder = library.decoder(ops, _DTYPES[dtype], settings.device, length, dummy=dummy)
+    return LoadedModel(
+        settings=settings,
+        config=config,
+        dtype=dtype,
+        max_model_len=length,
+        stage=PipelineStage(0, 1, 0, config.num_layers),
+        digest=digest,
+        decoder=decoder,
     )
 
 
@@ -140,14 +181,14 @@ def _tensors(settings: LoadSettings, config: ModelConfig, dtype: torch.dtype) ->
     return open_checkpoint(settings.folder, dtype, device=settings.device)
 
 
-def dtype_of(choice: DtypeChoice, config: ModelConfig, device: torch.device) -> Dtype:
+def dtype_of(choice: DtypeChoice, config: ModelDescription, device: torch.device) -> Dtype:
     """The dtype that the model runs in. "auto": float32 for small models on a CPU, else the model's own."""
     if choice != "auto":
         return choice
     return "float32" if device.type == "cpu" and config.parameters < _SMALL_MODEL else config.dtype
 
 
-def _model_len(config: ModelConfig, asked: int | None) -> int:
+def _model_len(config: ModelDescription, asked: int | None) -> int:
     if asked is not None and not 2 <= asked <= config.max_positions:
         raise ModelError(
             f"a maximum model length of {asked} is asked for; the model has {config.max_positions} positions"
@@ -155,8 +196,9 @@ def _model_len(config: ModelConfig, asked: int | None) -> int:
     return asked or config.max_positions
 
 
-def _check_weights_fit(config: ModelConfig, stage: PipelineStage, dtype: Dtype, world_size: int, free: int) -> None:
-    needed = _parameters_of(config, stage) * _DTYPES[dtype].itemsize // world_size
+def _check_weights_fit(parameters: int, dtype: Dtype, world_size: int, free: int) -> None:
+    """`parameters`: of all ranks of a stage together."""
+    needed = parameters * _DTYPES[dtype].itemsize // world_size
     if needed > free:
         raise ModelError(
             f"the weights take {gib(needed)} in {dtype} and {gib(free)} are free: "

@@ -7,7 +7,7 @@ from typing import assert_never
 import torch
 
 from services.worker.distributed.communicator import Pipeline
-from services.worker.models.config import ModelError
+from services.worker.models.config import ModelConfig, ModelError
 from services.worker.speculation.draft_model import open_draft_model
 from services.worker.speculation.drafter import Drafter, TargetModel
 from services.worker.speculation.eagle import open_eagle
@@ -34,6 +34,10 @@ def draft_settings(settings: SpeculationSettings, pipeline: Pipeline) -> DraftSe
 def open_drafter(settings: SpeculationSettings, target: TargetModel) -> Drafter:
     """Reads the method's weights. Raises ModelError."""
     most = settings.num_speculative_tokens or DEFAULT_DRAFT_TOKENS
+    if settings.method in ("medusa", "eagle") and not isinstance(target.config, ModelConfig):
+        raise ModelError(
+            f"speculative method {settings.method}: reads hidden states, which transformers keeps: use ngram or draft"
+        )
     target = target.for_drafts()
     match settings.method:
         case "ngram":

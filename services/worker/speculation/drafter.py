@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import check_found, open_checkpoint
-from services.worker.models.config import ModelConfig, ModelError
-from services.worker.models.decoder import Decoder
+from services.worker.models.config import ModelConfig, ModelDescription, ModelError
+from services.worker.models.decoder import CausalLm, Decoder
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
@@ -61,13 +61,19 @@ class TargetModel:
     """The model that is drafted for."""
 
     folder: Path
-    config: ModelConfig
-    decoder: Decoder
+    config: ModelDescription
+    decoder: CausalLm
     ops: Ops
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
     ranks: int
+
+    @property
+    def native_config(self) -> ModelConfig:
+        """The configuration of a model that we compute; others are not drafted for by what they are made of."""
+        assert isinstance(self.config, ModelConfig), "see choice.open_drafter"
+        return self.config
 
     def check_sizes(self, folder: Path, **sizes: int) -> None:
         """Raises ModelError where a size of the drafter in `folder` is not the model's."""
@@ -84,7 +90,8 @@ class TargetModel:
 
     def embedding_and_head(self) -> tuple[Tensor, PackedLinear]:
         """The whole embedding, and the whole head; ranks of several hold shares, so they are read anew."""
-        weights, tied = self.decoder.weights, self.config.tied_embeddings
+        assert isinstance(self.decoder, Decoder), "see native_config"
+        weights, tied = self.decoder.weights, self.native_config.tied_embeddings
         if self.ranks == 1 and weights.embedding is not None and weights.head is not None:
             if self.ops is self.decoder.ops:
                 return weights.embedding, weights.head

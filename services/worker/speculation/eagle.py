@@ -155,7 +155,7 @@ def open_eagle(settings: SpeculationSettings, target: TargetModel, most: int) ->
     folder = settings.folder()
     raw = read_settings(folder, _RawEagle)
     target.check_sizes(folder, vocab_size=raw.vocab_size, hidden_size=raw.hidden_size)
-    config = _layer_config(raw, target.config)
+    config = _layer_config(raw, target.native_config)
     checkpoint = read_drafter(folder, target.dtype).renamed("layers.0", _LAYER).renamed("model.fc", "fc")
     norm = f"{_LAYER}.input_layernorm.weight"
     hidden = raw.hidden_size

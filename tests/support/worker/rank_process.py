@@ -25,6 +25,7 @@ from services.worker.distributed.communicator import SingleRank, SingleStage
 from services.worker.distributed.torch_ranks import RankTopology, join
 from services.worker.executor.device_runner import DeviceRunner
 from services.worker.executor.host_runner import HostRunner
+from services.worker.models.decoder import Decoder
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation
@@ -128,12 +129,13 @@ def served(rank: int, asked: Serve) -> HostRunner:
 
 def serving(backend: HostRunner) -> Serving:
     decoder = backend.rank.decoder
-    embedding = decoder._weights.embedding
+    assert isinstance(decoder, Decoder)
+    embedding = decoder.weights.embedding
     return Serving(
         num_blocks=backend.num_blocks,
         card=backend.card,
         words=0 if embedding is None else len(embedding),
-        layers=len(decoder._weights.layers),
+        layers=len(decoder.weights.layers),
         block_bytes=decoder.kv_block_bytes,
         max_speculate=backend.max_speculate,
     )

@@ -1,0 +1,1 @@
+"""Models that `transformers` computes: its modules, our paged attention, batching and cache."""

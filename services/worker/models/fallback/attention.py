@@ -1,0 +1,169 @@
+"""The attention of models that `transformers` computes: their modules ask for it by the library's attention interface.
+
+A step's rows of all sequences lie behind each other, as one sequence does for the library: every operation but
+attention looks at each row alone, and attention is ours, on the paged cache (as vLLM's Transformers backend does it).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from services.worker.models.config import ModelError
+from services.worker.models.weights import KvCaches
+from services.worker.ops.interface import BatchMeta, Ops
+
+NAME = "baton"
+"""Of the attention, to the library."""
+
+
+class AttentionCall(NamedTuple):
+    """What a module asks of attention; the same in every pass."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    """At most `key_dim`."""
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class AttentionLayers(Protocol):
+    """What answers the calls of one forward pass, in their order."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [n, H, D], key [n, KV, D], value [n, KV, value_dim] → [n, H, value_dim]."""
+
+
+class RecordedLayers:
+    """Notes what is asked, and answers with zeros: for finding out which layers a model has."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionLayers`; zeros."""
+        self.calls.append(call)
+        return query.new_zeros(*query.shape[:2], call.value_dim)
+
+
+class PagedLayers:
+    """Attention of one step over the paged cache, of which each call has a part of its own."""
+
+    def __init__(
+        self, calls: tuple[AttentionCall, ...], ops: Ops, meta: BatchMeta, caches: KvCaches, unrotated: Tensor
+    ) -> None:
+        """`unrotated` [positions, D]: cosines of 1 and sines of 0, as the library rotates by itself."""
+        self._calls = calls
+        self._ops = ops
+        self._meta = meta
+        self._caches = caches
+        self._unrotated = unrotated
+        self._next = 0
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `AttentionLayers`. Raises ModelError for a call that the model did not make when it was loaded."""
+        number, self._next = self._next, self._next + 1
+        if number >= len(self._calls) or self._calls[number] != call:
+            raise ModelError(f"attention {number} of the model differs from pass to pass: {call}")
+        rows, heads, dim = query.shape
+        if call.value_dim < dim:
+            value = F.pad(value, (0, dim - call.value_dim))
+        joined = torch.cat((query, key, value), dim=1).reshape(rows, -1)
+        queries = self._ops.rope_and_store(
+            joined, self._meta, self._unrotated, *self._caches[number], heads=heads, q_norm=None, k_norm=None, eps=0.0
+        )
+        mixed = self._ops.paged_attention(
+            queries, *self._caches[number], self._meta, scale=call.scale, window=call.window, softcap=call.softcap
+        )
+        return mixed.view(rows, heads, dim)[..., : call.value_dim].to(query.dtype)
+
+    def check_complete(self) -> None:
+        """Raises ModelError where the pass has left layers out."""
+        if self._next != len(self._calls):
+            raise ModelError(f"the model attended {self._next} times in a pass; when it was loaded {len(self._calls)}")
+
+
+_current = threading.local()
+
+
+@contextmanager
+def answered_by(layers: AttentionLayers) -> Iterator[None]:
+    """Attention of this thread's models is answered by `layers`."""
+    before = getattr(_current, "layers", None)
+    _current.layers = layers
+    try:
+        yield
+    finally:
+        _current.layers = before
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The library's signature: query [1, H, n, D], key and value [1, KV, n, …] → ([1, n, H, …], no weights)."""
+    layers: AttentionLayers | None = getattr(_current, "layers", None)
+    if layers is None:
+        raise RuntimeError("the model was called by somebody else")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{type(module).__name__} is not causal: only decoders can be served")
+    _refuse(module, more)
+    dim = query.shape[-1]
+    call = AttentionCall(
+        kv_heads=key.shape[1],
+        key_dim=dim,
+        value_dim=value.shape[-1],
+        scale=dim**-0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+    )
+    if call.value_dim > dim:
+        raise ModelError(f"{type(module).__name__}: values of {call.value_dim} are longer than keys of {dim}")
+    mixed = layers.attend(call, *(each[0].transpose(0, 1) for each in (query, key, value)))
+    return mixed.unsqueeze(0), None
+
+
+_SENT_BESIDE = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "position_bias": "a learned bias of positions",
+    "head_mask": "masked heads",
+    "indexer_topk": "sparse attention",
+}
+"""What some modules give to attention, which ours cannot do."""
+
+
+def _refuse(module: nn.Module, more: dict[str, Any]) -> None:
+    for name, words in _SENT_BESIDE.items():
+        if more.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} asks for {words} ({name}), which is not supported")
+
+
+def register() -> None:
+    """Makes the attention known to the library, with no mask: what a row sees is decided here."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,77 @@
+"""Whether a model gives the same logits in one pass and in several, alone and beside others.
+
+What `transformers` computes is looked at from outside: a layer that keeps more of a sequence than keys and values, or
+looks at positions that it was not given, would be served wrongly without a word. Such a layer differs here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import ModelError
+from services.worker.models.decoder import CausalLm
+from services.worker.models.weights import KvCaches
+from services.worker.ops.interface import BatchMeta
+
+_ROWS, _CUT = 8, 5
+_TOLERANCE = 0.1
+"""Of the logits' spread. What is forgotten changes them by more; rounding to eight bits by a tenth of that."""
+
+
+@torch.inference_mode()
+def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) -> None:
+    """Raises ModelError where the results differ."""
+    caches = model.allocate_kv(2)
+    ids = torch.linspace(vocab_size // 7, vocab_size - 1, _ROWS, device=device).to(torch.int32)
+    other = ids.flip(0)
+    whole = _logits(model, caches, [(0, 0, ids)])
+    _logits(model, caches, [(0, 0, ids[:_CUT])])
+    rest = _logits(model, caches, [(0, _CUT, ids[_CUT:])])
+    _logits(model, caches, [(0, 0, ids[:-1])])
+    beside = _logits(model, caches, [(0, _ROWS - 1, ids[-1:]), (1, 0, other)])
+    spread = float(whole.std()) or 1.0
+    differences = {
+        "in several steps": float((rest - whole[_CUT:]).abs().max()),
+        "beside another sequence": float((beside[0] - whole[-1]).abs().max()),
+    }
+    for words, difference in differences.items():
+        if not difference <= _TOLERANCE * spread:
+            raise ModelError(
+                f"the model computes something else {words}: it keeps more of a sequence than keys and values, or "
+                f"finds positions by itself (logits differ by {difference:.3g}, their spread is {spread:.3g})"
+            )
+
+
+def _logits(model: CausalLm, caches: KvCaches, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+    """Of all rows. `parts`: (its block, tokens before, ids) of each sequence; those of one row come first."""
+    device = parts[0][2].device
+    size = _block_size(caches)
+    counts = [len(ids) for _, _, ids in parts]
+    ends = [before + len(ids) for _, before, ids in parts]
+    decodes = sum(count == 1 for count in counts)
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    positions = [position for (_, before, _), end in zip(parts, ends, strict=True) for position in range(before, end)]
+    blocks = [block for (block, _, ids) in parts for _ in range(len(ids))]
+    meta = BatchMeta(
+        query_starts=numbers([0, *(sum(counts[: number + 1]) for number in range(len(counts)))]),
+        context_lens=numbers(ends),
+        block_tables=numbers([block for block, _, _ in parts]).unsqueeze(1),
+        slots=numbers([block * size + position for block, position in zip(blocks, positions, strict=True)]),
+        positions=numbers(positions),
+        logits_rows=numbers(list(range(len(positions)))),
+        num_decodes=decodes,
+        prefills=tuple(zip(counts[decodes:], ends[decodes:], strict=True)),
+        max_query=max(counts),
+        max_context=max(ends),
+    )
+    logits = model.forward(torch.cat([ids for _, _, ids in parts]), meta, caches)
+    assert logits is not None, "rows were asked for"
+    return logits.clone()
+
+
+def _block_size(caches: KvCaches) -> int:
+    return int(caches[0][0].shape[2])

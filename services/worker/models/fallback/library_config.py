@@ -1,0 +1,108 @@
+"""What `transformers` says of a model: enough to size memory, and to describe it to the other services."""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import Struct
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from services.worker.models.config import Dtype, ModelError
+from services.worker.models.fallback.attention import NAME, register
+from services.worker.models.hf_config import stop_tokens
+
+NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "eos_token_id", "dtype", "torch_dtype")
+"""Keys on which keys and values of tokens do not depend, beside the dtype, which the digest of a layout has."""
+
+
+class LibraryConfig(Struct, frozen=True, kw_only=True):
+    """The same facts as :class:`services.worker.models.config.ModelConfig`, as far as the library has them."""
+
+    architecture: str
+    dtype: Dtype
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    parameters: int
+    settings_digest: str
+    """Of everything in `config.json` that the model computes by."""
+
+
+def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryConfig, PretrainedConfig]:
+    """The configuration in `folder`, and the library's own. Takes no memory for weights.
+
+    Raises ModelError where the library does not know the model, or knows it as none that we can serve."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        _refuse_unsupported(config)
+        register()
+        build: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            model = build.from_config(config, attn_implementation=NAME, trust_remote_code=trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+    except KeyError as error:
+        if error.args == (NAME,):  # the classes that a model has for each attention, in place of the interface
+            raise ModelError(f"{folder}: {NO_INTERFACE.format(config.model_type)}") from None
+        raise ModelError(f"{folder}: transformers cannot build the model: {error}") from None
+    except Exception as error:  # whatever a model's own code raises for its configuration
+        hint = "; --trust-remote-code runs code of the model's own" if "trust_remote_code" in str(error) else ""
+        raise ModelError(f"{folder}: transformers cannot build the model: {first_line(error)}{hint}") from None
+    text = config.get_text_config(decoder=True)
+    return LibraryConfig(
+        architecture=type(model).__name__,
+        dtype=_dtype(config),
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        max_positions=_positions(text),
+        eos_token_ids=stop_tokens(folder, text.eos_token_id),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        settings_digest=_digest(config),
+    ), config
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError("quantization_config is set: quantized checkpoints are not supported")
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model_type {config.model_type!r} is an encoder with a decoder: only decoders can be served")
+    for kind in getattr(text, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelError(f"layer_types {kind!r} is not supported; supported: full_attention, sliding_attention")
+
+
+def _dtype(config: PretrainedConfig) -> Dtype:
+    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    match name:
+        case "float32" | "bfloat16" | "float16":
+            return name
+        case _:
+            raise ModelError(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16")
+
+
+def _positions(text: Any) -> int:
+    for name in _LENGTHS:
+        found = getattr(text, name, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    raise ModelError(f"the configuration says nothing of positions: one of {', '.join(_LENGTHS)} is expected")
+
+
+def _digest(config: PretrainedConfig) -> str:
+    own = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
+    return blake2b(json.dumps(own, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what it says, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

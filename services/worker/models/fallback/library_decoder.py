@@ -1,0 +1,132 @@
+"""A decoder whose forward pass is `transformers`', with our attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from services.worker.kv.copier import RankKvCache
+from services.worker.models.config import ModelError
+from services.worker.models.fallback.attention import (
+    AttentionCall,
+    AttentionLayers,
+    PagedLayers,
+    RecordedLayers,
+    answered_by,
+)
+from services.worker.models.fallback.library_config import NO_INTERFACE
+from services.worker.models.weights import ForwardPass, KvCaches
+from services.worker.ops.interface import BatchMeta, Ops
+from shared.messages.kvstore import KvLayout
+
+
+class LibraryDecoder:
+    """See :class:`services.worker.models.decoder.CausalLm`. One rank that has all layers."""
+
+    def __init__(self, model: nn.Module, ops: Ops, hidden_size: int, max_model_len: int, device: torch.device) -> None:
+        """Raises ModelError where the model's attention is not of a kind that can be paged."""
+        self._model = model
+        self._ops = ops
+        self._hidden_size = hidden_size
+        self._device = device
+        self._calls = self._recorded_calls()
+        dim = self._calls[0].key_dim
+        self._unrotated = torch.cat(
+            (torch.ones(max_model_len, dim // 2), torch.zeros(max_model_len, dim - dim // 2)), dim=1
+        ).to(device)
+
+    def _recorded_calls(self) -> tuple[AttentionCall, ...]:
+        recorded = RecordedLayers()
+        ids = torch.zeros(2, dtype=torch.int32, device=self._device)
+        with torch.inference_mode():
+            self._run(ids, torch.arange(2, device=self._device), ids[:1], recorded)
+        name = type(self._model).__name__
+        if not recorded.calls:
+            raise ModelError(NO_INTERFACE.format(name))
+        if len({(call.kv_heads, call.key_dim) for call in recorded.calls}) > 1:
+            raise ModelError(f"{name}: layers with different heads are not supported")
+        if recorded.calls[0].key_dim % 2:
+            raise ModelError(f"{name}: heads of {recorded.calls[0].key_dim} elements are not supported")
+        return tuple(recorded.calls)
+
+    @property
+    def ops_name(self) -> str:
+        """For logs and reports."""
+        return f"transformers {transformers.__version__}, attention and products {self._ops.name}"
+
+    @property
+    def ops(self) -> Ops:
+        """The operations that it attends by."""
+        return self._ops
+
+    @property
+    def fastest_pass(self) -> ForwardPass:
+        """`forward`."""
+        return self.forward
+
+    @property
+    def wire(self) -> str:
+        """Rows pass between no ranks."""
+        return "no rows"
+
+    @property
+    def attention_calls(self) -> tuple[AttentionCall, ...]:
+        """What its layers ask of attention, in the order of a pass."""
+        return self._calls
+
+    def allocate_kv(self, num_blocks: int) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer."""
+        return [self._ops.allocate_kv(num_blocks, call.kv_heads, call.key_dim) for call in self._calls]
+
+    def share_kv(self, caches: KvCaches, model: str) -> RankKvCache:
+        """See :meth:`services.worker.models.decoder.Decoder.share_kv`."""
+        heads, dim = self._calls[0].kv_heads, self._calls[0].key_dim
+        keys = caches[0][0]
+        return RankKvCache(
+            layout=KvLayout(
+                model=model,
+                dtype=str(keys.dtype).removeprefix("torch."),
+                layers=len(caches),
+                kv_heads=heads,
+                head_dim=dim,
+            ),
+            first_head=0,
+            num_heads=heads,
+            writes=True,
+            num_blocks=len(keys),
+            copier=self._ops.kv_copier(caches, dim),
+            first_layer=0,
+            num_layers=len(caches),
+        )
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self._ops.kv_block_bytes(call.kv_heads, call.key_dim) for call in self._calls)
+
+    def empty_features(self, rows: int) -> Tensor:
+        """[rows, hidden]."""
+        return self._ops.empty_rows(rows, self._hidden_size)
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """See `Decoder.forward`; without `features`, which drafters of the kinds that are refused would read."""
+        assert features is None, "what drafts by features is refused"
+        layers = PagedLayers(self._calls, self._ops, meta, caches, self._unrotated)
+        logits = self._run(ids, meta.positions, meta.logits_rows, layers)
+        layers.check_complete()
+        return logits.float() if len(meta.logits_rows) else None
+
+    def _run(self, ids: Tensor, positions: Tensor, rows: Tensor, layers: AttentionLayers) -> Tensor:
+        """The logits of `rows`."""
+        with answered_by(layers):
+            output: Any = self._model(
+                input_ids=ids.long().unsqueeze(0),
+                position_ids=positions.long().unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=rows.long(),
+            )
+        logits: Tensor = output.logits[0]
+        return logits

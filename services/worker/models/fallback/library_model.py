@@ -1,0 +1,128 @@
+"""A model that `transformers` knows, from its directory to a decoder: read by the library, its products ours."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.config import ModelError
+from services.worker.models.fallback.attention import NAME
+from services.worker.models.fallback.cached_passes import check_cached_passes
+from services.worker.models.fallback.library_config import first_line, library_config
+from services.worker.models.fallback.library_decoder import LibraryDecoder
+from services.worker.ops.interface import Ops, PackedLinear
+
+_log = logging.getLogger(__name__)
+
+
+class LibraryModel:
+    """A model in a directory, that `transformers` knows."""
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
+        """Reads the configuration; takes no memory for weights. Raises ModelError where the library does not know the
+        model, or knows it as none that we can serve."""
+        self._folder = folder
+        self._trusts = trust_remote_code
+        self.config, self._own = library_config(folder, trust_remote_code=trust_remote_code)
+
+    @torch.inference_mode()
+    def decoder(
+        self, ops: Ops, dtype: torch.dtype, device: torch.device, max_model_len: int, *, dummy: bool
+    ) -> LibraryDecoder:
+        """With the directory's weights, or random ones where `dummy`. Raises ModelError for a broken checkpoint, and
+        where its layers are not of a kind that can be served."""
+        if dummy:
+            model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
+        else:
+            with open_checkpoint(self._folder, dtype):  # files that are cut short are found before memory is taken
+                model = _read_model(self._folder, self._own, dtype, trust_remote_code=self._trusts)
+        model = model.to(device)
+        _pack_products(model, ops)
+        made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device)
+        check_cached_passes(made, self.config.vocab_size, device)
+        return made
+
+
+def _read_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
+    """The model with the weights of `folder`, on the CPU. Raises ModelError where a weight is missing or of another
+    shape: the library would make one up."""
+    own: Any = transformers  # its stubs know less of these than is there
+    own.logging.set_verbosity_error()  # what it warns of is looked at here
+    own.logging.disable_progress_bar()
+    try:
+        model, info = own.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of the library, of safetensors, or of the model's own code
+        raise ModelError(f"{folder}: transformers cannot read the checkpoint: {first_line(error)}") from None
+    for name in sorted(info["missing_keys"]):
+        raise ModelError(f"{folder}: the checkpoint has no tensor {name}")
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{folder}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
+    if unused := sorted(info["unexpected_keys"]):
+        _log.warning("%d tensors of the checkpoint are not used, such as %s", len(unused), unused[0])
+    ready: nn.Module = model.eval().requires_grad_(False)
+    return ready
+
+
+def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
+    """The model with random weights, the same each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        own: Any = AutoModelForCausalLM
+        model: nn.Module = own.from_config(
+            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+        )
+    return model.eval().requires_grad_(False)
+
+
+class PackedProduct(nn.Module):
+    """A linear layer whose weight `ops` multiplies."""
+
+    def __init__(self, ops: Ops, packed: PackedLinear, dtype: torch.dtype, outputs: int, device: torch.device) -> None:
+        super().__init__()
+        self._ops = ops
+        self._packed = packed
+        self._outputs = outputs
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        """Empty: some modules ask for its dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out], in x's dtype."""
+        rows = x.reshape(-1, x.shape[-1])
+        if not len(rows):
+            return x.new_empty(*x.shape[:-1], self._outputs)
+        return self._ops.linear(rows.contiguous(), self._packed).to(x.dtype).view(*x.shape[:-1], self._outputs)
+
+
+def _pack_products(model: nn.Module, ops: Ops) -> None:
+    """Replaces the linear layers by such as `ops` computes: batch invariant and faster where those are native. A
+    weight that others share, as a tied head's, stays where it is, and is copied."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            weight, bias = module.weight, module.bias
+        elif type(module) is Conv1D:
+            weight, bias = module.weight.T, module.bias
+        else:
+            continue
+        if weight.dtype != torch.float32 and weight.dtype != torch.bfloat16 and weight.dtype != torch.float16:
+            continue
+        packed = ops.pack_linear(weight.detach().contiguous(), None if bias is None else bias.detach())
+        made = PackedProduct(ops, packed, weight.dtype, weight.shape[0], weight.device)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, made)

@@ -1,0 +1,40 @@
+"""Every architecture that docs/models.md says `transformers` computes, in every situation: as the library itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.executor.host_runner import HostRunner
+from tests.support.models.library_models import ARCHITECTURES, library_model
+from tests.support.models.tiny_models import TinyModel
+from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences
+from tests.support.worker.tiny_backend import tiny_backend
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, HostRunner]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return library_model(request.param, folder), tiny_backend(folder, ops="native")
+
+
+@pytest.fixture(autouse=True)
+def fresh(served: tuple[TinyModel, HostRunner]) -> Iterator[None]:
+    yield
+    served[1].reset()
+
+
+def test_a_mixed_batch_generates_greedily_what_the_library_does(served: tuple[TinyModel, HostRunner]) -> None:
+    check_mixed_batch(*served)
+
+
+def test_chunks_prefix_hits_and_preemption_change_nothing(served: tuple[TinyModel, HostRunner]) -> None:
+    check_resumed_sequences(*served)
+
+
+def test_the_documentation_names_them_all() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    listed = text.partition("<!-- architectures -->")[2].partition("<!-- end -->")[0]
+    assert {name.strip(" `\n") for name in listed.split(",")} == set(ARCHITECTURES)

@@ -1,0 +1,194 @@
+"""Models that `transformers` computes: how they are chosen, what of them is refused, and that they are served right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.worker.models.config import ModelError
+from services.worker.ops.interface import OpsName
+from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.library_models import library_model
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.launched_rank import launching
+from tests.support.worker.library_situations import OUTPUT, check_mixed_batch, check_resumed_sequences, prompt
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def cohere(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Windows, layers without rotation, scaled logits, interleaved rotation: nothing that our own reader knows."""
+    return library_model("Cohere2", tmp_path_factory.mktemp("cohere"))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    return record_logits(monkeypatch)
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_an_unknown_architecture_is_computed_by_the_library(cohere: TinyModel, ops: OpsName) -> None:
+    backend = tiny_backend(cohere.path, ops=ops)
+    assert backend.rank.decoder.ops_name.startswith(f"transformers {transformers.__version__}")
+    check_mixed_batch(cohere, backend)
+    backend.reset()
+    check_resumed_sequences(cohere, backend)
+
+
+def test_it_is_launched_as_on_a_device_that_works_by_itself(cohere: TinyModel) -> None:
+    check_mixed_batch(cohere, launching(tiny_backend(cohere.path)))
+
+
+def test_logits_agree_with_the_library(cohere: TinyModel, recorded: list[Tensor]) -> None:
+    backend = tiny_backend(cohere.path, ops="native")
+    recorded.clear()
+    driver = Driver(backend)
+    sequence = driver.add(prompt(70), OUTPUT)
+    driver.run()
+    expected = cohere.logits(sequence.tokens)[69:-1]
+    assert torch.cat(recorded[:OUTPUT]).sub(expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_model_of_ours_is_the_librarys_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = make_model("gemma2", tmp_path)
+    backend = tiny_backend(tmp_path, model_impl="transformers", ops="native")
+    assert backend.rank.decoder.ops_name.startswith("transformers")
+    check_mixed_batch(model, backend)
+
+
+def test_prompts_are_looked_up_for_drafts(cohere: TinyModel) -> None:
+    backend = tiny_backend(cohere.path, speculation=SpeculationSettings(method="ngram"))
+    driver = Driver(backend, speculate=3)
+    sequences = [driver.add(prompt(9, seed) * 3, 20) for seed in range(3)]
+    driver.run()
+    assert [s.output for s in sequences] == [cohere.greedy(prompt(9, seed) * 3, 20) for seed in range(3)]
+    assert driver.drafted > 0
+
+
+def test_half_precision_stays_near_the_library(cohere: TinyModel, recorded: list[Tensor]) -> None:
+    backend = tiny_backend(cohere.path, dtype="bfloat16", ops="native")
+    recorded.clear()
+    driver = Driver(backend)
+    driver.add(prompt(40), 1)
+    driver.run()
+    expected = cohere.logits(prompt(40))[-1]
+    assert (recorded[0][0].float() - expected).abs().mean() < 0.1 * expected.std()
+
+
+def written(folder: Path, kind: str, **settings: Any) -> Path:
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "complaint"),
+    [
+        ("XGLM", {"vocab_size": 160, "d_model": 64, "num_layers": 2, "attention_heads": 4}, "attention interface"),
+        ("Falcon", SMALL, "falcon does not take its attention from transformers' attention interface"),
+        (
+            "Lfm2",
+            {**SMALL, "num_key_value_heads": 2, "intermediate_size": 96, "layer_types": ["conv", "full_attention"]},
+            "layer_types 'conv' is not supported",
+        ),
+        (
+            "GptOss",
+            {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32, "num_local_experts": 4},
+            r"attention sinks \(s_aux\), which is not supported",
+        ),
+    ],
+)
+def test_what_cannot_be_served_says_why(tmp_path: Path, kind: str, settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        tiny_backend(written(tmp_path, kind, **settings))
+
+
+def test_only_our_own_are_served_where_that_is_asked_for(cohere: TinyModel) -> None:
+    with pytest.raises(ModelError, match=r"Cohere2ForCausalLM.*is not supported; supported: Llama"):
+        tiny_backend(cohere.path, model_impl="native")
+
+
+def test_drafters_that_read_hidden_states_are_refused(cohere: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1}))
+    save_file({"0.0.weight": torch.zeros(VOCABULARY, 64)}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ModelError, match="medusa: reads hidden states, which transformers keeps"):
+        tiny_backend(cohere.path, speculation=SpeculationSettings(method="medusa", model=str(tmp_path)))
+
+
+def test_a_tensor_that_is_not_there_is_named_and_not_made_up(cohere: TinyModel, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(cohere.path, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(each for each in sorted(tensors) if each.endswith("q_proj.weight"))
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"the checkpoint has no tensor {name}"):
+        tiny_backend(folder)
+
+
+def test_a_file_that_was_cut_short_is_named(cohere: TinyModel, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(cohere.path, tmp_path / "model"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        tiny_backend(folder)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_models_own_code_runs_only_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", tmp_path / "own")
+    config = json.loads((model.path / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (model.path / "config.json").write_text(json.dumps(config))
+    (model.path / "own.py").write_text(CODE)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(ModelError, match="--trust-remote-code runs code of the model's own"):
+        tiny_backend(model.path)
+    check_mixed_batch(model, tiny_backend(model.path, trust_remote_code=True))
+
+
+def test_a_layer_that_keeps_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tmp_path)
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    plain = layer.forward
+
+    def sums_up(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = plain(self, hidden_states, *args, **kwargs)
+        return found + found.cumsum(dim=1)
+
+    monkeypatch.setattr(layer, "forward", sums_up)
+    with pytest.raises(ModelError, match="it keeps more of a sequence than keys and values"):
+        tiny_backend(tmp_path, model_impl="transformers")
+
+
+def test_several_ranks_are_refused(cohere: TinyModel) -> None:
+    from services.worker.distributed.communicator import SingleStage
+
+    class TwoStages(SingleStage):
+        stages = 2
+
+    with pytest.raises(ModelError, match="a model that transformers computes runs on one rank"):
+        tiny_backend(cohere.path, pipeline=TwoStages())

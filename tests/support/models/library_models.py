@@ -1,0 +1,133 @@
+"""Tiny random checkpoints of architectures that `transformers` computes for us, and that library as the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Apertus": _SHAPE,
+    "Arcee": _SHAPE,
+    "BioGpt": {**_SHAPE, "hidden_dropout_prob": 0.0},
+    "BitNet": _SHAPE,
+    "Cohere": {**_SHAPE, "logit_scale": 0.5},
+    "Cohere2": {**_SHAPE, "sliding_window": 24},
+    "DeepseekV2": {**_LATENT, "q_lora_rank": None},
+    "DeepseekV3": {**_LATENT, "q_lora_rank": 24},
+    "DiffLlama": _SHAPE,
+    "Dots1": {**_SHAPE, **_ROUTED, "sliding_window": None},
+    "Ernie4_5": _SHAPE,
+    "Ernie4_5_Moe": {
+        **_SHAPE,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+    },
+    "Exaone4": {**_SHAPE, "sliding_window": 24, "sliding_window_pattern": 2},
+    "FlexOlmo": {**_SHAPE, **_EXPERTS},
+    "GPT2": _GPT,
+    "GPTBigCode": _GPT,
+    "GPTNeoX": {**_SHAPE, "rotary_pct": 0.5},
+    "Gemma": _SHAPE,
+    "Glm": {**_SHAPE, "partial_rotary_factor": 0.5},
+    "Glm4": {**_SHAPE, "partial_rotary_factor": 0.5},
+    "Glm4Moe": {**_SHAPE, **_ROUTED},
+    "Granite": {**_SHAPE, "logits_scaling": 4.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
+    "GraniteMoe": {**_SHAPE, **_EXPERTS},
+    "Helium": _SHAPE,
+    "HunYuanDenseV1": _SHAPE,
+    "HunYuanMoEV1": {**_SHAPE, "num_experts": 4, "moe_topk": 2},
+    "Jais2": _SHAPE,
+    "JetMoe": {**_SHAPE, "kv_channels": 16, "num_key_value_heads": 2, **_EXPERTS},
+    "Ministral": {**_SHAPE, "sliding_window": 24},
+    "NanoChat": _SHAPE,
+    "Nemotron": _SHAPE,
+    "OPT": {**_SHAPE, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Olmo": _SHAPE,
+    "Olmo2": _SHAPE,
+    "Olmo3": {**_SHAPE, "sliding_window": 24},
+    "Olmoe": {**_SHAPE, **_EXPERTS},
+    "Persimmon": _SHAPE,
+    "Phi": {**_SHAPE, "partial_rotary_factor": 0.5},
+    "Phi3": {**_SHAPE, "sliding_window": None},
+    "Phimoe": {**_SHAPE, **_EXPERTS},
+    "SeedOss": _SHAPE,
+    "SmolLM3": {**_SHAPE, "no_rope_layer_interval": 2},
+    "StableLm": {**_SHAPE, "partial_rotary_factor": 0.5},
+    "Starcoder2": {**_SHAPE, "sliding_window": 24},
+    "VaultGemma": {**_SHAPE, "sliding_window": 24, "attn_logit_softcapping": 5.0},
+}
+"""By the name that their classes begin with."""
+
+
+def library_config(architecture: str, **changes: Any) -> PretrainedConfig:
+    """The tiny configuration of `architecture`, with `changes`."""
+    kind = getattr(transformers, f"{architecture}Config")
+    config: PretrainedConfig = kind(**{**ARCHITECTURES[architecture], **changes})
+    return config
+
+
+def library_model(architecture: str, path: Path, **changes: Any) -> TinyModel:
+    """Writes the checkpoint to `path`. The same weights every time; norms and biases too are random."""
+    torch.manual_seed(sum(map(ord, architecture)))
+    model = AutoModelForCausalLM.from_config(library_config(architecture, **changes), attn_implementation="eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
+    model.float().eval().save_pretrained(path)
+    # The reference goes on after an end token, as a backend does that is not stopped.
+    model.generation_config.eos_token_id = None
+    return TinyModel(architecture, path, model)

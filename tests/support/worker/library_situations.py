@@ -1,0 +1,48 @@
+"""Situations of a scheduler's making, in which a backend must generate what its reference does."""
+
+from __future__ import annotations
+
+from random import Random
+
+from services.worker.backend import Backend
+from shared.blocks import BLOCK_SIZE
+from tests.support.models.tiny_models import VOCABULARY, TinyModel
+from tests.support.worker.plan_driver import Driver
+
+OUTPUT = 6
+LENGTHS = (1, 2, 7, 16, 17, 25, 33, 48, 71)
+"""Of prompts, from a single token to several blocks, windows crossed and block edges hit."""
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Tokens that are none of the special ones."""
+    random = Random(seed)
+    return [random.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def check_mixed_batch(model: TinyModel, backend: Backend) -> None:
+    """Prompts of all lengths and decodes in the same steps."""
+    driver = Driver(backend, budget=61)
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    sequences = [driver.add(tokens, OUTPUT) for tokens in prompts]
+    driver.run()
+    assert [s.output for s in sequences] == [model.greedy(tokens, OUTPUT) for tokens in prompts]
+
+
+def check_resumed_sequences(model: TinyModel, backend: Backend) -> None:
+    """A prompt in chunks, another that shares its blocks, and one that is preempted."""
+    common = prompt(40, seed=1)
+    prompts = [common + prompt(30, seed=2), common + prompt(3, seed=3), prompt(50, seed=4)]
+    driver = Driver(backend, budget=29)
+    first = driver.add(prompts[0], OUTPUT)
+    while not first.output:
+        driver.step()
+    sharing = driver.add(prompts[1], OUTPUT)
+    assert driver.share_prefix(sharing, first) == 40 // BLOCK_SIZE * BLOCK_SIZE
+    preempted = driver.add(prompts[2], OUTPUT)
+    while len(preempted.output) < 3:
+        driver.step()
+    driver.preempt(preempted)
+    driver.run()
+    expected = [model.greedy(tokens, OUTPUT) for tokens in prompts]
+    assert [first.output, sharing.output, preempted.output] == expected
