@@ -140,13 +140,15 @@ async def test_without_a_stores_directory_every_transfer_fails_at_once(memory_bu
         assert heard.transferred == [TransferProgress(rank=0, epoch=Incarnation(1), done=1, failed=(0,))]
 
 
-async def test_a_simulated_rank_has_nothing_to_share(memory_bus: MemoryBus, tmp_path: Path) -> None:
+async def test_a_simulated_rank_shares_thin_blocks(memory_bus: MemoryBus, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     async with worker(memory_bus, lambda: sim_backend(model), tmp_path) as heard:
         await plan(memory_bus, 1, 0, transfer("load", [1], [1], number=0))
         await heard.until(lambda: heard.transferred)
         assert heard.transferred == [TransferProgress(rank=0, epoch=Incarnation(1), done=1, failed=(0,))]
-        assert heard.reports[-1].layout is None
+        layout = heard.reports[-1].layout
+        assert layout is not None
+        assert (layout.layers, layout.kv_heads, layout.head_dim) == (1, 1, 1)
 
 
 def taken(epoch: int, *transfers: Transfer) -> StepPlan:
