@@ -24,6 +24,7 @@ from msgspec import Meta, Struct
 
 from shared.bus.nats_bus import NatsOptions
 from shared.ids import InstanceId, ModelName, checked_instance
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS
 from shared.settings import ContainerVariable, Port, UpOption, settings_of
 
 ENVIRONMENT_PREFIX = "BATON_"
@@ -64,6 +65,15 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
     metrics_port: Annotated[
         Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")
     ] = 0
+    keep_alive_s: Annotated[
+        float,
+        Meta(
+            ge=HEARTBEAT_SECONDS,
+            le=MAX_KEEP_ALIVE_SECONDS,
+            description="Seconds between two lifecycle messages while nothing changes. Above 1 a silent death takes "
+            "twice as long to be noticed, and processes of releases before this one take its process for dead.",
+        ),
+    ] = KEEP_ALIVE_SECONDS
     drain_timeout: Annotated[
         float,
         Meta(ge=0, description="Seconds that open requests get to finish when the process stops."),

@@ -14,7 +14,9 @@ from shared.messages.gateway import Death
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, Phase, Service
 
 SILENCE = 4 * HEARTBEAT_SECONDS
-"""Seconds without a lifecycle message after which an instance counts as gone."""
+"""Seconds without a lifecycle message after which an instance counts as gone, unless it promised them less often."""
+KEEP_ALIVES = 2
+"""How many of the messages that it promised may be missing."""
 
 InstanceKey = tuple[Service, InstanceId]
 
@@ -61,8 +63,12 @@ class Registry:
 
     def expire(self, now: float) -> list[InstanceGone]:
         """Forgets the instances that were silent for too long, and returns them."""
-        silent = [key for key, (_, received) in self._entries.items() if now - received > self._silence]
-        return [InstanceGone(self._entries.pop(key)[0], f"silent for {self._silence:g} s") for key in silent]
+        silent = [key for key, (life, received) in self._entries.items() if now - received > self._patience(life)]
+        gone = [self._entries.pop(key)[0] for key in silent]
+        return [InstanceGone(life, f"silent for {self._patience(life):g} s") for life in gone]
+
+    def _patience(self, life: Lifecycle) -> float:
+        return max(self._silence, KEEP_ALIVES * life.keep_alive)
 
     def get(self, service: Service, instance: InstanceId) -> Lifecycle | None:
         """The last lifecycle message of a live instance; None for one that is not known or gone."""

@@ -175,8 +175,13 @@ def lifecycles(service: lifecycle.Service | None = None) -> Topic[lifecycle.Life
 
 
 def lifecycle_of(service: lifecycle.Service, instance: InstanceId) -> Topic[lifecycle.Lifecycle]:
-    """everyone → everyone: phase, load, progress; every 500 ms and on each change of phase."""
+    """everyone → everyone: phase, load, progress; on changes, and every second or so."""
     return Topic(f"lifecycle.{service}.{instance}", lifecycle.Lifecycle)
+
+
+def lifecycle_requests() -> Topic[lifecycle.LifecycleRequest]:
+    """whoever has just begun to listen → everyone: publish your lifecycle soon, though nothing has changed."""
+    return Topic("lifecycles.wanted", lifecycle.LifecycleRequest)
 
 
 def rank_lifecycles(engine: EngineId) -> Topic[lifecycle.Lifecycle]:

@@ -13,9 +13,9 @@ from deploy.chaos.stack import ChaosStack
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import StackState
 from shared import topics
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle
+from shared.messages.lifecycle import KEEP_ALIVE_SECONDS, Lifecycle
 
-FRESH = 3 * HEARTBEAT_SECONDS
+FRESH = 1.5 * KEEP_ALIVE_SECONDS
 """Seconds after which a lifecycle message says nothing of now."""
 POLL = 0.05
 

@@ -19,7 +19,7 @@ from deploy.errors import CommandError
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import MemberRecord, StackState, is_held
 from shared import topics
-from shared.messages.lifecycle import Lifecycle, StoreReport
+from shared.messages.lifecycle import Lifecycle, LifecycleRequest, StoreReport
 from shared.messages.supervisor import HostReport
 from shared.protocol import incompatibility
 
@@ -27,7 +27,7 @@ WIDE = 200
 """Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
 HEADINGS = ("SERVICE", "INSTANCE", "PID", "PHASE", "LOAD", "UPTIME", "RESTARTS", "MEMORY", "")
 LISTEN_SECONDS = 1.2
-"""Seconds; every process sends two messages a second."""
+"""Seconds; every process answers within half of one."""
 ORPHANED = (
     "The supervisor is gone: nothing is restarted, and all ends {seconds:g} s after its end. `baton up` with the same "
     "options takes over, `baton down` ends."
@@ -101,6 +101,7 @@ async def _heard(state: StackState) -> HeardStack:
             await bus.subscribe(topics.lifecycles(), record)
             if state.spec.cluster is not None:
                 await bus.subscribe(topics.host_reports(), record_host)
+            await bus.publish(topics.lifecycle_requests(), LifecycleRequest())
             await complete.wait()
     return HeardStack(lifecycles, hosts)
 

@@ -70,7 +70,7 @@ from shared import topics
 from shared.bus import Bus
 from shared.config import inherited_environment
 from shared.ids import InstanceId
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, LifecycleRequest
 from shared.messages.supervisor import Scale, ScaleReply
 from shared.telemetry.logs import set_up_logs
 
@@ -251,6 +251,7 @@ class Stack:
 
     async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
+        await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
         cluster = self.spec.cluster
         if cluster is None or cluster.join_port is not None:
             await self._bus.serve(topics.scaling(), self._scale)

@@ -28,7 +28,7 @@ from services.bench.stack_bus import bus_arguments, stack_bus
 from shared import topics
 from shared.bus import Bus, BusError, EndpointError
 from shared.ids import InstanceId
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle
+from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, LifecycleRequest
 
 ADMIN_TIMEOUT = 35.0
 RETRY_PAUSE = 0.02
@@ -131,6 +131,7 @@ class BenchedStack:
     async def listen(self) -> None:
         """Returns once every process has said something."""
         await self._bus.subscribe(topics.lifecycles(), self._hear)
+        await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
         await asyncio.sleep(KNOWN_AFTER)
 
     async def _hear(self, life: Lifecycle) -> None:

@@ -16,7 +16,7 @@ from services.planner.core.planner import FleetPlanner, FleetProfiles
 from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingFailed, ScalingRefused
 from shared import topics
 from shared.bus import Bus, BusError
-from shared.messages.lifecycle import Lifecycle, Role
+from shared.messages.lifecycle import Lifecycle, LifecycleRequest, Role
 from shared.messages.planner import PlannerDecision, PoolDecision
 
 POOLS: Mapping[Role, str] = {"mixed": "engines", "prefill": "prefill", "decode": "decode"}
@@ -54,6 +54,7 @@ class FleetActor:
     async def run(self) -> None:
         """Until it is cancelled. Raises ValueError for a budget in which no engine of the fleet fits."""
         await self._bus.subscribe(topics.lifecycles(), self._hear)
+        await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
         await self._bus.flush()
         while True:
             await asyncio.sleep(self._settings.interval_s)

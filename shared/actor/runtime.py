@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, TopicSubscription
+from shared.actor.heartbeat import Heartbeat
 from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
 from shared.ids import Incarnation, InstanceId
 from shared.messages.lifecycle import (
     HEARTBEAT_SECONDS,
+    KEEP_ALIVE_SECONDS,
     Drain,
     InstanceControl,
     Lifecycle,
+    LifecycleRequest,
     NameClaim,
     NameHolder,
     Phase,
@@ -36,7 +39,7 @@ from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import HANDLED, HEARTBEAT_AGE, PHASE, UNDELIVERED, metrics_server
 from shared.telemetry.startup import STARTUP, process_age
-from shared.topics import instance_control, name_claims
+from shared.topics import instance_control, lifecycle_requests, name_claims
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class ActorRuntime:
         drain_timeout: float = 30.0,
         metrics_port: int | None = None,
         when_set_up: Callable[[], None] = lambda: None,
+        keep_alive: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         self.actor = actor
         self._when_set_up = when_set_up
@@ -85,6 +89,7 @@ class ActorRuntime:
         self._busy = False
         self._progress = 0
         self._started = time.time()
+        self._beat = Heartbeat(keep_alive)
         self._stop = asyncio.Event()
         self._handled = HANDLED.labels(actor.service)
         self._incompatible: RecentEntries[Incarnation, str] = RecentEntries(MAX_INCOMPATIBLE)
@@ -107,6 +112,7 @@ class ActorRuntime:
         await self._subscribe_all()
         try:
             async with asyncio.TaskGroup() as tasks:
+                await self._ask_who_is_there()
                 await self._publish_lifecycle()
                 background = [tasks.create_task(self._heartbeat())]
                 with STARTUP.stage("set_up"):
@@ -130,6 +136,12 @@ class ActorRuntime:
             for subscription in self._internal:
                 await subscription.stop()
 
+    async def _ask_who_is_there(self) -> None:
+        """What does not change is published seldom: a newcomer that listens asks for it."""
+        if any(subscription.topic.type is Lifecycle for subscription in self.actor.subscriptions()):
+            with contextlib.suppress(BusError):
+                await self._bus.publish(lifecycle_requests(), LifecycleRequest())
+
     async def _claim_name(self) -> None:
         """Before anything is published or received under this name: peers would take two processes of one name for one
         that starts anew all the time."""
@@ -145,6 +157,7 @@ class ActorRuntime:
 
     async def _subscribe_all(self) -> None:
         self._internal.append(await self._bus.subscribe(instance_control(self.actor.instance), self._inbox.put))
+        self._internal.append(await self._bus.subscribe(lifecycle_requests(), self._record_request))
         for subscription in self.actor.subscriptions():
             if not subscription.intake:
                 self._internal.append(await self._subscribe(subscription))
@@ -273,13 +286,22 @@ class ActorRuntime:
             before = time.monotonic()
             HEARTBEAT_AGE.set_function(lambda since=before: time.monotonic() - since)  # type: ignore[misc]
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            await self._publish_lifecycle()
+            life = self._lifecycle()
+            if self._beat.is_due(life, time.monotonic()):
+                await self._publish(life)
             if (pause := time.monotonic() - before - HEARTBEAT_SECONDS) > MAX_PAUSE_REPORTED:
                 log.warning("event loop was blocked", extra={"seconds": round(pause, 3)})
 
+    async def _record_request(self, request: LifecycleRequest) -> None:
+        self._beat.request()
+
     async def _publish_lifecycle(self) -> None:
+        await self._publish(self._lifecycle())
+
+    async def _publish(self, life: Lifecycle) -> None:
+        self._beat.record_published(life, time.monotonic())
         with contextlib.suppress(BusError):
-            await self._bus.publish(self.actor.lifecycle_topic(), self._lifecycle())
+            await self._bus.publish(self.actor.lifecycle_topic(), life)
 
     def _lifecycle(self) -> Lifecycle:
         actor = self.actor
@@ -302,6 +324,7 @@ class ActorRuntime:
             protocol=PROTOCOL,
             isolated=actor.isolated,
             standby=self._standby,
+            keep_alive=self._beat.keep_alive,
         )
 
 
@@ -355,6 +378,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             drain_timeout=config.drain_timeout,
             metrics_port=metrics_port,
             when_set_up=keep_from_collecting,
+            keep_alive=config.keep_alive_s,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,5 +1,4 @@
-"""What every process publishes every half second: its identity, phase, load and progress; and the messages that control
-it."""
+"""What every process publishes of itself: its identity, phase, load and progress; and the messages that control it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,11 @@ Service = Literal["gateway", "tokenizer", "coordinator", "scheduler", "worker", 
 Phase = Literal["starting", "ready", "draining", "stopped", "failed"]
 
 HEARTBEAT_SECONDS = 0.5
-"""Between two lifecycle messages of a process."""
+"""Between two lifecycle messages of a process that changes all the time."""
+KEEP_ALIVE_SECONDS = 1.0
+"""Between two of one that does not change, unless it is configured otherwise. Half of what receivers wait whose release
+does not read `Lifecycle.keep_alive`."""
+MAX_KEEP_ALIVE_SECONDS = 30.0
 
 
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
@@ -240,7 +243,8 @@ class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
-    """Identity, phase, load and progress of one process; published every half second and at each change of phase."""
+    """Identity, phase, load and progress of one process. Published at each change of phase, half a second after any
+    other change, and every `keep_alive` seconds at least."""
 
     service: Service
     instance: InstanceId
@@ -267,10 +271,12 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     isolated: RequestId | None = None
     """The suspected request (`Generation.suspect_until`) that the process handles just now, and no other: if it dies,
     it died of this one."""
-
     standby: bool = False
     """Whether it is to stand by: it loads, and then takes no requests until `Undrain`. Its phase is "starting", and
     "draining" once it has loaded."""
+    keep_alive: Annotated[float, Meta(gt=0, le=MAX_KEEP_ALIVE_SECONDS)] = HEARTBEAT_SECONDS
+    """Seconds within which the process promises its next message; how long its silence means nothing follows from it. A
+    release that does not say it publishes every half second."""
 
     @property
     def stands_by(self) -> bool:
@@ -286,6 +292,10 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     def protocols(self) -> SpokenProtocols:
         """The versions of the messages that the process understands."""
         return SpokenProtocols(self.min_protocol, self.protocol)
+
+
+class LifecycleRequest(Struct, frozen=True, array_like=True, tag=True):
+    """Whoever has just begun to listen → every process: publish your lifecycle within half a second, changed or not."""
 
 
 class Drain(Struct, frozen=True, array_like=True, tag=True):

@@ -2,10 +2,12 @@
 
     python -m tests.benchmarks.control_traffic --engines 4 16
     python -m tests.benchmarks.control_traffic --engines 4 16 --release ../another-checkout
+    python -m tests.benchmarks.control_traffic --engines 4 --deaths
 
 Real processes on a nats-server, which counts the messages and bytes of every connection: a ring of one of each service,
 and engines with the simulated device. Nobody sends requests: all that is heard are lifecycles and canaries.
-Processor time, as machines are shared.
+Processor time, as machines are shared. `--deaths`: how long it takes until a listener takes a scheduler for gone that
+was killed (SIGKILL) or stands still (SIGSTOP), where no supervisor announces it.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import signal
 import tempfile
 import time
 import urllib.request
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +31,7 @@ from services.bench.report import Table
 from shared import topics
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.messages.lifecycle import Lifecycle
+from shared.registry import Registry
 from tests.integration.cluster.test_rolling_upgrade import MODEL, Processes
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.ports import free_port
@@ -51,16 +57,26 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--release", type=Path, default=REPOSITORY, help="a checkout; default: this one")
+    parser.add_argument("--keep-alive", type=float, help="seconds; default: the services' own")
+    parser.add_argument("--deaths", action="store_true", help="kill and stop schedulers, and say when that is noticed")
     given = parser.parse_args()
+    flags = [] if given.keep_alive is None else [f"--keep-alive-s={given.keep_alive}"]
+    release = given.release.resolve()
+    if given.deaths:
+        for how, seconds in asyncio.run(deaths(release, given.engines[0], flags)):
+            print(f"{how.name}: {seconds:.2f} s")
+        return
     rows = []
     for engines in given.engines:
-        found = asyncio.run(measured(given.release.resolve(), engines, given.seconds))
+        found = asyncio.run(measured(release, engines, given.seconds, flags))
         rows += [(str(engines), service, *(f"{value:,.1f}" for value in values)) for service, values in found.items()]
     titles = ("engines", "service", "messages/s", "bytes/s", "processor ms/s")
     print("\n".join(Table(titles, rows, names=2).lines()))
 
 
-async def measured(release: Path, engines: int, seconds: float) -> dict[str, tuple[float, float, float]]:
+async def measured(
+    release: Path, engines: int, seconds: float, flags: Sequence[str]
+) -> dict[str, tuple[float, float, float]]:
     """By service, each the mean of its processes: messages and bytes heard, and processor milliseconds, a second."""
     monitor = free_port()
     with (
@@ -69,7 +85,7 @@ async def measured(release: Path, engines: int, seconds: float) -> dict[str, tup
     ):
         processes = Processes(server, Path(folder))
         try:
-            lives = await _started(processes, server, release, engines)
+            lives = await _started(processes, server, release, engines, flags)
             await asyncio.sleep(SETTLE_SECONDS)
             before, began = _counts(monitor, lives), time.monotonic()
             await asyncio.sleep(seconds)
@@ -83,7 +99,39 @@ async def measured(release: Path, engines: int, seconds: float) -> dict[str, tup
     return {service: _mean(values) for service, values in sorted(by_service.items())}
 
 
-async def _started(processes: Processes, server: NatsServer, release: Path, engines: int) -> dict[str, Lifecycle]:
+async def deaths(release: Path, engines: int, flags: Sequence[str]) -> list[tuple[signal.Signals, float]]:
+    """Seconds from each signal to a scheduler until a listener's registry has it no more."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder, nats_server(Path(folder)) as server:
+        processes = Processes(server, Path(folder))
+        try:
+            lives = await _started(processes, server, release, engines, flags)
+            bus = await connect(NatsOptions(servers=(server.url,)))
+            registry = Registry()
+
+            async def heard(life: Lifecycle) -> None:
+                registry.record_lifecycle(life, bus.liveness_now())
+
+            await bus.subscribe(topics.lifecycles("scheduler"), heard)
+            schedulers = [life for life in lives.values() if life.service == "scheduler"]
+            for how, victim in zip([signal.SIGKILL, signal.SIGSTOP] * 3, schedulers, strict=False):
+                await asyncio.sleep(SETTLE_SECONDS)
+                began = bus.liveness_now()
+                os.kill(victim.pid, how)
+                while registry.get("scheduler", victim.instance) is not None:
+                    await asyncio.sleep(0.02)
+                    registry.expire(bus.liveness_now())
+                found.append((how, bus.liveness_now() - began))
+                os.kill(victim.pid, signal.SIGCONT)
+            await bus.close()
+        finally:
+            processes.stop()
+    return found
+
+
+async def _started(
+    processes: Processes, server: NatsServer, release: Path, engines: int, more: Sequence[str]
+) -> dict[str, Lifecycle]:
     """The lifecycles of all processes, once every one is ready."""
     lives: dict[str, Lifecycle] = {}
 
@@ -97,8 +145,8 @@ async def _started(processes: Processes, server: NatsServer, release: Path, engi
         processes.start_ring(release, free_port())
         for number in range(engines):
             name = f"engine-{number}"
-            processes.start(release, "scheduler", name, "--world-size=1")
-            flags = (f"--engine={name}", f"--model={MODEL}", "--served-model-name=demo", "--device=sim")
+            processes.start(release, "scheduler", name, "--world-size=1", *more)
+            flags = (f"--engine={name}", f"--model={MODEL}", "--served-model-name=demo", "--device=sim", *more)
             processes.start(release, "worker", f"{name}-rank0", *flags)
         async with asyncio.timeout(READY_SECONDS):
             while len(lives) < 4 + 2 * engines:

@@ -359,6 +359,7 @@ MESSAGES: list[Any] = [
     federation.SwitchCluster(True, 1.5, 30.0),
     lifecycle.Standby(),
     coordinator.PullPrefills(E, 4096),
+    lifecycle.LifecycleRequest(),
 ]
 
 

@@ -20,7 +20,7 @@ from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import StackState
 from shared import topics
 from shared.bus import Bus
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, LifecycleRequest
 
 HEARTBEAT = 0.6
 """Seconds within which every instance sends a lifecycle message."""
@@ -116,6 +116,7 @@ async def _draw(state: StackState, listener: LifecycleListener, interval: float)
 async def _listening(bus: Bus) -> LifecycleListener:
     listener = LifecycleListener()
     await bus.subscribe(topics.lifecycles(), listener.record)
+    await bus.publish(topics.lifecycle_requests(), LifecycleRequest())
     await bus.flush()
     return listener
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from shared.ids import EngineId, Incarnation, InstanceId
 from shared.messages.lifecycle import EngineReport, Lifecycle
+from shared.registry import KEEP_ALIVES
 
 STEP_MARGIN = 1.5
 """How much longer than its scheduler an engine's step is waited for: the scheduler ends by itself where it can."""
@@ -50,6 +51,8 @@ class _WatchedProcess(NamedTuple):
     was_ready: bool
     engine: EngineId | None
     """Of a rank: whose it is."""
+    patience: float
+    """Seconds of silence that follow from how often it promised to speak."""
     wrong: str | None
     """Of a scheduler: why its ranks have to be replaced."""
 
@@ -85,6 +88,7 @@ class Watchdog:
             progressed_at=before.progressed_at if before is not None and stands else now,
             was_ready=message.phase == "ready" or message.stands_by or (before is not None and before.was_ready),
             engine=message.worker.engine if message.worker else None,
+            patience=KEEP_ALIVES * message.keep_alive,
             wrong=_wrong(message.engine),
         )
 
@@ -102,8 +106,9 @@ class Watchdog:
 
     def _stall_of(self, instance: InstanceId, now: float) -> Stall | None:
         watched = self._watched[instance]
-        if watched.was_ready and now - watched.seen_at > self._limits.silence:
-            return Stall(instance, f"silent for {self._limits.silence:g} s")
+        silence = max(self._limits.silence, watched.patience)
+        if watched.was_ready and now - watched.seen_at > silence:
+            return Stall(instance, f"silent for {silence:g} s")
         allowed = max(self._limits.step, STEP_MARGIN * watched.step_deadline)
         if now - watched.progressed_at > allowed and watched.seen_at > watched.progressed_at:
             return Stall(instance, f"work in hand and no step for {allowed:g} s")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from services.gateway.core.remote_clusters import Room
 from shared.ids import ModelName
 from shared.messages.dialects import Dialect
-from shared.messages.lifecycle import HEARTBEAT_SECONDS, Lifecycle, ModelCard, Service
+from shared.messages.lifecycle import Lifecycle, ModelCard, Service
 from shared.registry import InstanceGone, Registry
 
 REQUIRED_SERVICES: tuple[Service, ...] = ("tokenizer", "coordinator", "scheduler", "detokenizer")
@@ -55,7 +55,7 @@ class ClusterView:
         self._update_ready()
         self._served_until |= dict.fromkeys(before - self._ready, now)
         if message.phase == "ready":
-            self._served_until[_kind(message)] = now + HEARTBEAT_SECONDS
+            self._served_until[_kind(message)] = now + message.keep_alive
         return gone
 
     def expire(self, now: float, served_elsewhere: Callable[[ModelName], bool] = lambda _: False) -> list[InstanceGone]:

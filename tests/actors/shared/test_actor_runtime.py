@@ -14,7 +14,7 @@ from shared.actor import Actor, ActorRuntime, LifecycleTable, NameTaken, Tick, T
 from shared.bus import Undelivered
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, Incarnation, InstanceId, RequestId
-from shared.messages.lifecycle import Drain, Lifecycle, Phase, Standby, Undrain
+from shared.messages.lifecycle import KEEP_ALIVE_SECONDS, Drain, Lifecycle, LifecycleRequest, Phase, Standby, Undrain
 from shared.messages.scheduler import Cancel, Probe, ProbeReply, StopMatched
 from shared.protocol import PROTOCOL
 from shared.reliability.transitions import IllegalTransition
@@ -56,10 +56,10 @@ class Recorder(Actor):
 
 
 class Stack:
-    def __init__(self, bus: MemoryBus) -> None:
+    def __init__(self, bus: MemoryBus, keep_alive: float = KEEP_ALIVE_SECONDS) -> None:
         self.bus = bus
         self.actor = Recorder(bus)
-        self.runtime = ActorRuntime(self.actor, drain_timeout=1.0)
+        self.runtime = ActorRuntime(self.actor, drain_timeout=1.0, keep_alive=keep_alive)
         self.phases: list[Phase] = []
 
     async def start(self) -> None:
@@ -248,4 +248,28 @@ async def test_a_standby_loads_and_takes_no_requests_before_it_is_promoted(memor
         while stack.runtime._lifecycle().standby:
             await asyncio.sleep(0.005)
     assert stack.runtime.phase == "draining", "drained, as any other"
+    await stack.stop()
+
+
+async def test_a_process_that_does_not_change_is_heard_of_when_somebody_asks(memory_bus: MemoryBus) -> None:
+    stack = Stack(memory_bus, keep_alive=30.0)
+    await stack.start()
+    heard: asyncio.Queue[Lifecycle] = asyncio.Queue()
+    await stack.bus.subscribe(topics.lifecycles("scheduler"), heard.put)
+    await stack.bus.publish(topics.lifecycle_requests(), LifecycleRequest())
+    async with asyncio.timeout(60):
+        life = await heard.get()
+    assert (life.phase, life.keep_alive) == ("ready", 30.0)
+    await stack.stop()
+    while (life := heard.get_nowait()).phase != "draining":
+        assert life.phase == "ready", "it may have been asked by itself"
+
+
+async def test_who_listens_asks_for_what_was_said_before(memory_bus: MemoryBus) -> None:
+    asked: asyncio.Queue[LifecycleRequest] = asyncio.Queue()
+    await memory_bus.subscribe(topics.lifecycle_requests(), asked.put)
+    stack = Stack(memory_bus)
+    await stack.start()
+    async with asyncio.timeout(60):
+        assert await asked.get() == LifecycleRequest()
     await stack.stop()

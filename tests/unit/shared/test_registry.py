@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from shared.bus.codec import decode, encode
 from shared.ids import Incarnation, InstanceId
 from shared.messages.lifecycle import Lifecycle, Phase, Service
 from shared.registry import InstanceGone, Registry
@@ -55,3 +58,23 @@ def test_instances_are_found_by_service_and_phase() -> None:
         registry.record_lifecycle(message, 0.0)
     assert [m.instance for m in registry.all("scheduler", "ready")] == ["a"]
     assert [m.instance for m in registry.all(phase="ready")] == ["a", "c"]
+
+
+def test_who_promises_to_speak_seldom_may_be_silent_for_longer() -> None:
+    registry = Registry()
+    registry.record_lifecycle(replace(life("a"), keep_alive=1.0), 0.0)
+    slow = replace(life("b"), keep_alive=5.0)
+    registry.record_lifecycle(slow, 0.0)
+    assert [gone.last.instance for gone in registry.expire(2.1)] == ["a"]
+    assert registry.expire(10.0) == []
+    assert registry.expire(10.1) == [InstanceGone(slow, "silent for 10 s")]
+
+
+def test_a_release_that_promises_nothing_is_waited_for_as_before() -> None:
+    without = encode(life("a"))
+    assert without[:3] == b"\xdc\x00\x13", "an array of 19"
+    before = b"\xdc\x00\x12" + without[3:-9]
+    registry = Registry()
+    registry.record_lifecycle(decode(before, Lifecycle), 0.0)
+    assert registry.expire(2.0) == []
+    assert [gone.reason for gone in registry.expire(2.1)] == ["silent for 2 s"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from deploy.supervisor.core.watchdog import (
     FAULTS_UNTIL_RESTART,
     RESTART_PAUSE,
@@ -177,3 +179,9 @@ def test_engines_that_are_wrong_at_once_are_replaced_one_after_the_other() -> No
             dog.record_lifecycle(rank(engine, 0, incarnation=1 + len(replaced)), now)
         replaced += [(now, stall.instance) for stall in dog.stalled(now)]
     assert [when for when, _ in replaced] == [0.0, RESTART_PAUSE]
+
+
+def test_a_process_that_promised_to_speak_seldom_is_waited_for() -> None:
+    quiet = replace(said(), keep_alive=20.0)
+    assert reasons(watched((0.0, quiet)), 40.0) == []
+    assert reasons(watched((0.0, quiet)), 40.1) == ["silent for 40 s"]
