@@ -1,4 +1,7 @@
-"""Block hashes: the name under which scheduler, coordinator and KV store know 16 tokens and all before them.
+"""Block hashes: the name under which scheduler, coordinator and KV store know a block of tokens and all before them.
+
+A block has 16, 32 or 64 tokens, the same number in all of a stack. Names of blocks of different sizes never meet: they
+are digests of different lengths.
 
 A full block's hash is BLAKE2b-128 over (hash of the block before, its token ids, extra keys). The extra keys (cache
 salt, LoRA id, media hash) go into the first block only; every later block inherits them through the chain.
@@ -8,22 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import NewType
+from typing import Literal, NewType
 
 from shared.packing import TOKEN_BYTES
 
 BlockHash = NewType("BlockHash", bytes)
 
-BLOCK_SIZE = 16
-"""Tokens in a block of KV cache."""
+BlockSize = Literal[16, 32, 64]
+"""How many tokens a block of KV cache may hold."""
+
+DEFAULT_BLOCK_SIZE: BlockSize = 16
+"""Where nothing else is configured; and what every release before the setting had."""
 
 HASH_BYTES = 16
-_BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
 
-def blocks_for(tokens: int) -> int:
-    """How many blocks hold `tokens`, the last one full or not."""
-    return -(-tokens // BLOCK_SIZE)
+def blocks_for(tokens: int, block_size: int) -> int:
+    """How many blocks of `block_size` tokens hold `tokens`, the last one full or not."""
+    return -(-tokens // block_size)
 
 
 def root_hash(cache_salt: str | None) -> BlockHash:
@@ -32,18 +37,16 @@ def root_hash(cache_salt: str | None) -> BlockHash:
 
 
 def next_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """The hash of one full block of packed `tokens` (64 bytes) behind `parent`."""
-    if len(tokens) != _BLOCK_BYTES:
-        raise ValueError(f"a full block is {_BLOCK_BYTES} bytes of packed tokens, not {len(tokens)}")
+    """The hash of one full block of packed `tokens` behind `parent`."""
     return BlockHash(blake2b(parent + tokens, digest_size=HASH_BYTES).digest())
 
 
-def hash_chain(tokens: bytes, cache_salt: str | None) -> list[BlockHash]:
+def hash_chain(tokens: bytes, cache_salt: str | None, block_size: int) -> list[BlockHash]:
     """The hash of every full block of packed `tokens`; a partial last block has none."""
     chain: list[BlockHash] = []
-    parent = root_hash(cache_salt)
-    for start in range(0, len(tokens) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
-        parent = next_hash(parent, tokens[start : start + _BLOCK_BYTES])
+    parent, size = root_hash(cache_salt), block_size * TOKEN_BYTES
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = next_hash(parent, tokens[start : start + size])
         chain.append(parent)
     return chain
 

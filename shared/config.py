@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from msgspec import Meta, Struct
 
+from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
 from shared.bus.nats_bus import NatsOptions
 from shared.ids import InstanceId, ModelName, checked_instance
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS
@@ -74,6 +75,12 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
             "twice as long to be noticed, and processes of releases before this one take its process for dead.",
         ),
     ] = KEEP_ALIVE_SECONDS
+    block_size: Annotated[
+        BlockSize,
+        Meta(description="Tokens of a block of KV cache, by which prefixes are shared; one number for a stack."),
+        UpOption("Capacity"),
+        ContainerVariable(),
+    ] = DEFAULT_BLOCK_SIZE
     drain_timeout: Annotated[
         float,
         Meta(ge=0, description="Seconds that open requests get to finish when the process stops."),

@@ -35,3 +35,10 @@ def incompatibility(theirs: SpokenProtocols, ours: SpokenProtocols = OWN) -> str
         return None
     older = "is too old" if theirs.last < ours.first else "is too new"
     return f"its release {older}: it speaks protocol {theirs}, this one {ours}"
+
+
+def other_block_size(theirs: int | None, ours: int) -> str | None:
+    """Why two processes cannot share KV blocks, for people; None if they can, or if the other does not say."""
+    if theirs in (None, ours):
+        return None
+    return f"its KV blocks have {theirs} tokens, those here {ours}: --block-size must be the same in all of a stack"

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from deploy.supervisor.state_file import MemberRecord, StackState, is_held
 from shared import topics
 from shared.messages.lifecycle import Lifecycle, LifecycleRequest, StoreReport
 from shared.messages.supervisor import HostReport
-from shared.protocol import incompatibility
+from shared.protocol import incompatibility, other_block_size
 
 WIDE = 200
 """Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
@@ -41,7 +42,7 @@ def ps(as_json: AsJson = False, name: Name = DEFAULT, run_dir: RunDir = None) ->
     state = running_stack(name, run_dir)
     supervised = is_held(run_dir_of(name, run_dir))
     heard = asyncio.run(_heard(state))
-    rows = [_row(member, heard.lifecycles) for member in state.members]
+    rows = [_row(member, heard) for member in state.members]
     if state.spec.cluster is not None:
         rows = [{**row, "host": state.spec.cluster.node} for row in rows] + list(_rows_elsewhere(state, heard))
     rows.sort(key=lambda row: (row["service"], row["instance"]))
@@ -73,6 +74,12 @@ class HeardStack(NamedTuple):
     lifecycles: LatestLifecycles
     hosts: Mapping[str, str]
     """The name of the host of each process that another host's supervisor looks after."""
+
+    @property
+    def block_size(self) -> int | None:
+        """What most processes have, or say; None where none says it."""
+        said = Counter(life.block_size for life in self.lifecycles.values() if life.block_size is not None)
+        return said.most_common(1)[0][0] if said else None
 
 
 async def latest_lifecycles(state: StackState) -> LatestLifecycles:
@@ -118,7 +125,7 @@ def _rows_elsewhere(state: StackState, heard: HeardStack) -> Iterator[dict[str, 
             "instance": instance,
             "pid": life.pid if life else None,
             "phase": life.shown_phase if life else "silent",
-            **_said(life),
+            **_said(life, heard.block_size),
             "restarts": None,
             "memory": None,
             "failure": None,
@@ -126,17 +133,17 @@ def _rows_elsewhere(state: StackState, heard: HeardStack) -> Iterator[dict[str, 
         }
 
 
-def _said(life: Lifecycle | None) -> dict[str, Any]:
+def _said(life: Lifecycle | None, block_size: int | None) -> dict[str, Any]:
     return {
         "load": life.load if life else None,
         "uptime": round(max(0.0, time.time() - life.started), 1) if life else None,
         "metrics_port": life.metrics_port if life else None,
-        "detail": detail(life),
+        "detail": detail(life, block_size),
     }
 
 
-def _row(member: MemberRecord, lifecycles: LatestLifecycles) -> dict[str, Any]:
-    life = lifecycles.get(member.instance)
+def _row(member: MemberRecord, heard: HeardStack) -> dict[str, Any]:
+    life = heard.lifecycles.get(member.instance)
     if life is not None and life.pid != member.pid:
         life = None
     return {
@@ -144,7 +151,7 @@ def _row(member: MemberRecord, lifecycles: LatestLifecycles) -> dict[str, Any]:
         "instance": member.instance,
         "pid": member.pid,
         "phase": _phase(member, life),
-        **_said(life),
+        **_said(life, heard.block_size),
         "restarts": member.restarts,
         "memory": _resident(member.pid),
         "failure": _failure(member) if is_failed(member, life) else None,
@@ -249,10 +256,12 @@ def duration(seconds: float | None) -> str:
 # The last column: what engines, ranks and KV stores have beyond other processes.
 
 
-def detail(life: Lifecycle | None) -> dict[str, Any] | None:
-    """For scripts; None where there is nothing special."""
-    if life is not None and (why := incompatibility(life.protocols)) is not None:
-        return {"incompatible": why}
+def detail(life: Lifecycle | None, block_size: int | None = None) -> dict[str, Any] | None:
+    """For scripts; None where there is nothing special. `block_size`: that of the stack, where it is known."""
+    if life is not None:
+        other = None if block_size is None else other_block_size(life.block_size, block_size)
+        if (why := incompatibility(life.protocols) or other) is not None:
+            return {"incompatible": why}
     if life is not None and life.engine is not None:
         engine = life.engine
         return {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deploy.simulation.engine import EngineKit
 from services.planner.core.profile import EngineProfile
 from services.worker.sim.backend import SimBackend
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
@@ -23,7 +23,7 @@ DECODE_STEPS = 4
 def profile_simulated(kit: EngineKit, gpus: int = 1) -> EngineProfile:
     """The tables of engines made from `kit`, of so many devices each, up to the lengths and batches that they hold."""
     card, limits = kit.device.card, kit.limits
-    kv_tokens = kit.device.num_blocks * BLOCK_SIZE
+    kv_tokens = kit.device.num_blocks * card.block_size
     longest = min(card.max_model_len, kv_tokens) - DECODE_STEPS - 1
     prompts = _within(PROMPT_LENGTHS, longest)
     batches = _within(BATCH_SIZES, limits.max_running)
@@ -48,13 +48,13 @@ def _within(values: Sequence[int], bound: int) -> tuple[int, ...]:
     return (*(each for each in values if each < bound), max(bound, values[0] + 1))
 
 
-def _sequence(number: int, known: int, computed: int, room: int) -> NewSequence:
+def _sequence(number: int, known: int, computed: int, blocks: int) -> NewSequence:
     return NewSequence(
         sequence=SequenceId(number),
         tokens=bytes(TOKEN_BYTES * known),
         prompt_length=known,
         computed=computed,
-        blocks=bytes(TOKEN_BYTES * blocks_for(room)),
+        blocks=bytes(TOKEN_BYTES * blocks),
         sampling=SamplingOptions(seed=number),
     )
 
@@ -62,10 +62,11 @@ def _sequence(number: int, known: int, computed: int, room: int) -> NewSequence:
 def _prefill(device: SimBackend, tokens: int, chunk: int) -> float:
     """Seconds of all steps of a prompt, in chunks."""
     seconds, computed, step = 0.0, 0, 0
+    blocks = blocks_for(tokens, device.card.block_size)
     while computed < tokens:
         count = min(chunk, tokens - computed)
         work = SequenceWork(SequenceId(0), count, b"", computed + count == tokens)
-        new = (_sequence(0, tokens, 0, tokens),) if step == 0 else ()
+        new = (_sequence(0, tokens, 0, blocks),) if step == 0 else ()
         seconds += device.compute(_plan(step, (work,), new)).timing.forward
         computed, step = computed + count, step + 1
     return seconds
@@ -74,8 +75,8 @@ def _prefill(device: SimBackend, tokens: int, chunk: int) -> float:
 def _itl(device: SimBackend, batch: int, context: int) -> float:
     """Seconds from token to token of a sequence, all of which draft as many tokens as the device can."""
     drafts = device.max_speculate
-    room = context + DECODE_STEPS * (1 + drafts)
-    new = tuple(_sequence(number, context, context - 1, room) for number in range(batch))
+    blocks = blocks_for(context + DECODE_STEPS * (1 + drafts), device.card.block_size)
+    new = tuple(_sequence(number, context, context - 1, blocks) for number in range(batch))
     work = tuple(SequenceWork(SequenceId(number), 1, b"", True, drafts) for number in range(batch))
     seconds, tokens = 0.0, 0
     for step in range(DECODE_STEPS):

@@ -155,7 +155,7 @@ class RequestFront:
         sent = self._open[request.id] = SentRequest(request, request.at)
         self.sent.append(sent)
         self.peak = max(self.peak, len(self._open))
-        generation = generation_of(request, self._model, request.at)
+        generation = generation_of(request, self._model, request.at, self.coordinator.config.block_size)
         self._act(self.coordinator.route(Route(generation), _moment(now)), now)
 
     def _end(self, request: RequestId, now: float) -> SentRequest:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from services.worker.sim.tokens import drawn
-from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, GatewayId, ModelName, RequestId
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
 from shared.packing import TOKEN_BYTES
@@ -51,7 +50,7 @@ class SimRequest(NamedTuple):
         return RequestId(f"r{self.number}")
 
 
-def generation_of(request: SimRequest, model: ModelName, sent: float) -> Generation:
+def generation_of(request: SimRequest, model: ModelName, sent: float, block_size: int) -> Generation:
     """The request as a tokenizer would send it. Its answer is as long as the load says: there is no stop token."""
     tokens = request.prompt_tokens
     return Generation(
@@ -61,19 +60,20 @@ def generation_of(request: SimRequest, model: ModelName, sent: float) -> Generat
         model=model,
         tokens=bytes(TOKEN_BYTES * tokens),
         prompt_length=tokens,
-        block_hashes=block_names(request.segments),
+        block_hashes=block_names(request.segments, block_size),
         sampling=SamplingOptions(seed=request.number),
         stopping=StopConditions(max_tokens=request.output_tokens, ignore_eos=True),
         arrival=sent,
     )
 
 
-def block_names(segments: tuple[PromptSegment, ...]) -> bytes:
-    """16 bytes for each full block: by the segment in which it ends, and its place in the prompt."""
+def block_names(segments: tuple[PromptSegment, ...], block_size: int) -> bytes:
+    """16 bytes for each full block of `block_size` tokens: by the segment in which it ends, and its place in the
+    prompt."""
     names, end, named = [], 0, 0
     for segment in segments:
         end += segment.tokens
-        full = end // BLOCK_SIZE
+        full = end // block_size
         if full > named:
             names.append(_names(segment.name, named, full))
             named = full

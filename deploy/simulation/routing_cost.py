@@ -18,7 +18,7 @@ from services.bench.statistics import percentile
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.coordinator.core.actions import Moment, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from shared.blocks import BLOCK_SIZE, HASH_BYTES
+from shared.blocks import HASH_BYTES
 from shared.ids import Attempt, GatewayId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.coordinator import Route
 from shared.messages.generation import Generation, SamplingOptions, StopConditions
@@ -214,7 +214,7 @@ class RoutedFleet:
         shared = self._random.choice(self._chains) if self._random.random() < CACHED_SHARE and self._chains else b""
         own = self._random.randbytes(OWN_BLOCKS * HASH_BYTES)
         hashes = shared + own
-        length = len(hashes) // HASH_BYTES * BLOCK_SIZE + 1
+        length = len(hashes) // HASH_BYTES * CARD.block_size + 1
         return Route(
             Generation(
                 request=RequestId(f"r{number}"),

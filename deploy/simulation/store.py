@@ -13,7 +13,7 @@ from kvstore.core.slot_table import SlotTable, StoredBlock
 from kvstore.core.store import StoreCore
 from kvstore.node.packed_slots import blocks_to_write, slot_generations, slot_numbers, split_whole_hashes
 from services.worker.kv.copy_thread import around
-from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
+from shared.blocks import BlockHash, split_hashes
 from shared.ids import ArenaId, Incarnation, InstanceId, NodeId
 from shared.messages.kv_events import KvEvents
 from shared.messages.kvstore import (
@@ -107,19 +107,21 @@ class SimulatedStore:
 
     def held(self, layout: str) -> list[BlockHash]:
         """As `Holdings` has it."""
-        return [block.hash for block in self._blocks(layout).values() if _counts(block)]
+        table = self._core.table(layout)
+        return [] if table is None else [block.hash for block in table.blocks.values() if _counts(block, table)]
 
     def holds(self, layout: str, name: BlockHash) -> bool:
         """As `Holdings` has it."""
-        block = self._blocks(layout).get(name)
-        return block is not None and _counts(block)
+        table = self._core.table(layout)
+        block = None if table is None else table.blocks.get(name)
+        return table is not None and block is not None and _counts(block, table)
 
     # ---- requests
 
     def _attach(self, request: Attach) -> AttachReply:
         layout = fingerprint(request.layout)
         if self._core.table(layout) is None:
-            self._core.add(SlotTable(layout, self._slots, self._block_bytes, 0))
+            self._core.add(SlotTable(layout, self._slots, self._block_bytes, 0, request.layout.block_size))
         self._announcer.serve(layout, request.model)
         return AttachReply(layout, ARENA, "simulated", self._slots, LEASE_SECONDS)
 
@@ -131,7 +133,8 @@ class SimulatedStore:
         return FindReply(arena=ARENA, slots=slot_numbers(slots), generations=slot_generations(slots))
 
     def _reserve(self, request: Reserve, now: float) -> ReserveReply:
-        wanted = blocks_to_write(request)
+        table = self._core.table(request.layout)
+        wanted = None if table is None else blocks_to_write(request, table.block_size)
         assert wanted is not None, "a scheduler's requests fit together"
         slots, actions = self._core.reserve(LeaseKey(request.layout, request.owner, request.lease), wanted, now)
         self._announce(actions)
@@ -146,15 +149,15 @@ class SimulatedStore:
         for action in actions:
             match action:
                 case CommitSlot():
-                    self._announcer.stored(action.layout, action.hash, action.tokens)
+                    self._announcer.stored(action.layout, action.hash, full=self._is_full(action))
                 case DropBlock() | EvictBlock():
-                    self._announcer.gone(action.layout, action.hash, action.tokens)
+                    self._announcer.gone(action.layout, action.hash, full=self._is_full(action))
                 case _:
                     pass
 
-    def _blocks(self, layout: str) -> dict[BlockHash, StoredBlock]:
-        table = self._core.table(layout)
-        return {} if table is None else table.blocks
+    def _is_full(self, action: CommitSlot | DropBlock | EvictBlock) -> bool:
+        table = self._core.table(action.layout)
+        return table is not None and action.tokens == table.block_size
 
 
 class EndingTransfer(NamedTuple):
@@ -185,5 +188,5 @@ class VirtualCopies:
         return EndingTransfer(transfer.number, self._busy_until)
 
 
-def _counts(block: StoredBlock) -> bool:
-    return block.committed and block.tokens == BLOCK_SIZE
+def _counts(block: StoredBlock, table: SlotTable) -> bool:
+    return block.committed and block.tokens == table.block_size

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deploy.supervisor.cluster.folder import ClusterFolder
-from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec
+from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec, process_specs
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import LOCK
+from services.coordinator.config import CoordinatorConfig
+from shared.config import load_config, process_environment
 from shared.ids import NodeId
 from shared.messages.lifecycle import Service
 
@@ -77,6 +79,13 @@ def flags(settings: Mapping[str, str]) -> list[str]:
             case _:
                 argv.append(f"--{name}={value}")
     return argv
+
+
+def configured_block_size(spec: StackSpec) -> int:
+    """What the stack's services find as their block size, wherever it is configured. Raises ConfigError."""
+    (process,) = process_specs("coordinator", 1, spec.counts)
+    argv = service_command(spec, process, LaunchContext(port=spec.port, rendezvous=None))[3:]
+    return load_config("coordinator", CoordinatorConfig, argv, process_environment()).block_size
 
 
 def _common(spec: StackSpec, process: ProcessSpec, where: LaunchContext) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deploy.supervisor.launch import EVERY_SERVICE
 from deploy.tuning.space import SearchSpace, Settings
 from deploy.tuning.trials import FinishedTrial
 from services.bench.report import INCHES, Table, blank_figure, save
@@ -37,8 +38,9 @@ def best_first(trials: Sequence[FinishedTrial]) -> list[FinishedTrial]:
 def configuration_file(command: str, services: Mapping[str, Mapping[str, object]]) -> str:
     """A file for `baton up --config`. `services`: service → setting → value; `command`: what to type with it."""
     lines = [f"# {command}"]
-    for service, settings in sorted(services.items()):
-        lines += ["", f"[{service}]", *(f"{name} = {json.dumps(value)}" for name, value in sorted(settings.items()))]
+    for service, settings in sorted(services.items()):  # those of all services are first, as TOML has it
+        heading = [] if service == EVERY_SERVICE else [f"[{service}]"]
+        lines += ["", *heading, *(f"{name} = {json.dumps(value)}" for name, value in sorted(settings.items()))]
     return "\n".join(lines) + "\n"
 
 

@@ -31,10 +31,12 @@ class ConnectorRefused(Exception):
     """A connector that cannot be had or be made; the text names the setting and says why."""
 
 
-def open_connector(name: str, extra: str, role: KVRole, *, engine: str, rank: int | None) -> KVConnectorBase:
+def open_connector(
+    name: str, extra: str, role: KVRole, *, engine: str, rank: int | None, block_size: int
+) -> KVConnectorBase:
     """One half of the connector `name`; `rank` None: the scheduler's. Raises ConnectorRefused."""
     factory = _factory(name)
-    config = ConnectorConfig(engine=engine, role=role, extra=_json_object(extra), rank=rank)
+    config = ConnectorConfig(engine=engine, role=role, extra=_json_object(extra), rank=rank, block_size=block_size)
     try:
         connector = factory(config)
     except Exception as error:  # whatever a foreign package raises

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from shared.blocks import BLOCK_SIZE
 from shared.packing import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "BLOCK_SIZE",
     "BlockRun",
     "CacheLayout",
     "ConnectorConfig",
@@ -48,6 +46,8 @@ class ConnectorConfig:
     """`--kv-connector-extra-config`, a JSON object."""
     rank: int | None
     """The rank that this half works beside; None: it is the scheduler's half."""
+    block_size: int
+    """Tokens of a block: 16, 32 or 64."""
 
 
 class CacheLayout(NamedTuple):
@@ -83,7 +83,7 @@ class BlockRun(NamedTuple):
 
     request_id: str
     first: int
-    """Which block of the request the first of them is: it holds the tokens from `first * BLOCK_SIZE` on."""
+    """Which block of the request the first of them is: it holds the tokens from `first * block_size` on."""
     block_ids: tuple[int, ...]
     """Where they lie in every layer's cache."""
     hashes: tuple[bytes, ...]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore.connectors.interface import (
-    BLOCK_SIZE,
     CacheLayout,
     ConnectorConfig,
     ConnectorRequest,
@@ -60,6 +59,7 @@ class SharedMemoryConnector(KVConnectorBase):
         self._layerwise = extra.get("layerwise", False)
         if not isinstance(self._layerwise, bool):
             raise ValueError(f"layerwise = {self._layerwise!r}: true or false is expected")
+        self._block_size = config.block_size
         self._size = parse_bytes(str(extra.get("size", DEFAULT_SIZE)))
         self._blocks: _BlockFolder | None = None
         self._layers: list[str] = []
@@ -73,11 +73,11 @@ class SharedMemoryConnector(KVConnectorBase):
         """The leading blocks that every rank has saved."""
         folders = [self._folder_of(request.layout, rank) for rank in range(request.layout.world_size)]
         found = 0
-        for name in request.block_hashes[num_computed_tokens // BLOCK_SIZE :]:
+        for name in request.block_hashes[num_computed_tokens // self._block_size :]:
             if not all((folder / name.hex()).exists() for folder in folders):
                 break
             found += 1
-        return found * BLOCK_SIZE
+        return found * self._block_size
 
     # ---- a rank's half
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Protocol
 
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import BlockHash
 from shared.ids import Incarnation, InstanceId, ModelName, NodeId
 from shared.kv_event_stream import KvEventStream
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
@@ -50,17 +50,17 @@ class KvAnnouncer:
     def forget(self, layout: str) -> None:
         """The layout is about to go, with all its blocks."""
         for name in self._holdings.held(layout):
-            self.gone(layout, name, BLOCK_SIZE)
+            self.gone(layout, name, full=True)
         for layouts in self._layouts.values():
             layouts.discard(layout)
 
-    def stored(self, layout: str, name: BlockHash, tokens: int) -> None:
-        """A block of `tokens` tokens was committed in this layout."""
-        self._changed(layout, name, tokens, there=True)
+    def stored(self, layout: str, name: BlockHash, *, full: bool) -> None:
+        """A block, `full` or partial, was committed in this layout."""
+        self._changed(layout, name, full=full, there=True)
 
-    def gone(self, layout: str, name: BlockHash, tokens: int) -> None:
-        """A committed block of `tokens` tokens left this layout."""
-        self._changed(layout, name, tokens, there=False)
+    def gone(self, layout: str, name: BlockHash, *, full: bool) -> None:
+        """A committed block, `full` or partial, left this layout."""
+        self._changed(layout, name, full=full, there=False)
 
     def flush(self) -> list[KvEvents]:
         """The events since the last flush, to be published in this order."""
@@ -74,8 +74,8 @@ class KvAnnouncer:
             for part in stream.dump(set().union(*(self._holdings.held(layout) for layout in self._layouts[model])))
         ]
 
-    def _changed(self, layout: str, name: BlockHash, tokens: int, there: bool) -> None:
-        if tokens != BLOCK_SIZE:
+    def _changed(self, layout: str, name: BlockHash, *, full: bool, there: bool) -> None:
+        if not full:
             return
         for model, layouts in self._layouts.items():
             if layout in layouts:

@@ -6,9 +6,9 @@ An arena is a file in shared memory, one for each `KvLayout`:
     slot headers  one after the other, `header_stride` bytes each
     payloads      one after the other from a page's start, `payload_stride` bytes each
 
-A slot's payload is one block of `BLOCK_SIZE` tokens, C order, little endian:
+A slot's payload is one block of tokens, C order, little endian:
 
-    [kv_heads][layers][2: keys, values][BLOCK_SIZE][head_dim]
+    [kv_heads][layers][2: keys, values][block_size][head_dim]
 
 Heads come first so that the heads of one rank are one run of bytes, whatever the tensor-parallel size: a rank of any
 size writes and reads just its own, and nothing need be rearranged between engines of different sizes. A stage of a
@@ -30,7 +30,7 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Struct
 
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.messages.kvstore import KvLayout
 
 PAGE = 4096
@@ -62,7 +62,10 @@ class UnknownDtype(ValueError):
 
 def fingerprint(layout: KvLayout) -> str:
     """The layout's name: equal for equal layouts, safe in file names and Redis keys."""
-    return blake2b(msgspec.msgpack.encode(layout), digest_size=12).hexdigest()
+    values = msgspec.structs.astuple(layout)
+    if layout.block_size == DEFAULT_BLOCK_SIZE:
+        values = values[:-1]  # so that what was stored before there were other sizes is still found
+    return blake2b(msgspec.msgpack.encode(values), digest_size=12).hexdigest()
 
 
 SUFFIX = ".arena"
@@ -116,7 +119,7 @@ def cell_bytes(layout: KvLayout) -> int:
     """Bytes of one KV head of one layer in one block. Raises UnknownDtype."""
     if layout.dtype not in ITEM_BYTES:
         raise UnknownDtype(f"dtype {layout.dtype!r}: {', '.join(ITEM_BYTES)} are known")
-    return 2 * BLOCK_SIZE * layout.head_dim * ITEM_BYTES[layout.dtype]
+    return 2 * layout.block_size * layout.head_dim * ITEM_BYTES[layout.dtype]
 
 
 def geometry(layout: KvLayout, slots: int) -> Geometry:

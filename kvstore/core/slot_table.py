@@ -85,12 +85,14 @@ class SlotTable:
     """Owns the slots of one arena, each in one of the states of `SlotState`; only reserved and committed ones hold a
     block. Every change of state is checked against `TRANSITIONS`; one that is not allowed raises IllegalTransition."""
 
-    def __init__(self, layout: str, slots: int, block_bytes: int, fixed_bytes: int) -> None:
+    def __init__(self, layout: str, slots: int, block_bytes: int, fixed_bytes: int, block_size: int) -> None:
         self.layout = layout
         self.slots = slots
         self.block_bytes = block_bytes
         self.fixed_bytes = fixed_bytes
         """Bytes of headers, which are taken from the start."""
+        self.block_size = block_size
+        """Tokens of a full block."""
         self.blocks: dict[BlockHash, StoredBlock] = {}
         self.generations = array("Q", bytes(8 * slots))
         self.absent = list(range(slots - 1, -1, -1))

@@ -22,7 +22,6 @@ from kvstore.core.actions import (
 from kvstore.core.announcer import KvAnnouncer
 from kvstore.node.commit_watch import CommitWatch
 from kvstore.tiers.interface import EvictionTarget
-from shared.blocks import BLOCK_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class ArenaWriter:
                         arena.reserve(action.slot, action.generation, action.hash, action.parent, action.tokens)
                 case CommitSlot():
                     arena.commit(action.slot, action.used)
-                    self._announcer.stored(action.layout, action.hash, action.tokens)
+                    self._announcer.stored(action.layout, action.hash, full=_is_full(arena, action.tokens))
                     self._commits.committed(action.layout, action.hash)
                 case TouchSlot():
                     arena.touch(action.slot, action.used)
@@ -57,7 +56,7 @@ class ArenaWriter:
                     self._evict(arena, action)
                 case DropBlock():
                     arena.free(action.slot)
-                    self._announcer.gone(action.layout, action.hash, action.tokens)
+                    self._announcer.gone(action.layout, action.hash, full=_is_full(arena, action.tokens))
                 case FreeSlot():
                     arena.free(action.slot)
                 case RetireSlot():
@@ -71,9 +70,14 @@ class ArenaWriter:
 
     def _evict(self, arena: OwnedArena, evicted: EvictBlock) -> None:
         # A partial block belongs to one request only, so no search would ever look for it in a tier.
-        offered = self._tier is not None and evicted.tokens == BLOCK_SIZE
+        full = _is_full(arena, evicted.tokens)
+        offered = self._tier is not None and full
         kept = offered and self._tier is not None and self._tier.offer(evicted.layout, arena.in_flight(evicted.slot))
         metrics.EVICTIONS.labels("yes" if kept else "no").inc()
         metrics.EVICTED_AGE.observe(evicted.age)
         arena.free(evicted.slot)
-        self._announcer.gone(evicted.layout, evicted.hash, evicted.tokens)
+        self._announcer.gone(evicted.layout, evicted.hash, full=full)
+
+
+def _is_full(arena: OwnedArena, tokens: int) -> bool:
+    return tokens == arena.layout.block_size

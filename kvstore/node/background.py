@@ -8,7 +8,6 @@ from kvstore.core.memory_budget import MemoryBudget, next_victims
 from kvstore.core.slot_table import SlotTable, StoredBlock
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import EvictionTarget
-from shared.blocks import BLOCK_SIZE
 from shared.reliability.retry import Backoff
 
 
@@ -85,7 +84,7 @@ class BackgroundSpill:
             if lacking <= 0 or copied >= STEP_BYTES:
                 break
             lacking -= table.block_bytes
-            if block.tokens == BLOCK_SIZE and not self._tier.has(table.layout, block.hash):
+            if block.tokens == table.block_size and not self._tier.has(table.layout, block.hash):
                 if not self._offer(table, block):
                     break
                 copied += table.block_bytes

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import get_args
 
 from kvstore import metrics
 from kvstore.arena.directory import StoreDirectory
@@ -24,7 +25,7 @@ from kvstore.node.arena_writer import ArenaWriter
 from kvstore.node.commit_watch import CommitWatch
 from kvstore.node.packed_slots import blocks_to_write, slot_generations, slot_numbers, split_whole_hashes
 from kvstore.tiers.interface import EvictionTarget
-from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
+from shared.blocks import BlockHash, BlockSize, split_hashes
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, NodeId
 from shared.messages.kvstore import (
     Attach,
@@ -117,6 +118,8 @@ class NodeStore:
     def _make(self, layout: KvLayout) -> KvStoreRefusal | None:
         if min(layout.layers, layout.kv_heads, layout.head_dim) < 1:
             return KvStoreRefusal("a layout without layers, heads or numbers")
+        if layout.block_size not in (sizes := get_args(BlockSize)):
+            return KvStoreRefusal(f"blocks of {layout.block_size} tokens; {', '.join(map(str, sizes))} are known")
         slots = self._slots_for(layout)
         if slots < 1:
             return KvStoreRefusal(f"{self.core.budget.total} bytes hold no block of this layout")
@@ -131,7 +134,8 @@ class NodeStore:
     def _serve(self, arena: OwnedArena) -> None:
         shape, layout = arena.geometry, fingerprint(arena.layout)
         self._writer.arenas[layout] = arena
-        self.core.add(SlotTable(layout, arena.slots, shape.payload_stride, shape.payloads_at))
+        size = arena.layout.block_size
+        self.core.add(SlotTable(layout, arena.slots, shape.payload_stride, shape.payloads_at, size))
 
     def _forget(self, layout: str) -> None:
         log.info("arena removed to make room", extra={"layout": layout})
@@ -185,7 +189,7 @@ class NodeStore:
         if request.layout not in self._attached:
             return _unknown(request.layout)
         key = LeaseKey(request.layout, request.owner, request.lease)
-        wanted = blocks_to_write(request)
+        wanted = blocks_to_write(request, self.core.budget.tables[request.layout].block_size)
         if wanted is None:
             return KvStoreRefusal("hashes, parents and tokens do not fit together")
         slots = self._reserve(key, wanted[:MAX_BLOCKS])
@@ -345,12 +349,14 @@ class NodeStore:
 
     def held(self, layout: str) -> Iterable[BlockHash]:
         """For the announcer: full blocks that are committed."""
-        return [block.hash for block in self.core.budget.tables[layout].blocks.values() if _counts(block)]
+        table = self.core.budget.tables[layout]
+        return [block.hash for block in table.blocks.values() if _counts(block, table)]
 
     def holds(self, layout: str, name: BlockHash) -> bool:
         """For the announcer: whether this block is full and committed."""
-        block = self.core.budget.tables[layout].blocks.get(name)
-        return block is not None and _counts(block)
+        table = self.core.budget.tables[layout]
+        block = table.blocks.get(name)
+        return block is not None and _counts(block, table)
 
     def report(self) -> StoreReport:
         """Slots, bytes and hits over all layouts."""
@@ -379,8 +385,8 @@ class NodeStore:
         return self._writer.arenas[layout].arena
 
 
-def _counts(block: StoredBlock) -> bool:
-    return block.committed and block.tokens == BLOCK_SIZE
+def _counts(block: StoredBlock, table: SlotTable) -> bool:
+    return block.committed and block.tokens == table.block_size
 
 
 def _unknown(layout: str) -> KvStoreRefusal:

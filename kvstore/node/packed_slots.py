@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core.store import BlockToWrite, SlotRef
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, split_hashes
+from shared.blocks import HASH_BYTES, BlockHash, split_hashes
 from shared.messages.kvstore import NO_SLOT, Reserve
 from shared.packing import pack, pack_generations
 
 
-def blocks_to_write(request: Reserve) -> list[BlockToWrite] | None:
-    """The blocks of a `Reserve`; None where its parts do not fit together."""
+def blocks_to_write(request: Reserve, block_size: int) -> list[BlockToWrite] | None:
+    """The blocks of a `Reserve`, of `block_size` tokens or fewer; None where its parts do not fit together."""
     names, parents, tokens = split_whole_hashes(request.hashes), split_whole_hashes(request.parents), request.tokens
-    if not len(names) == len(parents) == len(tokens) or not all(0 < count <= BLOCK_SIZE for count in tokens):
+    if not len(names) == len(parents) == len(tokens) or not all(0 < count <= block_size for count in tokens):
         return None
     return [BlockToWrite(*each) for each in zip(names, parents, tokens, strict=True)]
 

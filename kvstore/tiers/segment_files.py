@@ -30,7 +30,7 @@ import msgspec
 from kvstore.arena.in_flight_block import BLOCK_MAGIC, ENVELOPE, BlockShape, InFlightBlock, checksum, is_sound
 from kvstore.core.layout import CHECKSUM, PAGE
 from kvstore.core.segments import FOOTER_BYTES, Segment
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, split_hashes
+from shared.blocks import HASH_BYTES, BlockHash, split_hashes
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ class FolderRefused(Exception):
 
 class _Marker(msgspec.Struct, frozen=True):
     format: int = 1
-    block_tokens: int = BLOCK_SIZE
 
 
 class RecordShape(NamedTuple):

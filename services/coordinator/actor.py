@@ -165,7 +165,7 @@ class CoordinatorActor(Actor):
                 metrics.UNREACHABLE.labels(engine or "unknown").inc()
                 log.warning("engine unreachable", extra={"request": generation.request, "engine": engine})
                 return self.core.engine_unreachable(message, at)
-            case RequestPlaced() | RequestQueued() | RequestRejected():
+            case RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
                 log.warning("gateway gone", extra={"request": message.request, "attempt": message.attempt})
                 return self.core.gateway_unreachable(message)
             case Route():
@@ -209,7 +209,7 @@ class CoordinatorActor(Actor):
         extra = {"decode_on": generate.decode_on, "predicted_cached": generate.predicted_cached}
         log.info("placed", extra=msgspec.structs.asdict(placed) | extra)
 
-    async def _notify(self, gateway: GatewayId, message: RequestQueued | RequestRejected) -> None:
+    async def _notify(self, gateway: GatewayId, message: RequestQueued | RequestRejected | RequestFailed) -> None:
         if isinstance(message, RequestRejected):
             metrics.REJECTIONS.labels(message.kind).inc()
             extra = {"request": message.request, "attempt": message.attempt, "kind": message.kind}

@@ -258,7 +258,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
             return None
         fingerprint = bytes.fromhex(self.federation_model)
         name, gateway = ClusterName(self.cluster), GatewayId(self.instance)
-        return OwnCluster(name, self.federation_address, gateway, incarnation, fingerprint)
+        return OwnCluster(name, self.federation_address, gateway, incarnation, fingerprint, self.block_size)
 
     def federation_options(self) -> NatsOptions:
         """Returns how the federation's NATS server is reached, where there is one."""

@@ -24,7 +24,6 @@ from services.tokenizer.__main__ import load as load_encoding
 from services.worker.__main__ import build as build_worker
 from services.worker.backend import BackendError
 from shared.actor import Actor, ActorRuntime
-from shared.blocks import BLOCK_SIZE
 from shared.bus.memory_bus import MemoryBus
 from shared.error_groups import innermost
 from shared.models.model_files import ModelNotFound, resolve_model
@@ -114,12 +113,15 @@ class LocalCluster:
         report = self._scheduler.engine_report()
         if report is None:
             raise EngineFailed("the engine has no workers")
-        return min(report.model.max_model_len, report.blocks_total * BLOCK_SIZE)
+        return min(report.model.max_model_len, report.blocks_total * report.model.block_size)
 
     async def start(self, timeout: float) -> None:
         """Returns when requests are served. Raises EngineFailed; nothing runs any more then."""
         actors = await self._actors()
-        self._runtimes = [ActorRuntime(actor, drain_timeout=DRAIN_SECONDS) for actor in actors]
+        self._runtimes = [
+            ActorRuntime(actor, drain_timeout=DRAIN_SECONDS, block_size=self._configs.tokenizer.block_size)
+            for actor in actors
+        ]
         self._running = asyncio.create_task(self._run())
         try:
             async with asyncio.timeout(timeout):

@@ -184,7 +184,12 @@ async def _serve(connected: socket.socket) -> None:
     config: WorkerConfig = pickle.loads(first.payload)
     bus = MemoryBus(MAX_PAYLOAD)
     plans = topics.engine_steps(EngineId(config.engine)).subject
-    runtime = ActorRuntime(await build(config, bus), drain_timeout=DRAIN_SECONDS, when_set_up=keep_from_collecting)
+    runtime = ActorRuntime(
+        await build(config, bus),
+        drain_timeout=DRAIN_SECONDS,
+        when_set_up=keep_from_collecting,
+        block_size=config.block_size,
+    )
 
     async def send(subject: str, payload: bytes) -> None:
         if subject != plans:

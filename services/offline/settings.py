@@ -63,6 +63,7 @@ class EngineArguments(TypedDict, total=False):
     enforce_eager: bool
     max_num_seqs: int
     max_batch_tokens: int
+    block_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
     enable_prefix_caching: bool
@@ -93,6 +94,7 @@ def service_configs(
         if size < 1:
             raise InvalidRequest(f"{name}: {size} is not allowed; it must be at least 1", name)
     world_size = math.prod(sizes.values())
+    common = {"block_size": given.pop("block_size", None)}
     gateway = {"enable_prefix_caching": given.pop("enable_prefix_caching", None)}
     names = {"model": model, "served_model_name": model_name(model, arguments.get("served_model_name"))}
     worker = {
@@ -111,7 +113,9 @@ def service_configs(
 
     def made(service: str, type_: type[C], instance: str, given: Mapping[str, object]) -> C:
         return _made(
-            service, type_, {"instance": instance, **OFFLINE_DEFAULTS[service], **given, **own.get(service, {})}
+            service,
+            type_,
+            {"instance": instance, **OFFLINE_DEFAULTS[service], **common, **given, **own.get(service, {})},
         )
 
     return ServiceConfigs(

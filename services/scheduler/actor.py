@@ -384,7 +384,7 @@ class SchedulerActor(Actor):
         elif workers is not None:
             log.info("workers ready", extra={"blocks": workers.num_blocks, "model": workers.card.name})
             if self._connector is not None:
-                self._connector.set_layout(workers.cache_format, workers.world_size)
+                self._connector.set_layout(workers.cache_format, workers.world_size, workers.card.block_size)
             await self._decide(workers)
 
     async def _lose_workers(self, lost: WorkersLost | None) -> None:

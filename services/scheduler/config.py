@@ -153,7 +153,12 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         if self.kv_connector is None:
             return None
         connector = open_connector(
-            self.kv_connector, self.kv_connector_extra_config, self.kv_role, engine=self.instance_id(), rank=None
+            self.kv_connector,
+            self.kv_connector_extra_config,
+            self.kv_role,
+            engine=self.instance_id(),
+            rank=None,
+            block_size=self.block_size,
         )
         loads, saves = self.kv_role != "kv_producer", self.kv_role != "kv_consumer"
         return ConnectorHalf(connector, ConnectorUse(loads, saves, keeps=saves and keeps_blocks(connector)))

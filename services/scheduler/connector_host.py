@@ -29,7 +29,7 @@ from services.scheduler.core.events import (
     ConnectorRequestFinished,
 )
 from services.scheduler.core.limits import ConnectorUse
-from shared.blocks import BLOCK_SIZE, split_hashes
+from shared.blocks import split_hashes
 from shared.ids import Incarnation
 from shared.messages.worker import ConnectorPlan, StepPlan
 from shared.reliability.retry import Backoff, CircuitBreaker
@@ -84,6 +84,7 @@ class ConnectorHost:
         self._deadline = deadline
         self._on_reply = on_reply
         self._layout = CacheLayout("", 0)
+        self._block_size = 0
         self._requests: OrderedDict[str, ConnectorRequest] = OrderedDict()
         self._plans: OrderedDict[tuple[Incarnation, int], StepPlan] = OrderedDict()
         self._breaker = CircuitBreaker(FAILURES_IN_A_ROW, 0.0, PAUSE)
@@ -93,9 +94,10 @@ class ConnectorHost:
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, name="connector", daemon=True).start()
 
-    def set_layout(self, cache_format: str, world_size: int) -> None:
-        """The engine has ranks with such caches."""
+    def set_layout(self, cache_format: str, world_size: int, block_size: int) -> None:
+        """The engine has ranks with such caches, in blocks of `block_size` tokens."""
         self._layout = CacheLayout(cache_format, world_size)
+        self._block_size = block_size
 
     # ---- what the core asks
 
@@ -123,7 +125,7 @@ class ConnectorHost:
             await self._on_reply(await self._keeps(asked))
 
     async def _matched(self, asked: ConnectorLookUp) -> ConnectorMatched:
-        hashes = tuple(split_hashes(asked.hashes))
+        hashes, block_size = tuple(split_hashes(asked.hashes)), self._block_size
         request = ConnectorRequest(asked.request, asked.tokens, hashes, self._layout)
         self._requests[asked.request] = request
         while len(self._requests) > MAX_REQUESTS:
@@ -131,7 +133,7 @@ class ConnectorHost:
 
         def call() -> tuple[int, bool]:
             found = self._connector.get_num_new_matched_tokens(request, asked.num_computed_tokens)
-            return _checked_match(found, len(hashes) * BLOCK_SIZE - asked.num_computed_tokens)
+            return _checked_match(found, len(hashes) * block_size - asked.num_computed_tokens, block_size)
 
         try:
             tokens, awaited = await self._ask("get_num_new_matched_tokens", call, asked.timeout)
@@ -177,12 +179,13 @@ class ConnectorHost:
     async def _with_metadata(self, planned: ConnectorPlan) -> ConnectorPlan:
         step = connector_step(planned, self._layout)
         requests = [self._requests.get(load.run.request) for load in planned.loads]
+        block_size = self._block_size
 
         def call() -> bytes:
             for run, request in zip(step.loads, requests, strict=True):
                 if request is None:
                     raise ConnectorFailed(f"{run.request_id} is forgotten")
-                tokens = len(run.block_ids) * BLOCK_SIZE
+                tokens = len(run.block_ids) * block_size
                 self._connector.update_state_after_alloc(request, run.block_ids, tokens)
             return _checked_metadata(self._connector.build_connector_meta(step))
 
@@ -272,14 +275,14 @@ class ConnectorHost:
             return
 
 
-def _checked_match(found: object, most: int) -> tuple[int, bool]:
+def _checked_match(found: object, most: int, block_size: int) -> tuple[int, bool]:
     """Raises ConnectorFailed for what is no answer to a lookup behind which there are `most` tokens in full blocks."""
     tokens, awaited = found if isinstance(found, tuple) and len(found) == 2 else (found, False)
     if tokens is None:
         return 0, False
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0 or not isinstance(awaited, bool):
         raise ConnectorFailed(f"{found!r} is no number of tokens")
-    if tokens > most + BLOCK_SIZE:
+    if tokens > most + block_size:
         raise ConnectorFailed(f"{tokens} tokens, of {most} that were asked for")
     return tokens, awaited
 

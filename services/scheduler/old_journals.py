@@ -53,6 +53,8 @@ GENERATE_REQUEST_FIELDS = FIND_FIELDS = 7
 """Entries of `GenerateRequest` and `Find` in version 1, the tag included; later ones were appended."""
 REQUEST_PLACED_FIELDS = 6
 """Entries of `RequestPlaced` in version 1, the tag included; later ones were appended."""
+LAYOUT_FIELDS = 5
+"""Of `KvLayout` up to version 3."""
 REQUEST_FAILED_FIELDS = 4
 """Entries of `RequestFailed` in version 1, the tag included; later ones were appended."""
 
@@ -79,7 +81,20 @@ class JournalNames:
         return name, content
 
 
-class WholeGrammars(JournalNames):
+class UnsizedLayouts(JournalNames):
+    """Version 3: layouts of KV blocks say no block size, as all had 16 tokens."""
+
+    def output(self, name: str, content: bytes) -> tuple[str, bytes]:
+        """A request for an arena without the newest field of its layout; other outputs as they are."""
+        if name != "SendStoreRequest":
+            return name, content
+        output = _decode(content)
+        if output["request"][0] == "Attach":
+            del output["request"][1][LAYOUT_FIELDS:]
+        return name, _encode(output)
+
+
+class WholeGrammars(UnsizedLayouts):
     """Version 2: workers and plans had whole grammars where they have keys today (docs/adr/0020). Owns the grammars
     that were compiled, to put them back into plans."""
 
@@ -99,7 +114,7 @@ class WholeGrammars(JournalNames):
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
         """A plan with whole grammars, and without its newest fields; other outputs as they are."""
         if name != "SendPlan":
-            return name, content
+            return super().output(name, content)
         output = _decode(content)
         del output["plan"][FORGET_IN_PLAN:]
         for new in output["plan"][NEW_IN_PLAN]:
@@ -177,5 +192,7 @@ def names_of(version: int) -> JournalNames:
             return FormerNames()
         case 2:
             return WholeGrammars()
+        case 3:
+            return UnsizedLayouts()
         case _:
             return JournalNames()

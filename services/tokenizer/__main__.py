@@ -21,7 +21,7 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     """The encoder for the model in `folder`. Raises TokenizerUnusable."""
     files = load_tokenizer(folder)
     templates = ChatTemplates(read_templates(files, config.template_file()), config.content_format())
-    return PromptEncoder(Vocabulary(files), templates, files.special_tokens)
+    return PromptEncoder(Vocabulary(files), templates, files.special_tokens, config.block_size)
 
 
 def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:

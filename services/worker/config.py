@@ -268,7 +268,12 @@ class WorkerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         if self.kv_connector is None:
             return None
         return open_connector(
-            self.kv_connector, self.kv_connector_extra_config, self.kv_role, engine=self.engine, rank=self.rank
+            self.kv_connector,
+            self.kv_connector_extra_config,
+            self.kv_role,
+            engine=self.engine,
+            rank=self.rank,
+            block_size=self.block_size,
         )
 
     def speculation(self) -> SpeculationSettings | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from shared.actor.actor import Actor, LifecycleTable, PendingRequest, Tick, TopicSubscription
 from shared.actor.heartbeat import Heartbeat
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.bus import Bus, BusError, Subscription, Undelivered
 from shared.bus.nats_bus import connect
 from shared.config import ServiceConfig
@@ -33,7 +34,7 @@ from shared.messages.lifecycle import (
     Standby,
     Undrain,
 )
-from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility
+from shared.protocol import MIN_PROTOCOL, PROTOCOL, incompatibility, other_block_size
 from shared.reliability.recent import RecentEntries
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
@@ -73,8 +74,10 @@ class ActorRuntime:
         metrics_port: int | None = None,
         when_set_up: Callable[[], None] = lambda: None,
         keep_alive: float = KEEP_ALIVE_SECONDS,
+        block_size: int = DEFAULT_BLOCK_SIZE,
     ) -> None:
         self.actor = actor
+        self._block_size = block_size
         self._when_set_up = when_set_up
         self.incarnation = actor.incarnation
         self._bus: Bus = actor.bus
@@ -193,7 +196,7 @@ class ActorRuntime:
                 case Undelivered():
                     await self.actor.handle_undelivered(message)
                     await self._follow_actor()
-                case Lifecycle() if message.protocol != PROTOCOL and self._is_incompatible(message):
+                case Lifecycle() if self._is_incompatible(message):
                     pass
                 case Tick() | Lifecycle():
                     await self.actor.handle(message)
@@ -207,11 +210,14 @@ class ActorRuntime:
             self._handled.inc()
 
     def _is_incompatible(self, message: Lifecycle) -> bool:
-        """Whether the sender's release cannot work with ours: for the actor it does not exist. Logged once."""
-        why = incompatibility(message.protocols)
+        """Whether the sender cannot work with us, by its release or its block size: for the actor it does not exist.
+        Logged once."""
+        if message.protocol == PROTOCOL and message.block_size in (None, self._block_size):
+            return False
+        why = incompatibility(message.protocols) or other_block_size(message.block_size, self._block_size)
         if why is not None and message.incarnation not in self._incompatible:
             self._incompatible[message.incarnation] = why
-            log.error("incompatible release", extra={"from": message.instance, "reason": why})
+            log.error("incompatible process", extra={"from": message.instance, "reason": why})
         return why is not None
 
     async def _control(self, message: InstanceControl) -> None:
@@ -325,6 +331,7 @@ class ActorRuntime:
             isolated=actor.isolated,
             standby=self._standby,
             keep_alive=self._beat.keep_alive,
+            block_size=self._block_size,
         )
 
 
@@ -379,6 +386,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             metrics_port=metrics_port,
             when_set_up=keep_from_collecting,
             keep_alive=config.keep_alive_s,
+            block_size=config.block_size,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

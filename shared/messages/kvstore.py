@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ArenaId, Incarnation, InstanceId, LeaseId, ModelName, NodeId
 
 
@@ -21,6 +22,8 @@ class KvLayout(Struct, frozen=True, array_like=True, kw_only=True):
     kv_heads: int
     """The model's KV heads, regardless of how many a rank holds."""
     head_dim: int
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a block."""
 
 
 class LeaseOwner(Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import EngineId, Incarnation, InstanceId, ModelName, NodeId, RequestId
 from shared.messages.dialects import Dialect
 from shared.messages.kvstore import KvLayout
@@ -33,6 +34,8 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     dtype: str
     created: int
     """When the worker loaded the model, in Unix seconds."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a block of its KV cache."""
 
 
 Role = Literal["mixed", "prefill", "decode"]
@@ -277,6 +280,8 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
     keep_alive: Annotated[float, Meta(gt=0, le=MAX_KEEP_ALIVE_SECONDS)] = HEARTBEAT_SECONDS
     """Seconds within which the process promises its next message; how long its silence means nothing follows from it. A
     release that does not say it publishes every half second."""
+    block_size: int | None = None
+    """Tokens of a KV block, as the process is configured; None: of a release that has no such setting."""
 
     @property
     def stands_by(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.arena.mapped_arena import MappedArena
 from kvstore.arena.owned_arena import OwnedArena
@@ -20,9 +21,9 @@ FILE_HEADER = bytes.fromhex(
     "4241544f4e4b5632"  # BATONKV2
     "efcdab8967452301"  # arena id
     "0300000000000000"  # slots
-    "1200000000000000"  # length of the layout
+    "1300000000000000"  # length of the layout
     "0000000000000000"
-    "95a5736d616c6ca7666c6f61743136010208"  # the layout, MessagePack
+    "96a5736d616c6ca7666c6f6174313601020810"  # the layout, MessagePack
 )
 COMMITTED_SLOT = bytes.fromhex(
     "0200000000000000"  # committed
@@ -79,6 +80,13 @@ def test_geometries_are_these() -> None:
 
 def test_fingerprints_are_these() -> None:
     assert [fingerprint(SMALL), fingerprint(LARGE)] == ["c54ab80c85cd68a07ed8d0c5", "2a9f720903b9f60126ed738c"]
+
+
+def test_layouts_of_other_block_sizes_are_other_arenas() -> None:
+    sizes = {16: SMALL, **{size: replace(SMALL, block_size=size) for size in (32, 64)}}
+    assert len({fingerprint(layout) for layout in sizes.values()}) == 3
+    cells = {size: geometry(layout, 1).cell_bytes for size, layout in sizes.items()}
+    assert cells == {16: 512, 32: 1024, 64: 2048}
 
 
 def test_a_file_of_these_bytes_is_read(directory: Path) -> None:

@@ -19,7 +19,7 @@ from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.sampling.masks import apply_mask, apply_mask_by_kernel, mask_words
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kv.ranks import BLOCKS, make_arena, make_layout, reserve, transfer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -24,6 +24,7 @@ from deploy.supervisor.cluster.messages import HostMembership, StackFacts
 from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
 from deploy.supervisor.cluster.tokens import BadToken, JoinToken
 from deploy.supervisor.core.plan import LightService
+from deploy.supervisor.launch import EVERY_SERVICE
 from deploy.supervisor.network import own_address_towards
 from deploy.supervisor.state_file import is_held, read_state
 from shared.ids import NodeId
@@ -105,7 +106,8 @@ def join(
     }
     raise_interrupt()
     if token:
-        _be_let_in(token, values, where, model_source, gateways=gateways > 0)
+        block_size = values.get("block_size") or assigned.get(EVERY_SERVICE, {}).get("block_size")
+        _be_let_in(token, values, where, model_source, gateways=gateways > 0, block_size=block_size)
     try:
         host = ClusterFolder(where).membership()
     except NotAMember as error:
@@ -125,7 +127,15 @@ def join(
     run_stack(spec, ready_fd)
 
 
-def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, source: ModelSource, *, gateways: bool) -> None:
+def _be_let_in(
+    text: str,
+    values: dict[str, Any],
+    run_dir: Path,
+    source: ModelSource,
+    *,
+    gateways: bool,
+    block_size: str | None,
+) -> None:
     """Writes the membership down. Raises CommandError."""
     check_certificates()
     from deploy.supervisor.cluster.join_client import JoinFailed, JoiningHost, find_stack, join_stack
@@ -143,7 +153,7 @@ def _be_let_in(text: str, values: dict[str, Any], run_dir: Path, source: ModelSo
         by_peers = comes_from_peers(source, values.get("model"), found.facts)
         folder = None if by_peers else _model(values.get("model"), found.facts, run_dir)
         model = None if folder is None else model_fingerprint(folder, weights=not found.facts.dummy_weights)
-        host = JoiningHost(node, address, stack.route_port, model, gateways)
+        host = JoiningHost(node, address, stack.route_port, model, gateways, int(block_size) if block_size else None)
         joined = asyncio.run(join_stack(token, found, host))
         kept = HostMembership(node=NodeId(node), address=address, route_port=stack.route_port, stack=joined.membership)
         ClusterFolder(run_dir).keep_membership(kept, joined.authority, joined.key)

@@ -35,6 +35,7 @@ from deploy.simulation.setup import SimulationSetup, simulation_setup
 from deploy.simulation.simulation import simulate as run
 from deploy.simulation.traces import TraceError, TraceLoad
 from deploy.simulation.workloads import ConcurrentLoad, GeneratedLoad
+from deploy.supervisor.launch import EVERY_SERVICE
 from services.bench.report import OutputOptions, Report
 from services.bench.statistics import Metric, parse_goodput
 from services.coordinator.config import Policy
@@ -56,6 +57,7 @@ FLEET_OPTIONS = (
     "kv_memory",
     "max_num_seqs",
     "max_batch_tokens",
+    "block_size",
     "itl_target_ms",
     "long_prefill_token_threshold",
     "router_policy",
@@ -281,8 +283,10 @@ def setup_of(
     """Raises CommandError."""
     model = model_folder(values.get("model") or SHAPE, "dummy", folder)
     settings = merged(service_settings(values), parsed_settings(assignments))
+    common = settings.pop(EVERY_SERVICE, {})
     if unknown := sorted(set(settings) - SERVICES):
         raise CommandError(f"--set {unknown[0]}.…: only {', '.join(sorted(SERVICES))} are simulated", status=2)
+    settings = {service: {**common, **settings.get(service, {})} for service in SERVICES}
     try:
         setup = simulation_setup(model, stack_settings(values).tp, settings, parse_hops(hops), config)
         setup.make_kit()

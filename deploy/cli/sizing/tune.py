@@ -40,7 +40,7 @@ from deploy.tuning.trials import TrialFailed, best_of
 from services.bench.errors import BenchError
 from services.bench.report import OutputOptions, Report, check_plot
 from services.bench.statistics import Metric
-from shared.config import process_environment
+from shared.config import ServiceConfig, process_environment
 from shared.settings import Setting, settings_of
 
 if TYPE_CHECKING:
@@ -263,7 +263,10 @@ def _result(
         options = {name: _setting(name).parse(value) for name, value in best.settings.items() if "." not in name}
         services = merged(service_settings(options), parsed_settings(assigned))
         parsed = {
-            service: {name: settings_of(CONFIGS[service])[name].parse(value) for name, value in each.items()}
+            service: {
+                name: settings_of(CONFIGS.get(service, ServiceConfig))[name].parse(value)
+                for name, value in each.items()
+            }
             for service, each in services.items()
         }
         (out / "best.toml").write_text(configuration_file(command, parsed), encoding="utf-8")

@@ -10,7 +10,7 @@ from deploy.supervisor.cluster.messages import JoinRefusal, JoinRequest
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.cluster.tokens import TokenState
 from shared.addresses import is_loopback
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import NodeId, checked_instance
 from shared.protocol import OWN, SpokenProtocols, incompatibility
 
@@ -42,7 +42,7 @@ class AdmissionRules(Struct, frozen=True, kw_only=True):
     address: str
     model: ModelFingerprint
     protocols: SpokenProtocols = OWN
-    block_size: int = BLOCK_SIZE
+    block_size: int = DEFAULT_BLOCK_SIZE
 
 
 def token_refusal(state: TokenState, identity: str, node: NodeId) -> JoinRefusal | None:
@@ -113,7 +113,7 @@ def _protocol_refusal(request: JoinRequest, rules: AdmissionRules) -> JoinRefusa
         return JoinRefusal("protocol", str(theirs), f"{rules.node} speaks {rules.protocols}; install the same release")
     if request.block_size != rules.block_size:
         return JoinRefusal(
-            "block size", str(request.block_size), f"{rules.block_size} tokens, as on {rules.node}; one for a stack"
+            "--block-size", str(request.block_size), f"{rules.block_size} tokens, as on {rules.node}; one for a stack"
         )
     return None
 

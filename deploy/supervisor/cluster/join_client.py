@@ -29,7 +29,6 @@ from deploy.supervisor.cluster.messages import (
 )
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.cluster.tokens import JoinToken
-from shared.blocks import BLOCK_SIZE
 from shared.protocol import MIN_PROTOCOL, PROTOCOL
 
 CONNECT_SECONDS = 10.0
@@ -62,6 +61,8 @@ class JoiningHost(NamedTuple):
     model: ModelFingerprint | None
     """None: it gets it from the others, once it is let in."""
     gateways: bool
+    block_size: int | None = None
+    """As it is configured here; None: as on the first host."""
 
 
 class JoinedStack(NamedTuple):
@@ -92,7 +93,7 @@ async def join_stack(token: JoinToken, found: FoundStack, host: JoiningHost) -> 
         route_port=host.route_port,
         protocol=PROTOCOL,
         min_protocol=MIN_PROTOCOL,
-        block_size=BLOCK_SIZE,
+        block_size=host.block_size or found.facts.block_size,
         model=host.model,
         clock_offset=found.clock_offset,
         clock_uncertainty=found.clock_uncertainty,

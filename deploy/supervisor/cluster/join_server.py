@@ -38,6 +38,7 @@ from deploy.supervisor.cluster.messages import (
     StackQuery,
 )
 from deploy.supervisor.cluster.model_fingerprint import model_fingerprint
+from deploy.supervisor.launch import EVERY_SERVICE, configured_block_size
 from deploy.supervisor.spec import ClusterSpec, OutsideRedis, StackSpec
 from shared.ids import NodeId
 
@@ -85,7 +86,12 @@ class JoinServer:
 
     async def _prepare(self) -> None:
         model = await asyncio.to_thread(model_fingerprint, self._spec.model, weights=not self._dummy)
-        self._rules = AdmissionRules(node=self._cluster.node, address=self._cluster.address, model=model)
+        self._rules = AdmissionRules(
+            node=self._cluster.node,
+            address=self._cluster.address,
+            model=model,
+            block_size=configured_block_size(self._spec),
+        )
         files = self._folder.tls
         assert files.certificate is not None, "made when the bus was started"
         self._tls.load_cert_chain(files.certificate, files.key)
@@ -133,7 +139,14 @@ class JoinServer:
     def _facts(self) -> StackFacts:
         named = self._spec.name, self._cluster.node, self._spec.served_model_name
         sends = self._cluster.model_port > 0
-        return StackFacts(time.time(), *named, str(self._spec.model), dummy_weights=self._dummy, sends_model=sends)
+        return StackFacts(
+            time.time(),
+            *named,
+            str(self._spec.model),
+            dummy_weights=self._dummy,
+            sends_model=sends,
+            block_size=self._rules.block_size,
+        )
 
     async def _admitted(self, request: JoinRequest) -> StackMembership | JoinRefusal:
         try:
@@ -181,7 +194,7 @@ class JoinServer:
             secret=self._folder.secret,
             routes=(own.route, *(each.route for each in others.values())),
             reachable=(own.route, *alive) if outside is None else (),
-            settings=shared_settings(spec.settings),
+            settings=shared_settings(_with_block_size(spec.settings, self._rules.block_size)),
             counts=spec.counts,
             pp_layers=spec.pp_layers,
             outside_bus=outside.urls if outside is not None else (),
@@ -197,3 +210,8 @@ class JoinServer:
     def _own_model_server(self) -> tuple[str, ...]:
         port = self._cluster.model_port
         return (str(PeerAddress(self._cluster.address, port)),) if port else ()
+
+
+def _with_block_size(settings: Mapping[str, Mapping[str, str]], block_size: int) -> dict[str, Mapping[str, str]]:
+    """It may stand in this host's file or environment, which the other host does not have."""
+    return {**settings, EVERY_SERVICE: {**settings.get(EVERY_SERVICE, {}), "block_size": str(block_size)}}

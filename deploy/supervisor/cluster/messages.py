@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.core.plan import Counts
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName, NodeId
 
 MAX_LINE = 256 * 1024
@@ -57,6 +58,7 @@ class StackFacts(Struct, frozen=True, tag=True):
     dummy_weights: bool = False
     sends_model: bool = False
     """Whether a host that is let in can get the model from it."""
+    block_size: int = DEFAULT_BLOCK_SIZE
 
 
 class JoinRequest(Struct, frozen=True, tag=True, kw_only=True):

@@ -53,7 +53,7 @@ class EngineClient:
             model=self.card.name,
             tokens=tokens,
             prompt_length=len(prompt),
-            block_hashes=b"".join(hash_chain(tokens, None)),
+            block_hashes=b"".join(hash_chain(tokens, None, self.card.block_size)),
             sampling=SamplingOptions(seed=self._number, temperature=temperature),
             stopping=stopping,
             arrival=time.time(),

@@ -14,7 +14,7 @@ from kvstore.arena.owned_arena import OwnedArena
 from kvstore.core.layout import CHECKSUM, geometry
 from services.bench.errors import BenchError
 from services.bench.report import OutputOptions
-from shared.blocks import HASH_BYTES, BlockHash
+from shared.blocks import DEFAULT_BLOCK_SIZE, HASH_BYTES, BlockHash
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
 
@@ -81,7 +81,9 @@ def make_blocks(shape: KvShape) -> list[InFlightBlock]:
 def _block(name: BlockHash, parent: bytes, shape: BlockShape, random: Random) -> InFlightBlock:
     payload = random.randbytes(shape.payload_bytes)
     cells = [payload[at : at + shape.cell_bytes] for at in range(0, len(payload), shape.cell_bytes)]
-    return InFlightBlock(name, parent, 16, b"".join(CHECKSUM.pack(checksum(cell)) for cell in cells), payload)
+    return InFlightBlock(
+        name, parent, DEFAULT_BLOCK_SIZE, b"".join(CHECKSUM.pack(checksum(cell)) for cell in cells), payload
+    )
 
 
 @contextlib.contextmanager

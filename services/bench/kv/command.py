@@ -16,7 +16,6 @@ from services.bench.kv.blocks import KvOptions, KvShape, Way
 from services.bench.kv.rates import MEBIBYTE, KvTransferRate, PathFailed, described
 from services.bench.options import natural, output_group, output_options, parse
 from services.bench.report import WIDTH, Report, Table, line, rule
-from shared.blocks import BLOCK_SIZE
 
 PATHS: dict[Way, tuple[str, tuple[str, ...]]] = {
     "save-load": ("save_load", ("save", "load")),
@@ -113,7 +112,7 @@ def _lines(options: KvOptions, moved: Sequence[KvTransferRate]) -> list[str]:
     shape = options.shape
     size = f"{shape.total_bytes / MEBIBYTE:.0f} MiB in {shape.blocks} blocks"
     lines = [rule(" KV Benchmark Result ", "="), line("Moved:", size), line("Rounds:", options.rounds)]
-    per_token = shape.block.payload_bytes / BLOCK_SIZE
+    per_token = shape.block.payload_bytes / shape.layout.block_size
     rows = [
         (
             each.name,

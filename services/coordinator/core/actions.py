@@ -8,7 +8,7 @@ from services.coordinator.core.kv_sources import Reuse
 from services.coordinator.core.reservations import PromptPrefix
 from shared.ids import DetokenizerId, EngineId, GatewayId, InstanceId, NodeId
 from shared.messages.coordinator import PlacementMade
-from shared.messages.gateway import RequestQueued, RequestRejected
+from shared.messages.gateway import RequestFailed, RequestQueued, RequestRejected
 from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
 
 
@@ -82,7 +82,7 @@ class NotifyGateway(NamedTuple):
     `Coordinator.gateway_unreachable`."""
 
     gateway: GatewayId
-    message: RequestQueued | RequestRejected
+    message: RequestQueued | RequestRejected | RequestFailed
 
 
 class CancelOnEngine(NamedTuple):

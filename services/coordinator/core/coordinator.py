@@ -25,14 +25,15 @@ from services.coordinator.core.placement_queue import PlacementQueue, QueuedRequ
 from services.coordinator.core.prefill_queue import PrefillQueue
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
 from services.coordinator.core.router import Router
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import HASH_BYTES
 from shared.ids import Attempt, EngineId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import PlacementMade, PullPrefills, RequestEnded, Route, Withdraw
-from shared.messages.gateway import ErrorKind, RequestPlaced, RequestQueued, RequestRejected
+from shared.messages.gateway import ErrorKind, RequestFailed, RequestPlaced, RequestQueued, RequestRejected
 from shared.messages.generation import Generation
 from shared.messages.kv_events import KvDump, KvEvents
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
+from shared.packing import TOKEN_BYTES
 from shared.reliability.recent import AttemptFence, RecentEntries
 
 MAX_RETRY_AFTER = 60.0
@@ -89,6 +90,8 @@ class Coordinator:
         if not self._fence.accept(generation.request, generation.attempt):
             return []
         placed = self._engines.pop(generation.request, None)
+        if (failed := self._wrongly_hashed(generation)) is not None:
+            return [NotifyGateway(generation.gateway, failed)]
         accusations = self._record_failure(generation, placed, at) if generation.avoid else []
         return [*accusations, *self._admit(generation, at)]
 
@@ -126,7 +129,9 @@ class Coordinator:
         self.fleet.mark_unreachable(engine)
         return self._admit(generation, at)
 
-    def gateway_unreachable(self, message: RequestPlaced | RequestQueued | RequestRejected) -> list[Action]:
+    def gateway_unreachable(
+        self, message: RequestPlaced | RequestQueued | RequestRejected | RequestFailed
+    ) -> list[Action]:
         """A message to a gateway had no subscriber: the gateway is gone, and its request is of no use."""
         return self.withdraw(Withdraw(message.request, message.attempt))
 
@@ -281,13 +286,25 @@ class Coordinator:
             placement.detokenizer,
             decode_on=placement.decode_on,
             kv_source=reuse.remote_node,
-            predicted_cached=reuse.blocks * BLOCK_SIZE,
+            predicted_cached=reuse.blocks * self.config.block_size,
             decode_node=placement.decode_node,
             prefill_on=placement.prefill_on,
             remote_from=placement.remote_from,
         )
         announcement = placement.announcement(self._instance) if self.fleet.peers else None
         return [PlaceRequest(engine, generate, at.now - since, reuse, placement.blocks, announcement)]
+
+    def _wrongly_hashed(self, generation: Generation) -> RequestFailed | None:
+        """The failure of a request whose tokenizer has another block size: another tokenizer may do better."""
+        if not generation.prefix_caching:
+            return None
+        tokens, size = len(generation.tokens) // TOKEN_BYTES, self.config.block_size
+        hashed = len(generation.block_hashes) // HASH_BYTES
+        if hashed == tokens // size:
+            return None
+        theirs = f"{hashed} blocks of {tokens} tokens, where blocks of {size} are {tokens // size}"
+        reason = f"its tokenizer hashed {theirs}: --block-size must be the same in all of a stack"
+        return RequestFailed(generation.request, generation.attempt, reason)
 
     # ---- prompts that prefill engines pull
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.reservations import ReservedWork
-from shared.blocks import BLOCK_SIZE
 from shared.ids import EngineId, InstanceId, NodeId
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
 
@@ -87,7 +86,7 @@ class EngineLoad(NamedTuple):
             report=report,
             room=room(report, config.engine_fill),
             fair_room=min(room(report, config.engine_fill), fair_room(report, config.fair_fill)),
-            prefill=report.prefill_tokens / BLOCK_SIZE,
+            prefill=report.prefill_tokens / report.model.block_size,
             used=report.blocks_total - report.blocks_free,
         )
 

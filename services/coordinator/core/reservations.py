@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shared.blocks import BLOCK_SIZE, HASH_BYTES
+from shared.blocks import HASH_BYTES
 from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.generation import Generation
 from shared.packing import TOKEN_BYTES
@@ -101,12 +101,12 @@ class PromptPrefix(NamedTuple):
     blocks: int
 
     @classmethod
-    def of(cls, generation: Generation) -> PromptPrefix:
+    def of(cls, generation: Generation, block_size: int) -> PromptPrefix:
         """Leaves out a block that ends with the last token: that token is always computed, to draw the next from. There
         are none in a request without prefix caching."""
         if not generation.prefix_caching:
             return cls(generation.model, b"", 0)
-        blocks = (len(generation.tokens) // TOKEN_BYTES - 1) // BLOCK_SIZE
+        blocks = (len(generation.tokens) // TOKEN_BYTES - 1) // block_size
         end = blocks * HASH_BYTES
         return cls(generation.model, generation.block_hashes[end - HASH_BYTES : end] if blocks else b"", blocks)
 

@@ -19,7 +19,7 @@ from services.coordinator.core.fleet import EngineFleet
 from services.coordinator.core.kv_sources import NO_REUSE, KvSources, PrefixHits, Reuse
 from services.coordinator.core.link_costs import LinkCosts
 from services.coordinator.core.reservations import ExpectedPrompts, PromptPrefix
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import Attempt, DetokenizerId, EngineId, RequestId
 from shared.messages.generation import Generation
 from shared.packing import TOKEN_BYTES
@@ -105,7 +105,7 @@ class Router:
             return None
         request = self._describe(generation, now)
         _, reuse = self._cheapest(request, pool, "decode")
-        left = request.tokens - reuse.blocks * BLOCK_SIZE
+        left = request.tokens - reuse.blocks * self._config.block_size
         return left if left >= self._least_remote(request) else None
 
     def choose_pulled(self, generation: Generation, now: float, room: Callable[[EngineId], int]) -> Placement | None:
@@ -135,15 +135,15 @@ class Router:
     def _describe(self, generation: Generation, now: float) -> _RoutedRequest:
         """The last token is always computed, as the next is drawn from it; so a block that ends with it is computed,
         too. A prompt whose log-probabilities are requested is computed as a whole."""
-        tokens = len(generation.tokens) // TOKEN_BYTES
+        tokens, size = len(generation.tokens) // TOKEN_BYTES, self._config.block_size
         scored = generation.sampling.prompt_logprobs is not None and tokens == generation.prompt_length
         computed = scored or not generation.prefix_caching
-        reusable = 0 if computed else (tokens - 1) // BLOCK_SIZE
+        reusable = 0 if computed else (tokens - 1) // size
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
-        prefix = PromptPrefix.of(generation)
+        prefix = PromptPrefix.of(generation, size)
         shares = self._config.router_policy == "kv" and not computed
         expected = self._expected.engine_for(prefix, now) if shares else None
-        return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens), hits, expected)
+        return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens, size), hits, expected)
 
     # ---- one engine
 
@@ -235,7 +235,8 @@ class Router:
         """
         if not request.generation.prefix_caching:
             return None
-        config, left = self._config, request.tokens - local.blocks * BLOCK_SIZE
+        config = self._config
+        left = request.tokens - local.blocks * config.block_size
         if left < self._least_remote(request):
             return None
         prefilling = self._fleet.prefill_candidates(request.generation)
@@ -244,7 +245,7 @@ class Router:
         decoding = self._decoding(pool)
         if not decoding:
             return None
-        waiting = sum(candidate.prefill for candidate in prefilling) * BLOCK_SIZE
+        waiting = sum(candidate.prefill for candidate in prefilling) * config.block_size
         if waiting > config.disaggregate_busy * len(prefilling):
             return None
         prefill, reuse = self._cheapest(request, prefilling, "prefill")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ClusterName, EngineId, GatewayId, Incarnation, ModelName, relay_id, relay_of
 from shared.messages.federation import ClusterStatus, ModelRoom
 from shared.messages.tokenizer import ChatPrompt, TextPrompt, Tokenize, TokenPrompt
@@ -43,6 +43,8 @@ class OwnCluster(NamedTuple):
     incarnation: Incarnation
     fingerprint: bytes
     """Of the model that it serves; empty: not compared."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a KV block."""
 
 
 class Room(NamedTuple):
@@ -184,7 +186,7 @@ class RemoteClusters:
             switched=self._switched,
             min_protocol=MIN_PROTOCOL,
             protocol=PROTOCOL,
-            block_size=BLOCK_SIZE,
+            block_size=self.own.block_size,
         )
 
     def refusal(self, name: ClusterName, address: str) -> str | None:
@@ -296,8 +298,8 @@ class RemoteClusters:
         why = incompatibility(SpokenProtocols(status.min_protocol, status.protocol))
         if why is not None:
             return why
-        if status.block_size != BLOCK_SIZE:
-            return f"its blocks hold {status.block_size} tokens, those here {BLOCK_SIZE}; one size for a federation"
+        if status.block_size != (ours := self.own.block_size):
+            return f"its blocks hold {status.block_size} tokens, those here {ours}; one size for a federation"
         return self._model_refusal(status) or _clock_refusal(cluster)
 
     def _model_refusal(self, status: ClusterStatus) -> str | None:

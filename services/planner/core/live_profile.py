@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import ceil
 
 from services.planner.core.profile import EngineProfile
-from shared.blocks import BLOCK_SIZE
 from shared.ids import InstanceId
 from shared.messages.lifecycle import EngineReport, StepSums, WorkerReport
 
@@ -69,7 +68,7 @@ class LiveProfile:
             gpus=worker.world_size,
             max_num_seqs=engine.max_running,
             max_batch_tokens=batch_tokens,
-            kv_tokens=engine.blocks_total * BLOCK_SIZE,
+            kv_tokens=engine.blocks_total * engine.model.block_size,
             prompt_lengths=PROMPT_LENGTHS,
             prefill_seconds=tuple(ceil(each / batch_tokens) * step + each * token for each in PROMPT_LENGTHS),
             batch_sizes=batches,

@@ -59,12 +59,12 @@ class EpochState:
     ) -> None:
         self.workers = workers
         self.limits = limits.bounded(workers.max_running, workers.max_batch_tokens, workers.stages)
-        use = connector.use
+        use, block_size = connector.use, workers.card.block_size
         self.memory = BlockAllocator(
-            workers.num_blocks, for_store=store.enabled, for_connector=use is not None and use.saves
+            workers.num_blocks, block_size, for_store=store.enabled, for_connector=use is not None and use.saves
         )
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
-        self.costs = RecomputeCosts(workers.layout)
+        self.costs = RecomputeCosts(workers.layout, block_size)
         self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
         self.connector_loads = ConnectorLoads(self.limits, connector, self.memory, self.transfers, self.costs)
         self.loads: BlockLoads = self.connector_loads if connector.enabled else self.store_loads

@@ -8,7 +8,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 
 
 class BrokenInvariant(AssertionError):
@@ -92,15 +92,15 @@ def _max_reserved(state: EpochState) -> int:
 
 def _check_sequence(sequence: Sequence, introduced: bool, max_reserved: int) -> None:
     name, tokens = f"sequence {sequence.id}", sequence.tokens
-    known, full = len(tokens.known), len(sequence.blocks.numbers)
+    known, full, size = len(tokens.known), len(sequence.blocks.numbers), tokens.block_size
     _hold(known <= tokens.length <= tokens.limit, f"{name}: lengths {known}, {tokens.length}, {tokens.limit}")
-    _hold(tokens.planned <= sequence.blocks.capacity == full * BLOCK_SIZE, f"{name}: planned beyond its blocks")
+    _hold(tokens.planned <= sequence.blocks.capacity == full * size, f"{name}: planned beyond its blocks")
     if sequence.phase == "loading":
-        _hold(full > blocks_for(tokens.planned), f"{name}: is loaded into no blocks")
+        _hold(full > blocks_for(tokens.planned, size), f"{name}: is loaded into no blocks")
     else:
-        most = blocks_for(tokens.planned + (max_reserved if sequence.phase == "decoding" else 0))
-        _hold(blocks_for(tokens.planned) <= full <= most, f"{name}: holds blocks that it has no tokens for")
-    hashed = known // BLOCK_SIZE if sequence.generation.prefix_caching else 0
+        most = blocks_for(tokens.planned + (max_reserved if sequence.phase == "decoding" else 0), size)
+        _hold(blocks_for(tokens.planned, size) <= full <= most, f"{name}: holds blocks that it has no tokens for")
+    hashed = known // size if sequence.generation.prefix_caching else 0
     _hold(len(tokens.hashes) == hashed, f"{name}: hashes")
     if sequence.phase in ("waiting", "quarantined", "compiling", "seeking", "returning"):
         _hold(full == 0, f"{name}: holds blocks while it waits")

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash, blocks_for
+from shared.blocks import HASH_BYTES, BlockHash, blocks_for
 from shared.kv_event_stream import KvChanges
 
 NO_PARENT = bytes(HASH_BYTES)
@@ -20,8 +20,8 @@ NO_PARENT = bytes(HASH_BYTES)
 
 
 class PrefixIndex:
-    """Owns the two-way map between block hashes and blocks: which block holds the keys and values of which 16 tokens,
-    and of all before them. It also gathers what changed in it, to be published."""
+    """Owns the two-way map between block hashes and blocks: which block holds the keys and values of which tokens, and
+    of all before them. It also gathers what changed in it, to be published."""
 
     def __init__(self) -> None:
         self.changes = KvChanges()
@@ -133,7 +133,11 @@ def chain(hashes: list[BlockHash], first: int, end: int) -> list[NamedBlock]:
 class BlockAllocator:
     """Owns the pool, the index, and every sequence's block table. A shared block is never written to."""
 
-    def __init__(self, num_blocks: int, *, for_store: bool = False, for_connector: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, for_store: bool = False, for_connector: bool = False
+    ) -> None:
+        self.block_size = block_size
+        """Tokens of a block."""
         self.index = PrefixIndex()
         self.pool = BlockPool(num_blocks, self.index)
         self._for_store = for_store
@@ -149,7 +153,7 @@ class BlockAllocator:
         block up instead of computing one token into it, since others may be reading it.
         """
         found: list[int] = []
-        for hash_ in sequence.tokens.hashes[: sequence.reusable // BLOCK_SIZE]:
+        for hash_ in sequence.tokens.hashes[: sequence.reusable_blocks]:
             block = self.index.block_of.get(hash_)
             if block is None:
                 break
@@ -163,30 +167,30 @@ class BlockAllocator:
         table = sequence.blocks
         table.numbers = cached.copy()
         table.indexed = len(cached)
-        table.capacity = len(cached) * BLOCK_SIZE
+        table.capacity = len(cached) * self.block_size
         sequence.tokens.set_planned(table.capacity)
 
     def grow(self, sequence: Sequence, tokens: int) -> list[int]:
         """Adds blocks until the table has room for `tokens`, and returns those. Raises NoFreeBlock: the caller looks
         first whether so many are free."""
         table = sequence.blocks
-        new = [self.pool.allocate() for _ in range(blocks_for(tokens) - len(table.numbers))]
+        new = [self.pool.allocate() for _ in range(blocks_for(tokens, self.block_size) - len(table.numbers))]
         table.numbers += new
-        table.capacity += len(new) * BLOCK_SIZE
+        table.capacity += len(new) * self.block_size
         return new
 
     def fill(self, sequence: Sequence, tokens: int) -> None:
         """The blocks that it was given hold its first `tokens` now; those that are full have their names."""
         sequence.tokens.set_planned(tokens)
-        sequence.blocks.indexed = tokens // BLOCK_SIZE
+        sequence.blocks.indexed = tokens // self.block_size
 
     def shrink(self, sequence: Sequence) -> None:
         """Releases the blocks that hold nothing of the sequence."""
         table = sequence.blocks
-        kept = blocks_for(sequence.tokens.planned)
+        kept = blocks_for(sequence.tokens.planned, self.block_size)
         self.pool.release(reversed(table.numbers[kept:]))
         del table.numbers[kept:]
-        table.capacity = kept * BLOCK_SIZE
+        table.capacity = kept * self.block_size
 
     def release(self, sequence: Sequence, last: Container[BlockHash] = ()) -> None:
         """Releases all its blocks, the end first: the beginning of a prompt is what others are likely to share. Those
@@ -210,7 +214,7 @@ class BlockAllocator:
         """Names the blocks whose tokens are all known and planned, so that others may share them. Called once the plan
         is made: only later plans may build on them."""
         tokens, table = sequence.tokens, sequence.blocks
-        full = min(len(tokens.hashes), tokens.planned // BLOCK_SIZE)
+        full = min(len(tokens.hashes), tokens.planned // self.block_size)
         for i in range(table.indexed, full):
             named = self.index.add(tokens.hashes[i], table.numbers[i])
             if named and self._for_store:

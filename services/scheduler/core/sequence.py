@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
-from shared.blocks import BLOCK_SIZE, BlockHash, next_hash, root_hash, split_hashes
+from shared.blocks import BlockHash, next_hash, root_hash, split_hashes
 from shared.ids import DetokenizerId, EngineId, NodeId, SequenceId
 from shared.messages.generation import FinishReason
 from shared.messages.scheduler import GenerateRequest
@@ -98,6 +98,7 @@ class TokenState:
     __slots__ = (
         "_hashed",
         "_salt",
+        "block_size",
         "hashes",
         "known",
         "length",
@@ -108,8 +109,10 @@ class TokenState:
         "stops",
     )
 
-    def __init__(self, generate: GenerateRequest, limit: int, stops: frozenset[int]) -> None:
+    def __init__(self, generate: GenerateRequest, limit: int, stops: frozenset[int], block_size: int) -> None:
         generation = generate.generation
+        self.block_size = block_size
+        """Tokens of a block of the engine's KV memory."""
         self.prompt_length = generation.prompt_length
         self.min_length = generation.prompt_length + generation.stopping.min_tokens
         """Tokens, prompt and output, below which no stop token ends the sequence."""
@@ -129,9 +132,9 @@ class TokenState:
         known = self.known
         known.append(token)
         count = len(known)
-        if self._hashed and count % BLOCK_SIZE == 0:
+        if self._hashed and count % self.block_size == 0:
             parent = self.hashes[-1] if self.hashes else root_hash(self._salt)
-            self.hashes.append(next_hash(parent, pack(known[-BLOCK_SIZE:])))
+            self.hashes.append(next_hash(parent, pack(known[-self.block_size :])))
         if token in self.stops and count > self.min_length:
             return "stop"
         return "length" if count >= self.limit else None
@@ -272,7 +275,9 @@ class Sequence:
         "transfer",
     )
 
-    def __init__(self, generate: GenerateRequest, queue_key: QueueKey, limit: int, stops: frozenset[int]) -> None:
+    def __init__(
+        self, generate: GenerateRequest, queue_key: QueueKey, limit: int, stops: frozenset[int], block_size: int
+    ) -> None:
         generation = generate.generation
         self.generation = generation
         grammar = generation.grammar
@@ -286,7 +291,7 @@ class Sequence:
         """The work of a decode step that needs no new block. It is always the same, so it is made once."""
         self.phase: SequencePhase = "waiting"
         self.history: list[SequencePhase] = ["waiting"]
-        self.tokens = TokenState(generate, limit, stops)
+        self.tokens = TokenState(generate, limit, stops, block_size)
         self.blocks = BlockTable()
         self.transfer = TransferState(generate)
         self.stream = StreamState(opened=generate.handed is not None)
@@ -316,6 +321,11 @@ class Sequence:
         """Leading tokens that need not be computed if their blocks are cached: all but the last, from which the next
         one is drawn. It is 0 if the prompt's log-probabilities are requested, as only computing yields them."""
         return 0 if self.scored else len(self.tokens.known) - 1
+
+    @property
+    def reusable_blocks(self) -> int:
+        """Leading full blocks among the `reusable` tokens."""
+        return self.reusable // self.tokens.block_size
 
     @property
     def scored(self) -> bool:

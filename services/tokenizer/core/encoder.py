@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from services.tokenizer.core.chat_template import ChatTemplates
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.token_bound import token_bound
-from shared.blocks import hash_chain
+from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
 from shared.messages.coordinator import Route
 from shared.messages.dialects import THINKING_MARKS, Dialect, Thinking
 from shared.messages.gateway import RequestRejected
@@ -109,8 +109,16 @@ class RenderedPrompt(TextPrompt, frozen=True, array_like=True, tag="rendered"):
 class PromptEncoder:
     """Encodes by a vocabulary and the model's chat templates. Stateless, so any thread may use it."""
 
-    def __init__(self, vocabulary: Vocabulary, templates: ChatTemplates, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        templates: ChatTemplates,
+        special_tokens: dict[str, str],
+        block_size: int = DEFAULT_BLOCK_SIZE,
+    ) -> None:
+        """`block_size`: tokens of each block that prompts are hashed by."""
         self._vocabulary = vocabulary
+        self._block_size = block_size
         self._templates = templates
         self.special_tokens = special_tokens
 
@@ -126,6 +134,9 @@ class PromptEncoder:
             and prompt.template is not None
             and self._templates.choose(prompt.template, tools=prompt.tools is not None) is None
         )
+
+    def _hashes(self, tokens: bytes, cache_salt: str | None) -> bytes:
+        return b"".join(hash_chain(tokens, cache_salt, self._block_size))
 
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
         """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
@@ -152,7 +163,7 @@ class PromptEncoder:
                 model=message.model,
                 tokens=tokens,
                 prompt_length=len(ids),
-                block_hashes=b"".join(hash_chain(tokens, message.cache_salt)) if message.prefix_caching else b"",
+                block_hashes=self._hashes(tokens, message.cache_salt) if message.prefix_caching else b"",
                 sampling=sampling,
                 stopping=message.stopping,
                 sent_chars=message.sent_chars,

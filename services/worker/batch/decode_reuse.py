@@ -13,7 +13,7 @@ from services.worker.batch.batch import Batch, BrokenPlan
 from services.worker.batch.rows import Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.sampling.parameters import SamplingBatch
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.messages.worker import SequenceWork
 
 
@@ -48,7 +48,7 @@ class DecodeReuse:
             self._before = None
         else:
             room = self._sequences.blocks.room(batch.sampled_indices)
-            self._before = _Before(work, batch, choices, room, _whole(rows.positions))
+            self._before = _Before(work, batch, choices, room, _whole(rows.positions, rows.block_size))
 
     def next(self, work: tuple[SequenceWork, ...]) -> Batch | None:
         """The batch of `work`, which counts as computed from here on; None, and nothing done, where that does not go on
@@ -73,15 +73,13 @@ class DecodeReuse:
     def _moved_on(
         self, before: _Before, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool
     ) -> Batch:
-        batch, old = before.batch, before.batch.rows
+        batch, old, size = before.batch, before.batch.rows, before.batch.rows.block_size
         seq_indices, positions, kv_slots, whole = old.seq_indices, old.positions + 1, old.kv_slots + 1, before.whole - 1
         if whole < 0:
-            first = np.flatnonzero(positions % BLOCK_SIZE == 0)
-            kv_slots[first] = (
-                self._sequences.block_tables[seq_indices[first], positions[first] // BLOCK_SIZE] * BLOCK_SIZE
-            )
-            whole = _whole(positions)
-        width = blocks_for(old.max_context + 1)
+            first = np.flatnonzero(positions % size == 0)
+            kv_slots[first] = self._sequences.block_tables[seq_indices[first], positions[first] // size] * size
+            whole = _whole(positions, size)
+        width = blocks_for(old.max_context + 1, size)
         if tables_changed or width != old.block_tables.shape[1]:
             tables = self._sequences.block_tables[seq_indices, :width]
         else:
@@ -118,6 +116,6 @@ def _goes_on(before: tuple[SequenceWork, ...], work: tuple[SequenceWork, ...]) -
     )
 
 
-def _whole(positions: Int32s) -> int:
+def _whole(positions: Int32s, block_size: int) -> int:
     """Steps in which nobody's row is the first of a block, from here on."""
-    return BLOCK_SIZE - 1 - int((positions % BLOCK_SIZE).max())
+    return block_size - 1 - int((positions % block_size).max())

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 
 Int32s = NDArray[np.int32]
 Indices = NDArray[np.intp]
@@ -43,12 +43,13 @@ class Rows(NamedTuple):
     """[n] whose row each is."""
     last_rows: Int32s
     """[U] the last row of each unit, in the order that the units were given in."""
+    block_size: int
 
 
-def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
-    """`block_tables` and `tokens` are by sequence index. At least one unit."""
+def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s, block_size: int) -> Rows:
+    """`block_tables`, of blocks of `block_size` tokens, and `tokens` are by sequence index. At least one unit."""
     if (units.counts == 1).all():
-        return _single_rows(units.seq_indices, units.starts, block_tables, tokens)
+        return _single_rows(units.seq_indices, units.starts, block_tables, tokens, block_size)
     order = np.argsort(units.counts > 1, kind="stable")
     seq_indices, starts, counts = units.seq_indices[order], units.starts[order], units.counts[order]
     ends = starts + counts
@@ -57,7 +58,7 @@ def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
     owner = np.repeat(np.arange(len(seq_indices)), counts)
     positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1])[owner]
     rows = seq_indices[owner]
-    block, offset = np.divmod(positions, BLOCK_SIZE)
+    block, offset = np.divmod(positions, block_size)
     max_context = int(ends.max())
     num_decodes = int(np.count_nonzero(counts == 1))
     last_rows = np.empty(len(seq_indices), dtype=np.int32)
@@ -65,20 +66,23 @@ def rows_of(units: RowRuns, block_tables: Int32s, tokens: Int32s) -> Rows:
     return Rows(
         ids=tokens[rows, positions],
         positions=positions,
-        kv_slots=block_tables[rows, block] * BLOCK_SIZE + offset,
+        kv_slots=block_tables[rows, block] * block_size + offset,
         query_starts=query_starts,
         context_lens=ends,
-        block_tables=block_tables[seq_indices, : blocks_for(max_context)],
+        block_tables=block_tables[seq_indices, : blocks_for(max_context, block_size)],
         num_decodes=num_decodes,
         prefills=tuple(zip(counts[num_decodes:].tolist(), ends[num_decodes:].tolist(), strict=True)),
         max_query=int(counts.max()),
         max_context=max_context,
         seq_indices=rows,
         last_rows=last_rows,
+        block_size=block_size,
     )
 
 
-def _single_rows(seq_indices: Indices, positions: Int32s, block_tables: Int32s, tokens: Int32s) -> Rows:
+def _single_rows(
+    seq_indices: Indices, positions: Int32s, block_tables: Int32s, tokens: Int32s, block_size: int
+) -> Rows:
     """See `rows_of`, for units of a row each: what nearly all steps are made of."""
     ends = positions + 1
     max_context = int(ends.max())
@@ -86,16 +90,17 @@ def _single_rows(seq_indices: Indices, positions: Int32s, block_tables: Int32s, 
     return Rows(
         ids=tokens[seq_indices, positions],
         positions=positions,
-        kv_slots=block_tables[seq_indices, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        kv_slots=block_tables[seq_indices, positions // block_size] * block_size + positions % block_size,
         query_starts=counting,
         context_lens=ends,
-        block_tables=block_tables[seq_indices, : blocks_for(max_context)],
+        block_tables=block_tables[seq_indices, : blocks_for(max_context, block_size)],
         num_decodes=len(seq_indices),
         prefills=(),
         max_query=1,
         max_context=max_context,
         seq_indices=seq_indices,
         last_rows=counting[:-1],
+        block_size=block_size,
     )
 
 

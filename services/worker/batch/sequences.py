@@ -13,7 +13,7 @@ from services.worker.batch.batch import Batch, BrokenPlan, DraftTokens, Schedule
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, rows_of
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, SequenceWork
 
@@ -23,7 +23,9 @@ _WIRE = np.dtype("<u4")
 class SequenceTable:
     """The sequences of one rank; see the module."""
 
-    def __init__(self, *, max_sequences: int, max_model_len: int, num_blocks: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, max_sequences: int, max_model_len: int, num_blocks: int, vocab_size: int, block_size: int
+    ) -> None:
         self._indices: dict[SequenceId, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
         # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages
@@ -38,7 +40,9 @@ class SequenceTable:
         self.generations: NDArray[np.int64] = np.zeros(max_sequences, dtype=np.int64)
         """[sequences] a number that changes when a sequence leaves, so that what is drawn for one that has left is not
         taken for the next one's."""
-        self.blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1), num_blocks)
+        self.blocks = BlockTables(max_sequences, blocks_for(max_model_len + 1, block_size), num_blocks, block_size)
+        self.block_size = block_size
+        """Tokens of a block."""
         self.block_tables = self.blocks.ids
         """[sequences, blocks] the blocks of each sequence in their order."""
         self._parameters = ParameterTable(max_sequences, vocab_size)
@@ -136,7 +140,7 @@ class SequenceTable:
         share, ahead = expand_drafts(drafted)
         seq_indices = scheduled.seq_indices[share]
         units = RowRuns(share, seq_indices, self._computed[seq_indices] + ahead, scheduled.counts[share])
-        rows = rows_of(units, self.block_tables, self.tokens)
+        rows = rows_of(units, self.block_tables, self.tokens, self.block_size)
         sampling = np.flatnonzero(scheduled.samples)
         sampled_indices, drafted = scheduled.seq_indices[sampling], drafted[sampling]
         owner, behind = expand_drafts(drafted)
@@ -248,8 +252,9 @@ class SequenceTable:
 class BlockTables:
     """Owned by the sequence table: a row for each sequence index. Untouched pages take no memory."""
 
-    def __init__(self, max_sequences: int, width: int, num_blocks: int) -> None:
+    def __init__(self, max_sequences: int, width: int, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
+        self._block_size = np.int32(block_size)
         self.ids: Int32s = np.zeros((max_sequences, width), dtype=np.int32)
         """[sequences, width]"""
         self.held: Int32s = np.zeros(max_sequences, dtype=np.int32)
@@ -272,5 +277,5 @@ class BlockTables:
 
     def room(self, seq_indices: Indices | int) -> Int32s:
         """Tokens that each one's blocks hold."""
-        room: Int32s = self.held[seq_indices] * np.int32(BLOCK_SIZE)
+        room: Int32s = self.held[seq_indices] * self._block_size
         return room

@@ -158,6 +158,7 @@ class PackedRows(NamedTuple):
             prefills=self.rows.prefills,
             max_query=self.rows.max_query,
             max_context=self.rows.max_context,
+            block_size=self.rows.block_size,
             every_row=len(logits_rows) == len(ids) and bool((self.arrays[5] == np.arange(len(ids))).all()),
         )
         return ids, meta
@@ -202,6 +203,7 @@ def rows_in_place(rows: Rows, logits_rows: Int32s) -> tuple[Tensor, BatchMeta]:
         prefills=rows.prefills,
         max_query=rows.max_query,
         max_context=rows.max_context,
+        block_size=rows.block_size,
         every_row=len(logits_rows) == len(rows.ids) and bool((logits_rows == np.arange(len(rows.ids))).all()),
     )
     return torch.from_numpy(rows.ids), meta

@@ -59,7 +59,7 @@ class DeviceRunner(StepRunner):
         self._clock = clock_of(rank.device)
         self._pending = PendingSteps(rank)
         warm_up_verification(rank.decoder.ops, rank.device)
-        warm_up_move_back(rank.device)
+        warm_up_move_back(rank.device, rank.card.block_size)
 
     def reset(self) -> None:
         """Forgets every sequence; no step is under way, or nobody wants to know what it draws."""

@@ -16,7 +16,7 @@ from services.worker.graphs.choice import DecodeGraphs, RankGraphs
 from services.worker.kv.device_memory import free_bytes, gib, own_bytes, peak_bytes, total_bytes
 from services.worker.kv.kept_peaks import kept_peak
 from services.worker.models.config import ModelError
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 
 _ROWS_ON_CPU = 128
 """A CPU takes a minute for the largest batch of a large model. Activations grow with the rows, so fewer will do. With
@@ -52,7 +52,7 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
 def _of_step(parts: RunnerParts, rows: int) -> int:
     """Bytes that a step of so many rows takes beside weights and KV memory."""
     length = parts.card.max_model_len
-    probe = parts.runner(blocks_for(min(rows, length)) + 1, length)
+    probe = parts.runner(blocks_for(min(rows, length), parts.card.block_size) + 1, length)
     return peak_bytes(parts.device, lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
 
 
@@ -103,6 +103,8 @@ class KvDemand(Struct, frozen=True, kw_only=True):
 
     block_bytes: int
     """Bytes of one block over all layers of this rank."""
+    block_size: int
+    """Tokens of a block."""
     max_num_seqs: int
     max_model_len: int
     explicit_model_len: bool
@@ -115,7 +117,7 @@ class KvDemand(Struct, frozen=True, kw_only=True):
     @property
     def sequence_bytes(self) -> int:
         """Bytes of a sequence that fills its context."""
-        return blocks_for(self.max_model_len) * self.block_bytes
+        return blocks_for(self.max_model_len, self.block_size) * self.block_bytes
 
 
 class DeviceMemory(Struct, frozen=True, kw_only=True):
@@ -163,14 +165,14 @@ class KvSize(Struct, frozen=True):
 def size_kv(demand: KvDemand, memory: DeviceMemory) -> KvSize:
     """Blocks that `memory` allows. Raises ModelError for too few."""
     num_blocks = _bytes(demand, memory) // demand.block_bytes
-    per_sequence = blocks_for(demand.max_model_len)
+    per_sequence = blocks_for(demand.max_model_len, demand.block_size)
     if num_blocks < 1 or (demand.explicit_model_len and num_blocks < per_sequence):
         raise ModelError(
             f"one sequence of {demand.max_model_len} tokens needs {gib(demand.sequence_bytes)} of KV "
             f"memory and there are {gib(num_blocks * demand.block_bytes)}: give more KV memory"
-            + (f", or lower the maximum model length to {num_blocks * BLOCK_SIZE}" if num_blocks else "")
+            + (f", or lower the maximum model length to {num_blocks * demand.block_size}" if num_blocks else "")
         )
-    return KvSize(num_blocks, min(demand.max_model_len, num_blocks * BLOCK_SIZE))
+    return KvSize(num_blocks, min(demand.max_model_len, num_blocks * demand.block_size))
 
 
 def _bytes(demand: KvDemand, memory: DeviceMemory) -> int:

@@ -83,6 +83,7 @@ class RankState:
             max_model_len=card.max_model_len,
             num_blocks=num_blocks,
             vocab_size=card.vocab_size,
+            block_size=card.block_size,
         )
         self.guided = None if grammars is None else GuidedSequences(grammars)
         self.drafting = RankDrafting(

@@ -23,5 +23,6 @@ def simulated_device(config: WorkerConfig, folder: Path) -> SimBackend:
         profile=config.sim_profile,
         step_seconds=None if config.sim_step_ms is None else config.sim_step_ms / 1000,
         time_scale=config.sim_time_scale,
+        block_size=config.block_size,
         speculation=SimSpeculation(config.sim_speculate, config.sim_acceptance),
     )

@@ -33,6 +33,7 @@ from services.worker.speculation.choice import draft_settings, open_drafter
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.telemetry.startup import STARTUP
 
@@ -68,6 +69,7 @@ def create_backend(
     gpu_memory_utilization: float = 0.9,
     enforce_eager: bool = False,
     kv_cache_dtype: CacheDtype = "auto",
+    block_size: int = DEFAULT_BLOCK_SIZE,
     attention: AttentionName = "auto",
     grammar_limits: GrammarLimits = DEFAULT_LIMITS,
     on_layer: Callable[[int], None] | None = None,
@@ -76,8 +78,8 @@ def create_backend(
 
     `rank` and `world_size` count the ranks of its stage. `threads`: for computing on a CPU; None: this rank's share of
     the machine's cores. `layers`: of each stage of `pipeline`; None: as even as can be. `gpu_memory_utilization`: the
-    share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes.
-    `on_layer`: see `LayerwiseDecoder`; only for CPUs.
+    share of all of a GPU's memory that may be taken. `enforce_eager`: no graphs of decodes. `block_size`: tokens of a
+    KV block. `on_layer`: see `LayerwiseDecoder`; only for CPUs.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable where `ops` cannot be had.
     """
@@ -96,6 +98,7 @@ def create_backend(
         load_format=load_format,
         ops=ops,
         cache=kv_cache_dtype,
+        block_size=block_size,
         attention=attention,
         communicator=communicator,
         pipeline=pipeline,
@@ -117,6 +120,7 @@ def create_backend(
         memory = profile(parts, max_batch_tokens=max_batch_tokens, graphs=graphs, model=named)
     demand = KvDemand(
         block_bytes=parts.kv_block_bytes,
+        block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=loaded.max_model_len,
         explicit_model_len=max_model_len is not None,

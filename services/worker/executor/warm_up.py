@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from services.worker.backend import Backend, run_step
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import blocks_for
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, NewSequence, SequenceWork, StepPlan
@@ -34,11 +34,11 @@ _RANDOM = SamplingOptions(seed=0, top_p=0.9)
 def warm_up(backend: Backend, *, rows: int, sequences: int) -> None:
     """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
     everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
-    lengths = _lengths(rows, sequences, _longest(backend))
-    run_step(backend, _prefills(lengths))
+    lengths, size = _lengths(rows, sequences, _longest(backend)), backend.card.block_size
+    run_step(backend, _prefills(lengths, size))
     run_step(backend, _decodes(len(lengths), backend.max_speculate))
     backend.reset()
-    run_step(backend, _prefills([1], _RANDOM))
+    run_step(backend, _prefills([1], size, _RANDOM))
     backend.reset()
 
 
@@ -48,27 +48,27 @@ def warm_up_shapes(backend: Backend, *, rows: int) -> None:
     longest = _longest(backend)
     for count in _doubling(min(rows, longest)):
         warm_up(backend, rows=count, sequences=1)
-        run_step(backend, _behind_prefix(count, longest))
+        run_step(backend, _behind_prefix(count, longest, backend.card.block_size))
         backend.reset()
 
 
 def _longest(backend: Backend) -> int:
     """Tokens of a prompt, behind which another one can be drawn."""
-    return min(backend.card.max_model_len, backend.num_blocks * BLOCK_SIZE) - 1
+    return min(backend.card.max_model_len, backend.num_blocks * backend.card.block_size) - 1
 
 
 def _doubling(most: int) -> list[int]:
     return [*(1 << power for power in range(1, most.bit_length()) if 1 << power < most), most]
 
 
-def _behind_prefix(count: int, longest: int) -> StepPlan:
+def _behind_prefix(count: int, longest: int, block_size: int) -> StepPlan:
     """A prompt whose last `count` tokens are left to be computed."""
     new = NewSequence(
         sequence=SequenceId(0),
         tokens=pack([0] * longest),
         prompt_length=longest,
         computed=longest - count,
-        blocks=pack(range(longest // BLOCK_SIZE + 1)),
+        blocks=pack(range(blocks_for(longest + 1, block_size))),
         sampling=_RANDOM,
     )
     work = SequenceWork(SequenceId(0), count, b"", True)
@@ -82,7 +82,7 @@ def _lengths(rows: int, sequences: int, longest: int) -> list[int]:
     return [max(1, min(longest, rows - even * (count - 1))), *[even] * (count - 1)]
 
 
-def _prefills(lengths: list[int], sampling: SamplingOptions = _EVERYTHING) -> StepPlan:
+def _prefills(lengths: list[int], block_size: int, sampling: SamplingOptions = _EVERYTHING) -> StepPlan:
     """Every sequence writes to the same blocks, the first of the pool: what is computed is nobody's business."""
     scored = _scored(lengths) if sampling is _EVERYTHING else set()
     new = [
@@ -91,7 +91,7 @@ def _prefills(lengths: list[int], sampling: SamplingOptions = _EVERYTHING) -> St
             tokens=pack([0] * length),
             prompt_length=length,
             computed=0,
-            blocks=pack(range(length // BLOCK_SIZE + 1)),
+            blocks=pack(range(blocks_for(length + 1, block_size))),
             sampling=_SCORED if number in scored else sampling,
         )
         for number, length in enumerate(lengths)

@@ -103,7 +103,8 @@ class DecodeGraphs(Struct, frozen=True):
 
     def _captured(self, forward: ForwardPass, caches: KvCaches, capture: Capture) -> ReplayedDecodes:
         most = self.sizes[-1]
-        inputs = DecodeInputs(self.device, most, blocks_for(self.max_model_len), self.max_model_len)
+        length, size = self.max_model_len, self.decoder.ops.block_size
+        inputs = DecodeInputs(self.device, most, blocks_for(length, size), length, size)
         features = self.decoder.empty_features(most) if self.features else None
         return ReplayedDecodes(forward, caches, capture, self.sizes, inputs, features)
 

@@ -18,9 +18,10 @@ PADDING_CONTEXT = 0
 class DecodeInputs:
     """Owns room for `most` rows with tables of `width` blocks. All of it is padding at first."""
 
-    def __init__(self, device: torch.device, most: int, width: int, max_context: int) -> None:
+    def __init__(self, device: torch.device, most: int, width: int, max_context: int, block_size: int) -> None:
         """`max_context`: what captured decodes are made for, however long the contexts of a batch are."""
         self._max_context = max_context
+        self._block_size = block_size
         self._ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._positions = torch.zeros(most, dtype=torch.int32, device=device)
         self._slots = torch.full((most,), PADDING_SLOT, dtype=torch.int32, device=device)
@@ -46,6 +47,7 @@ class DecodeInputs:
             prefills=(),
             max_query=1,
             max_context=self._max_context,
+            block_size=self._block_size,
             every_row=True,
         )
         return self._ids[:size], meta

@@ -122,6 +122,7 @@ class Decoder:
                 layers=self._config.num_layers,
                 kv_heads=self._config.num_kv_heads,
                 head_dim=self._config.head_dim,
+                block_size=self._ops.block_size,
             ),
             first_head=first,
             num_heads=last - first,

@@ -22,6 +22,7 @@ from services.worker.models.loading import load_weights
 from services.worker.models.sharding import PipelineStage, shard_of, stage_of
 from services.worker.ops.interface import AttentionName, CacheDtype, OpsName
 from services.worker.ops.selector import create_ops
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.lifecycle import ModelCard
 from shared.telemetry.startup import STARTUP
@@ -50,6 +51,8 @@ class LoadSettings:
     load_format: LoadFormat
     ops: OpsName
     cache: CacheDtype
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a block of keys and values."""
     attention: AttentionName = "auto"
     communicator: Communicator
     pipeline: Pipeline
@@ -86,7 +89,8 @@ class LoadedModel:
         settings = self.settings
         return (
             f"model {self.digest} in {self.dtype} on {settings.device.type}, layers {settings.layers or 'even'}, "
-            f"{self.decoder.wire}, keys and values {settings.cache}, {self.max_model_len} tokens"
+            f"{self.decoder.wire}, keys and values {settings.cache} in blocks of {settings.block_size}, "
+            f"{self.max_model_len} tokens"
         )
 
     def card(self, name: ModelName) -> ModelCard:
@@ -98,6 +102,7 @@ class LoadedModel:
             eos_token_ids=self.config.eos_token_ids,
             dtype=self.dtype,
             created=int(time.time()),
+            block_size=self.settings.block_size,
         )
 
 
@@ -146,7 +151,14 @@ def _library_model(settings: LoadSettings) -> LoadedModel:
     dummy = settings.load_format == "dummy"
     with STARTUP.stage("digest"):
         digest = dummy_digest(config) if dummy else model_digest(settings.folder, config)
-    ops = create_ops(settings.ops, settings.device, _DTYPES[dtype], settings.cache, settings.attention)
+    ops = create_ops(
+        settings.ops,
+        settings.device,
+        _DTYPES[dtype],
+        settings.cache,
+        settings.attention,
+        block_size=settings.block_size,
+    )
     with STARTUP.stage("weights"):
         decoder = library.decoder(ops, _DTYPES[dtype], settings.device, length, dummy=dummy)
     return LoadedModel(
@@ -166,7 +178,14 @@ def _decoder(
     communicator = settings.communicator
     share = shard_of(config, communicator.rank, communicator.world_size)
     with STARTUP.stage("kernels"):
-        ops = create_ops(settings.ops, settings.device, dtype, settings.cache, settings.attention)
+        ops = create_ops(
+            settings.ops,
+            settings.device,
+            dtype,
+            settings.cache,
+            settings.attention,
+            block_size=settings.block_size,
+        )
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype) as tensors:
         weights = load_weights(tensors, config, share, ops, settings.device, max_model_len, stage)
     if settings.on_layer is not None:

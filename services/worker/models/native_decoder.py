@@ -38,10 +38,11 @@ class NativeDecoder:
         kernels: NativeKernels,
         number: int,
         dtype: torch.dtype,
+        block_size: int,
         eagle: EagleProjection | None = None,
     ) -> None:
         """`weights` must be whole, and packed as `number` (library.SINGLE or HALF), which holds a `dtype`.
-        `eagle`: the layer is EAGLE's, and runs by `predict_features`."""
+        `block_size`: of the caches' blocks. `eagle`: the layer is EAGLE's, and runs by `predict_features`."""
         self._kernels = kernels
         self._weights = weights
         self._vocab_size = config.vocab_size
@@ -50,7 +51,7 @@ class NativeDecoder:
         # The embedding is a bfloat16 or float32 table for the library; a float16 one is converted.
         self._embedding = weights.embedding.to(dtype).contiguous()
         layers = (library.DecoderLayer * len(weights.layers))(*map(_layer, weights.layers))
-        described = self._config_struct(config, weights.embedding, number)
+        described = self._config_struct(config, weights.embedding, number, block_size)
         described.final_norm = address_of(weights.final_norm)
         described.head = _linear(weights.head)
         if eagle is not None:
@@ -126,7 +127,9 @@ class NativeDecoder:
             None if given is None else given.data_ptr(),
         )
 
-    def _config_struct(self, config: ModelConfig, embedding: Tensor, number: int) -> library.DecoderConfig:
+    def _config_struct(
+        self, config: ModelConfig, embedding: Tensor, number: int, block_size: int
+    ) -> library.DecoderConfig:
         scale = config.embedding_scale
         rounded = 1.0 if scale is None else float(embedding.new_tensor(scale))
         return library.DecoderConfig(
@@ -137,6 +140,7 @@ class NativeDecoder:
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            page_bits=library.page_bits(block_size),
             vocab=config.vocab_size,
             activation=ACTIVATIONS[config.activation],
             eps=config.norm_eps,
@@ -156,7 +160,7 @@ def native_decoder(
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps) or config.mixture is not None:
         return None
-    return NativeDecoder(config, weights, ops.kernels, ops.number, ops.dtype, eagle)
+    return NativeDecoder(config, weights, ops.kernels, ops.number, ops.dtype, ops.block_size, eagle)
 
 
 def _layer(layer: LayerWeights) -> library.DecoderLayer:

@@ -52,7 +52,7 @@ class BatchMeta:
     block_tables: Tensor
     """[S, width] block ids in order, padded with 0 behind the last one needed."""
     slots: Tensor
-    """[n] block id * BLOCK_SIZE + offset: where each row's key and value go."""
+    """[n] block id * block_size + offset: where each row's key and value go."""
     positions: Tensor
     """[n] position of each row in its sequence, from 0."""
     logits_rows: Tensor
@@ -65,6 +65,8 @@ class BatchMeta:
     """The most rows that one sequence has."""
     max_context: int
     """The greatest of `context_lens`."""
+    block_size: int
+    """Tokens of a block."""
     every_row: bool = False
     """Whether it is known that `logits_rows` are all rows in their order."""
 
@@ -132,11 +134,15 @@ class Ops(Protocol):
         those are scaled to add up to 1. An expert is down(act(gate) * up).
         """
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of keys and values."""
+
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Bytes that one block of keys and values takes in one layer."""
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """One layer's key and value caches, [num_blocks, KV, BLOCK_SIZE, D]; contents finite, else undefined.
+        """One layer's key and value caches, [num_blocks, KV, block_size, D]; contents finite, else undefined.
 
         An implementation may lay a block out differently inside, as long as the first dimension is the block.
         """

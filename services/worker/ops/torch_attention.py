@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from services.worker.ops.interface import BatchMeta
-from shared.blocks import BLOCK_SIZE
 
 _MAX_SCORES = 1 << 21
 """Scores that a chunk of a prefill computes at once: 8 MiB."""
+
+
+_MIN_CHUNK = 16
+"""Rows of such a chunk, however long the context is."""
 
 
 _MAX_GATHERED = 1 << 24
@@ -61,7 +64,7 @@ class PagedAttentionStep(NamedTuple):
         Chunks bound the memory that scores take, and leave out the keys that no row of the chunk sees.
         """
         heads, rows = q.shape[1:3]
-        step = max(BLOCK_SIZE, _MAX_SCORES // (heads * context))
+        step = max(_MIN_CHUNK, _MAX_SCORES // (heads * context))
         for first in range(0, rows, step):
             last = min(first + step, rows)
             position, newest = context - rows + first, context - rows + last

@@ -21,7 +21,7 @@ from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import Activation, BatchMeta, DraftAttempt, PackedExperts, PackedLinear
 from services.worker.ops.torch_attention import PagedAttentionStep
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
 class _Linear(Struct, frozen=True):
@@ -33,7 +33,8 @@ class _Linear(Struct, frozen=True):
 class TorchOps:
     """See :class:`services.worker.ops.interface.Ops`. Activations are in the model's dtype."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        self.block_size = block_size
         self._device = device
         self._dtype = dtype
         self._onednn = device.type == "cpu" and _onednn_multiplies(dtype)
@@ -98,11 +99,11 @@ class TorchOps:
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the model's dtype."""
-        return 2 * kv_heads * BLOCK_SIZE * head_dim * self._dtype.itemsize
+        return 2 * kv_heads * self.block_size * head_dim * self._dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Zeros; on a CPU they take memory when they are first written to."""
-        shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+        shape = (num_blocks, kv_heads, self.block_size, head_dim)
         return _zeros(shape, self._dtype, self._device), _zeros(shape, self._dtype, self._device)
 
     def kv_copier(self, caches: list[tuple[Tensor, Tensor]], head_dim: int) -> KvCopier:
@@ -123,13 +124,13 @@ class TorchOps:
         eps: float,
     ) -> Tensor:
         """Rotated in float32, stored in the cache's dtype."""
-        _, kv_heads, _, head_dim = k_cache.shape
+        _, kv_heads, block_size, head_dim = k_cache.shape
         q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
         if q_norm is not None and k_norm is not None:
             q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
         rows = cos_sin.index_select(0, meta.positions).unsqueeze(1)
-        block = torch.div(meta.slots, BLOCK_SIZE, rounding_mode="floor")
-        offset = meta.slots - block * BLOCK_SIZE
+        block = torch.div(meta.slots, block_size, rounding_mode="floor")
+        offset = meta.slots - block * block_size
         k_cache[block, :, offset] = _rotate(k, rows)
         v_cache[block, :, offset] = v
         return _rotate(q, rows)

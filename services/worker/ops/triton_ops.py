@@ -28,7 +28,7 @@ from services.worker.ops.triton.moe.mixture import compile_all, mixture
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.verification import verify
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
 class _Experts(NamedTuple):
@@ -47,11 +47,13 @@ class TritonOps(TorchOps):
         dtype: torch.dtype,
         cache_dtype: torch.dtype | None = None,
         attention: AttentionName = "auto",
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
     ) -> None:
         """`cache_dtype`: of keys and values; None: `dtype`. On a CPU the kernels run in Triton's interpreter, for
         tests. Raises OpsUnavailable.
         """
-        super().__init__(device, dtype)
+        super().__init__(device, dtype, block_size=block_size)
         _check_device(device)
         self._cache_dtype = cache_dtype or dtype
         self._compiled: set[tuple[object, ...]] = set()
@@ -92,11 +94,11 @@ class TritonOps(TorchOps):
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Keys and values are kept in the caches' dtype."""
-        return 2 * kv_heads * BLOCK_SIZE * head_dim * self._cache_dtype.itemsize
+        return 2 * kv_heads * self.block_size * head_dim * self._cache_dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Zeros in the caches' dtype, which may be float8_e4m3fn."""
-        shape = (num_blocks, kv_heads, BLOCK_SIZE, head_dim)
+        shape = (num_blocks, kv_heads, self.block_size, head_dim)
         keys, values = (torch.zeros(shape, dtype=self._cache_dtype, device=self._device) for _ in range(2))
         return keys, values
 

@@ -16,7 +16,7 @@ from services.worker.sim.accelerator import MEMORY_SHARE, Accelerator
 from services.worker.sim.kv_copier import simulated_kv
 from services.worker.sim.shape import ModelShape, read_shape
 from services.worker.sim.tokens import SimSpeculation, drawn, printable_tokens
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import ModelName, SequenceId
 from shared.messages.generation import TokenLogprobs
 from shared.messages.lifecycle import ModelCard
@@ -134,7 +134,7 @@ class SimBackend:
     def _compute(self, plan: StepPlan) -> tuple[tuple[SampledTokens, ...], float]:
         sampled: list[SampledTokens] = []
         tokens = pairs = read = 0
-        held_by_id = self._held
+        held_by_id, block_size = self._held, self.card.block_size
         for work in plan.work:
             sequence, work_count, blocks = work.sequence, work.count, work.blocks
             held = held_by_id[sequence]
@@ -145,7 +145,7 @@ class SimBackend:
             held.computed += work_count
             if blocks:
                 held.blocks += count(blocks)
-            if held.computed + work.speculate > held.blocks * BLOCK_SIZE or held.computed > held.length:
+            if held.computed + work.speculate > held.blocks * block_size or held.computed > held.length:
                 raise ValueError(f"sequence {sequence}: {held.computed} of {held.length} in {held.blocks} blocks")
             if work.sample:
                 sampled.append(self._sample(sequence, held, work.speculate))
@@ -203,6 +203,7 @@ def create_sim_backend(
     profile: str,
     step_seconds: float | None,
     time_scale: float,
+    block_size: int,
     speculation: SimSpeculation | None = None,
 ) -> SimBackend:
     """A simulated rank of the model in `model_dir`, of which the config and the tokenizer are read.
@@ -220,13 +221,15 @@ def create_sim_backend(
         eos_token_ids=shape.eos_token_ids,
         dtype=shape.dtype,
         created=int(time.time()),
+        block_size=block_size,
     )
-    blocks = _num_blocks(shape, kv_memory_bytes, world_size, accelerator, length)
+    blocks = _num_blocks(shape, kv_memory_bytes, world_size, accelerator, card)
     seconds = _step_seconds(shape, world_size, accelerator, step_seconds, time_scale)
     vocabulary = printable_tokens(model_dir, shape.vocab_size)
     kv = simulated_kv(
         shape,
         num_blocks=blocks,
+        block_size=block_size,
         rank=rank,
         world_size=world_size,
         bandwidth=accelerator.host_link,
@@ -242,12 +245,12 @@ def _accepted(sampled: tuple[SampledTokens, ...]) -> tuple[int, ...]:
 
 
 def _num_blocks(
-    shape: ModelShape, given: int | None, world_size: int, accelerator: Accelerator, max_model_len: int
+    shape: ModelShape, given: int | None, world_size: int, accelerator: Accelerator, card: ModelCard
 ) -> int:
     """Each rank holds its share of the weights and of each block."""
     room = given if given is not None else accelerator.memory * MEMORY_SHARE - shape.weight_bytes / world_size
-    most = MAX_SEQUENCES * blocks_for(max_model_len)
-    blocks = min(most, int(room * world_size / (shape.kv_bytes_per_token * BLOCK_SIZE)))
+    most = MAX_SEQUENCES * blocks_for(card.max_model_len, card.block_size)
+    blocks = min(most, int(room * world_size / (shape.kv_bytes_per_token * card.block_size)))
     if blocks < 1:
         raise BackendError(f"the weights take {shape.weight_bytes} bytes; nothing is left for keys and values")
     return blocks

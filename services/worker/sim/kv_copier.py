@@ -15,7 +15,6 @@ import msgspec
 
 from services.worker.kv.copier import CacheRun, Copied, Piece, RankKvCache
 from services.worker.sim.shape import ModelShape
-from shared.blocks import BLOCK_SIZE
 from shared.messages.kvstore import KvLayout
 
 if TYPE_CHECKING:
@@ -84,12 +83,19 @@ class BoundSimKvCopier:
 
 
 def simulated_kv(
-    shape: ModelShape, *, num_blocks: int, rank: int, world_size: int, bandwidth: float, time_scale: float
+    shape: ModelShape,
+    *,
+    num_blocks: int,
+    block_size: int,
+    rank: int,
+    world_size: int,
+    bandwidth: float,
+    time_scale: float,
 ) -> RankKvCache:
     """The KV memory of one of `world_size` ranks, which copies its heads' share of a block at `bandwidth` bytes per
     second to and from the store. Ranks beyond the number of KV heads hold those of others, too."""
     heads = max(1, shape.kv_heads // world_size)
-    block_bytes = shape.kv_bytes_per_token * BLOCK_SIZE
+    block_bytes = shape.kv_bytes_per_token * block_size
     seconds = time_scale * block_bytes * heads / shape.kv_heads / bandwidth
     return RankKvCache(
         layout=KvLayout(
@@ -98,6 +104,7 @@ def simulated_kv(
             layers=1,
             kv_heads=1,
             head_dim=1,
+            block_size=block_size,
         ),
         first_head=0,
         num_heads=1,

@@ -17,7 +17,7 @@ from services.worker.sampling.random_numbers import RejectedDrafts
 from services.worker.sampling.sampler import sample_unprocessed
 from services.worker.speculation.proposer import SequenceHistories
 from services.worker.speculation.verification import DecodePositions
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 
 _ALIGNED = 16
 """Numbers that each array's start is a multiple of, as in `rows_on_device`."""
@@ -34,13 +34,14 @@ class DraftChain(NamedTuple):
     """[3, steps, stride] positions, slots and context lengths; ordinals; block tables."""
     longest: list[int]
     """[steps]"""
+    block_size: int
 
     def meta(self, step: int) -> BatchMeta:
         """The rows of one step, as views of the chain's numbers."""
         steps, count, stride = self.steps, self.sequences, self.stride
         places, slots, lengths = (self.numbers[(kind * steps + step) * stride :][:count] for kind in range(3))
         ordinals = self.numbers[3 * steps * stride :]
-        width = blocks_for(max(self.longest))
+        width = blocks_for(max(self.longest), self.block_size)
         return BatchMeta(
             query_starts=ordinals[: count + 1],
             context_lens=lengths,
@@ -52,6 +53,7 @@ class DraftChain(NamedTuple):
             prefills=(),
             max_query=1,
             max_context=self.longest[step],
+            block_size=self.block_size,
             every_row=True,
         )
 
@@ -59,24 +61,26 @@ class DraftChain(NamedTuple):
         """Moves all rows of each sequence back, by its own rejected drafts."""
         by_kind = self.numbers[: 3 * self.steps * self.stride].view(3, self.steps, self.stride)
         positions, slots, lengths = by_kind[..., : self.sequences]
-        DecodePositions(positions, slots, lengths, self.meta(0).block_tables).move_back(rejected)
+        DecodePositions(positions, slots, lengths, self.meta(0).block_tables).move_back(rejected, self.block_size)
 
 
-def draft_chain(seq_indices: Indices, positions: Int32s, block_tables: Int32s, device: torch.device) -> DraftChain:
+def draft_chain(
+    seq_indices: Indices, positions: Int32s, block_tables: Int32s, block_size: int, device: torch.device
+) -> DraftChain:
     """The chain of K steps for P sequences; positions [K, P]: which position of each sequence a step computes."""
     steps, count = positions.shape
     longest = positions.max(axis=1) + 1
-    width = blocks_for(int(longest.max()))
+    width = blocks_for(int(longest.max()), block_size)
     stride = _aligned(count + 1)
     numbers = np.empty((3 * steps + 1) * stride + count * width, dtype=np.int32)
     by_step = numbers[: 3 * steps * stride].reshape(3, steps, stride)[:, :, :count]
-    block, offset = np.divmod(positions, BLOCK_SIZE)
+    block, offset = np.divmod(positions, block_size)
     by_step[0] = positions
-    by_step[1] = block_tables[seq_indices, block] * BLOCK_SIZE + offset
+    by_step[1] = block_tables[seq_indices, block] * block_size + offset
     by_step[2] = positions + 1
     numbers[3 * steps * stride :][:stride] = np.arange(stride)
     numbers[(3 * steps + 1) * stride :] = block_tables[seq_indices, :width].ravel()
-    return DraftChain(steps, count, stride, to_device(numbers, device), longest.tolist())
+    return DraftChain(steps, count, stride, to_device(numbers, device), longest.tolist(), block_size)
 
 
 def _aligned(numbers: int) -> int:

@@ -30,7 +30,6 @@ from services.worker.speculation.chain import DraftSampler, draft_chain
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Indices, Int32s, SequenceHistories
 from services.worker.speculation.settings import SpeculationSettings
-from shared.blocks import BLOCK_SIZE
 
 MAX_READ_TOKENS = 512
 """Tokens that it reads in one step, shortest first: a sequence that is not read to its end drafts later."""
@@ -86,6 +85,7 @@ class DraftModelProposer:
         self._native = decoder.native
         self._most = most
         self._caches = decoder.allocate_kv(num_blocks)
+        self._block_size = decoder.ops.block_size
         self._forward: ForwardPass = decoder.fastest_pass
         self._replays = False
         self._read = np.zeros(max_sequences, dtype=np.int32)
@@ -137,11 +137,12 @@ class DraftModelProposer:
         through = ends == request.histories.lengths[seq_indices]
         if not len(reading):
             return None, reading
-        rows = rows_of(units, request.histories.block_tables, request.histories.tokens)
+        rows = rows_of(units, request.histories.block_tables, request.histories.tokens, self._block_size)
         ids, meta = self._staging.place(rows, rows.last_rows[last_units][through])
         logits = self._forward(ids, meta, self._caches)
         self._read[seq_indices] = ends
-        last = rows.kv_slots[rows.positions % BLOCK_SIZE == BLOCK_SIZE - 1] // BLOCK_SIZE
+        size = self._block_size
+        last = rows.kv_slots[rows.positions % size == size - 1] // size
         self._whole[last] = True
         return logits, reading[through]
 
@@ -166,7 +167,11 @@ class DraftModelProposer:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
             rows = draft_chain(
-                seq_indices, histories.lengths[seq_indices] + ahead, histories.block_tables, self._device
+                seq_indices,
+                histories.lengths[seq_indices] + ahead,
+                histories.block_tables,
+                self._block_size,
+                self._device,
             )
             if draws.greedy and self._native is not None:
                 return self._native.draft_chain(tokens[0], rows.meta(0), rows.steps, rows.stride, self._caches).t()
@@ -178,13 +183,14 @@ class DraftModelProposer:
 
     def observe(self, computed: ComputedStep) -> None:
         """Blocks that the model begins anew hold something else of the draft model."""
-        self._whole[computed.kv_slots[computed.positions % BLOCK_SIZE == 0] // BLOCK_SIZE] = False
+        size = self._block_size
+        self._whole[computed.kv_slots[computed.positions % size == 0] // size] = False
 
     def start_sequence(self, seq_index: int, computed: int, histories: SequenceHistories) -> None:
         """Of what the sequence's first blocks hold, only blocks that the draft model has whole count as read."""
-        blocks = histories.block_tables[seq_index, : computed // BLOCK_SIZE]
+        blocks = histories.block_tables[seq_index, : computed // self._block_size]
         missing = np.flatnonzero(~self._whole[blocks])
-        self._read[seq_index] = BLOCK_SIZE * (missing[0] if len(missing) else len(blocks))
+        self._read[seq_index] = self._block_size * (missing[0] if len(missing) else len(blocks))
 
     def forget_blocks(self, blocks: Int32s) -> None:
         """The draft model has nothing of what these blocks hold now."""

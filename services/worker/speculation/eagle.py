@@ -238,7 +238,11 @@ class EagleProposer:
             # Those that may draft no further go on writing behind their last draft: nothing is read from there.
             ahead = np.minimum(np.arange(steps, dtype=np.int32)[:, None], most - 1)
             rows = draft_chain(
-                seq_indices, histories.lengths[seq_indices] - 1 + ahead, histories.block_tables, self._device
+                seq_indices,
+                histories.lengths[seq_indices] - 1 + ahead,
+                histories.block_tables,
+                histories.block_size,
+                self._device,
             )
             if rejected is not None:
                 rows.move_back(rejected)

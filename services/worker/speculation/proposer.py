@@ -38,6 +38,10 @@ class SequenceHistories(Protocol):
     def block_tables(self) -> Int32s:
         """[sequences, blocks]"""
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
     def sampling_batch(self, seq_indices: Indices, ahead: Int32s | int) -> SamplingBatch:
         """How the tokens are drawn that come `ahead` tokens behind the known ones."""
 
@@ -65,7 +69,7 @@ class ComputedStep:
     positions: Int32s
     """[n] position of each row."""
     kv_slots: Int32s
-    """[n] block id * BLOCK_SIZE + offset"""
+    """[n] block id * block_size + offset"""
     meta: BatchMeta
     """The batch's metadata on the device. It also has the rows of rejected drafts."""
     features: Tensor | None

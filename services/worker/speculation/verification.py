@@ -29,7 +29,6 @@ from services.worker.ops.interface import BatchMeta, DraftAttempt, Ops
 from services.worker.ops.transfer import to_device, to_device_together
 from services.worker.sampling.logprobs import RowLogprobs, logprobs_by_row
 from services.worker.sampling.random_numbers import RejectedDrafts
-from shared.blocks import BLOCK_SIZE
 from shared.messages.scheduler import SampledTokens
 
 Int32s = NDArray[np.int32]
@@ -158,20 +157,20 @@ class DecodePositions(NamedTuple):
     block_tables: Tensor
     """[P, width]"""
 
-    def move_back(self, rejected: RejectedDrafts, cells: Tensor | None = None) -> None:
+    def move_back(self, rejected: RejectedDrafts, block_size: int, cells: Tensor | None = None) -> None:
         """Moves each decode back by its own rejected drafts [P], in all steps; its cell [P], too, where K is 1."""
         if runs_triton(self.positions.device):
             from services.worker.ops.triton.decode_inputs import move_back
 
-            move_back(rejected.counts, *self, cells)
+            move_back(rejected.counts, *self, block_size, cells)
             return
         self.positions.sub_(rejected.counts)
         self.context_lens.sub_(rejected.counts)
         if cells is not None:
             cells.sub_(rejected.counts)
-        number = torch.div(self.positions, BLOCK_SIZE, rounding_mode="floor")
+        number = torch.div(self.positions, block_size, rounding_mode="floor")
         block = self.block_tables.gather(1, number.t().long()).t()
-        self.slots.copy_((block - number) * BLOCK_SIZE + self.positions)
+        self.slots.copy_((block - number) * block_size + self.positions)
 
 
 def move_back(cells: Tensor, meta: BatchMeta, rejected: RejectedDrafts) -> None:
@@ -183,11 +182,11 @@ def move_back(cells: Tensor, meta: BatchMeta, rejected: RejectedDrafts) -> None:
         part[:decodes].unsqueeze(0) for part in (meta.positions, meta.slots, meta.context_lens)
     )
     DecodePositions(positions, slots, lengths, meta.block_tables[:decodes]).move_back(
-        rejected.part(0, decodes), cells[:decodes]
+        rejected.part(0, decodes), meta.block_size, cells[:decodes]
     )
 
 
-def warm_up_move_back(device: torch.device) -> None:
+def warm_up_move_back(device: torch.device, block_size: int) -> None:
     """Moves one decode by nothing, so that the kernel is compiled."""
     one = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    DecodePositions(one, one.clone(), one.clone(), one.clone()).move_back(RejectedDrafts(one[0].clone(), 0))
+    DecodePositions(one, one.clone(), one.clone(), one.clone()).move_back(RejectedDrafts(one[0].clone(), 0), block_size)

@@ -195,7 +195,7 @@ class ActorRun:
         loop = asyncio.get_running_loop()
         for request in self._load.given:
             await asyncio.sleep(WARM_UP + request.at - loop.time())
-            await bus.publish(topics.route(), Route(generation_of(request, CARD.name, request.at)))
+            await bus.publish(topics.route(), Route(generation_of(request, CARD.name, request.at, CARD.block_size)))
         async with asyncio.timeout(60):
             while any(len(detokenizer.times[each.id]) < each.output_tokens for each in self._load.given):
                 await asyncio.sleep(0.1)

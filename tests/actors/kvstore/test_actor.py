@@ -14,7 +14,8 @@ from kvstore.arena.directory import StoreDirectory
 from kvstore.core.layout import PAGE
 from shared import topics
 from shared.actor import ActorRuntime, Tick
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import BlockHash
 from shared.bus import NoResponders
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Incarnation, InstanceId, LeaseId, ModelName

@@ -145,7 +145,7 @@ async def test_an_actor_whose_dependency_is_missing_is_not_ready(stack: Stack) -
 async def test_processes_of_a_release_that_cannot_work_with_ours_do_not_exist_for_an_actor(
     stack: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def life(instance: str, **protocols: int) -> Lifecycle:
+    def life(instance: str, **fields: int) -> Lifecycle:
         return Lifecycle(
             service="worker",
             instance=InstanceId(instance),
@@ -154,20 +154,25 @@ async def test_processes_of_a_release_that_cannot_work_with_ours_do_not_exist_fo
             pid=1,
             host="here",
             started=0.0,
-            **protocols,  # type: ignore[arg-type]
+            **fields,  # type: ignore[arg-type]
         )
 
     for message in (
         life("too-new", min_protocol=98, protocol=99),
         life("too-new", min_protocol=98, protocol=99),
-        life("newer-but-fine", min_protocol=PROTOCOL, protocol=99),
+        life("other-blocks", protocol=PROTOCOL, block_size=64),
+        life("newer-but-fine", min_protocol=PROTOCOL, protocol=99, block_size=16),
     ):
         await stack.bus.publish(topics.lifecycle_of("worker", message.instance), message)
     async with asyncio.timeout(60):
         assert (await stack.actor.heard.get()).instance == "newer-but-fine"
-    refused = [record for record in caplog.records if record.message == "incompatible release"]
-    assert len(refused) == 1
-    assert "its release is too new" in refused[0].reason  # type: ignore[attr-defined]
+    refused = [record for record in caplog.records if record.message == "incompatible process"]
+    reasons = [record.reason for record in refused]  # type: ignore[attr-defined]
+    assert len(reasons) == 2
+    assert "its release is too new" in reasons[0]
+    assert reasons[1] == (
+        "its KV blocks have 64 tokens, those here 16: --block-size must be the same in all of a stack"
+    )
     await stack.stop()
 
 

@@ -37,7 +37,7 @@ from services.worker.measure.roofline.wire import (
 from services.worker.models.hf_config import read_model_config
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.torch_ops import TorchOps
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.models.tiny_models import make_config
 
 

@@ -218,7 +218,7 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "KV connector",
 )
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(plain: Answers, tmp_path: Path) -> None:
-    more = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path)]
+    more = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
     with running_stack(tmp_path, tp=2, more=more) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 6))
@@ -267,7 +267,7 @@ async def test_two_stages_of_two_ranks(plain: Answers, tmp_path: Path) -> None:
 )
 async def test_prompts_that_are_handed_over_and_a_decoding_engine_that_dies(plain: Answers, tmp_path: Path) -> None:
     settings = ("coordinator.disaggregate_tokens=0", "coordinator.disaggregate_least=0", "scheduler.store_deadline=5")
-    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=4MiB", NGRAM, "--tp-decode=2"]
+    more = [*SMALL_STEPS, "--max-model-len=640", "--kv-memory=8MiB", NGRAM, "--tp-decode=2", "--block-size=32"]
     with running_stack(tmp_path, prefill=1, decode=1, kvstore="64MiB", settings=settings, more=more) as stack:
         async with asyncio.TaskGroup() as both:
             async with listening(stack, requests_are_handed_to("decode-1")) as listener:

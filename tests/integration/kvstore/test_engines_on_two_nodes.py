@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.model_choice import DEMO_MODEL
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.messages.lifecycle import Lifecycle
 from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack, running_stack

@@ -64,7 +64,7 @@ def test_what_cannot_be_made_is_refused_by_name(
 ) -> None:
     monkeypatch.syspath_prepend(str(installed))
     with pytest.raises(ConnectorRefused) as refused:
-        open_connector(name, extra, "kv_both", engine="e", rank=None)
+        open_connector(name, extra, "kv_both", engine="e", rank=None, block_size=16)
     assert why in str(refused.value)
     assert "secret" not in str(refused.value)
 

@@ -14,7 +14,6 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.kv.transfers import Transfers
 from services.worker.models.loaded_model import DtypeChoice
 from services.worker.ops.interface import OpsName, OpsUnavailable
-from shared.blocks import BLOCK_SIZE
 from shared.messages.worker import Transfer
 from tests.support.kv.ranks import make_arena, transfer
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
@@ -22,9 +21,14 @@ from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
-PROMPT = [3 + (7 * i * i + i) % (VOCABULARY - 4) for i in range(6 * BLOCK_SIZE + 5)]
 SAVED = 6
 OUTPUT = 12
+
+
+def prompt_of(backend: HostRunner) -> list[int]:
+    """Of SAVED full blocks and a little more."""
+    tokens = SAVED * backend.card.block_size + 5
+    return [3 + (7 * i * i + i) % (VOCABULARY - 4) for i in range(tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
     return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
 
 
-def runner(model: TinyModel, ops: OpsName, dtype: DtypeChoice) -> HostRunner:
+def runner(model: TinyModel, ops: OpsName, dtype: DtypeChoice, size: int = 16) -> HostRunner:
     try:
-        return tiny_backend(model.path, dtype=dtype, kv_memory_bytes=4 << 20, max_num_seqs=4, ops=ops)
+        return tiny_backend(model.path, dtype=dtype, kv_memory_bytes=4 << 20, max_num_seqs=4, ops=ops, block_size=size)
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
 
@@ -46,7 +50,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("ops", ["native", "torch"])
+@pytest.mark.parametrize(("ops", "size"), [("native", 16), ("native", 32), ("torch", 16)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_was_loaded_serves_as_what_was_computed(
     models: Callable[[str], TinyModel],
@@ -54,9 +58,10 @@ def test_what_was_loaded_serves_as_what_was_computed(
     tmp_path: Path,
     family: str,
     ops: OpsName,
+    size: int,
     dtype: DtypeChoice,
 ) -> None:
-    first, second = (runner(models(family), ops, dtype) for _ in range(2))
+    first, second = (runner(models(family), ops, dtype, size) for _ in range(2))
     assert first.kv.layout == second.kv.layout
     make_arena(tmp_path, first.kv.layout, SAVED)
     computed = computed_and_saved(first, tmp_path)
@@ -78,12 +83,12 @@ def test_without_loading_the_blocks_hold_something_else(models: Callable[[str], 
 def computed_and_saved(backend: HostRunner, directory: Path) -> list[int]:
     """What follows the prompt; its full blocks are computed by a sequence before it, and saved."""
     driver = Driver(backend, budget=40)
-    before = driver.add(PROMPT, 1)
+    before = driver.add(prompt_of(backend), 1)
     while not before.done:
         driver.step()
     copied(backend, directory, transfer("save", before.blocks[:SAVED], range(SAVED)))
-    sequence = driver.add(PROMPT, OUTPUT)
-    assert driver.share_prefix(sequence, before) == SAVED * BLOCK_SIZE
+    sequence = driver.add(prompt_of(backend), OUTPUT)
+    assert driver.share_prefix(sequence, before) == SAVED * backend.card.block_size
     driver.run()
     return sequence.output
 
@@ -91,7 +96,7 @@ def computed_and_saved(backend: HostRunner, directory: Path) -> list[int]:
 def loaded(backend: HostRunner, directory: Path | None) -> list[int]:
     """What follows the prompt, whose full blocks are loaded, or (None) not."""
     driver = Driver(backend, budget=40)
-    sequence = driver.add(PROMPT, OUTPUT)
+    sequence = driver.add(prompt_of(backend), OUTPUT)
     blocks = driver.give_loaded(sequence, SAVED)
     if directory is not None:
         copied(backend, directory, transfer("load", blocks, range(SAVED)))

@@ -51,9 +51,9 @@ Make = Callable[[int | None], KVConnectorBase]
 """One half: of a rank, or (None) of the scheduler."""
 
 
-def shared_memory(folder: Path, role: KVRole = "kv_both", **extra: object) -> Make:
+def shared_memory(folder: Path, role: KVRole = "kv_both", block_size: int = 16, **extra: object) -> Make:
     config = json.dumps({"directory": str(folder), "size": "64MiB", **extra})
-    return lambda rank: open_connector("shared-memory", config, role, engine="e", rank=rank)
+    return lambda rank: open_connector("shared-memory", config, role, engine="e", rank=rank, block_size=block_size)
 
 
 @asynccontextmanager
@@ -68,7 +68,14 @@ async def engine(
     bus = MemoryBus()
     async with engine_on_a_bus(bus, LIMITS, connector=ConnectorHalf(halves.scheduler, use)) as running:
         running.add_worker(
-            lambda: tiny_backend(model.path, max_batch_tokens=48, max_num_seqs=8, ops=ops, on_layer=on_layer),
+            lambda: tiny_backend(
+                model.path,
+                max_batch_tokens=48,
+                max_num_seqs=8,
+                ops=ops,
+                block_size=halves.worker.config.block_size,
+                on_layer=on_layer,
+            ),
             connector=thread,
         )
         await running.ready()
@@ -77,7 +84,10 @@ async def engine(
 
 async def ask(engine: EngineOnABus, name: str, prompt: list[int] = PROMPT) -> tuple[list[int], int]:
     """(output, prompt tokens that were not computed)."""
-    request = generate(name, prompt, max_tokens=COUNT, ignore_eos=True)
+    epoch = engine.scheduler.core.epoch_state
+    assert epoch is not None
+    size = epoch.memory.block_size
+    request = generate(name, prompt, max_tokens=COUNT, ignore_eos=True, block_size=size)
     await engine.generate(replace(request, generation=replace(request.generation, sampling=GREEDY)))
     await engine.finished(name)
     (opened,) = [each for each in engine.notes.opened if each.request == name]
@@ -98,20 +108,23 @@ async def at_rest(engine: EngineOnABus) -> None:
 
 
 @pytest.mark.features("KV connector", "prefix cache", "chunked prefill")
-@pytest.mark.parametrize("ops", ["torch", "native"])
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(
+    ("ops", "layerwise", "size"),
+    [("torch", False, 16), ("torch", True, 16), ("native", False, 16), ("native", True, 16), ("native", True, 32)],
+)
 async def test_what_one_engine_saved_a_second_one_loads_and_says_the_same(
-    model: TinyModel, tmp_path: Path, layerwise: bool, ops: str
+    model: TinyModel, tmp_path: Path, layerwise: bool, ops: str, size: int
 ) -> None:
     expected = model.greedy(PROMPT, COUNT)
-    async with engine(model, shared_memory(tmp_path, "kv_producer", layerwise=layerwise), "kv_producer", ops) as (a, _):
+    producer = shared_memory(tmp_path, "kv_producer", size, layerwise=layerwise)
+    async with engine(model, producer, "kv_producer", ops) as (a, _):
         assert await ask(a, "first") == (expected, 0)
-        await saved(a, len(PROMPT) // 16)
+        await saved(a, len(PROMPT) // size)
         await at_rest(a)
-    async with engine(model, shared_memory(tmp_path, "kv_consumer"), "kv_consumer", ops) as (b, _):
+    async with engine(model, shared_memory(tmp_path, "kv_consumer", size), "kv_consumer", ops) as (b, _):
         assert await ask(b, "second") == (expected, 128)
         assert await ask(b, "other", PROMPT[:40] + [9] * 30) == (model.greedy(PROMPT[:40] + [9] * 30, COUNT), 32)
-        assert b.scheduler.core.counters.blocks_loaded == 8
+        assert b.scheduler.core.counters.blocks_loaded == 128 // size
         await at_rest(b)
 
 
@@ -210,7 +223,7 @@ class Scripted(KVConnectorBase):
 
 
 def scripted(**extra: object) -> Make:
-    return lambda rank: Scripted(ConnectorConfig("e", "kv_both", extra, rank))
+    return lambda rank: Scripted(ConnectorConfig("e", "kv_both", extra, rank, 16))
 
 
 @pytest.fixture(autouse=True)

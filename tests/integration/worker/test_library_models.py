@@ -39,9 +39,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return record_logits(monkeypatch)
 
 
-@pytest.mark.parametrize("ops", ["torch", "native"])
-def test_an_unknown_architecture_is_computed_by_the_library(cohere: TinyModel, ops: OpsName) -> None:
-    backend = tiny_backend(cohere.path, ops=ops)
+@pytest.mark.parametrize(("ops", "size"), [("torch", 16), ("native", 16), ("native", 32)])
+def test_an_unknown_architecture_is_computed_by_the_library(cohere: TinyModel, ops: OpsName, size: int) -> None:
+    backend = tiny_backend(cohere.path, ops=ops, block_size=size)
+    assert backend.kv.layout.block_size == size
     assert backend.rank.decoder.ops_name.startswith(f"transformers {transformers.__version__}")
     check_mixed_batch(cohere, backend)
     backend.reset()

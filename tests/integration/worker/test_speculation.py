@@ -19,7 +19,7 @@ from services.worker.speculation.eagle import EaglePass, EagleProposer
 from services.worker.speculation.ngram import NgramProposer
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Int32s, Proposer, SequenceHistories
 from services.worker.speculation.settings import SpeculationSettings
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan

@@ -11,7 +11,7 @@ import torch
 from services.worker.backend import run_step
 from services.worker.executor.host_runner import HostRunner
 from services.worker.speculation.settings import Method, SpeculationSettings
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan

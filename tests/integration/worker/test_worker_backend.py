@@ -17,7 +17,7 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
 from services.worker.models.loaded_model import DtypeChoice
 from services.worker.ops.interface import OpsName, OpsUnavailable
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan

@@ -27,7 +27,7 @@ from shared.packing import pack
 ANY = st.booleans()
 NAMES = ("engine-1", "engine-2", "kvstore-1")
 MODELS = (ModelName("m"), ModelName("n"))
-CHAINS = [hash_chain(pack([seed] * 16 + list(range(16 * 5))), None) for seed in range(2)]
+CHAINS = [hash_chain(pack([seed] * 16 + list(range(16 * 5))), None, 16) for seed in range(2)]
 BLOCKS = sorted({hash_ for chain in CHAINS for hash_ in chain})
 
 

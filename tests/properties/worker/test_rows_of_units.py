@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from services.worker.batch.rows import RowRuns, expand_drafts, rows_of
 from services.worker.speculation.verification import by_sequence
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import blocks_for
 
 SEQUENCES, WIDTH = 6, 96
 LUCK = np.random.default_rng(1)
 TOKENS = LUCK.integers(0, 1000, (SEQUENCES, WIDTH)).astype(np.int32)
-TABLES = LUCK.permutation(SEQUENCES * blocks_for(WIDTH)).reshape(SEQUENCES, -1).astype(np.int32)
+TABLES = LUCK.permutation(SEQUENCES * blocks_for(WIDTH, BLOCK_SIZE)).reshape(SEQUENCES, -1).astype(np.int32)
 
 Run = tuple[int, int, int]
 """Sequence index, first position, count."""
@@ -24,7 +25,9 @@ several = st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, WIDTH // 2), s
 @given(st.lists(single, min_size=1, max_size=8) | st.lists(single | several, min_size=1, max_size=8))
 def test_each_row_reads_and_writes_where_its_token_belongs(runs: list[Run]) -> None:
     seq_indices, starts, counts = (np.array(column, dtype=np.int32) for column in zip(*runs, strict=True))
-    rows = rows_of(RowRuns(np.arange(len(runs)), seq_indices.astype(np.intp), starts, counts), TABLES, TOKENS)
+    rows = rows_of(
+        RowRuns(np.arange(len(runs)), seq_indices.astype(np.intp), starts, counts), TABLES, TOKENS, BLOCK_SIZE
+    )
     order = sorted(range(len(runs)), key=lambda number: runs[number][2] > 1)
     places = [(runs[i][0], at) for i in order for at in range(runs[i][1], runs[i][1] + runs[i][2])]
     ends = [runs[i][1] + runs[i][2] for i in order]
@@ -36,7 +39,9 @@ def test_each_row_reads_and_writes_where_its_token_belongs(runs: list[Run]) -> N
     ]
     assert rows.context_lens.tolist() == ends
     assert rows.query_starts.tolist() == [0, *np.cumsum([runs[i][2] for i in order])]
-    assert rows.block_tables.tolist() == [TABLES[runs[i][0], : blocks_for(max(ends))].tolist() for i in order]
+    assert rows.block_tables.tolist() == [
+        TABLES[runs[i][0], : blocks_for(max(ends), BLOCK_SIZE)].tolist() for i in order
+    ]
     lasts = {i: int(rows.query_starts[place + 1]) - 1 for place, i in enumerate(order)}
     assert rows.last_rows.tolist() == [lasts[i] for i in range(len(runs))]
     assert (rows.max_query, rows.max_context) == (max(count for *_, count in runs), max(ends))

@@ -13,7 +13,8 @@ from services.worker.batch.batch import Batch, BrokenPlan
 from services.worker.batch.decode_reuse import DecodeReuse
 from services.worker.batch.sequences import SequenceTable
 from services.worker.sampling.parameters import SamplingBatch
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import blocks_for
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork
@@ -29,7 +30,9 @@ PARAMS = (
 
 
 def table() -> SequenceTable:
-    return SequenceTable(max_sequences=MOST, max_model_len=LONGEST, num_blocks=1000, vocab_size=VOCABULARY)
+    return SequenceTable(
+        max_sequences=MOST, max_model_len=LONGEST, num_blocks=1000, vocab_size=VOCABULARY, block_size=BLOCK_SIZE
+    )
 
 
 @dataclass
@@ -74,8 +77,8 @@ class Ranks:
         """As many of its tokens as `most`, with the blocks for them and `early` more; a decode where one is left."""
         count = min(most, self.lengths[sequence] - self.computed[sequence])
         self.computed[sequence] += count
-        missing = max(0, blocks_for(self.computed[sequence]) + early - self.held[sequence])
-        missing = min(missing, blocks_for(LONGEST + 1) - self.held[sequence])
+        missing = max(0, blocks_for(self.computed[sequence], BLOCK_SIZE) + early - self.held[sequence])
+        missing = min(missing, blocks_for(LONGEST + 1, BLOCK_SIZE) - self.held[sequence])
         self.held[sequence] += missing
         self._block += missing
         blocks = pack(range(self._block - missing, self._block))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.blocks import BLOCK_SIZE, HASH_BYTES
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import HASH_BYTES
 from shared.ids import ArenaId, Incarnation, LeaseId
 from shared.messages.kvstore import (
     NO_SLOT,

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shared.blocks import BLOCK_SIZE, hash_chain
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import hash_chain
 from shared.ids import (
     Attempt,
     DetokenizerId,
@@ -70,6 +71,7 @@ def generate(
     decode_on: EngineId | None = None,
     grammar: Grammar | None = None,
     suspect_until: int | None = None,
+    block_size: int = BLOCK_SIZE,
     **stopping: object,
 ) -> GenerateRequest:
     """A request as the coordinator sends it; `stopping` are fields of StopParams."""
@@ -81,7 +83,7 @@ def generate(
         model=ModelName("m"),
         tokens=tokens,
         prompt_length=len(prompt),
-        block_hashes=b"".join(hash_chain(tokens, cache_salt)) if prefix_caching else b"",
+        block_hashes=b"".join(hash_chain(tokens, cache_salt, block_size)) if prefix_caching else b"",
         sampling=SamplingOptions(seed=0),
         stopping=StopConditions(**stopping),  # type: ignore[arg-type]
         priority=priority,

@@ -168,7 +168,7 @@ def route(
             model=model,
             tokens=tokens,
             prompt_length=prompt,
-            block_hashes=b"".join(hash_chain(tokens, None)),
+            block_hashes=b"".join(hash_chain(tokens, None, 16)),
             sampling=SamplingOptions(seed=1),
             stopping=StopConditions(max_tokens=max_tokens),
             priority=priority,

@@ -75,6 +75,7 @@ def sim_backend(
         dtype="auto",
         max_model_len=None,
         kv_memory_bytes=kv_memory_bytes,
+        block_size=16,
         world_size=1,
         accelerator=PROFILES["l4"],
         profile="l4",

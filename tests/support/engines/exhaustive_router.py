@@ -20,7 +20,8 @@ from services.coordinator.core.router import (
     chance,
     pick,
 )
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import blocks_for
 from shared.messages.generation import Generation
 from shared.packing import TOKEN_BYTES
 
@@ -70,10 +71,10 @@ class ExhaustiveRouter:
         computed = scored or not generation.prefix_caching
         reusable = 0 if computed else (tokens - 1) // BLOCK_SIZE
         hits = self._sources.hits(generation.model, generation.block_hashes, reusable)
-        prefix = PromptPrefix.of(generation)
+        prefix = PromptPrefix.of(generation, 16)
         shares = self._config.router_policy == "kv" and not computed
         expected = self._expected.engine_for(prefix, now) if shares else None
-        return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens), hits, expected)
+        return _RoutedRequest(generation, prefix, tokens, blocks_for(tokens, BLOCK_SIZE), hits, expected)
 
     def _decode_candidates(self, generation: Generation) -> list[Candidate]:
         fitting = [e for e in self._ready(generation) if fits(generation, e.report.model.max_model_len)]

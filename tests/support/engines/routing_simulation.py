@@ -236,7 +236,7 @@ def _requests(load: Load, random: Random) -> dict[str, Generation]:
             model=MODEL,
             tokens=tokens,
             prompt_length=load.prefix + load.suffix,
-            block_hashes=b"".join(hash_chain(tokens, None)),
+            block_hashes=b"".join(hash_chain(tokens, None, 16)),
             sampling=SamplingOptions(seed=1),
             stopping=StopConditions(max_tokens=load.output, ignore_eos=True),
         )

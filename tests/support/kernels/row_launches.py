@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from services.worker.ops.triton.rotary import rope_and_store_kernel, rope_shape
 from services.worker.ops.triton.row_ops import BLOCK, MAX_HIDDEN, gated_act_kernel, norm_shape, rms_norm_kernel
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kernels.kernel_launches import Instruction, Launch
 
 _WIDE = frozenset[Instruction]({"load16", "store16"})

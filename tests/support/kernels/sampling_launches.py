@@ -10,7 +10,7 @@ import triton
 from services.worker.ops.triton import decode_inputs as moving_back
 from services.worker.ops.triton import rejection, verification
 from services.worker.ops.triton.sampling import AT_ONCE, CHUNK, REGISTERS, WARPS, chunk_kernel, draw_kernel
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kernels.kernel_launches import Instruction, Launch
 
 _WIDE = frozenset[Instruction]({"load16"})

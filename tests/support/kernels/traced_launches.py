@@ -27,7 +27,7 @@ from services.worker.ops.triton.attention.paged_attention import paged_attention
 from services.worker.ops.triton.moe.mixture import compile_all, mixture
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 
 CONTEXT, MOST_ROWS, CAPTURED = 131072, 4096, 64
 HEADS, KV_HEADS, DIM, HIDDEN = 16, 4, 64, 1024
@@ -107,7 +107,10 @@ def step(*sequences: tuple[int, int]) -> None:
     numbers = np.arange(len(sequences))
     tables = np.zeros((len(sequences), CONTEXT // BLOCK_SIZE), dtype=np.int32)
     rows = rows_of(
-        RowRuns(numbers, numbers, contexts - counts, counts), tables, np.zeros((len(numbers), CONTEXT), np.int32)
+        RowRuns(numbers, numbers, contexts - counts, counts),
+        tables,
+        np.zeros((len(numbers), CONTEXT), np.int32),
+        BLOCK_SIZE,
     )
     together = packed(rows, rows.last_rows)
     layer(together.tensors(torch.empty(together.length, dtype=torch.int32))[1])
@@ -117,7 +120,7 @@ def start() -> None:
     """As `torch_backend` does: eagerly first, then captures, then rehearsals of prefills."""
     through_experts(compile_all, 1)
     step((1, 1))
-    inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT)
+    inputs = DecodeInputs(CPU, CAPTURED, CONTEXT // BLOCK_SIZE, CONTEXT, BLOCK_SIZE)
     for size in reversed(capture_sizes(CAPTURED)):
         layer(inputs.views(size)[1])
     for rows in (1 << power for power in range(1, MOST_ROWS.bit_length())):

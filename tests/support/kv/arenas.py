@@ -14,7 +14,8 @@ from kvstore.arena.in_flight_block import NO_PARENT
 from kvstore.arena.mapped_arena import MappedArena
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import LowerTier
-from shared.blocks import BLOCK_SIZE, BlockHash, split_hashes
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import BlockHash, split_hashes
 from shared.ids import Incarnation, InstanceId, LeaseId, ModelName, NodeId
 from shared.messages.kvstore import (
     Attach,

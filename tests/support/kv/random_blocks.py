@@ -6,7 +6,8 @@ import random
 
 from kvstore.arena.in_flight_block import NO_PARENT, BlockShape, InFlightBlock, checksum
 from kvstore.core.layout import CHECKSUM
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import HASH_BYTES, BlockHash
 
 SHAPE = BlockShape(cells=2, cell_bytes=3000)
 

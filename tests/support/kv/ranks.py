@@ -16,7 +16,7 @@ from services.worker.kv.transfers import Outcome, Transfers
 from services.worker.ops.interface import Ops
 from services.worker.ops.native.build import Level
 from services.worker.ops.torch_ops import TorchOps
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import ArenaId
 from shared.messages.kvstore import KvLayout
 from shared.messages.worker import Transfer
@@ -30,8 +30,17 @@ ARENA = ArenaId(99)
 BLOCKS = 12
 
 
-def make_layout(dtype: str, *, layers: int = 3, kv_heads: int = 4, head_dim: int = 16, model: str = "m") -> KvLayout:
-    return KvLayout(model=model, dtype=dtype, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+def make_layout(
+    dtype: str,
+    *,
+    layers: int = 3,
+    kv_heads: int = 4,
+    head_dim: int = 16,
+    model: str = "m",
+    block_size: int = BLOCK_SIZE,
+) -> KvLayout:
+    sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    return KvLayout(model=model, dtype=dtype, **sizes)
 
 
 def make_arena(directory: Path, layout: KvLayout, slots: int = BLOCKS) -> OwnedArena:
@@ -43,7 +52,7 @@ def make_arena(directory: Path, layout: KvLayout, slots: int = BLOCKS) -> OwnedA
 
 
 def reserve(arena: OwnedArena, slot: int, generation: int) -> None:
-    arena.reserve(slot, generation, arena.header(slot).hash, bytes(16), BLOCK_SIZE)
+    arena.reserve(slot, generation, arena.header(slot).hash, bytes(16), arena.layout.block_size)
 
 
 def transfer(
@@ -86,7 +95,10 @@ class Rank:
         self.first, last = heads or (0, layout.kv_heads)
         self.heads = last - self.first
         self.first_layer, end = layers or (0, layout.layers)
-        self.ops: Ops = native(dtype, level=level) if kind == "native" else TorchOps(CPU, dtype)
+        size = layout.block_size
+        self.ops: Ops = (
+            native(dtype, level=level, block_size=size) if kind == "native" else TorchOps(CPU, dtype, block_size=size)
+        )
         self.caches = [self.ops.allocate_kv(BLOCKS, self.heads, layout.head_dim) for _ in range(self.first_layer, end)]
         staged = CudaKvCopier(self.caches, LateBlockStream)
         copier = staged if kind == "staged" else self.ops.kv_copier(self.caches, layout.head_dim)
@@ -97,7 +109,8 @@ class Rank:
 
     def compute(self, seed: int = 0) -> None:
         """Fills every block, each layer with the keys and values of `seed` for these heads."""
-        meta = meta_of([Rows(BLOCKS * BLOCK_SIZE, BLOCKS * BLOCK_SIZE, tuple(range(BLOCKS)))])
+        tokens = BLOCKS * self.layout.block_size
+        meta = meta_of([Rows(tokens, tokens, tuple(range(BLOCKS)))], self.layout.block_size)
         for layer, (keys, values) in enumerate(self.caches, start=self.first_layer):
             self.ops.rope_and_store(
                 computed(self.layout, seed + layer, self.first, self.heads),
@@ -124,12 +137,12 @@ class Rank:
 
 def computed(layout: KvLayout, seed: int, first: int, heads: int) -> Tensor:
     """Rows of a query, keys and values: [tokens, (1 + 2 * heads) * head_dim], of a model's heads from `first` on."""
-    rows = random(BLOCKS * BLOCK_SIZE, 2, layout.kv_heads, layout.head_dim, seed=seed)
+    rows = random(BLOCKS * layout.block_size, 2, layout.kv_heads, layout.head_dim, seed=seed)
     part = rows[:, :, first : first + heads].reshape(len(rows), -1)
     return torch.cat((torch.zeros(len(rows), layout.head_dim), part), dim=1).to(getattr(torch, layout.dtype))
 
 
 def unrotated(layout: KvLayout) -> Tensor:
     """Positions that leave everything as it is."""
-    half = torch.ones(BLOCKS * BLOCK_SIZE, layout.head_dim // 2)
+    half = torch.ones(BLOCKS * layout.block_size, layout.head_dim // 2)
     return torch.cat((half, torch.zeros_like(half)), dim=1)

@@ -14,7 +14,8 @@ from typing import Any
 
 from kvstore.arena.mapped_arena import MappedArena
 from shared import topics
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import BlockHash
 from shared.bus import Bus, NoResponders, ReplyTimeout
 from shared.bus.nats_bus import NatsOptions, connect
 from shared.ids import Incarnation, InstanceId, LeaseId, NodeId

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.triton.attention.paged_attention import paged_attention
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.worker.native_batches import Rows, attention_reference, meta_of, scattered_blocks
 
@@ -31,6 +31,7 @@ class Shape:
     softcap: float | None = None
     k_scale: float | None = None
     v_scale: float | None = None
+    block_size: int = BLOCK_SIZE
 
     @property
     def scale(self) -> float:
@@ -50,9 +51,9 @@ class Cached:
     ) -> None:
         self.shape, self.device = shape, device
         self._chance = torch.Generator(self.device).manual_seed(seed)
-        blocks = scattered_blocks([context for _, context in sequences], seed)
+        blocks = scattered_blocks([context for _, context in sequences], seed, shape.block_size)
         self.rows = [Rows(*lengths, ids) for lengths, ids in zip(sequences, blocks, strict=True)]
-        cache = (1 + sum(map(len, blocks)), shape.kv_heads, BLOCK_SIZE, shape.dim)
+        cache = (1 + sum(map(len, blocks)), shape.kv_heads, shape.block_size, shape.dim)
         nothing = float("nan") if dirty else 0.0
         self.k_cache, self.v_cache = (
             torch.full(cache, nothing, device=self.device).to(shape.cache or shape.dtype) for _ in range(2)
@@ -71,12 +72,12 @@ class Cached:
         stored = self._random(rows.context, self.shape.kv_heads, self.shape.dim).to(cache.dtype)
         # Bytes, as a float8 cannot be assigned by index.
         at = torch.arange(rows.context, device=self.device)
-        blocks = torch.tensor(rows.blocks, device=self.device)[at // BLOCK_SIZE]
-        cache.view(torch.uint8)[blocks, :, at % BLOCK_SIZE] = stored.view(torch.uint8)
+        blocks = torch.tensor(rows.blocks, device=self.device)[at // self.shape.block_size]
+        cache.view(torch.uint8)[blocks, :, at % self.shape.block_size] = stored.view(torch.uint8)
         return stored.double().cpu() * (1.0 if scale is None else scale)
 
     def meta(self) -> BatchMeta:
-        meta = meta_of(self.rows)
+        meta = meta_of(self.rows, self.shape.block_size)
         moved = {
             name: getattr(meta, name).to(self.device)
             for name in ("query_starts", "context_lens", "block_tables", "slots", "positions", "logits_rows")

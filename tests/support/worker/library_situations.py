@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 from services.worker.backend import Backend
-from shared.blocks import BLOCK_SIZE
 from tests.support.models.tiny_models import VOCABULARY, TinyModel
 from tests.support.worker.plan_driver import Driver
 
@@ -38,7 +37,7 @@ def check_resumed_sequences(model: TinyModel, backend: Backend) -> None:
     while not first.output:
         driver.step()
     sharing = driver.add(prompts[1], OUTPUT)
-    assert driver.share_prefix(sharing, first) == 40 // BLOCK_SIZE * BLOCK_SIZE
+    assert driver.share_prefix(sharing, first) == 40 // backend.card.block_size * backend.card.block_size
     preempted = driver.add(prompts[2], OUTPUT)
     while len(preempted.output) < 3:
         driver.step()

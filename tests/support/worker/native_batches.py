@@ -11,14 +11,14 @@ from torch import Tensor
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.native.build import Level, best_level
 from services.worker.ops.native.native_ops import NativeOps
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 
 CPU = torch.device("cpu")
 
 
 @cache
-def native(dtype: torch.dtype, threads: int = 2, level: Level | None = None) -> NativeOps:
-    return NativeOps(CPU, dtype, threads=threads, level=level or best_level())
+def native(dtype: torch.dtype, threads: int = 2, level: Level | None = None, block_size: int = BLOCK_SIZE) -> NativeOps:
+    return NativeOps(CPU, dtype, threads=threads, level=level or best_level(), block_size=block_size)
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Rows:
     blocks: tuple[int, ...]
 
 
-def scattered_blocks(contexts: list[int], seed: int = 0) -> list[tuple[int, ...]]:
+def scattered_blocks(contexts: list[int], seed: int = 0, block_size: int = BLOCK_SIZE) -> list[tuple[int, ...]]:
     """Blocks for each context, in no order, none shared; block 0 is unused."""
-    needed = [-(-context // BLOCK_SIZE) for context in contexts]
+    needed = [-(-context // block_size) for context in contexts]
     order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
     return [tuple(order.pop() for _ in range(count)) for count in needed]
 
 
-def meta_of(sequences: list[Rows]) -> BatchMeta:
+def meta_of(sequences: list[Rows], block_size: int = BLOCK_SIZE) -> BatchMeta:
     """Decodes (one row) must come first."""
     starts, positions, slots = [0], [], []
     for rows in sequences:
         starts.append(starts[-1] + rows.count)
         for position in range(rows.context - rows.count, rows.context):
             positions.append(position)
-            slots.append(rows.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            slots.append(rows.blocks[position // block_size] * block_size + position % block_size)
     width = max(len(rows.blocks) for rows in sequences)
     prefills = tuple((rows.count, rows.context) for rows in sequences if rows.count > 1)
     return BatchMeta(
@@ -58,6 +58,7 @@ def meta_of(sequences: list[Rows]) -> BatchMeta:
         prefills=prefills,
         max_query=max(rows.count for rows in sequences),
         max_context=max(rows.context for rows in sequences),
+        block_size=block_size,
     )
 
 

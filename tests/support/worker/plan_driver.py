@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 from services.worker.backend import Backend, run_step
-from shared.blocks import BLOCK_SIZE
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import Grammar, SamplingOptions, TokenLogprobs
 from shared.messages.scheduler import SequencePromptLogprobs
@@ -54,6 +53,7 @@ class Driver:
     def __init__(self, backend: Backend, *, budget: int = 512, epoch: int = 1, speculate: int = 0) -> None:
         """`speculate`: drafts that every decode may verify."""
         self.backend = backend
+        self._block_size = backend.card.block_size
         self.budget = budget
         self.speculate = speculate
         self.drafted = self.accepted = 0
@@ -98,16 +98,16 @@ class Driver:
         equal = 0
         while equal < most and sequence.tokens[equal] == other.tokens[equal]:
             equal += 1
-        blocks = equal // BLOCK_SIZE
+        blocks = equal // self._block_size
         sequence.blocks = other.blocks[:blocks]
-        sequence.computed = blocks * BLOCK_SIZE
+        sequence.computed = blocks * self._block_size
         return sequence.computed
 
     def give_loaded(self, sequence: Sequence, count: int) -> list[int]:
         """Fresh blocks for the first `count` blocks of `sequence`; the caller fills them before the next step."""
         sequence.own_blocks = [self._free.pop() for _ in range(count)]
         sequence.blocks = list(sequence.own_blocks)
-        sequence.computed = count * BLOCK_SIZE
+        sequence.computed = count * self._block_size
         return list(sequence.blocks)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -177,7 +177,7 @@ class Driver:
         samples = sequence.computed == len(sequence.tokens)
         speculate = self.speculate if samples and count == 1 else 0
         longest = min(sequence.computed + speculate, self.backend.card.max_model_len)
-        missing = max(0, -(-longest // BLOCK_SIZE) - len(sequence.blocks))
+        missing = max(0, -(-longest // self._block_size) - len(sequence.blocks))
         fresh = [self._free.pop() for _ in range(missing)]
         sequence.blocks += fresh
         sequence.own_blocks += fresh

@@ -54,6 +54,7 @@ class Serve(Struct, frozen=True, tag=True):
     """Tokens that n-gram look-up may draft."""
     speculation: SpeculationSettings | None = None
     """Another method."""
+    block_size: int = 16
     launched: bool = False
     """Step after step is begun before the tokens of the one before are known."""
 
@@ -122,6 +123,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         ops=asked.ops,
         pipeline=pipeline,
         layers=asked.layers or None,
+        block_size=asked.block_size,
         speculation=asked.speculation
         or (SpeculationSettings(method="ngram", num_speculative_tokens=asked.drafts) if asked.drafts else None),
     )

@@ -76,10 +76,15 @@ class RankProcesses:
         drafts: int = 0,
         speculation: SpeculationSettings | None = None,
         launched: bool = False,
+        block_size: int = 16,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces the one before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
-        asked = Serve(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation, launched)
+        asked = Serve(
+            *(str(model), ops, rendezvous, tp, stages, layers, kv_memory, drafts, speculation),
+            block_size=block_size,
+            launched=launched,
+        )
         for process in self._processes:
             write(_pipe(process.stdin), asked)
         answers = [msgspec.msgpack.decode(self.read(rank), type=Serving | None) for rank in range(len(self))]
@@ -149,7 +154,7 @@ class EngineOfRanks:
             model=ModelName("tiny"),
             tokens=tokens,
             prompt_length=len(prompt),
-            block_hashes=b"".join(hash_chain(tokens, None)),
+            block_hashes=b"".join(hash_chain(tokens, None, self.serving[0].card.block_size)),
             sampling=sampling,
             stopping=StopConditions(max_tokens=output, ignore_eos=True),
         )

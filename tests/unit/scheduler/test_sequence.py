@@ -15,7 +15,7 @@ from tests.support.engines.checking_worker import generate
 
 
 def sequence(name: str, ticket: int, priority: int = 0, arrival: float = 0.0) -> Sequence:
-    return Sequence(generate(name, [4]), QueueKey(priority, arrival, ticket), 10, frozenset())
+    return Sequence(generate(name, [4]), QueueKey(priority, arrival, ticket), 10, frozenset(), 16)
 
 
 def test_an_illegal_phase_raises_with_the_history() -> None:

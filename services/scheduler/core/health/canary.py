@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 from services.scheduler.core.events import Output, SendPlan, SendToGateway, SendTokens, WorkersReady
-from shared.blocks import BLOCK_SIZE
 from shared.ids import Attempt, DetokenizerId, GatewayId, RequestId, SequenceId
 from shared.messages.detokenizer import TokenBatch
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestRejected
@@ -118,7 +117,7 @@ class Canary:
         wait = 0.0 if idle else IDLE_WAIT * self._interval
         if not self.is_due(now - wait):
             return None
-        context = min(workers.card.max_model_len, workers.num_blocks * BLOCK_SIZE)
+        context = min(workers.card.max_model_len, workers.num_blocks * workers.card.block_size)
         length = min(PROMPT_TOKENS, context // 2)
         if length < 1:
             return None

@@ -146,7 +146,7 @@ class DecodePlanner:
         nothing beyond the limit: until results say less, all that is in flight counts as accepted."""
         tokens = sequence.tokens
         wanted = min(self._speculation.drafts_for(sequence), tokens.limit - tokens.length - 1, step.drafts)
-        missing = blocks_for(tokens.length + wanted) - len(sequence.blocks.numbers)
+        missing = blocks_for(tokens.length + wanted, tokens.block_size) - len(sequence.blocks.numbers)
         if missing > 0 and self._memory.pool.free - missing < self._queues.running:
             wanted = sequence.blocks.capacity - tokens.length
         return max(0, wanted)

@@ -16,7 +16,7 @@ from services.scheduler.core.queue.shared_prompts import SharedPrompts
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.loads import BlockLoads
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.messages.worker import SequenceWork
 from shared.packing import pack
 
@@ -61,7 +61,7 @@ class PrefillPlanner:
     def prefill(self, sequence: Sequence, step: StepBuilder) -> None:
         """Adds as many of the sequence's tokens as budget and free blocks allow, which may be none."""
         tokens = sequence.tokens
-        room = sequence.blocks.capacity - tokens.planned + self._memory.pool.free * BLOCK_SIZE
+        room = sequence.blocks.capacity - tokens.planned + self._memory.pool.free * self._memory.block_size
         count = min(tokens.length - tokens.planned, step.budget, room)
         if sequence.scored:
             logprobs = 1 + (sequence.generation.sampling.prompt_logprobs or 0)
@@ -178,12 +178,12 @@ class Admission:
         """Whether all known tokens fit, beside what prefills under way still need and a block for each that runs.
 
         Admitting by the first chunk alone would fill memory with prompts of which none can be finished; and without
-        the block for each, a new sequence would be preempted within the next 16 steps.
+        the block for each, a new sequence would be preempted within the next few steps.
         """
-        pool, queues = self._memory.pool, self._queues
+        pool, queues, size = self._memory.pool, self._queues, self._memory.block_size
         coming = (*queues.prefilling, *queues.loading.values())
-        promised = sum(blocks_for(s.tokens.length) - len(s.blocks.numbers) for s in coming) + queues.running
+        promised = sum(blocks_for(s.tokens.length, size) - len(s.blocks.numbers) for s in coming) + queues.running
         # Cached blocks that are free are taken from the pool, too.
         in_use = sum(1 for block in cached if pool.references[block])
         _, kept = self._remote.room_besides(sequence.generation.request)
-        return blocks_for(sequence.tokens.length) - in_use + promised + kept <= pool.free
+        return blocks_for(sequence.tokens.length, size) - in_use + promised + kept <= pool.free

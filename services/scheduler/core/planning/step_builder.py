@@ -96,7 +96,7 @@ def new_sequence(sequence: Sequence, cached: int) -> NewSequence:
         tokens=pack(tokens.known),
         prompt_length=tokens.prompt_length,
         computed=cached,
-        blocks=pack(sequence.blocks.numbers[: blocks_for(cached)]),
+        blocks=pack(sequence.blocks.numbers[: blocks_for(cached, tokens.block_size)]),
         sampling=sampling,
         min_tokens=generation.stopping.min_tokens,
         stop_token_ids=tuple(sorted(tokens.stops)),

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import BlockHash
 from shared.ids import SequenceId
 
 MAX_WAITS = 8
@@ -51,7 +51,7 @@ class SharedPrompts:
     def wait(self, sequence: Sequence, cached: int) -> bool:
         """Whether another sequence computes the first full block that this one lacks, of which `cached` blocks are
         there; then it waits until `progress` or `stop` returns it."""
-        wanted = sequence.tokens.hashes[: sequence.reusable // BLOCK_SIZE]
+        wanted = sequence.tokens.hashes[: sequence.reusable_blocks]
         if cached >= len(wanted) or sequence.prompt_waits >= MAX_WAITS:
             return False
         owner = self._computing.get(wanted[cached])

@@ -14,7 +14,7 @@ from services.scheduler.core.sequence import QueueKey, Sequence
 from services.scheduler.core.transfer.connector import ConnectorSaves
 from services.scheduler.core.transfer.hand_over import HandOvers, HandOverSender
 from services.scheduler.core.transfer.remote_prefills import RemotePrefills
-from shared.blocks import BLOCK_SIZE, HASH_BYTES
+from shared.blocks import HASH_BYTES
 from shared.ids import RequestId, SequenceId
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation
@@ -39,12 +39,13 @@ class RequestValidator:
     def __init__(self, card: ModelCard, num_blocks: int, policy: QueuePolicy) -> None:
         self._card = card
         self._policy = policy
-        self.context = min(card.max_model_len, num_blocks * BLOCK_SIZE)
+        size = self._block_size = card.block_size
+        self.context = min(card.max_model_len, num_blocks * size)
         """Tokens that a sequence may reach: the model's context, or all of KV memory where that is less."""
         self._bound = (
             f"this model's maximum context length is {card.max_model_len} tokens"
             if self.context == card.max_model_len
-            else f"this engine's KV memory holds {self.context} tokens ({num_blocks} blocks of {BLOCK_SIZE})"
+            else f"this engine's KV memory holds {self.context} tokens ({num_blocks} blocks of {size})"
         )
 
     def validate(self, generate: GenerateRequest, ticket: int) -> Sequence | RequestRejected:
@@ -65,13 +66,13 @@ class RequestValidator:
         priority = generation.priority if self._policy == "priority" else 0
         eos = () if generation.stopping.ignore_eos else self._card.eos_token_ids
         stops = frozenset((*generation.stopping.stop_token_ids, *eos))
-        return Sequence(generate, QueueKey(priority, generation.arrival, ticket), limit, stops)
+        return Sequence(generate, QueueKey(priority, generation.arrival, ticket), limit, stops, self._block_size)
 
     def _check_tokens(self, generation: Generation) -> None:
         count, rest = divmod(len(generation.tokens), TOKEN_BYTES)
         if rest or not 0 < generation.prompt_length <= count:
             raise _InvalidRequest("prompt", "the prompt must hold at least one token")
-        hashed = count // BLOCK_SIZE if generation.prefix_caching else 0
+        hashed = count // self._block_size if generation.prefix_caching else 0
         if len(generation.block_hashes) != hashed * HASH_BYTES:
             raise _InvalidRequest("prompt", "block hashes do not match the prompt")
         if not math.isfinite(generation.arrival):

@@ -18,7 +18,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockTransfers
 from services.scheduler.core.transfer.loads import BlockLoads, FoundBlock, LoadDecision, LoadOutcome, PendingLoad
 from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import BlockHash
 from shared.ids import LeaseId
 from shared.messages.worker import ConnectorPlan, KvBlockRun
 from shared.packing import pack
@@ -115,8 +115,8 @@ class ConnectorLoads(BlockLoads):
         if (asked := self._replied(lease)) is None:
             return None
         sequence, load = asked
-        names = sequence.tokens.hashes[load.first : sequence.reusable // BLOCK_SIZE]
-        found = [FoundBlock(name, 0, 0) for name in names[: max(0, tokens) // BLOCK_SIZE]]
+        names = sequence.tokens.hashes[load.first : sequence.reusable_blocks]
+        found = [FoundBlock(name, 0, 0) for name in names[: max(0, tokens) // self._memory.block_size]]
         if found:
             self._awaited[lease] = awaited
         self._record_found(sequence, load, found, now)
@@ -155,7 +155,7 @@ class ConnectorLoads(BlockLoads):
             self._client.send(ConnectorReport(request, "received" if done else "failed"))
 
     def _ask(self, sequence: Sequence, first: int, hashes: list[BlockHash]) -> LeaseId:
-        return self._client.look_up(sequence, first * BLOCK_SIZE, self._limits.store_deadline)
+        return self._client.look_up(sequence, first * self._memory.block_size, self._limits.store_deadline)
 
     def _copy(
         self, load: PendingLoad, sequence: Sequence, first: int, copies: list[tuple[int, FoundBlock]], now: float

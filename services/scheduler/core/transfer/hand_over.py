@@ -13,7 +13,7 @@ from services.scheduler.core.memory import NamedBlock, chain
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.saves import SaveOutcome, Saves
 from services.scheduler.core.transfer.store_client import StoreClient
-from shared.blocks import BLOCK_SIZE, HASH_BYTES, BlockHash
+from shared.blocks import HASH_BYTES, BlockHash
 from shared.ids import Attempt, DetokenizerId, EngineId, LeaseId, RequestId, SequenceId
 from shared.messages.generation import Generation
 from shared.messages.kvstore import Prefetch
@@ -59,7 +59,7 @@ class HandOvers:
             self.waiting[sequence.id] = _HandOver(sequence, set(), None, None, good=False)
             return
         hashes = sequence.tokens.hashes
-        full, rest = divmod(sequence.tokens.planned, BLOCK_SIZE)
+        full, rest = divmod(sequence.tokens.planned, sequence.tokens.block_size)
         leases = self._saves.save_now(chain(hashes, 0, full))
         partial = lease = None
         if rest:
@@ -178,7 +178,7 @@ class HandOverSender:
             return None
         if len(tokens.known) + 1 >= tokens.limit:  # its only token is drawn here
             return None
-        full, rest = divmod(len(tokens.known), BLOCK_SIZE)
+        full, rest = divmod(len(tokens.known), tokens.block_size)
         hashes = tokens.hashes[:full]
         if rest:
             hashes = [*hashes, partial_hash(sequence.generation.request, sequence.generation.attempt)]

@@ -16,7 +16,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
 from services.scheduler.core.transfer.recompute_costs import RecomputeCosts
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import BlockHash
 from shared.ids import LeaseId, SequenceId
 from shared.messages.kvstore import FindReply, KvStoreReply
 from shared.packing import unpack, unpack_generations
@@ -222,11 +222,11 @@ class BlockLoads:
         load.move("copying")
         found = load.found[len(cached) - load.first :]
         self._memory.adopt(sequence, cached)
-        load.tokens = min((len(cached) + len(found)) * BLOCK_SIZE, sequence.reusable)
+        load.tokens = min((len(cached) + len(found)) * self._memory.block_size, sequence.reusable)
         blocks = self._memory.grow(sequence, load.tokens)
         self._copy(load, sequence, len(cached), list(zip(blocks, found, strict=True)), now)
         load.names = [(each.hash, block) for block, each in zip(blocks, found, strict=True)]
-        if load.tokens % BLOCK_SIZE:
+        if load.tokens % self._memory.block_size:
             load.drop, _ = load.names.pop()
         sequence.transfer.forget_partial()
         self.record_return(sequence, loaded=True)
@@ -350,9 +350,9 @@ class Loads(BlockLoads):
 
 def _wanted(sequence: Sequence, first: int) -> list[BlockHash]:
     """From block `first` on: full blocks, then the partial one that was handed over with the sequence."""
-    hashes = sequence.tokens.hashes[first : sequence.reusable // BLOCK_SIZE]
+    hashes = sequence.tokens.hashes[first : sequence.reusable_blocks]
     partial = sequence.transfer.partial
-    if partial is not None and sequence.reusable % BLOCK_SIZE:
+    if partial is not None and sequence.reusable % sequence.tokens.block_size:
         hashes.append(partial)
     return hashes
 

@@ -6,7 +6,6 @@ Whatever was not measured, or not for a while, counts as worth a load: it is mea
 from __future__ import annotations
 
 from kvstore.core.layout import UnknownDtype, geometry
-from shared.blocks import BLOCK_SIZE
 from shared.messages.kvstore import KvLayout
 from shared.messages.lifecycle import RecomputeReport
 
@@ -21,8 +20,10 @@ LOAD_MEMORY = 10.0
 class RecomputeCosts:
     """Owns the measured seconds of a computed token and of a loaded block. Knows no clock."""
 
-    def __init__(self, layout: KvLayout | None) -> None:
-        """`layout`: of the engine's blocks; None where they cannot be shared, and none are loaded."""
+    def __init__(self, layout: KvLayout | None, block_size: int) -> None:
+        """`layout`: of the engine's blocks, of `block_size` tokens; None where they cannot be shared, and none are
+        loaded."""
+        self._block_size = block_size
         self.block_bytes = _block_bytes(layout)
         self._token_seconds: float | None = None
         self._load_seconds: float | None = None
@@ -43,7 +44,7 @@ class RecomputeCosts:
     @property
     def block_seconds(self) -> float | None:
         """Seconds that computing the tokens of one block takes; None before the first prompt of some length."""
-        return None if self._token_seconds is None else self._token_seconds * BLOCK_SIZE
+        return None if self._token_seconds is None else self._token_seconds * self._block_size
 
     def load_pays(self, now: float) -> bool:
         """Whether blocks that lie in the node's arena are loaded sooner than computed."""

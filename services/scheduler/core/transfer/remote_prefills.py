@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.transfer.store_client import StoreClient
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import RequestId
 
 KEEP_SECONDS = 10.0
@@ -38,13 +38,14 @@ class RemotePrefills:
         transfer = sequence.transfer
         if transfer.prefill_on is None or sequence.stream.opened or not self._store.attached:
             return False
-        left = len(sequence.tokens.known) - cached * BLOCK_SIZE
+        left = len(sequence.tokens.known) - cached * sequence.tokens.block_size
         return left >= transfer.remote_from and (decodes or bool(self._kept))
 
     def leave(self, sequence: Sequence, now: float) -> None:
         """Keeps room for the sequence, which the caller has taken out of its queue."""
         self.leaving.append(sequence)
-        self._kept[sequence.generation.request] = _KeptRoom(blocks_for(sequence.tokens.length) + 1, now + KEEP_SECONDS)
+        blocks = blocks_for(sequence.tokens.length, sequence.tokens.block_size) + 1
+        self._kept[sequence.generation.request] = _KeptRoom(blocks, now + KEEP_SECONDS)
 
     def take_leaving(self) -> list[Sequence]:
         """The sequences to be passed on; each is returned once."""

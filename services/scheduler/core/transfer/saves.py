@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from services.scheduler.core.memory import BlockAllocator, NamedBlock
 from services.scheduler.core.transfer.block_transfers import BlockCopy, BlockTransfers
 from services.scheduler.core.transfer.store_client import StoreArena, StoreClient
-from shared.blocks import BLOCK_SIZE, BlockHash
+from shared.blocks import BlockHash
 from shared.ids import LeaseId
 from shared.messages.kvstore import NO_SLOT, CommitReply, KvStoreReply, ReserveReply
 from shared.packing import unpack, unpack_generations
@@ -155,7 +155,7 @@ class Saves:
             batch = [NamedBlock(hash_, self._offered.pop(hash_)) for hash_ in list(self._offered)[:count]]
             self._offered_since = now
             if self._store.attached:
-                self._reserve(batch, bytes([BLOCK_SIZE]) * len(batch), None)
+                self._reserve(batch, bytes([self._memory.block_size]) * len(batch), None)
 
     def save_now(self, blocks: list[NamedBlock]) -> set[LeaseId]:
         """Saves all full blocks of a sequence that is to be handed over, ahead of others. Returns the leases to wait
@@ -165,7 +165,7 @@ class Saves:
         for block in rest:
             self._offered.pop(block.hash, None)
         if rest:
-            leases.add(self._reserve(rest, bytes([BLOCK_SIZE]) * len(rest), None))
+            leases.add(self._reserve(rest, bytes([self._memory.block_size]) * len(rest), None))
         return leases
 
     def hurry(self, hashes: list[BlockHash]) -> set[BlockHash]:
@@ -177,7 +177,7 @@ class Saves:
         waiting = [hash_ for hash_ in hashes if hash_ in self._offered][:count]
         if waiting and self._reserving < MAX_RESERVATIONS:
             batch = [NamedBlock(hash_, self._offered.pop(hash_)) for hash_ in waiting]
-            self._reserve(batch, bytes([BLOCK_SIZE]) * len(batch), None)
+            self._reserve(batch, bytes([self._memory.block_size]) * len(batch), None)
         return {hash_ for hash_ in hashes if hash_ in self._under_way}
 
     def save_partial(self, name: NamedBlock, tokens: int, block: int) -> LeaseId:

@@ -15,7 +15,7 @@ from services.worker.measure.roofline.wire import KernelWork, StepCase
 from services.worker.models.config import ModelConfig
 from services.worker.ops.interface import BatchMeta, Ops
 from services.worker.ops.torch_ops import TorchOps
-from shared.blocks import BLOCK_SIZE, blocks_for
+from shared.blocks import DEFAULT_BLOCK_SIZE, blocks_for
 
 Call = Callable[[], object]
 
@@ -86,7 +86,7 @@ class KernelContext(NamedTuple):
 
 def blocks_needed(case: StepCase) -> int:
     """KV blocks that the step's sequences take together."""
-    return case.batch * blocks_for(case.context)
+    return case.batch * blocks_for(case.context, DEFAULT_BLOCK_SIZE)
 
 
 def rows_of(case: StepCase) -> int:
@@ -97,7 +97,7 @@ def rows_of(case: StepCase) -> int:
 def batch_of(case: StepCase, num_blocks: int, vocab_size: int, device: torch.device) -> tuple[Tensor, BatchMeta]:
     """The token ids and the rest of a step; its blocks are spread over all of `num_blocks`."""
     random = torch.Generator().manual_seed(1)
-    width = blocks_for(case.context)
+    width = blocks_for(case.context, DEFAULT_BLOCK_SIZE)
     tables = torch.randperm(num_blocks, generator=random)[: case.batch * width].to(torch.int32).view(case.batch, width)
     ids = torch.randint(vocab_size, (rows_of(case),), generator=random, dtype=torch.int32)
     meta = _decodes(case, tables) if case.kind == "decode" else _prefills(case, tables)
@@ -110,20 +110,21 @@ def _decodes(case: StepCase, tables: Tensor) -> BatchMeta:
         query_starts=_counting(case.batch + 1),
         context_lens=torch.full((case.batch,), case.context, dtype=torch.int32),
         block_tables=tables,
-        slots=tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+        slots=tables[:, last // DEFAULT_BLOCK_SIZE] * DEFAULT_BLOCK_SIZE + last % DEFAULT_BLOCK_SIZE,
         positions=torch.full((case.batch,), last, dtype=torch.int32),
         logits_rows=_counting(case.batch),
         num_decodes=case.batch,
         prefills=(),
         max_query=1,
         max_context=case.context,
+        block_size=DEFAULT_BLOCK_SIZE,
         every_row=True,
     )
 
 
 def _prefills(case: StepCase, tables: Tensor) -> BatchMeta:
     positions = _counting(case.context)
-    slots = tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = tables[:, positions // DEFAULT_BLOCK_SIZE] * DEFAULT_BLOCK_SIZE + positions % DEFAULT_BLOCK_SIZE
     starts = _counting(case.batch + 1) * case.context
     return BatchMeta(
         query_starts=starts,
@@ -136,6 +137,7 @@ def _prefills(case: StepCase, tables: Tensor) -> BatchMeta:
         prefills=((case.context, case.context),) * case.batch,
         max_query=case.context,
         max_context=case.context,
+        block_size=DEFAULT_BLOCK_SIZE,
     )
 
 
@@ -149,6 +151,7 @@ def _on(meta: BatchMeta, device: torch.device) -> BatchMeta:
         for name in ("query_starts", "context_lens", "block_tables", "slots", "positions", "logits_rows")
     }
     counts = {
-        name: getattr(meta, name) for name in ("num_decodes", "prefills", "max_query", "max_context", "every_row")
+        name: getattr(meta, name)
+        for name in ("num_decodes", "prefills", "max_query", "max_context", "block_size", "every_row")
     }
     return BatchMeta(**moved, **counts)

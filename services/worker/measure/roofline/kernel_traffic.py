@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 
 
 def visible(context: int, window: int | None) -> int:
@@ -85,7 +85,7 @@ def rejection_bytes(sequences: int, drafts: int, vocab: int, *, chunk: int, draw
 
 def kv_block_bytes(blocks: int, *, layers: int, kv_heads: int, head_dim: int, cache_itemsize: int) -> int:
     """Keys and values of whole blocks, out of the caches and into one run of memory, or back."""
-    return 2 * blocks * layers * 2 * kv_heads * BLOCK_SIZE * head_dim * cache_itemsize
+    return 2 * blocks * layers * 2 * kv_heads * DEFAULT_BLOCK_SIZE * head_dim * cache_itemsize
 
 
 def mask_bytes(rows: int, vocab: int, itemsize: int) -> int:

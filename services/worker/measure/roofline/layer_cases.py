@@ -30,7 +30,6 @@ from services.worker.models.config import Mixture
 from services.worker.models.rope import cos_sin_table
 from services.worker.ops.interface import BatchMeta, Ops
 from services.worker.ops.torch_ops import TorchOps
-from shared.blocks import BLOCK_SIZE
 
 _SDPA = "torch SDPA, not paged"
 
@@ -66,7 +65,7 @@ def _shape(context: KernelContext) -> dict[str, int]:
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "itemsize": context.dtype.itemsize,
-        "cache_itemsize": block // (2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim),
+        "cache_itemsize": block // (2 * config.num_kv_heads * context.ours.block_size * config.head_dim),
     }
 
 

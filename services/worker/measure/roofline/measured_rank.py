@@ -37,7 +37,6 @@ from services.worker.models.loaded_model import LoadedModel, LoadSettings, dtype
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.interface import Ops, OpsUnavailable
 from services.worker.speculation.proposer import NO_DRAFTS
-from shared.blocks import BLOCK_SIZE
 from shared.ids import ModelName
 
 _PATIENCE = timedelta(minutes=10)
@@ -146,7 +145,7 @@ def traffic_of(config: ModelConfig, share: LayerShard, ops: Ops, dtype: torch.dt
     """What steps of this rank must move, its weights and keys and values as `ops` keep them."""
     kept = getattr(ops, "dtype", dtype)  # the native operations keep float16 models in float32
     block = ops.kv_block_bytes(share.num_kv_heads, config.head_dim)
-    return ModelTraffic(config, share, kept.itemsize, block / BLOCK_SIZE)
+    return ModelTraffic(config, share, kept.itemsize, block / ops.block_size)
 
 
 def fill_with_noise(tensor: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ from services.worker.measure.roofline.wire import (
     StepsRequest,
     Timing,
 )
-from shared.blocks import blocks_for
+from shared.blocks import DEFAULT_BLOCK_SIZE, blocks_for
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
@@ -212,7 +212,7 @@ class WholeSteps:
 
     def _tables(self, case: StepCase) -> list[bytes]:
         """Packed block ids of each sequence, anywhere."""
-        width = blocks_for(case.context)
+        width = blocks_for(case.context, DEFAULT_BLOCK_SIZE)
         ids = self._random.sample(range(self._runner.num_blocks), case.batch * width)
         return [pack(ids[at : at + width]) for at in range(0, len(ids), width)]
 

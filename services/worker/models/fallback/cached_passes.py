@@ -46,7 +46,7 @@ def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) 
 def _logits(model: CausalLm, caches: KvCaches, parts: list[tuple[int, int, Tensor]]) -> Tensor:
     """Of all rows. `parts`: (its block, tokens before, ids) of each sequence; those of one row come first."""
     device = parts[0][2].device
-    size = _block_size(caches)
+    size = model.ops.block_size
     counts = [len(ids) for _, _, ids in parts]
     ends = [before + len(ids) for _, before, ids in parts]
     decodes = sum(count == 1 for count in counts)
@@ -67,11 +67,8 @@ def _logits(model: CausalLm, caches: KvCaches, parts: list[tuple[int, int, Tenso
         prefills=tuple(zip(counts[decodes:], ends[decodes:], strict=True)),
         max_query=max(counts),
         max_context=max(ends),
+        block_size=size,
     )
     logits = model.forward(torch.cat([ids for _, _, ids in parts]), meta, caches)
     assert logits is not None, "rows were asked for"
     return logits.clone()
-
-
-def _block_size(caches: KvCaches) -> int:
-    return int(caches[0][0].shape[2])

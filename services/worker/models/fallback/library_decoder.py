@@ -92,6 +92,7 @@ class LibraryDecoder:
                 layers=len(caches),
                 kv_heads=heads,
                 head_dim=dim,
+                block_size=self._ops.block_size,
             ),
             first_head=0,
             num_heads=heads,

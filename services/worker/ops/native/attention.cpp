@@ -12,7 +12,7 @@ namespace {
 // Tokens of a chunk. A chunk's scores are 1 kB for each row and its keys and values 64 kB for heads of 64: they stay in
 // the second-level cache. Part of the results' definition: sums are merged at its bounds.
 constexpr int kChunkTokens = 256;
-constexpr int kChunkBlocks = kChunkTokens / kBlockTokens;
+constexpr int kChunkPages = kChunkTokens / kPageTokens;
 // Query rows (times heads of a group) of a task: enough to use each key and value often, few enough to spread.
 constexpr int kTaskRows = 48;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
@@ -65,23 +65,22 @@ template <class Kind> struct Task {
         int64_t at = (task.row + row / group) * what.query_stride + (task.head * group + row % group) * cache.head_dim;
         return (const Item*)what.queries + at;
     }
-    const Item* block(const void* items, int index) const {
-        int id = batch.block_tables[int64_t(task.sequence) * batch.table_width + index];
-        return (const Item*)items + cache.at(id, task.head);
+    const int* table(int sequence) const { return batch.block_tables + int64_t(sequence) * batch.table_width; }
+    const Item* page(const void* items, int index) const {
+        return (const Item*)items + cache.at(table(task.sequence), task.head, index);
     }
-    // Asks for a block: blocks lie anywhere in memory, so the processor cannot guess where it goes on.
-    void fetch(const Item* block) const {
-        const char* from = (const char*)block;
-        for (int64_t byte = 0; byte < cache.head_items() * int64_t(sizeof(Item)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
+    // Asks for a page: blocks lie anywhere in memory, so the processor cannot guess where it goes on.
+    void fetch(const Item* page) const {
+        const char* from = (const char*)page;
+        for (int64_t byte = 0; byte < cache.page_items() * int64_t(sizeof(Item)); byte += 64) __builtin_prefetch(from + byte, 0, 2);
     }
     void fetch_next_keys(int index) const {
-        if (!next || index >= blocks_of(*next)) return;
-        int id = batch.block_tables[int64_t(next->sequence) * batch.table_width + next->first_chunk * kChunkBlocks + index];
-        fetch((const Item*)cache.keys + cache.at(id, next->head));
+        if (!next || index >= pages_of(*next)) return;
+        fetch((const Item*)cache.keys + cache.at(table(next->sequence), next->head, next->first_chunk * kChunkPages + index));
     }
-    int blocks_of(const AttentionTask& other) const {
-        int last = batch.positions[other.row + other.rows - 1] / kBlockTokens;
-        return std::min(last + 1 - other.first_chunk * kChunkBlocks, kChunkBlocks);
+    int pages_of(const AttentionTask& other) const {
+        int last = batch.positions[other.row + other.rows - 1] / kPageTokens;
+        return std::min(last + 1 - other.first_chunk * kChunkPages, kChunkPages);
     }
     const Item* weights(int row) const {
         if constexpr (Kind::kItems == 2) return scratch.weights + row * kChunkTokens;
@@ -89,8 +88,8 @@ template <class Kind> struct Task {
     }
 };
 
-// Scores of R rows and the keys of C blocks.
-template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int first_block, int to) {
+// Scores of R rows and the keys of C pages.
+template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int first_page, int to) {
     const typename Kind::Item *x[R], *w[C];
     F sums[R][C];
     for (int r = 0; r < R; ++r) {
@@ -98,34 +97,34 @@ template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     }
     for (int c = 0; c < C; ++c) {
-        w[c] = t.block(t.cache.keys, first_block + c);
-        if (row == 0) t.fetch(t.block(t.cache.values, first_block + c));
+        w[c] = t.page(t.cache.keys, first_page + c);
+        if (row == 0) t.fetch(t.page(t.cache.values, first_page + c));
     }
-    multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kBlockTokens * Kind::kItems, sums);
+    multiply_tile<Kind, R, C>(x, w, t.cache.head_dim / Kind::kItems, kPageTokens * Kind::kItems, sums);
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kBlockTokens, sums[r][c]);
+        for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kPageTokens, sums[r][c]);
 }
 
-template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int first_block, int blocks) {
+template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int first_page, int pages) {
     int b = 0;
-    for (; b + kTileColumns <= blocks; b += kTileColumns)
-        score_tile<Kind, R, kTileColumns>(t, row, first_block + b, b * kBlockTokens);
-    for (; kTileColumns > 2 && b + 2 <= blocks; b += 2) score_tile<Kind, R, 2>(t, row, first_block + b, b * kBlockTokens);
-    for (; b < blocks; ++b) score_tile<Kind, R, 1>(t, row, first_block + b, b * kBlockTokens);
+    for (; b + kTileColumns <= pages; b += kTileColumns)
+        score_tile<Kind, R, kTileColumns>(t, row, first_page + b, b * kPageTokens);
+    for (; kTileColumns > 2 && b + 2 <= pages; b += 2) score_tile<Kind, R, 2>(t, row, first_page + b, b * kPageTokens);
+    for (; b < pages; ++b) score_tile<Kind, R, 1>(t, row, first_page + b, b * kPageTokens);
 }
 
 // Values of R rows, 16 * C elements from `column` on, mixed over the chunk's first `tokens` tokens.
-template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, int first_block, int tokens, int column) {
+template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, int first_page, int tokens, int column) {
     F sums[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
-    for (int b = 0; b * kBlockTokens < tokens; ++b) {
+    for (int b = 0; b * kPageTokens < tokens; ++b) {
         if (row == 0 && column == 0) t.fetch_next_keys(b);
         const typename Kind::Item *x[R], *w[C];
-        for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kBlockTokens;
-        const auto* values = t.block(t.cache.values, first_block + b) + column * Kind::kItems;
+        for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kPageTokens;
+        const auto* values = t.page(t.cache.values, first_page + b) + column * Kind::kItems;
         for (int c = 0; c < C; ++c) w[c] = values + c * kLanes * Kind::kItems;
-        int left = std::min(kBlockTokens, tokens - b * kBlockTokens);
+        int left = std::min(kPageTokens, tokens - b * kPageTokens);
         int steps = (left + Kind::kItems - 1) / Kind::kItems;
         for (int step = 0; step < steps; ++step) multiply_step<Kind, R, C>(x, w, step, t.padded * Kind::kItems, sums);
     }
@@ -133,13 +132,13 @@ template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, 
         for (int c = 0; c < C; ++c) store(t.scratch.mixed + (row + r) * t.padded + column + c * kLanes, sums[r][c]);
 }
 
-template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int first_block, int tokens) {
+template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int first_page, int tokens) {
     int column = 0;
     for (; column + kTileColumns * kLanes <= t.padded; column += kTileColumns * kLanes)
-        mix_tile<Kind, R, kTileColumns>(t, row, first_block, tokens, column);
+        mix_tile<Kind, R, kTileColumns>(t, row, first_page, tokens, column);
     for (; kTileColumns > 2 && column + 2 * kLanes <= t.padded; column += 2 * kLanes)
-        mix_tile<Kind, R, 2>(t, row, first_block, tokens, column);
-    for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_block, tokens, column);
+        mix_tile<Kind, R, 2>(t, row, first_page, tokens, column);
+    for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_page, tokens, column);
 }
 
 template <class Kind, class Call, int R = kTileRows> void by_rows(int rows, const Call& call, int row = 0) {
@@ -192,11 +191,11 @@ void merge(State& state, float* sums, State chunk, const float* mixed, int padde
 }
 
 template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
-    int count = t.count(), start = chunk * kChunkTokens, first_block = chunk * kChunkBlocks;
+    int count = t.count(), start = chunk * kChunkTokens, first_page = chunk * kChunkPages;
     // Tokens up to the last row's own: rows before it see fewer.
     int tokens = std::min(kChunkTokens, t.position(count - 1) + 1 - start);
-    int blocks = (tokens + kBlockTokens - 1) / kBlockTokens, padded_tokens = blocks * kBlockTokens;
-    by_rows<Kind>(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_block, blocks); });
+    int pages = (tokens + kPageTokens - 1) / kPageTokens, padded_tokens = pages * kPageTokens;
+    by_rows<Kind>(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_page, pages); });
     auto& chunk_states = t.scratch.chunk_states;
     for (int row = 0; row < count; ++row) {
         int low = std::max(0, first_seen(t.position(row), t.what.window) - start);
@@ -205,7 +204,7 @@ template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
         if (low < high) chunk_states[row] = soften(t, row, low, high, padded_tokens);
         else clear_weights(t, row, padded_tokens);
     }
-    by_rows<Kind>(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_block, tokens); });
+    by_rows<Kind>(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_page, tokens); });
     for (int row = 0; row < count; ++row) {
         if (chunk_states[row].greatest == kNone) continue;
         merge(t.scratch.states[row], t.scratch.sums + row * t.padded, chunk_states[row], t.scratch.mixed + row * t.padded, t.padded);

@@ -6,22 +6,31 @@
 #include "linear.h"
 #include "threads.h"
 
-constexpr int kBlockTokens = 16;
+constexpr int kPageTokens = 16;
 
-// One layer's caches: blocks of 16 tokens for each key/value head, laid out as weights of a product, so that the tiles of
-// linear layers also score keys and mix values. A block's keys are [head_dim / items][16 tokens][items], its values
-// [16 / items][padded head_dim][items], with two items for bf16 and one for floats.
+// One layer's caches: blocks of one, two or four pages of 16 tokens for each key/value head, laid out as weights of a
+// product, so that the tiles of linear layers also score keys and mix values. A page's keys are
+// [head_dim / items][16 tokens][items], its values [16 / items][padded head_dim][items], with two items for bf16 and one
+// for floats.
 struct Cache {
     Number number;
     void* keys;
     void* values;
     int kv_heads;
     int head_dim;
+    int page_bits;  // a block has 1 << page_bits pages
 
     int padded_dim() const { return (head_dim + kLanes - 1) / kLanes * kLanes; }
-    // Items from one block of a head to the next head's.
-    int64_t head_items() const { return int64_t(kBlockTokens) * padded_dim(); }
-    int64_t at(int block, int head) const { return (int64_t(block) * kv_heads + head) * head_items(); }
+    // Items from one page of a head to its next one.
+    int64_t page_items() const { return int64_t(kPageTokens) * padded_dim(); }
+    // Of page `page` of a head's block.
+    int64_t at(int block, int head, int page) const {
+        return ((((int64_t(block) * kv_heads + head) << page_bits) + page)) * page_items();
+    }
+    // Of page `index` of a sequence with this block table.
+    int64_t at(const int* table, int head, int index) const {
+        return at(table[index >> page_bits], head, index & ((1 << page_bits) - 1));
+    }
 };
 
 // How rows fall into sequences: services.worker.ops.interface.BatchMeta.

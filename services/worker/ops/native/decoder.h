@@ -30,6 +30,7 @@ struct DecoderConfig {
     int heads;
     int kv_heads;
     int head_dim;
+    int page_bits;  // of the caches
     int vocab;
     Activation activation;
     float eps;

@@ -69,7 +69,7 @@ void transpose(const uint32_t* from, int from_stride, uint32_t* to, int rows, in
             to[column * rows + row] = from[row * from_stride + column];
 }
 
-// A head's block of one layer, keys or values, from its packed form to rows of head_dim and back. What comes out may be
+// A head's page of one layer, keys or values, from its packed form to rows of head_dim and back. What comes out may be
 // some of the tokens only: an even number, from an even one on.
 struct Packed {
     int item_bytes;
@@ -78,26 +78,26 @@ struct Packed {
     int key_words() const { return dim * item_bytes / 4; }
     bool plain_values() const { return item_bytes == 4 && dim == padded; }  // they are rows of head_dim as they are
 
-    void keys_out(const char* block, char* rows, int token, int tokens) const {
-        transpose((const uint32_t*)block + token, kBlockTokens, (uint32_t*)rows, key_words(), tokens);
+    void keys_out(const char* page, char* rows, int token, int tokens) const {
+        transpose((const uint32_t*)page + token, kPageTokens, (uint32_t*)rows, key_words(), tokens);
     }
-    void keys_in(char* block, const char* rows) const {
-        transpose((const uint32_t*)rows, key_words(), (uint32_t*)block, kBlockTokens, key_words());
+    void keys_in(char* page, const char* rows) const {
+        transpose((const uint32_t*)rows, key_words(), (uint32_t*)page, kPageTokens, key_words());
     }
 
-    void values_out(const char* block, char* rows, int first, int tokens) const {
-        if (item_bytes == 4) return copy_rows(block + first * padded * 4, padded, rows, dim, tokens);
+    void values_out(const char* page, char* rows, int first, int tokens) const {
+        if (item_bytes == 4) return copy_rows(page + first * padded * 4, padded, rows, dim, tokens);
         for (int token = 0; token < tokens; token += 2) {
-            const uint16_t* __restrict from = (const uint16_t*)block + (first + token) * padded;
+            const uint16_t* __restrict from = (const uint16_t*)page + (first + token) * padded;
             uint16_t* __restrict even = (uint16_t*)rows + token * dim;
             uint16_t* __restrict odd = even + dim;
             for (int i = 0; i < dim; ++i) even[i] = from[2 * i], odd[i] = from[2 * i + 1];
         }
     }
-    void values_in(char* block, const char* rows) const {
-        if (item_bytes == 4) return copy_rows(rows, dim, block, padded, kBlockTokens);
-        for (int token = 0; token < kBlockTokens; token += 2) {
-            uint16_t* __restrict to = (uint16_t*)block + token * padded;
+    void values_in(char* page, const char* rows) const {
+        if (item_bytes == 4) return copy_rows(rows, dim, page, padded, kPageTokens);
+        for (int token = 0; token < kPageTokens; token += 2) {
+            uint16_t* __restrict to = (uint16_t*)page + token * padded;
             const uint16_t* __restrict even = (const uint16_t*)rows + token * dim;
             const uint16_t* __restrict odd = even + dim;
             for (int i = 0; i < dim; ++i) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
@@ -153,10 +153,12 @@ class Copier {
           arena_(arena),
           heads_(memory.kv_heads),
           packed_{memory.item_bytes, memory.head_dim, (memory.head_dim + kLanes - 1) / kLanes * kLanes},
-          half_(int64_t(kBlockTokens) * memory.head_dim * memory.item_bytes),
-          cached_(int64_t(kBlockTokens) * packed_.padded * memory.item_bytes),
-          part_(half_ / 2 % kLine ? kBlockTokens : kBlockTokens / 2),
-          staged_(new F[size_t(half_ + cached_ + 63) / 64]()) {}
+          page_(int64_t(kPageTokens) * memory.head_dim * memory.item_bytes),
+          cached_page_(int64_t(kPageTokens) * packed_.padded * memory.item_bytes),
+          half_(page_ * memory.pages),
+          cached_(cached_page_ * memory.pages),
+          part_(page_ / 2 % kLine ? kPageTokens : kPageTokens / 2),
+          staged_(new F[size_t(page_ + cached_page_ + 63) / 64]()) {}
 
     KvCopied save(Place place, uint64_t generation, Place after) const {
         const uint32_t slot = place.slot;
@@ -227,14 +229,16 @@ class Copier {
         const char *values = cached(memory_.values, place, piece), *next_values = cached(memory_.values, then, next);
         char* to = stored(place, piece);
         __builtin_prefetch(stored(then, next), 1, 2);  // for its page's address, whose look-up would hold up the stores
-        const int64_t bytes = half_ * part_ / kBlockTokens;
-        for (int token = 0; token < kBlockTokens; token += part_, to += bytes, next_keys += bytes) {
-            packed_.keys_out(keys, staged(), token, part_);
+        const int64_t bytes = page_ * part_ / kPageTokens;
+        const int tokens = memory_.pages * kPageTokens;
+        for (int token = 0; token < tokens; token += part_, to += bytes, next_keys += bytes) {
+            packed_.keys_out(keys + token / kPageTokens * cached_page_, staged(), token % kPageTokens, part_);
             stream(to, staged(), bytes, next_keys, sum);
         }
-        for (int token = 0; token < kBlockTokens; token += part_, to += bytes, next_values += bytes) {
+        for (int token = 0; token < tokens; token += part_, to += bytes, next_values += bytes) {
             const char* rows = packed_.plain_values() ? values + token * packed_.dim * packed_.item_bytes : staged();
-            if (rows == staged()) packed_.values_out(values, staged(), token, part_);
+            if (rows == staged())
+                packed_.values_out(values + token / kPageTokens * cached_page_, staged(), token % kPageTokens, part_);
             stream(to, rows, bytes, next_values, sum);
         }
         return sum.value();
@@ -249,11 +253,15 @@ class Copier {
             Checksum sum(2 * half_);
             sum.take(from, 2 * half_);
             sound = sum.value() == __atomic_load_n(checksum(slot, head, layer), __ATOMIC_ACQUIRE);
-            packed_.keys_in(staged(), from);
-            const char* values = from + half_;
-            if (!packed_.plain_values()) packed_.values_in(staged() + half_, values), values = staged() + half_;
-            stream(cache(memory_.keys[layer], block, head), staged(), half_, from + 2 * half_);
-            stream(cache(memory_.values[layer], block, head), values, cached_, from + 3 * half_);
+            char *keys = cache(memory_.keys[layer], block, head), *values = cache(memory_.values[layer], block, head);
+            const char* page = from;
+            for (int i = 0; i < memory_.pages; ++i, page += page_, keys += cached_page_, values += cached_page_) {
+                const char* rows = page + half_;
+                packed_.keys_in(staged(), page);
+                if (!packed_.plain_values()) packed_.values_in(staged() + page_, rows), rows = staged() + page_;
+                stream(keys, staged(), page_, page + 2 * half_);
+                stream(values, rows, cached_page_, page + 3 * half_);
+            }
         }
         finish_streaming();
         return sound;
@@ -263,6 +271,8 @@ class Copier {
     const KvArena& arena_;
     int heads_;
     Packed packed_;
+    int64_t page_;         // bytes of one head's keys of one layer and page in a slot, and of its values
+    int64_t cached_page_;  // the same in the caches
     int64_t half_;    // bytes of one head's keys of one layer in a slot, and of its values
     int64_t cached_;  // the same in the caches
     int part_;        // tokens converted at a time: whole lines

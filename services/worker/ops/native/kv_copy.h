@@ -8,6 +8,7 @@ struct KvMemory {
     int layers;
     int kv_heads;
     int head_dim;
+    int pages;  // of a block
     void* const* keys;  // of each layer
     void* const* values;
 };

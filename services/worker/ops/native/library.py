@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-VERSION = 7
+VERSION = 8
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -22,10 +22,26 @@ class Linear(Structure):
     _fields_ = (("number", c_int), ("out", c_int), ("in_", c_int), ("groups", c_void_p), ("bias", c_void_p))
 
 
+PAGE_TOKENS = 16
+"""`kPageTokens` of attention.h: a block is one page, two or four."""
+
+
+def page_bits(block_size: int) -> int:
+    """By how many bits the number of a page is shifted to be that of its block."""
+    return (block_size // PAGE_TOKENS).bit_length() - 1
+
+
 class Cache(Structure):
     """`Cache` of attention.h: one layer's keys and values."""
 
-    _fields_ = (("number", c_int), ("keys", c_void_p), ("values", c_void_p), ("kv_heads", c_int), ("head_dim", c_int))
+    _fields_ = (
+        ("number", c_int),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("kv_heads", c_int),
+        ("head_dim", c_int),
+        ("page_bits", c_int),
+    )
 
 
 class NativeBatch(Structure):
@@ -104,6 +120,7 @@ class DecoderConfig(Structure):
         ("heads", c_int),
         ("kv_heads", c_int),
         ("head_dim", c_int),
+        ("page_bits", c_int),
         ("vocab", c_int),
         ("activation", c_int),
         ("eps", c_float),
@@ -142,6 +159,7 @@ class NativeKvCaches(Structure):
         ("layers", c_int),
         ("kv_heads", c_int),
         ("head_dim", c_int),
+        ("pages", c_int),
         ("keys", POINTER(c_void_p)),
         ("values", POINTER(c_void_p)),
     )

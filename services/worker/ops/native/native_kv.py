@@ -34,6 +34,7 @@ class NativeKvCopier:
             layers=len(caches),
             kv_heads=keys.shape[1],
             head_dim=head_dim,
+            pages=keys.shape[2] // library.PAGE_TOKENS,
             keys=array(*(cache[0].data_ptr() for cache in caches)),
             values=array(*(cache[1].data_ptr() for cache in caches)),
         )

@@ -41,7 +41,7 @@ from services.worker.ops.native.kernels import (
 )
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.torch_ops import route, verify_drafts
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 
 _LANES = 16
 _MAX_HEAD_DIM = 1024
@@ -58,6 +58,7 @@ class NativeOps:
         threads: int | None = None,
         level: Level | None = None,
         kernels: NativeKernels | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
     ) -> None:
         """`threads`: as many as PyTorch uses, by default; `level`: the best that the machine has. `kernels`: another's,
         whose threads are shared then."""
@@ -65,6 +66,7 @@ class NativeOps:
             raise OpsUnavailable(f"the native operations run on CPUs, not on {device}")
         if dtype not in (torch.bfloat16, torch.float32, torch.float16):
             raise OpsUnavailable(f"the native operations know no {dtype}")
+        self.block_size = block_size
         self.kernels = kernels or NativeKernels(threads or torch.get_num_threads(), level or best_level())
         self.number = library.HALF if dtype == torch.bfloat16 else library.SINGLE
         self.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -83,7 +85,7 @@ class NativeOps:
         else these."""
         if self.number == library.HALF or not self.kernels.instructions.endswith("bf16"):
             return self
-        return NativeOps(torch.device("cpu"), torch.bfloat16, kernels=self.kernels)
+        return NativeOps(torch.device("cpu"), torch.bfloat16, kernels=self.kernels, block_size=self.block_size)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """A copy of both in the library's layout, in the weights' type."""
@@ -170,11 +172,11 @@ class NativeOps:
 
     def kv_block_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Heads are padded to 16 elements."""
-        return 2 * kv_heads * BLOCK_SIZE * _padded_head_dim(head_dim) * self.dtype.itemsize
+        return 2 * kv_heads * self.block_size * _padded_head_dim(head_dim) * self.dtype.itemsize
 
     def allocate_kv(self, num_blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Blocks are laid out inside as attention.h says; the last dimension is padded to 16."""
-        shape = (num_blocks, kv_heads, BLOCK_SIZE, _padded_head_dim(head_dim))
+        shape = (num_blocks, kv_heads, self.block_size, _padded_head_dim(head_dim))
         each = num_blocks * self.kv_block_bytes(kv_heads, head_dim) // 2
         keys, values = (zeroed(each).view(self.dtype).view(shape) for _ in range(2))
         return keys, values
@@ -244,7 +246,9 @@ class NativeOps:
         """One layer's caches, for the library."""
         if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
             raise ValueError(f"heads of {head_dim} elements are not supported")
-        return library.Cache(self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim)
+        return library.Cache(
+            self.number, keys.data_ptr(), values.data_ptr(), keys.shape[1], head_dim, library.page_bits(keys.shape[2])
+        )
 
     def _batch_of(self, meta: BatchMeta) -> library.NativeBatch:
         """`meta` for the library; made once for all layers of a step."""

@@ -59,16 +59,16 @@ void prepare(Item* to, const float* from, const float* norm, float eps, const fl
     narrow(to, x, dim);
 }
 
-template <class Item> void store_key(Item* block, int offset, const Item* key, int dim) {
+template <class Item> void store_key(Item* page, int offset, const Item* key, int dim) {
     constexpr int kItems = 4 / int(sizeof(Item));
-    for (int d = 0; d < dim; d += kItems) memcpy(block + d * kBlockTokens + offset * kItems, key + d, 4);
+    for (int d = 0; d < dim; d += kItems) memcpy(page + d * kPageTokens + offset * kItems, key + d, 4);
 }
 
-// A pair's second half is cleared with its first where nothing follows yet: what an earlier owner of the block left
+// A pair's second half is cleared with its first where nothing follows yet: what an earlier owner of the page left
 // there must not meet the weight 0 of a token that does not exist, for 0 * infinity is not 0.
-template <class Item> void store_value(Item* block, int offset, const Item* value, int dim, int padded, bool followed) {
+template <class Item> void store_value(Item* page, int offset, const Item* value, int dim, int padded, bool followed) {
     constexpr int kItems = 4 / int(sizeof(Item));
-    Item* to = block + offset / kItems * padded * kItems + offset % kItems;
+    Item* to = page + offset / kItems * padded * kItems + offset % kItems;
     bool clear = kItems == 2 && offset % 2 == 0 && !followed;
     for (int d = 0; d < dim; ++d) {
         to[d * kItems] = value[d];
@@ -82,15 +82,15 @@ template <class Item> void store_row(const RopeAndStore& what, const Batch& batc
     const float* cos_sin = what.cos_sin + int64_t(batch.positions[row]) * dim;
     Item* query = (Item*)what.queries + row * what.query_stride;
     for (int h = 0; h < what.heads; ++h) prepare(query + h * dim, from + h * dim, what.q_norm, what.eps, cos_sin, dim);
-    int slot = batch.slots[row];
+    int slot = batch.slots[row], page = slot / kPageTokens, block = page >> cache.page_bits;
     bool followed = row + 1 < batch.rows && batch.slots[row + 1] == slot + 1;
     alignas(64) Item item[kMostDim];
     for (int h = 0; h < cache.kv_heads; ++h) {
-        int64_t at = cache.at(slot / kBlockTokens, h);
+        int64_t at = cache.at(block, h, page - (block << cache.page_bits));
         prepare(item, from + (what.heads + h) * dim, what.k_norm, what.eps, cos_sin, dim);
-        store_key((Item*)cache.keys + at, slot % kBlockTokens, item, dim);
+        store_key((Item*)cache.keys + at, slot % kPageTokens, item, dim);
         narrow(item, from + (what.heads + cache.kv_heads + h) * dim, dim);
-        store_value((Item*)cache.values + at, slot % kBlockTokens, item, dim, cache.padded_dim(), followed);
+        store_value((Item*)cache.values + at, slot % kPageTokens, item, dim, cache.padded_dim(), followed);
     }
 }
 

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.blocks import BLOCK_SIZE
-
 BLOCK = 128
 
 
@@ -48,16 +46,22 @@ ROWS = 128
 
 
 def move_back(
-    short: Tensor, positions: Tensor, slots: Tensor, contexts: Tensor, tables: Tensor, cells: Tensor | None = None
+    short: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    contexts: Tensor,
+    tables: Tensor,
+    block_size: int,
+    cells: Tensor | None = None,
 ) -> None:
     """short int32 [P]; positions, slots and contexts int32 [K, P], their last dimension contiguous and all of one
-    stride; tables int32 [P, width], contiguous; cells int32 [P], where K is 1."""
+    stride; tables int32 [P, width] of blocks of `block_size` tokens, contiguous; cells int32 [P], where K is 1."""
     steps, count = positions.shape
     if count:
         move_back_kernel[(triton.cdiv(count, ROWS), steps)](
             *(short, positions, slots, contexts, tables, positions if cells is None else cells),
             *(count, positions.stride(0), tables.shape[1], cells is not None),
-            TOKENS=BLOCK_SIZE,
+            TOKENS=block_size,
             ROWS=ROWS,
             num_warps=4,
         )

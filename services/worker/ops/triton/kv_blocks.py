@@ -1,7 +1,7 @@
 """Blocks between the caches of all layers and one run of memory laid out as an arena's slots are, in one launch.
 
-A cell is what 16 tokens of one head are in one layer: keys, then values. Staged blocks are [n][heads][layers][2][cell
-half], see kvstore/core/layout.py. Whatever the numbers are, bytes are copied.
+A cell is what a block's tokens of one head are in one layer: keys, then values. Staged blocks are
+[n][heads][layers][2][cell half], see kvstore/core/layout.py. Whatever the numbers are, bytes are copied.
 
 Bytes moved for n blocks: 2 · n · heads · layers · 2 · half, read once and written once.
 """
@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 _WORD = 4
-"""Bytes that are copied as one number; 16 tokens of any head are a multiple."""
+"""Bytes that are copied as one number; a block of any head is a multiple."""
 WARPS = 4
 
 
 class BlockCaches:
-    """Where all layers' key and value caches lie: each [blocks, KV, BLOCK_SIZE, D], contiguous, on one device. Keeps
+    """Where all layers' key and value caches lie: each [blocks, KV, block_size, D], contiguous, on one device. Keeps
     them."""
 
     def __init__(self, caches: list[tuple[Tensor, Tensor]]) -> None:

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.blocks import BLOCK_SIZE
-
 _HEADS = 8
 """Heads of one program, at the most."""
 _FP8_MOST = 448.0
@@ -38,16 +36,16 @@ def rope_and_store(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """qkv [n, (H + 2 * KV) * D] → rotated queries [n, H, D]; keys and values go to `slots` [n] of the caches
-    [blocks, KV, BLOCK_SIZE, D].
+    [blocks, KV, block_size, D].
 
-    A slot is block * BLOCK_SIZE + offset; a row whose slot is -1 is padding and stores nothing, but its position must
+    A slot is block * block_size + offset; a row whose slot is -1 is padding and stores nothing, but its position must
     be one that `cos_sin` has. `cos_sin`: float32 [positions, D], D/2 cosines, then D/2 sines; element i is rotated with
     i + D/2. Norm weights, float32 [D], go with the heads' RMS norm before that, whose result is rounded to qkv's dtype.
 
     Caches may be float8_e4m3fn: they hold keys / `k_scale` and values / `v_scale` (float32 [1], 1 where None), cut to
     what the type holds.
     """
-    _, kv_heads, _, head_dim = k_cache.shape
+    _, kv_heads, block_size, head_dim = k_cache.shape
     rows = len(qkv)
     q = torch.empty((rows, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     group, half, warps = rope_shape(heads, kv_heads, head_dim)
@@ -60,7 +58,7 @@ def rope_and_store(
         DIM=head_dim,
         HALF=half,
         GROUP=group,
-        TOKENS=BLOCK_SIZE,
+        TOKENS=block_size,
         MOST=_FP8_MOST if k_cache.dtype == torch.float8_e4m3fn else None,
         num_warps=warps,
     )

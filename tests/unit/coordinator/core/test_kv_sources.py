@@ -14,7 +14,7 @@ from shared.packing import pack
 from tests.support.engines.coordinator_events import MODEL, holds, source
 
 A = InstanceId("a")
-CHAIN = hash_chain(pack(range(16 * 6)), None)
+CHAIN = hash_chain(pack(range(16 * 6)), None, 16)
 
 
 def blocks(*numbers: int) -> bytes:

@@ -13,7 +13,7 @@ from services.coordinator.core.reservations import (
     Reservations,
     ReservedWork,
 )
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import EngineId, InstanceId, ModelName
 from tests.support.engines.coordinator_events import route
 
@@ -60,7 +60,7 @@ def test_what_was_placed_on_an_instance_that_is_gone_is_forgotten(placed: Reserv
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 0), (BLOCK_SIZE, 0), (BLOCK_SIZE + 1, 1), (3 * BLOCK_SIZE, 2)])
 def test_a_prefix_leaves_out_a_block_that_ends_with_the_last_token(tokens: int, blocks: int) -> None:
     generation = route("r", prompt=tokens).generation
-    found = PromptPrefix.of(generation)
+    found = PromptPrefix.of(generation, 16)
     assert found.blocks == blocks
     assert found.last_block == (generation.block_hashes[16 * (blocks - 1) : 16 * blocks] if blocks else b"")
 

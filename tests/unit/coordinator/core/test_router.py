@@ -6,12 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.actions import PlaceRequest
+from services.coordinator.core.actions import NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.kv_sources import Reuse
 from services.coordinator.core.reservations import EXPECT_SECONDS
 from shared.ids import InstanceId, NodeId
 from shared.messages.coordinator import Route
+from shared.messages.gateway import RequestFailed
 from shared.messages.kv_events import KvEvents
 from shared.messages.lifecycle import Lifecycle
 from tests.support.engines.coordinator_events import at, detokenizer, engine, holds, route, store
@@ -52,6 +53,14 @@ def place(
     (action,) = core.route(route(request, prompt=prompt, seed=seed), at(seconds))
     assert isinstance(action, PlaceRequest)
     return action
+
+
+def test_a_request_hashed_by_another_block_size_fails_with_both() -> None:
+    core = coordinator(big("a"), routing=CoordinatorConfig(block_size=32))
+    (action,) = core.route(route("r", prompt=100), at(1))
+    assert isinstance(action, NotifyGateway)
+    assert isinstance(action.message, RequestFailed)
+    assert action.message.reason.startswith("its tokenizer hashed 6 blocks of 100 tokens, where blocks of 32 are 3: ")
 
 
 def test_a_request_goes_to_the_engine_that_holds_most_of_it() -> None:

@@ -9,7 +9,8 @@ import pytest
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Action, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from shared.blocks import BLOCK_SIZE, hash_chain
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
+from shared.blocks import hash_chain
 from shared.ids import DetokenizerId, EngineId, InstanceId
 from shared.messages.coordinator import PlacementMade
 from shared.messages.lifecycle import Lifecycle
@@ -67,7 +68,7 @@ def test_what_is_announced_is_what_was_placed() -> None:
         engine=EngineId("a"),
         detokenizer=DetokenizerId("detokenizer-1"),
         model=MODEL,
-        prompt=hash_chain(asked.generation.tokens, None)[BLOCKS - 1],
+        prompt=hash_chain(asked.generation.tokens, None, 16)[BLOCKS - 1],
         prompt_blocks=BLOCKS,
         blocks=BLOCKS + 1,
         reused=0,

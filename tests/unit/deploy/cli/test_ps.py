@@ -31,6 +31,12 @@ def test_a_store_tells_how_full_it_is_and_how_often_it_helps() -> None:
     assert sentence(said) == "n1: 32/64 MiB, 32 blocks, 2 pinned, 75% hits, 5 from below"
 
 
+def test_who_has_another_block_size_is_said_to_be_ignored() -> None:
+    said = detail(life("tokenizer", "tokenizer-1", block_size=16), 32)
+    assert sentence(said).startswith("ignored by the others: its KV blocks have 16 tokens, those here 32")
+    assert detail(life("tokenizer", "tokenizer-1", block_size=32), 32) is None
+
+
 def test_a_store_without_lookups_has_no_hit_rate() -> None:
     fresh = msgspec.structs.replace(STORE, hits=0, misses=0, lower_hits=0, pinned=0)
     said = detail(life("kvstore", "kvstore-1", store=fresh))

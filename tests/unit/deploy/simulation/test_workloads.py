@@ -64,7 +64,7 @@ def test_outputs_of_concurrent_clients_are_normal_between_20_and_500_tokens() ->
 
 def test_blocks_have_equal_names_as_far_as_prompts_begin_alike() -> None:
     shared = PromptSegment(1, 40)
-    one, two = (list(split_hashes(block_names((shared, PromptSegment(name, 30))))) for name in (2, 3))
+    one, two = (list(split_hashes(block_names((shared, PromptSegment(name, 30)), 16))) for name in (2, 3))
     assert len(one) == len(two) == 70 // 16
     assert one[:2] == two[:2]
     assert not set(one[2:]) & set(two[2:])

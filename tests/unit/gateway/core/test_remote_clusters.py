@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.gateway.core.remote_clusters import CLUSTER_SILENCE, OwnCluster, RemoteClusters, Room
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import Attempt, ClusterName, GatewayId, Incarnation, ModelName, RequestId, relay_id
 from shared.messages.federation import ClusterStatus, ModelRoom
 from shared.messages.generation import SamplingOptions, StopConditions
@@ -40,7 +40,7 @@ def status(name: ClusterName, free: int = 4, **fields: Any) -> ClusterStatus:
         sent=0.0,
         models=(ModelRoom(MODEL, b"m", free, 8),),
         protocol=PROTOCOL,
-        block_size=BLOCK_SIZE,
+        block_size=DEFAULT_BLOCK_SIZE,
     )
     return replace(known, **fields)
 

@@ -16,7 +16,7 @@ def block(slot: int, name: bytes = b"a", *, committed: bool = False) -> StoredBl
 
 
 def table() -> SlotTable:
-    return SlotTable("layout", slots=4, block_bytes=4096, fixed_bytes=64)
+    return SlotTable("layout", slots=4, block_bytes=4096, fixed_bytes=64, block_size=16)
 
 
 def put(slots: SlotTable, one: StoredBlock) -> StoredBlock:

@@ -56,14 +56,14 @@ def test_sequences_with_a_grammar_may_jump_ahead_where_nothing_else_is_drafted()
     assert begun(speculation, 1) == 0
     assert speculation.start_step(1, 1000, guided=True) == 250
     assert speculation.drafts_for(sequence_of(generate("a", PROMPT))) == 0
-    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset())
+    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset(), 16)
     assert speculation.drafts_for(guided) == 6
 
 
 def test_what_grammars_force_is_drafted_where_guessing_does_not_pay() -> None:
     speculation = policy(3, jump_ahead=6)
     plain = sequence_of(generate("a", PROMPT))
-    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset())
+    guided = Sequence(generate("b", PROMPT, grammar=Grammar("json", "{}")), sequence_rank(), 99, frozenset(), 16)
     for _ in range(80):  # drafts take as long as ten steps, and none stands
         asked = 2 * speculation.drafts_for(plain) if speculation.start_step(2, 1000, guided=True) else 0
         speculation.record_step(2, asked, asked, 0.001 * (10 if asked else 1), 2)

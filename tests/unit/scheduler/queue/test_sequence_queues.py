@@ -10,7 +10,7 @@ from tests.support.engines.checking_worker import generate
 
 
 def sequence(name: str, ticket: int, priority: int = 0, arrival: float = 0.0) -> Sequence:
-    return Sequence(generate(name, [4]), QueueKey(priority, arrival, ticket), 10, frozenset())
+    return Sequence(generate(name, [4]), QueueKey(priority, arrival, ticket), 10, frozenset(), 16)
 
 
 def test_a_queue_is_served_in_the_order_of_its_keys() -> None:

@@ -110,7 +110,7 @@ def sequences(*prompts: list[int]) -> list[Sequence]:
     """All of them beside the line."""
     made = []
     for ticket, prompt in enumerate(prompts):
-        sequence = Sequence(generate(f"r{ticket}", prompt), QueueKey(0, 0.0, ticket), 999, frozenset())
+        sequence = Sequence(generate(f"r{ticket}", prompt), QueueKey(0, 0.0, ticket), 999, frozenset(), 16)
         sequence.move("seeking")
         made.append(sequence)
     return made

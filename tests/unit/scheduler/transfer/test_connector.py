@@ -29,7 +29,7 @@ from shared.packing import pack, unpack
 from tests.support.engines.checking_worker import HonestWorker, card, generate
 
 PROMPT = [5 + i % 17 for i in range(37)]
-HASHES = hash_chain(pack(PROMPT), None)
+HASHES = hash_chain(pack(PROMPT), None, 16)
 BLOCKS = 32
 
 

@@ -10,7 +10,7 @@ from tests.support.engines.checking_worker import generate
 
 def held(*tokens: int) -> list[Sequence]:
     return [
-        Sequence(generate(f"r{number}", [1] * count), QueueKey(0, 0.0, number), 1000, frozenset())
+        Sequence(generate(f"r{number}", [1] * count), QueueKey(0, 0.0, number), 1000, frozenset(), 16)
         for number, count in enumerate(tokens)
     ]
 

@@ -12,7 +12,7 @@ LAYOUT = KvLayout(model="m", dtype="bfloat16", layers=32, kv_heads=8, head_dim=1
 
 
 def measured(*, token_seconds: float = 0.001, load_seconds: float | None = None) -> RecomputeCosts:
-    costs = RecomputeCosts(LAYOUT)
+    costs = RecomputeCosts(LAYOUT, 16)
     costs.record_step(1000, 1000 * token_seconds)
     if load_seconds is not None:
         costs.record_load(10, 10 * load_seconds, 1.0)
@@ -20,7 +20,7 @@ def measured(*, token_seconds: float = 0.001, load_seconds: float | None = None)
 
 
 def test_what_was_not_measured_is_loaded_and_waited_for_as_long_as_is_set() -> None:
-    costs = RecomputeCosts(LAYOUT)
+    costs = RecomputeCosts(LAYOUT, 16)
     costs.record_step(8, 10.0)  # a few tokens: its fixed cost says nothing of long prompts
     assert costs.block_seconds is None
     assert costs.load_pays(1.0)
@@ -51,6 +51,6 @@ def test_a_slow_load_is_forgotten_after_a_while() -> None:
 def test_coordinators_are_told_bytes_and_seconds_of_a_block() -> None:
     report = measured(load_seconds=0.002).report()
     assert report == RecomputeReport(block_bytes=2 * 2**20, block_seconds=0.016, load_seconds=0.002)
-    unshared = RecomputeCosts(None)
+    unshared = RecomputeCosts(None, 16)
     unshared.record_step(1000, 1.0)
     assert unshared.report() is None

@@ -131,7 +131,7 @@ def test_the_store_is_asked_only_for_what_our_own_memory_lacks() -> None:
     assert asked(a.send(generate("same", PROMPT, max_tokens=1)), Find) == []
     (question,) = asked(a.send(generate("more", PROMPT[:32] + [6] * 20, max_tokens=1)), Find)
     assert isinstance(question, Find)
-    assert split(question.hashes) == hash_chain(pack(PROMPT[:32] + [6] * 20), None)[2:]
+    assert split(question.hashes) == hash_chain(pack(PROMPT[:32] + [6] * 20), None, 16)[2:]
     assert asked(a.send(generate("short", [9] * 16, max_tokens=1)), Find) == [], "the last token is always computed"
 
 
@@ -345,7 +345,7 @@ def test_blocks_are_saved_once_they_are_computed_and_held_until_they_are_copied(
     a.step()
     (reserve,) = asked(a.outputs, Reserve)
     assert isinstance(reserve, Reserve)
-    assert split(reserve.hashes) == hash_chain(pack(PROMPT), None)
+    assert split(reserve.hashes) == hash_chain(pack(PROMPT), None, 16)
     assert split(reserve.parents) == [bytes(16), split(reserve.hashes)[0]]
     assert reserve.tokens == bytes([16, 16])
     a.answer()

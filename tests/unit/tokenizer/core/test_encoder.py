@@ -120,7 +120,7 @@ def test_a_request_is_passed_on_whole_with_its_tokens_packed_and_hashed(encoding
         cache_salt="salt",
         avoid=(EngineId("engine-2"),),
     )
-    hashes = b"".join(hash_chain(pack(prompt + resume), "salt"))
+    hashes = b"".join(hash_chain(pack(prompt + resume), "salt", 16))
     assert len(hashes) == 2 * 16
     assert generation == Generation(
         request=RequestId("r"),

@@ -12,7 +12,7 @@ from services.worker.batch.rows import Int32s, RowRuns, Rows, rows_of
 from services.worker.batch.staging import STAGING_BUFFERS, RotatingStaging, rows_on_device
 from services.worker.ops.interface import BatchMeta
 from services.worker.ops.transfer import pack_bytes, to_device, to_device_together, to_host, unpack_tensors
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 
 CPU = torch.device("cpu")
 FIELDS = ("query_starts", "context_lens", "block_tables", "slots", "positions", "logits_rows")
@@ -59,7 +59,7 @@ def rows_with(counts: list[int], starts: list[int], width: int = 8) -> Rows:
     tokens = np.arange(number * width * BLOCK_SIZE, dtype=np.int32).reshape(number, -1)
     seq_indices = np.arange(number)
     units = RowRuns(seq_indices, seq_indices, np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32))
-    return rows_of(units, tables, tokens)
+    return rows_of(units, tables, tokens, BLOCK_SIZE)
 
 
 def assert_holds(placed: tuple[torch.Tensor, BatchMeta], rows: Rows, logits_rows: Int32s) -> None:

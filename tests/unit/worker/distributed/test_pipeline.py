@@ -14,6 +14,7 @@ from services.worker.executor.pending import STEPS_PER_STAGE, ExpectedSteps
 from services.worker.executor.torch_backend import check_agreement
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError
 from services.worker.models.sharding import stage_of
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, SequenceWork
 from shared.packing import pack
@@ -103,7 +104,9 @@ class FirstStage:
 
     def __init__(self) -> None:
         self.last = LastStage()
-        self.table = SequenceTable(max_sequences=4, max_model_len=64, num_blocks=16, vocab_size=100)
+        self.table = SequenceTable(
+            max_sequences=4, max_model_len=64, num_blocks=16, vocab_size=100, block_size=BLOCK_SIZE
+        )
         self.outstanding = ExpectedSteps(self.last, self.table)  # type: ignore[arg-type]
 
     def add(self, sequence: int, tokens: list[int]) -> None:

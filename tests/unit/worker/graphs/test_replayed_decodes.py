@@ -13,7 +13,7 @@ from services.worker.graphs.decode_inputs import MAX_CAPTURED_ROWS, DecodeInputs
 from services.worker.graphs.replayed_decodes import ReplayedDecodes
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import BatchMeta
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.worker.emulated_graphs import RunAgain
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def caches_of() -> KvCaches:
 def replayed(
     forward: WrittenForward, capture: RunAgain, caches: KvCaches, *, features: bool = False
 ) -> ReplayedDecodes:
-    inputs = DecodeInputs(CPU, SIZES[-1], WIDTH, MAX_CONTEXT)
+    inputs = DecodeInputs(CPU, SIZES[-1], WIDTH, MAX_CONTEXT, BLOCK_SIZE)
     return ReplayedDecodes(
         forward, caches, capture, SIZES, inputs, torch.zeros(SIZES[-1], HIDDEN) if features else None
     )
@@ -64,7 +64,12 @@ def decodes(count: int, *, start: int = 20, rows: int = 1) -> Rows:
     tokens = (np.arange(count * MAX_CONTEXT, dtype=np.int32) % 97).reshape(count, -1)
     seq_indices = np.arange(count)
     starts = np.arange(start, start + count, dtype=np.int32)
-    return rows_of(RowRuns(seq_indices, seq_indices, starts, np.full(count, rows, dtype=np.int32)), tables, tokens)
+    return rows_of(
+        RowRuns(seq_indices, seq_indices, starts, np.full(count, rows, dtype=np.int32)),
+        tables,
+        tokens,
+        BLOCK_SIZE,
+    )
 
 
 def test_sizes_grow_with_the_batch_and_end_with_the_largest_that_there_can_be() -> None:
@@ -160,7 +165,7 @@ def test_other_caches_than_those_captured_with_are_not_replayed() -> None:
 
 def test_a_table_wider_than_those_captured_is_not_replayed() -> None:
     forward, capture, caches = WrittenForward(), RunAgain(), caches_of()
-    graphs = ReplayedDecodes(forward, caches, capture, SIZES, DecodeInputs(CPU, SIZES[-1], 1, BLOCK_SIZE))
+    graphs = ReplayedDecodes(forward, caches, capture, SIZES, DecodeInputs(CPU, SIZES[-1], 1, BLOCK_SIZE, BLOCK_SIZE))
     rows = decodes(2)
     ids, meta = rows_on_device(rows, rows.last_rows, CPU)
     assert torch.equal(graphs(ids, meta, caches), WrittenForward()(ids, meta, caches_of()))

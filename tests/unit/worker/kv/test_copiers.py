@@ -33,12 +33,12 @@ def rank(kind: OpsKind, layout: KvLayout, directory: Path, **options: object) ->
 
 @pytest.mark.parametrize(("saver", "loader"), list(product(KINDS, KINDS)))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 24, 6, 4])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 32), (24, 64), (6, 16), (4, 16)])
 def test_what_one_saves_another_loads(
-    tmp_path: Path, saver: OpsKind, loader: OpsKind, dtype: str, head_dim: int
+    tmp_path: Path, saver: OpsKind, loader: OpsKind, dtype: str, head_dim: int, block_size: int
 ) -> None:
     """The other has computed the same itself: what it loads is what it would have."""
-    layout = make_layout(dtype, head_dim=head_dim)
+    layout = make_layout(dtype, head_dim=head_dim, block_size=block_size)
     arena = make_arena(tmp_path, layout)
     one, other, same = (rank(kind, layout, tmp_path) for kind in (saver, loader, loader))
     one.compute()

@@ -118,6 +118,7 @@ def make_backend(model: Path, *, kv: int | None, max_model_len: int | None = Non
         dtype="auto",
         max_model_len=max_model_len,
         kv_memory_bytes=kv,
+        block_size=16,
         world_size=1,
         accelerator=PROFILES["l4"],
         profile="l4",

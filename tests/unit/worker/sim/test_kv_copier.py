@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 def rank(folder: Path, number: int, of: int, dtype: str = "auto") -> RankKvCache:
     shape = read_shape(folder, dtype)
-    return simulated_kv(shape, num_blocks=8, rank=number, world_size=of, bandwidth=1e6, time_scale=1.0)
+    return simulated_kv(shape, num_blocks=8, block_size=16, rank=number, world_size=of, bandwidth=1e6, time_scale=1.0)
 
 
 def seconds(kv: RankKvCache) -> float:

@@ -22,6 +22,7 @@ from services.worker.speculation.choice import open_drafter
 from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest
 from services.worker.speculation.settings import Method, SpeculationSettings
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import SequenceId
 from shared.messages.worker import NewSequence, SequenceWork
 from shared.packing import pack
@@ -51,7 +52,9 @@ def drafted(target: TargetModel, method: Method, folder: Path) -> list[int]:
     """What is drafted behind PROMPT, of which the model's features are made up."""
     drafter = open_drafter(SpeculationSettings(method=method, num_speculative_tokens=3, model=str(folder)), target)
     with torch.inference_mode():
-        table = SequenceTable(max_sequences=1, max_model_len=64, num_blocks=4, vocab_size=VOCABULARY)
+        table = SequenceTable(
+            max_sequences=1, max_model_len=64, num_blocks=4, vocab_size=VOCABULARY, block_size=BLOCK_SIZE
+        )
         new = NewSequence(
             sequence=SequenceId(0),
             tokens=pack(PROMPT),
@@ -74,7 +77,7 @@ def seen(table: SequenceTable, hidden: int) -> ComputedStep:
     count = len(PROMPT) - 1
     zeros = np.zeros(1, dtype=np.intp)
     units = RowRuns(zeros, zeros, np.zeros(1, dtype=np.int32), np.array([count], dtype=np.int32))
-    rows = rows_of(units, table.block_tables, table.tokens)
+    rows = rows_of(units, table.block_tables, table.tokens, BLOCK_SIZE)
     meta: BatchMeta = rows_on_device(rows, rows.last_rows, torch.device("cpu"))[1]
     features = torch.randn(count, hidden, generator=torch.Generator().manual_seed(3))
     return ComputedStep(

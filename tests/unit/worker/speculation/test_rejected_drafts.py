@@ -15,7 +15,7 @@ from services.worker.sampling.random_numbers import RejectedDrafts, uniforms
 from services.worker.speculation import verification
 from services.worker.speculation.chain import draft_chain
 from services.worker.speculation.verification import move_back
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
@@ -53,8 +53,8 @@ def test_rows_lie_where_they_would_have_lain(decodes: list[tuple[int, int]], pre
     short = i32([missing for _, missing in decodes] + [0] * prefills)
     starts = i32([position for position, _ in decodes] + [3] * prefills)
     sizes = i32([1] * len(decodes) + [17] * prefills)
-    assumed = rows_of(RowRuns(seq_indices, seq_indices, starts, sizes), blocks, tokens)
-    true = rows_of(RowRuns(seq_indices, seq_indices, starts - short, sizes), blocks, tokens)
+    assumed = rows_of(RowRuns(seq_indices, seq_indices, starts, sizes), blocks, tokens, BLOCK_SIZE)
+    true = rows_of(RowRuns(seq_indices, seq_indices, starts - short, sizes), blocks, tokens, BLOCK_SIZE)
     ids = (assumed.seq_indices * 100 + assumed.positions).astype(np.int32)
     cells, meta = rows_on_device(assumed._replace(ids=ids), assumed.last_rows, DEVICE)
     move_back(cells, meta, RejectedDrafts(torch.from_numpy(short[assumed.seq_indices]).to(DEVICE), MOST))
@@ -73,8 +73,8 @@ def test_so_do_those_of_a_chain_of_drafts(decodes: list[tuple[int, int]]) -> Non
     positions = np.maximum(positions, MOST)
     blocks = tables(len(decodes))
     moved, true = (
-        draft_chain(seq_indices, positions, blocks, DEVICE),
-        draft_chain(seq_indices, positions - short, blocks, DEVICE),
+        draft_chain(seq_indices, positions, blocks, BLOCK_SIZE, DEVICE),
+        draft_chain(seq_indices, positions - short, blocks, BLOCK_SIZE, DEVICE),
     )
     moved.move_back(RejectedDrafts(torch.from_numpy(short).to(DEVICE), MOST))
     for step in range(3):

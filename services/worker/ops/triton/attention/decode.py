@@ -47,6 +47,7 @@ def decode_kernel(
     v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,7 +89,7 @@ def decode_kernel(
         there = tokens < end
         if WINDOW is not None:
             there = there & (tokens >= first)
-        at = cached_rows(table, tokens, there, kv_head, KV_HEADS)[:, None] * DIM + dims[None, :]
+        at = cached_rows(table, tokens, there, kv_head, KV_HEADS, BLOCK)[:, None] * DIM + dims[None, :]
         # What is not there may hold anything, NaN too: it is neither read nor multiplied.
         keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
         values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
@@ -129,7 +130,7 @@ def decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q [S, H, D], caches [num_blocks, KV, BLOCK_SIZE, D] → [S, H * D], written to `out` where it is given.
+    """q [S, H, D], caches [num_blocks, KV, block_size, D] → [S, H * D], written to `out` where it is given.
 
     Row s is the newest token of a sequence of context_lens[s] cached tokens, its own among them; a length of 0 is a
     padded row and gives zeros. Caches of float8_e4m3fn hold keys / `k_scale` and
@@ -160,6 +161,7 @@ def decode_attention(
         v_scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        BLOCK=k_cache.shape[2],
         DIM=dim,
         PAD=padded(dim),
         ROWS=tile.rows,

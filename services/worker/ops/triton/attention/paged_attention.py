@@ -16,9 +16,9 @@ from torch import Tensor
 from services.worker.ops.gpu import HOPPER, generation, sm_count
 from services.worker.ops.interface import AttentionName, BatchMeta, OpsUnavailable
 from services.worker.ops.triton.attention.decode import decode_attention
+from services.worker.ops.triton.attention.paged_context import ALIGNED
 from services.worker.ops.triton.attention.prefill import prefill_attention
 from services.worker.ops.triton.attention.tiles import Tile, decode_splits, decode_tile, prefill_splits, prefill_tile
-from shared.blocks import BLOCK_SIZE
 
 
 def paged_attention(
@@ -33,7 +33,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See :meth:`services.worker.ops.interface.Ops.paged_attention`. Caches [num_blocks, KV, BLOCK_SIZE, D],
+    """See :meth:`services.worker.ops.interface.Ops.paged_attention`. Caches [num_blocks, KV, block_size, D],
     float8_e4m3fn too.
 
     A decode of no context is a padded row and gives zeros. How contexts are cut follows from numbers of the host alone
@@ -81,8 +81,8 @@ def _decode_splits(q: Tensor, k_cache: Tensor, meta: BatchMeta, window: int | No
     _, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     tile = decode_tile(dim, heads // kv_heads, k_cache.element_size())
-    # A window begins within a block.
-    tokens = meta.max_context if window is None else min(meta.max_context, window + BLOCK_SIZE)
+    # A window's first share begins a little before it.
+    tokens = meta.max_context if window is None else min(meta.max_context, window + ALIGNED.value)
     return decode_splits(meta.num_decodes, heads, kv_heads, tokens, tile, sm_count(q.device))
 
 
@@ -112,7 +112,7 @@ _MIN_FLOAT8_CAPABILITY = (8, 9)
 
 
 class PagedAttention(Protocol):
-    """What :meth:`services.worker.ops.interface.Ops.paged_attention` promises, of caches [num_blocks, KV, BLOCK_SIZE,
+    """What :meth:`services.worker.ops.interface.Ops.paged_attention` promises, of caches [num_blocks, KV, block_size,
     D]."""
 
     def __call__(

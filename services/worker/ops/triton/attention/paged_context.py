@@ -14,15 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.triton.attention.tiles import padded
-from shared.blocks import BLOCK_SIZE
 
-BLOCK = tl.constexpr(BLOCK_SIZE)
+ALIGNED = tl.constexpr(16)
+"""Where a window begins its first share is rounded down to so many tokens, which divide a block of any size."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def cached_rows(table, tokens, there, kv_head, KV_HEADS: tl.constexpr):
-    """Which rows of a cache, as [rows, D], hold `tokens` of the sequence whose block table this is (int64).
+def cached_rows(table, tokens, there, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which rows of a cache, as [rows, D], hold `tokens` of the sequence whose table of blocks of BLOCK tokens
+    this is (int64).
 
     `there`: for which of them the table may be read; None is all.
     """
@@ -82,7 +83,7 @@ def share_of(length, splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
     first = length * 0
     if WINDOW is not None:
         first = tl.maximum(length - WINDOW, 0)
-    low = first // BLOCK * BLOCK
+    low = first // ALIGNED * ALIGNED
     return first, low, tl.cdiv(tl.cdiv(length - low, splits), TILE) * TILE
 
 

@@ -48,6 +48,7 @@ def _over_tiles(
     seen_from,
     scale,
     KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -68,7 +69,7 @@ def _over_tiles(
         tokens = start + tl.arange(0, TILE)
         # What is not there may hold anything, NaN too: it is neither read nor multiplied.
         there = (tokens >= seen_from) & (tokens < end) if MASKED else None
-        at = cached_rows(table, tokens, there, kv_head, KV_HEADS)[:, None] * DIM + dims[None, :]
+        at = cached_rows(table, tokens, there, kv_head, KV_HEADS, BLOCK)[:, None] * DIM + dims[None, :]
         keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
         values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
         scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], TILE], tl.float32))
@@ -112,6 +113,7 @@ def prefill_kernel(
     v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     PACK: tl.constexpr,
@@ -179,16 +181,16 @@ def prefill_kernel(
     if WINDOW is not None:
         state = _over_tiles(
             *(state, query, position, caches, table, kv_head, low, tl.minimum(begin, high), seen_from, scale),
-            *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, True, True),
+            *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, True, True),
         )
     begin = tl.maximum(begin, low)
     state = _over_tiles(
         *(state, query, position, caches, table, kv_head, begin, tl.minimum(whole_end, high), 0, scale),
-        *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, False, False),
+        *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, False, False),
     )
     state = _over_tiles(
         *(state, query, position, caches, table, kv_head, tl.maximum(begin, whole_end), high, seen_from, scale),
-        *(KV_HEADS, DIM, PAD, TILE, WINDOW, SOFTCAP, True, SPLIT or WINDOW is not None),
+        *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, True, SPLIT or WINDOW is not None),
     )
     mixed, most, total = state
     # Rows of padding may have seen nothing, and rows of a share.
@@ -222,7 +224,7 @@ def prefill_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q [n, H, D], caches [num_blocks, KV, BLOCK_SIZE, D] → [n, H * D], written to `out` where it is given.
+    """q [n, H, D], caches [num_blocks, KV, block_size, D] → [n, H * D], written to `out` where it is given.
 
     Sequence s owns the rows query_starts[s] to query_starts[s + 1], `max_query` at most, which are the last ones of its
     context_lens[s] cached tokens. Rows before `first_row` are nobody's, and left as they are in `out`; those from it on
@@ -258,6 +260,7 @@ def prefill_attention(
         v_scale,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        BLOCK=k_cache.shape[2],
         DIM=dim,
         PAD=padded(dim),
         PACK=pack,

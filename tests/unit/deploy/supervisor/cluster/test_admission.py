@@ -18,7 +18,7 @@ from deploy.supervisor.cluster.admission import (
 from deploy.supervisor.cluster.messages import JoinRequest, TokenProof
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.launch import SECRETS
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from shared.ids import NodeId
 from shared.protocol import MIN_PROTOCOL, PROTOCOL
 
@@ -65,7 +65,7 @@ def test_a_host_like_the_first_one_may_join() -> None:
             {"protocol": 99, "min_protocol": 98},
             f"protocol 98 to 99: a speaks {MIN_PROTOCOL} to {PROTOCOL}; install the same release",
         ),
-        ({"block_size": 64}, f"block size 64: {BLOCK_SIZE} tokens, as on a; one for a stack"),
+        ({"block_size": 64}, f"--block-size 64: {BLOCK_SIZE} tokens, as on a; one for a stack"),
         (
             {"model": replace(MODEL, weights="ff")},
             "--model weights ff: 3e, as on a: the two hosts have different models",

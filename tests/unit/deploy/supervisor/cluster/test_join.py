@@ -99,7 +99,7 @@ async def test_a_host_with_a_token_is_let_in_and_others_are_told_why_not(tmp_pat
 
         joined = await join_stack(token, found, host)
         assert joined.membership.routes == (f"{HERE}:{route_port}",)
-        assert joined.membership.settings == {"worker": {"dtype": "float32"}}
+        assert joined.membership.settings == {"worker": {"dtype": "float32"}, "*": {"block_size": "16"}}
         assert joined.membership.api_keys == ()
         assert joined.membership.secret == folder.secret
         assert fingerprint(joined.authority) == token.authority

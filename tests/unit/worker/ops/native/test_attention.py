@@ -47,13 +47,13 @@ class Cached:
         self.qkv = [random(context, width, seed=10 + number) for number, context in enumerate(contexts)]
         self.cos_sin = cos_sin_table(PlainRope(10000.0), shape.dim, max(contexts))
         self.norms = (random(shape.dim, seed=1) + 1, random(shape.dim, seed=2) + 1) if norms else (None, None)
-        self.blocks = scattered_blocks(contexts)
+        self.blocks = scattered_blocks(contexts, block_size=ops.block_size)
         self.caches = ops.allocate_kv(sum(map(len, self.blocks)) + 1, shape.kv_heads, shape.dim)
 
     def step(self, counts: dict[int, tuple[int, int]], kind: Kind) -> dict[int, Tensor]:
         """Sequences' (first, end) positions in one step → the attention's rows of each."""
         sequences = [Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()]
-        meta = meta_of(sequences)
+        meta = meta_of(sequences, self.ops.block_size)
         qkv = torch.cat([self.qkv[number][first:end] for number, (first, end) in counts.items()])
         heads, (q_norm, k_norm) = self.shape.heads, self.norms
         queries = self.ops.rope_and_store(
@@ -115,6 +115,16 @@ def test_equals_float64_for_any_group_of_query_heads(dtype: torch.dtype, group: 
 )
 def test_windows_and_soft_caps_equal_float64(dtype: torch.dtype, kind: Kind) -> None:
     _check(Cached(native(dtype), Shape(4, 2, 64), [19, 255, 258, 700]), kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 64])
+def test_blocks_of_any_size_give_the_same_bits(dtype: torch.dtype, size: int) -> None:
+    shape, kind, contexts = Shape(6, 2, 80), Kind(window=300), [5, 18, 64, 130, 700]
+    _check(Cached(native(dtype, block_size=size), shape, contexts), kind)
+    whole = dict(enumerate((0, context) for context in contexts))
+    small, large = (Cached(native(dtype, block_size=each), shape, contexts).step(whole, kind) for each in (16, size))
+    assert all(torch.equal(small[number], large[number]) for number in whole)
 
 
 @pytest.mark.parametrize("level", runnable_levels())

@@ -38,6 +38,15 @@ def test_prefills_equal_float64_for_any_head_size(dim: int) -> None:
     Cached(Shape(dim=dim), [(9, 9), (2, 40)]).check()
 
 
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("window", [None, 37])
+def test_blocks_may_have_32_or_64_tokens(size: int, window: int | None) -> None:
+    cached = Cached(Shape(dim=32, block_size=size, window=window), [(1, 130), (1, 64), (9, 70)])
+    cached.check()
+    decodes = Cached(Shape(dim=32, block_size=size, window=window), [(1, 130), (1, 7)])
+    decodes.check(_decoded(decodes, 3))
+
+
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 71])
 def test_any_number_of_query_heads_may_share_a_key_head(group: int) -> None:
     Cached(Shape(heads=2 * group), [(1, 33), (3, 19)]).check()

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops.triton.kv_blocks import BlockCaches
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kernels.kernel_device import DEVICE
 
 BLOCKS = 7

@@ -10,7 +10,7 @@ from services.worker.ops.interface import Activation, BatchMeta
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import MAX_HIDDEN, add_rms_norm, gated_act, rms_norm
-from shared.blocks import BLOCK_SIZE
+from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kernels.kernel_device import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -118,6 +118,7 @@ class _Heads:
             prefills=(),
             max_query=1,
             max_context=40,
+            block_size=BLOCK_SIZE,
         )
         return TorchOps(DEVICE, self.dtype).rope_and_store(
             *(self.qkv.clone(), meta, self.cos_sin, k_cache, v_cache),
