@@ -36,7 +36,8 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 2**30
     lease_seconds: Annotated[float, Meta(gt=0, description="Seconds after which a reservation or pin expires.")] = 10.0
     kv_bandwidth: Annotated[
-        Annotated[ByteSize, Meta(ge=2**20)] | None,
+        # Not ByteSize, which has a least value of its own: a type may say that only once.
+        Annotated[int, Meta(ge=2**20, extra={"unit": "bytes"})] | None,
         Meta(
             description="Bytes per second that all copies of KV blocks on this host may take together, e.g. 2GiB; "
             "none: no limit."

@@ -177,6 +177,7 @@ OWN_TO_A_HOST = frozenset(
         "kvstore_memory",
         # Secrets that a host gets in another way, or brings itself.
         "api_keys",
+        "kv_connector_extra_config",
         "kv_tiers",
         "overflow_key",
         "redis_url",

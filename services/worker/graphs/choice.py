@@ -15,7 +15,7 @@ from services.worker.graphs.capture import Capture, CudaCapture
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
 from services.worker.graphs.replayed_decodes import ReplayedDecodes, Replaying
 from services.worker.kv.device_memory import free_bytes, gib
-from services.worker.models.decoder import CausalLm, Decoder
+from services.worker.models.decoder import CausalLm
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.speculation.drafter import Drafter, HasDecoder
 from services.worker.speculation.proposer import DraftSettings
@@ -139,7 +139,7 @@ def why_eager(
         return f"there are no graphs on {device.type}"
     if pipeline.stages > 1:
         return "rows come from another stage and go to one"
-    if not isinstance(decoder, Decoder):
+    if not decoder.capturable:
         return "transformers' code may wait for the device"
     if not _capturable(decoder.ops):
         return f"{decoder.ops_name} operations cannot be captured"

@@ -34,6 +34,10 @@ class CausalLm(Protocol):
         """`forward` without a detour."""
 
     @property
+    def capturable(self) -> bool:
+        """Whether a pass only launches what its operations do, and so can be captured where they can be."""
+
+    @property
     def wire(self) -> str:
         """How rows pass between ranks; all ranks must say the same."""
 
@@ -90,6 +94,11 @@ class Decoder:
     def fastest_pass(self) -> ForwardPass:
         """`forward` without a detour: the C++ library's own pass where there is one."""
         return self.forward if self._native is None else self._native.forward
+
+    @property
+    def capturable(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def native(self) -> NativeDecoder | None:

@@ -68,6 +68,11 @@ class LibraryDecoder:
         return self.forward
 
     @property
+    def capturable(self) -> bool:
+        """The library's code may wait for the device."""
+        return False
+
+    @property
     def wire(self) -> str:
         """Rows pass between no ranks."""
         return "no rows"

@@ -19,7 +19,14 @@ MIB = 1 << 20
 
 def demand(**different: Any) -> KvDemand:
     """1 MiB blocks; a sequence of 4,096 tokens fills 256 of them, a quarter of a GiB."""
-    plain = {"block_bytes": MIB, "max_num_seqs": 64, "max_model_len": 4096, "explicit_model_len": False, "given": None}
+    plain = {
+        "block_bytes": MIB,
+        "block_size": 16,
+        "max_num_seqs": 64,
+        "max_model_len": 4096,
+        "explicit_model_len": False,
+        "given": None,
+    }
     return KvDemand(**(plain | different))
 
 

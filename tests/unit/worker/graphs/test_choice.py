@@ -35,6 +35,7 @@ class Model:
     """As much of a decoder as is looked at."""
 
     ops: Part
+    capturable: bool = True
 
     @property
     def ops_name(self) -> str:
@@ -67,6 +68,7 @@ def test_one_gpu_with_kernels_that_can_be_captured_captures() -> None:
         ({"stages": Part(stages=2)}, "another stage"),
         ({"model": Model(Part(None, "torch"))}, "torch operations cannot"),
         ({"model": Model(Part(False, "odd"))}, "odd operations cannot"),
+        ({"model": Model(Part(True), capturable=False)}, "may wait for the device"),
         ({"ranks": Part(False, world_size=2)}, "these collectives cannot"),
         ({"ranks": Part(None, world_size=2)}, "these collectives cannot"),
     ],

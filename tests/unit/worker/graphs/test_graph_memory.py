@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ MIB = 1 << 20
 
 class WatchedDecoder:
     """As much of a decoder as capturing needs."""
+
+    ops = SimpleNamespace(block_size=16)
 
     def __init__(self) -> None:
         self.steps: list[int] = []
