@@ -11,7 +11,7 @@ EARLY = HEARTBEAT_SECONDS / 2
 
 
 class Heartbeat:
-    """Owns what was last published of a process's life, and when. Pure: time is an argument, in monotonic seconds."""
+    """Owns what was last published of a process's life, and when. Pure: time is an argument, that of the event loop."""
 
     def __init__(self, keep_alive: float) -> None:
         """`keep_alive`: seconds between two messages that say the same."""

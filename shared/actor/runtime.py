@@ -293,7 +293,7 @@ class ActorRuntime:
             HEARTBEAT_AGE.set_function(lambda since=before: time.monotonic() - since)  # type: ignore[misc]
             await asyncio.sleep(HEARTBEAT_SECONDS)
             life = self._lifecycle()
-            if self._beat.is_due(life, time.monotonic()):
+            if self._beat.is_due(life, asyncio.get_running_loop().time()):
                 await self._publish(life)
             if (pause := time.monotonic() - before - HEARTBEAT_SECONDS) > MAX_PAUSE_REPORTED:
                 log.warning("event loop was blocked", extra={"seconds": round(pause, 3)})
@@ -305,7 +305,7 @@ class ActorRuntime:
         await self._publish(self._lifecycle())
 
     async def _publish(self, life: Lifecycle) -> None:
-        self._beat.record_published(life, time.monotonic())
+        self._beat.record_published(life, asyncio.get_running_loop().time())
         with contextlib.suppress(BusError):
             await self._bus.publish(self.actor.lifecycle_topic(), life)
 

@@ -111,7 +111,7 @@ def test_what_a_scheduler_hears_is_recorded_and_its_own_journal_replays(
     stack: RunningStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "heard.journal"
-    recording = start(stack, "record", str(path), "--engine=engine-1", "--for=1s")
+    recording = start(stack, "record", str(path), "--engine=engine-1", "--for=2s")
     while recording.poll() is None:
         completion(stack, PROMPTS[1], max_tokens=8)
     said = recording.communicate(timeout=60)[1]
