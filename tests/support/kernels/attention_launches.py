@@ -127,7 +127,7 @@ class AttentionShape:
 
     def _constants(self) -> dict[str, Any]:
 
-        shape = {"HEADS": 8 * self.group, "KV_HEADS": 8, "DIM": self.dim, "PAD": padded(self.dim)}
+        shape = {"HEADS": 8 * self.group, "KV_HEADS": 8, "DIM": self.dim, "PAD": padded(self.dim), "BLOCK": 16}
         scales = {"k_scale": None, "v_scale": None} if self.cache is None else {}
         return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales
 
