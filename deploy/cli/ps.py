@@ -295,6 +295,7 @@ def _store_detail(store: StoreReport) -> dict[str, Any]:
         "misses": store.misses,
         "hit_rate": round(store.hits / lookups, 4) if lookups else None,
         "lower_hits": store.lower_hits,
+        "prefetched": store.prefetched,
         "tiers": [msgspec.structs.asdict(tier) for tier in store.tiers],
     }
 

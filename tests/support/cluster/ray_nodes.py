@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -104,6 +105,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     cpus, temporary = float(sys.argv[1]), sys.argv[2]
+    Path("/tmp/ray").mkdir(exist_ok=True)  # a `Cluster` notes its address there, wherever else its files are
     shared = {"object_store_memory": OBJECT_STORE, "include_dashboard": False, "memory": 2**30}
     head = {**shared, "num_cpus": 0, "node_ip_address": "127.0.0.2", "_system_config": NOTICES_DEATHS}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": temporary})
