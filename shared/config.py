@@ -66,7 +66,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
     metrics_port: Annotated[
         Port | None, Meta(description="Port of the Prometheus endpoint; 0 picks one, none switches it off.")
     ] = 0
-    keep_alive_s: Annotated[
+    heartbeat_interval_s: Annotated[
         float,
         Meta(
             ge=HEARTBEAT_SECONDS,

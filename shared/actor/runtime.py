@@ -385,7 +385,7 @@ async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable
             drain_timeout=config.drain_timeout,
             metrics_port=metrics_port,
             when_set_up=keep_from_collecting,
-            keep_alive=config.keep_alive_s,
+            keep_alive=config.heartbeat_interval_s,
             block_size=config.block_size,
         )
         loop = asyncio.get_running_loop()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.configuration import CONFIGS
+from shared.config import ServiceConfig
 from tests.support.paths import REPOSITORY
 
 OURS = ("shared", "services", "kvstore", "deploy")
@@ -68,6 +70,11 @@ def test_only_the_configuration_reads_the_environment() -> None:
         and node.value.id == "os"
     }
     assert readers <= {"shared/config.py"}
+
+
+def test_no_service_gives_a_setting_of_all_services_another_meaning() -> None:
+    common = set(ServiceConfig.__struct_fields__)
+    assert {s: again for s, c in CONFIGS.items() if (again := common & set(c.__annotations__))} == {}
 
 
 def test_no_module_goes_by_a_name_that_says_nothing() -> None:

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--keep-alive", type=float, help="seconds; default: the services' own")
     parser.add_argument("--deaths", action="store_true", help="kill and stop schedulers, and say when that is noticed")
     given = parser.parse_args()
-    flags = [] if given.keep_alive is None else [f"--keep-alive-s={given.keep_alive}"]
+    flags = [] if given.keep_alive is None else [f"--heartbeat-interval-s={given.keep_alive}"]
     release = given.release.resolve()
     if given.deaths:
         for how, seconds in asyncio.run(deaths(release, given.engines[0], flags)):
