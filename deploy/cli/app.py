@@ -54,8 +54,8 @@ COMMANDS: Mapping[str, Listed] = {
     "bench": Listed(
         USE,
         "deploy.cli.bench",
-        "Measure: baton bench serve|latency|throughput|interference|hops|startup|prefixes|kv|idle|speculation|"
-        "roofline|kernels|routing|peers|gpu.",
+        "Measure: baton bench serve|latency|throughput|interference|hops|startup|profile|prefixes|kv|idle|"
+        "speculation|roofline|kernels|routing|peers|gpu.",
         PASSED_ON,
     ),
     "simulate": Listed(

@@ -26,7 +26,7 @@ from shared.config import process_environment
 
 _NO_SERVER_NEEDED = ("--help", "-h", "--base-url")
 _MEASURES_NO_SERVER = ("prefixes", "kv")
-_ON_THE_BUS = ("startup", "hops")
+_ON_THE_BUS = ("startup", "hops", "profile")
 """They listen to the stack's bus, as its operator."""
 _CAMPAIGNS = ("gpu", "peers")
 """They measure with the repository's tests and beside other engines: `tests/campaigns`, which is not installed."""
@@ -57,8 +57,8 @@ def bench(
     name: Name = DEFAULT,
     run_dir: RunDir = None,
 ) -> None:
-    """Measure: baton bench serve|latency|throughput|interference|hops|startup|prefixes|kv|idle|speculation|
-    roofline|kernels|routing|peers|gpu.
+    """Measure: baton bench serve|latency|throughput|interference|hops|startup|profile|prefixes|kv|idle|
+    speculation|roofline|kernels|routing|peers|gpu.
 
     All other arguments are passed on (baton bench serve --help).
     """
@@ -159,7 +159,7 @@ def with_stack_flags(argv: Sequence[str], state: StackState) -> list[str]:
         }
     if argv[0] == "startup":
         known["--model-dir"] = state.model_dir
-    else:
+    elif argv[0] != "profile":
         known["--pids"] = ",".join(f"{name}={pid}" for name, pid in pids.items() if pid is not None)
     given = {each.split("=")[0] for each in argv}
     return [*argv, *(f"{flag}={value}" for flag, value in known.items() if value and flag not in given)]

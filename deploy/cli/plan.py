@@ -34,6 +34,7 @@ from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingRefus
 from shared.bus import Bus
 from shared.bus.nats_bus import NatsOptions
 from shared.messages.planner import PlannerDecision
+from shared.models.profile_file import ProfileError, ProfileFile, read_profile
 from shared.settings import settings_of
 from shared.telemetry.metrics import metrics_server
 
@@ -70,6 +71,10 @@ def plan(
     --kubernetes as pods.
     """
     settings = _settings(given(typed, PLAN_OFFERS))
+    try:
+        measured = None if settings.profile is None else read_profile(settings.profile)
+    except ProfileError as error:
+        raise CommandError(f"--profile {error}", status=2) from None
     if kubernetes is None:
         fleet = _stack_fleet(running_stack(name, run_dir))
     else:
@@ -80,7 +85,7 @@ def plan(
         fleet = _kubernetes_fleet(kubernetes, kubernetes_namespace, options)
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            asyncio.run(_run(fleet, settings, as_json))
+            asyncio.run(_run(fleet, settings, measured, as_json))
         except ValueError as error:
             raise CommandError(str(error), status=2) from None
 
@@ -138,7 +143,10 @@ class LauncherScaler:
 
 
 async def _run(
-    access: contextlib.AbstractAsyncContextManager[FleetAccess], settings: PlannerSettings, as_json: bool
+    access: contextlib.AbstractAsyncContextManager[FleetAccess],
+    settings: PlannerSettings,
+    measured: ProfileFile | None,
+    as_json: bool,
 ) -> None:
     def say(decision: PlannerDecision) -> None:
         text = msgspec.json.encode(_described(decision)).decode() if as_json else sentence(decision)
@@ -151,7 +159,7 @@ async def _run(
         if port is not None:
             note(f"metrics at http://{METRICS_HOST}:{port}/metrics")
         async with access as fleet:
-            await FleetActor(fleet.bus, settings, say, note, scaler=fleet.scaler).run()
+            await FleetActor(fleet.bus, settings, say, note, scaler=fleet.scaler, measured=measured).run()
 
 
 def _described(decision: PlannerDecision) -> dict[str, Any]:
@@ -166,14 +174,16 @@ def sentence(decision: PlannerDecision) -> str:
     if decision.prompt_tokens is not None and decision.output_tokens is not None:
         load += f" ({decision.prompt_tokens:.0f} tokens in, {decision.output_tokens:.0f} out)"
     waits = f"TTFT {_ms(decision.observed_ttft)}, ITL {_ms(decision.observed_itl)}"
-    waits += f" (profile × {decision.ttft_correction:.2f}, {decision.itl_correction:.2f})"
+    named = "no profile" if decision.profile == "none" else f"{decision.profile} profile"
+    waits += f" ({named} × {decision.ttft_correction:.2f}, {decision.itl_correction:.2f})"
     pools = ", ".join(
         f"{pool.role} {pool.present} → {pool.target} ({pool.wanted} wanted: {pool.reason})" for pool in decision.pools
     )
     short = "" if decision.suffices else "; the bounds or the budget do not allow what the targets need"
     dry = "" if decision.acts or not decision.changes else "; dry run, see --act"
     backlog = f", {decision.backlog} wait" if decision.backlog else ""
-    return f"{time.strftime('%H:%M:%S')} {load}{backlog}; {waits}; {pools}{short}{dry}"
+    note = f"; {decision.profile_note}" if decision.profile_note else ""
+    return f"{time.strftime('%H:%M:%S')} {load}{backlog}; {waits}; {pools}{short}{dry}{note}"
 
 
 def _rate(value: float | None) -> str:

@@ -32,6 +32,10 @@ BENCHMARKS = {
         "hops.command:main",
         "what each process and message between a request and its tokens costs, by the number of streams",
     ),
+    "profile": Benchmark(
+        "profile:main",
+        "an engine's prefill time by prompt length and ITL by batch and context, for baton plan --profile",
+    ),
     "startup": Benchmark(
         "startup:main", "from asking for one more engine to its first token, by stage; drains the others meanwhile"
     ),

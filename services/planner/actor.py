@@ -13,11 +13,13 @@ from services.planner.config import PlannerSettings
 from services.planner.core.fleet_watch import FleetWatch
 from services.planner.core.host_spread import Host, spread
 from services.planner.core.planner import FleetPlanner, FleetProfiles
+from services.planner.core.profile import ProfileMismatch
 from services.planner.fleet_scaler import AdminScaler, FleetScaler, ScalingFailed, ScalingRefused
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.messages.lifecycle import Lifecycle, LifecycleRequest, Role
 from shared.messages.planner import PlannerDecision, PoolDecision
+from shared.models.profile_file import ProfileFile
 
 POOLS: Mapping[Role, str] = {"mixed": "engines", "prefill": "prefill", "decode": "decode"}
 """What `admin.scale` calls each role's engines."""
@@ -39,15 +41,18 @@ class FleetActor:
         note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         scaler: FleetScaler | None = None,
+        measured: ProfileFile | None = None,
     ) -> None:
-        """`say` shows a decision, `note` a sentence; `scaler` does it, None: the coordinators on the bus."""
+        """`say` shows a decision, `note` a sentence; `scaler` does it, None: the coordinators on the bus. `measured`: a
+        profile of such engines, instead of what workers report of their steps."""
         self._scaler: FleetScaler = scaler or AdminScaler(bus)
         self._bus = bus
         self._settings = settings
         self._say = say
         self._note = note
         self._clock = clock
-        self._watch = FleetWatch()
+        self._watch = FleetWatch(measured)
+        self._mismatch = ""
         self._planner: FleetPlanner | None = None
         self._roles: tuple[Role, ...] = ()
 
@@ -66,13 +71,18 @@ class FleetActor:
     async def decide(self) -> PlannerDecision | None:
         """One decision, made known and done; None while too little is known of the engines to make one."""
         now = self._clock()
-        seen, profiles = self._watch.observe(now), self._watch.profiles()
+        seen, live = self._watch.observe(now), self._watch.profiles()
+        measured = self._measured()
+        profiles = measured or live
         planner = self._planner if profiles is None else self._planner_of(profiles)
         if planner is None:
             self._note(f"learning how long steps take: {self._watch.steps} seen")
             return None
+        planner.fallback = None if measured is None else live
         # A prediction may take a second of computing.
         decision = replace(await asyncio.to_thread(planner.decide, seen, now), acts=self._settings.act)
+        if self._mismatch:
+            decision = replace(decision, profile_note=self._mismatch)
         metrics.show(decision)
         self._say(decision)
         try:
@@ -82,6 +92,17 @@ class FleetActor:
         for pool in decision.changes:
             await self._change(pool)
         return decision
+
+    def _measured(self) -> FleetProfiles | None:
+        """The measured profile, where it is of the engines that run; what differs is said once."""
+        try:
+            found, mismatch = self._watch.measured(), ""
+        except ProfileMismatch as error:
+            found, mismatch = None, str(error)
+        if mismatch and mismatch != self._mismatch:
+            self._note(f"the profile is of other engines ({mismatch}): workers' reports count instead")
+        self._mismatch = mismatch
+        return found
 
     def _planner_of(self, profiles: FleetProfiles) -> FleetPlanner:
         """The planner, with what is known by now; another one where the fleet has other pools than before."""

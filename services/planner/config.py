@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -61,6 +62,14 @@ class PlannerSettings(Struct, frozen=True, kw_only=True):
     season_s: Annotated[
         float, Meta(gt=0, description="Seconds after which a seasonal load repeats itself."), UpOption(LOAD)
     ] = 86400.0
+    profile: Annotated[
+        Path | None,
+        Meta(
+            description="File of baton bench profile: what such engines take for prompts and tokens. Else, and where a "
+            "load is beyond it, that is learnt from their steps."
+        ),
+        UpOption(LOAD, unset="none"),
+    ] = None
     interval_s: Annotated[float, Meta(ge=0.5, description="Seconds between two decisions."), UpOption(RUN)] = 15.0
     act: Annotated[
         bool,

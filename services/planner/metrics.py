@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import Counter, Gauge
 
-from shared.messages.planner import PlannerDecision
+from shared.messages.planner import PlannerDecision, ProfileSource
 
 DECISIONS = Counter("baton_planner_decisions_total", "Decisions, by what became of them.", ["outcome"])
 ENGINES = Gauge("baton_planner_engines", "Engines by role: present, wanted, target.", ["role", "of"])
 RATE = Gauge("baton_planner_requests_per_second", "Requests per second: observed and predicted.", ["of"])
 CORRECTION = Gauge("baton_planner_correction", "Observed latency divided by the profile's.", ["of"])
 SUFFICES = Gauge("baton_planner_suffices", "1 while the wanted fleet meets the targets.")
+PROFILE = Gauge("baton_planner_profile", "1: the latest decision was computed with this profile.", ["source"])
 
 
 def show(decision: PlannerDecision) -> None:
@@ -23,3 +26,5 @@ def show(decision: PlannerDecision) -> None:
     CORRECTION.labels("ttft").set(decision.ttft_correction)
     CORRECTION.labels("itl").set(decision.itl_correction)
     SUFFICES.set(decision.suffices)
+    for source in get_args(ProfileSource):
+        PROFILE.labels(source).set(source == decision.profile)

@@ -10,6 +10,10 @@ from shared.messages.lifecycle import Role
 
 ScalingReason = Literal["as wanted", "nothing to change", "stabilizing", "cool-down"]
 
+ProfileSource = Literal["measured", "live", "none"]
+"""measured: tables of a measurement; live: what workers report of their steps; none: neither says anything of the
+load."""
+
 
 class PoolDecision(Struct, frozen=True, array_like=True, kw_only=True):
     """What is to become of one pool."""
@@ -50,6 +54,10 @@ class PlannerDecision(Struct, frozen=True, array_like=True, kw_only=True):
     pools: tuple[PoolDecision, ...]
     acts: bool = False
     """Whether the planner does what it decides; False: it only says it."""
+    profile: ProfileSource = "live"
+    """What it was computed with."""
+    profile_note: str = ""
+    """Why that is not the measured one, where there is one; for people."""
 
     @property
     def changes(self) -> tuple[PoolDecision, ...]:

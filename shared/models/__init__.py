@@ -1,1 +1,1 @@
-"""A model's files as several services read them: where they lie, the tokenizer, byte alphabets, structural tags."""
+"""A model as several services read it: its files, tokenizer, byte alphabets, structural tags, and engines' profiles."""

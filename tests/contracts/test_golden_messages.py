@@ -330,6 +330,8 @@ MESSAGES: list[Any] = [
         suffices=True,
         pools=(planner.PoolDecision(role="decode", present=1, wanted=3, target=2, reason="cool-down"),),
         acts=True,
+        profile="none",
+        profile_note="n",
     ),
     kvstore.Prefetch(layout="f", source=NODE, hashes=HASH),
     federation.ClusterStatus(

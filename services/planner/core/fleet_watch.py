@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from services.planner.core.host_spread import Host
 from services.planner.core.live_profile import LiveProfile
 from services.planner.core.load_meter import FleetObservation
 from services.planner.core.planner import FleetProfiles
-from services.planner.core.profile import EngineProfile
+from services.planner.core.profile import EngineProfile, measured_profile
 from shared.ids import EngineId, InstanceId
-from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
+from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role, WorkerReport
+from shared.models.profile_file import ProfileFile
 
 PRESENT: frozenset[Phase] = frozenset(("starting", "ready"))
 FORGOTTEN_AFTER = 5.0
@@ -32,7 +33,9 @@ class _Heard(NamedTuple):
 class FleetWatch:
     """Owns the newest message of each process, and a live profile of each role's engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured: ProfileFile | None = None) -> None:
+        """`measured`: a profile that somebody has made of such engines."""
+        self._measured = measured
         self._heard: dict[InstanceId, _Heard] = {}
         self._live: dict[Role, LiveProfile] = {}
 
@@ -87,18 +90,30 @@ class FleetWatch:
     def profiles(self) -> FleetProfiles | None:
         """Of what is known of the fleet's engines; None before that is enough. A fleet with prefill engines is
         disaggregated."""
-        found = {role: self._profile(role) for role in self._live}
+        return self._of(lambda role, engine, worker: self._live[role].profile(engine, worker))
+
+    def measured(self) -> FleetProfiles | None:
+        """The measured profile, for the fleet's engines; None without one, and before these were heard. Raises
+        ProfileMismatch where some of them are others than those that were profiled."""
+        if (file := self._measured) is None:
+            return None
+        return self._of(lambda role, engine, worker: measured_profile(file, engine, worker))
+
+    def _of(self, make: Callable[[Role, EngineReport, WorkerReport], EngineProfile | None]) -> FleetProfiles | None:
+        found = {role: self._profile(role, make) for role in self._live}
         prefill, decode = found.get("prefill"), found.get("decode")
         if "prefill" in found:
             return None if prefill is None or decode is None else FleetProfiles(prefill, decode)
         mixed = found.get("mixed")
         return None if mixed is None else FleetProfiles(mixed)
 
-    def _profile(self, role: Role) -> EngineProfile | None:
+    def _profile(
+        self, role: Role, make: Callable[[Role, EngineReport, WorkerReport], EngineProfile | None]
+    ) -> EngineProfile | None:
         for heard in self._heard.values():
             worker = heard.life.worker
             if worker is not None and (engine := self._engine(worker.engine)) is not None and engine.role == role:
-                return self._live[role].profile(engine, worker)
+                return make(role, engine, worker)
         return None
 
     def _engine(self, engine: EngineId) -> EngineReport | None:

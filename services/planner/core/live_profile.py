@@ -74,6 +74,7 @@ class LiveProfile:
             batch_sizes=batches,
             context_lengths=CONTEXT_LENGTHS,
             itl_seconds=tuple((step + batch * token,) * len(CONTEXT_LENGTHS) for batch in batches),
+            source="live",
         )
 
     def _fitted(self) -> tuple[float, float]:

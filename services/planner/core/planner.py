@@ -7,6 +7,8 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from services.planner.core.load_meter import FleetObservation, LoadInterval, LoadMeter, RequestShape
 from services.planner.core.predictors import LoadPredictor
 from services.planner.core.profile import EngineProfile
@@ -24,7 +26,7 @@ from services.planner.core.sizing import (
     size_mixed,
 )
 from shared.messages.lifecycle import Role
-from shared.messages.planner import PlannerDecision, PoolDecision
+from shared.messages.planner import PlannerDecision, PoolDecision, ProfileSource
 
 MIN_SAMPLES = 20
 """First tokens of an interval below which its means correct nothing."""
@@ -48,6 +50,16 @@ class FleetProfiles(NamedTuple):
         """Of the pools that are scaled."""
         return ("mixed",) if self.decode is None else ("prefill", "decode")
 
+    def unknown(self, load: RequestLoad) -> str:
+        """What of a load's lengths no table of theirs reaches, for people; empty where all is known."""
+        known = (each.unknown(load.prompt, load.context) for each in self if each is not None)
+        return next(filter(None, known), "")
+
+    @property
+    def source(self) -> ProfileSource:
+        """Where they come from."""
+        return self.mixed.source
+
     @property
     def gpus(self) -> int:
         """Devices of an engine, the larger one's."""
@@ -64,6 +76,8 @@ class FleetPlanner:
         self.limits = limits
         self.profiles = profiles
         """Another one of the same pools may be set, once more is known."""
+        self.fallback: FleetProfiles | None = None
+        """Of the same pools, for a load that `profiles` does not reach; None: nothing is decided then."""
         self._targets = targets
         self._bounds = limits.bounds(profiles.gpus)
         self._predictor = predictor
@@ -80,22 +94,32 @@ class FleetPlanner:
         load: RequestLoad | None = None
         if interval is not None:
             self._shape.record(interval)
+        profiles, note = self._reaching()
+        if interval is not None:
             rate = interval.arrivals / interval.seconds
             self._predictor.observe(rate)
-            self._correct(interval, seen)
+            if profiles is not None:
+                self._correct(interval, seen, profiles)
             load = self._shape.at(self._predicted(interval))
-        size = None if load is None else self._size(load)
+        size = None if load is None or profiles is None else self._size(load, profiles)
         pools = tuple(self._pool(role, seen, size, now) for role in self.profiles.roles)
         self._present = {pool.role: pool.present for pool in pools}
-        return _described(now, interval, load, self._factors, size, pools)
+        decision = _described(now, interval, load, self._factors, size, pools)
+        return replace(decision, profile="none" if profiles is None else profiles.source, profile_note=note)
+
+    def _reaching(self) -> tuple[FleetProfiles | None, str]:
+        """The profiles that reach the load's lengths, and why not the first ones."""
+        load = self._shape.at(1.0)
+        note = "" if load is None else self.profiles.unknown(load)
+        return (self.fallback, note) if note else (self.profiles, "")
 
     def _predicted(self, interval: LoadInterval) -> float:
         """The backlog, beyond a request for each engine, is to be worked off within an interval."""
         excess = max(0, interval.backlog - sum(self._present.values()))
         return max(self._predictor.predict(self.limits.horizon)) + excess / self.limits.interval
 
-    def _size(self, load: RequestLoad) -> FleetSize:
-        mixed, decode = self.profiles
+    def _size(self, load: RequestLoad, profiles: FleetProfiles) -> FleetSize:
+        mixed, decode = profiles
         if decode is None:
             return size_mixed(mixed, load, self._targets, self._factors, self._bounds)
         return size_disaggregated(mixed, decode, load, self._targets, self._factors, self._bounds)
@@ -108,7 +132,7 @@ class FleetPlanner:
         target, reason = self._guards[role].guard(present, wanted, now)
         return PoolDecision(role=role, present=present, wanted=wanted, target=target, reason=reason)
 
-    def _correct(self, interval: LoadInterval, seen: FleetObservation) -> None:
+    def _correct(self, interval: LoadInterval, seen: FleetObservation, profiles: FleetProfiles) -> None:
         """Compares what clients waited for with what the profile says of the same load on the same engines."""
         ready: dict[Role, int] = dict.fromkeys(self.profiles.roles, 0)
         for report in seen.reports.values():
@@ -118,7 +142,7 @@ class FleetPlanner:
         load = self._shape.at(interval.first_tokens / interval.seconds)
         if not steady or load is None or interval.first_tokens < MIN_SAMPLES or interval.backlog > sum(ready.values()):
             return
-        forecast = self._forecast(load, ready)
+        forecast = self._forecast(load, ready, profiles)
         if forecast.utilization > CORRECTED_UTILIZATION or not isfinite(forecast.mean_ttft + forecast.mean_itl):
             return
         ttft, itl = self._factors
@@ -126,8 +150,8 @@ class FleetPlanner:
             _averaged(ttft, interval.ttft, forecast.mean_ttft), _averaged(itl, interval.itl, forecast.mean_itl)
         )
 
-    def _forecast(self, load: RequestLoad, ready: dict[Role, int]) -> LatencyForecast:
-        mixed, decode = self.profiles
+    def _forecast(self, load: RequestLoad, ready: dict[Role, int], profiles: FleetProfiles) -> LatencyForecast:
+        mixed, decode = profiles
         percentile = self._targets.percentile
         if decode is None:
             return forecast_mixed(mixed, load.shared(ready["mixed"]), percentile)

@@ -47,6 +47,11 @@ class RequestLoad(NamedTuple):
     output: float
     """Output tokens."""
 
+    @property
+    def context(self) -> float:
+        """Tokens of a sequence that decodes, on average."""
+        return self.prompt + self.cached + self.output / 2
+
     def shared(self, engines: float) -> RequestLoad:
         """One engine's share."""
         return self._replace(rate=self.rate / engines)
@@ -97,7 +102,7 @@ def forecast_mixed(profile: EngineProfile, load: RequestLoad, percentile: float)
     batch = _settled_batch(profile, load, busy)
     if batch is None:
         return OVERLOADED
-    context = load.prompt + load.cached + load.output / 2
+    context = load.context
     step = profile.step_seconds + min(1.0, batch) * (profile.itl(batch, context) - profile.step_seconds)
     """Of a decode step, if there is one, or of a step for the prompt alone."""
     together = max(1.0, profile.max_batch_tokens / max(1.0, load.prompt))
@@ -138,14 +143,14 @@ def forecast_decode(profile: EngineProfile, load: RequestLoad, percentile: float
     batch = _settled_batch(profile, load, 0.0)
     if batch is None:
         return OVERLOADED
-    context = load.prompt + load.cached + load.output / 2
+    context = load.context
     high = _itl_among_more(profile, batch, context, NormalDist().inv_cdf(percentile))
     return LatencyForecast(0.0, 0.0, profile.itl(batch, context), high, batch, 0.0)
 
 
 def _itl_among_more(profile: EngineProfile, batch: float, context: float, deviations: float) -> float:
     """In a batch that is larger than on average by so many standard deviations; its size is Poisson-distributed."""
-    return profile.itl(batch + max(0.0, deviations) * sqrt(batch), context)
+    return profile.itl(min(batch + max(0.0, deviations) * sqrt(batch), profile.most_sequences), context)
 
 
 def _settled_batch(profile: EngineProfile, load: RequestLoad, busy: float) -> float | None:
@@ -153,8 +158,8 @@ def _settled_batch(profile: EngineProfile, load: RequestLoad, busy: float) -> fl
     share `busy` of the time. None: there is no room for so many, or they become ever more."""
     if busy >= 1:
         return None
-    context = load.prompt + load.cached + load.output / 2
-    room = min(profile.max_num_seqs, profile.kv_tokens / max(1.0, context))
+    context = load.context
+    room = min(profile.most_sequences, profile.kv_tokens / max(1.0, context))
     batch = 0.0
     for _ in range(MAX_ROUNDS):
         grown = load.rate * max(0.0, load.output - 1) * profile.itl(batch, context) / (1 - busy)

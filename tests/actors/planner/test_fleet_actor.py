@@ -16,7 +16,8 @@ from shared import topics
 from shared.bus import EndpointError
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.planner import PlannerDecision
-from tests.support.engines.planner_profiles import report
+from shared.models.profile_file import ProfileFile
+from tests.support.engines.planner_profiles import PROFILE_FILE, report
 from tests.unit.planner.core.test_fleet_watch import life, rank, sums
 
 SETTINGS = PlannerSettings(
@@ -38,10 +39,11 @@ class Fleet:
         self.hosts: list[str] = []
         """Those that have joined, with a KV store and no engines."""
         self.now = 0.0
+        self.measured: ProfileFile | None = None
 
     def planner(self, settings: PlannerSettings = SETTINGS) -> FleetActor:
         say, note = self.said.append, self.notes.append
-        return FleetActor(self.bus, settings, say, note, lambda: self.now, self.scaler)
+        return FleetActor(self.bus, settings, say, note, lambda: self.now, self.scaler, self.measured)
 
     async def scale(self, body: bytes) -> bytes:
         self.asked.append(msgspec.json.decode(body))
@@ -158,3 +160,25 @@ async def test_whoever_places_engines_itself_is_asked_for_all_of_them(fleet: Fle
     assert asked == [("engines", pool.target, None)]
     assert fleet.asked == []
     assert fleet.notes[-1] == f"engines={pool.target} is not answered: it throttles"
+
+
+async def test_with_a_measured_profile_nothing_has_to_be_learnt(fleet: Fleet) -> None:
+    served = report(1)
+    engine = replace(PROFILE_FILE.engine, model=served.model.name, block_size=served.model.block_size)
+    fleet.measured = replace(PROFILE_FILE, engine=engine)
+    planner = fleet.planner()
+    listening = asyncio.create_task(planner.run())
+    await asyncio.sleep(0.01)
+    await fleet.works(1)
+    decision = await planner.decide()
+    listening.cancel()
+    assert decision is not None
+    assert (decision.profile, decision.profile_note, fleet.notes) == ("measured", "", [])
+
+
+async def test_a_profile_of_other_engines_is_noted_once_and_steps_count_instead(fleet: Fleet) -> None:
+    fleet.measured = replace(PROFILE_FILE, engine=replace(PROFILE_FILE.engine, model="other"))
+    decision = await decided(fleet)
+    assert decision.profile == "live"
+    assert decision.profile_note.startswith("model: other was profiled, ")
+    assert len([note for note in fleet.notes if note.startswith("the profile is of other engines")]) == 1

@@ -10,6 +10,7 @@ from services.planner.core.load_meter import FleetObservation
 from services.planner.core.profile import EngineProfile
 from shared.ids import EngineId
 from shared.messages.lifecycle import EngineReport, LatencySums, Role
+from shared.models.profile_file import DecodePoint, MeasuredEngine, PrefillPoint, ProfileFile
 from tests.support.engines.coordinator_events import engine
 
 PROFILE = EngineProfile(
@@ -25,6 +26,23 @@ PROFILE = EngineProfile(
     itl_seconds=((0.005, 0.006), (0.008, 0.02)),
 )
 """Steps of 5 ms at least; a prompt token costs 30 µs."""
+
+PROFILE_FILE = ProfileFile(
+    engine=MeasuredEngine(
+        model="m", device="sim", gpus=2, block_size=16, max_num_seqs=64, max_batch_tokens=2048, kv_tokens=200_000
+    ),
+    prefill=tuple(
+        PrefillPoint(prompt_tokens=tokens, seconds=seconds)
+        for tokens, seconds in ((4096, 0.125), (16, 0.006), (128, 0.005), (1024, 0.035))
+    ),
+    decode=tuple(
+        DecodePoint(batch_size=batch, context_tokens=context, itl_seconds=seconds)
+        for batch, context, seconds in (
+            (1, 128, 0.005), (1, 2048, 0.006), (1, 4096, 0.008), (8, 128, 0.004), (8, 2048, 0.016), (64, 128, 0.02)
+        )
+    ),
+)  # fmt: skip
+"""A measurement in which a longer prompt and a larger batch seemed to be quicker, and some did not fit in memory."""
 
 
 def report(

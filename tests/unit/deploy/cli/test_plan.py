@@ -34,10 +34,13 @@ DECISION = PlannerDecision(
 
 def test_a_decision_is_one_line_with_its_numbers() -> None:
     assert sentence(DECISION)[9:] == (
-        "6.40 req/s, 7.88 expected (46 tokens in, 20 out), 3 wait; TTFT 92 ms, ITL - (profile × 1.10, 1.00); "
+        "6.40 req/s, 7.88 expected (46 tokens in, 20 out), 3 wait; TTFT 92 ms, ITL - (live profile × 1.10, 1.00); "
         "mixed 1 → 2 (2 wanted: as wanted)"
     )
     assert sentence(replace(DECISION, acts=False)).endswith("; dry run, see --act")
+    beyond = sentence(replace(DECISION, profile="none", profile_note="prompts are too long"))
+    assert "(no profile × 1.10" in beyond
+    assert beyond.endswith("; prompts are too long")
     assert "do not allow what the targets need" in sentence(replace(DECISION, suffices=False))
 
 
@@ -47,6 +50,7 @@ def test_a_decision_is_one_line_with_its_numbers() -> None:
         ((), "--ttft-ms, --itl-ms: at least one target is needed"),
         (("--itl-ms", "9", "--max-engines", "1", "--min-engines", "2"), "--max-engines 1"),
         (("--itl-ms", "9", "--load-predictor", "seasonal", "--season-s", "60"), "at least 10 are needed"),
+        (("--itl-ms", "9", "--profile", "none.json"), "--profile none.json: No such file or directory"),
         (("--itl-ms", "9"), "no stack runs in"),
     ],
 )

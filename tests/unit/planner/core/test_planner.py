@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from services.planner.core.planner import CORRECTION_BOUNDS, FleetPlanner, FleetProfiles
 from services.planner.core.predictors import ConstantPredictor
@@ -93,3 +94,20 @@ def test_a_decision_says_its_numbers() -> None:
     assert said.forecast_itl <= TARGETS.itl
     assert said.changes == said.pools
     assert said.pools[0].reason == "as wanted"
+
+
+def test_a_load_beyond_the_measured_profile_is_planned_with_the_live_one_and_the_decision_says_so() -> None:
+    short = replace(PROFILE, reach=1.5)
+    live = replace(PROFILE, source="live")
+    each = planner(FleetProfiles(short))
+    each.fallback = FleetProfiles(live)
+    each.decide(seen(report(0)), 0.0)
+    within = each.decide(seen(report(20)), 10.0)
+    assert (within.profile, within.profile_note) == ("measured", "")
+    beyond = each.decide(seen(report(420, prompt=8000)), 20.0)
+    assert beyond.profile == "live"
+    assert "tokens: measured up to 4,096, continued up to 6,144" in beyond.profile_note
+    assert beyond.pools[0].wanted > 1
+    each.fallback = None
+    undecided = each.decide(seen(report(820, prompt=8000)), 30.0)
+    assert (undecided.profile, undecided.pools[0].reason) == ("none", "nothing to change")
