@@ -16,7 +16,10 @@ from shared import topics
 from shared.bus import Bus, BusError, EndpointError, NoResponders, ReplyTimeout
 from shared.bus.nats_bus import NatsOptions, connect
 
-CONNECT_TIMEOUT = 3.0
+CONNECT_TIMEOUT = 30.0
+"""Seconds for a bus that is there and does not answer: commands must work on a machine that is too busy, above all."""
+REFUSED_TIMEOUT = 3.0
+"""Seconds for one where nobody listens."""
 ANSWER_TIMEOUT = 35.0
 
 
@@ -37,9 +40,9 @@ async def operator_bus(state: StackState) -> AsyncIterator[Bus]:
 
 @contextlib.asynccontextmanager
 async def client_bus(options: NatsOptions) -> AsyncIterator[Bus]:
-    """Raises CommandError where the bus cannot be reached within CONNECT_TIMEOUT."""
+    """Raises CommandError where the bus cannot be reached within CONNECT_TIMEOUT, or REFUSED_TIMEOUT."""
     try:
-        bus = await connect(replace(options, connect_timeout=CONNECT_TIMEOUT))
+        bus = await connect(replace(options, connect_timeout=CONNECT_TIMEOUT, refused_timeout=REFUSED_TIMEOUT))
     except BusError as error:
         raise CommandError(str(error)) from None
     try:

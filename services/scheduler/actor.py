@@ -289,6 +289,7 @@ class SchedulerActor(Actor):
                 if plan.connector is not None and self._connector is not None:
                     plan = await self._connector.complete(plan)
                 await self.bus.publish(topics.engine_steps(self.engine_id), plan, confirm=True)
+                await asyncio.sleep(0)  # so that it leaves before the tokens are encoded: a device may wait for it
             case SendTokens(detokenizer, batch):
                 _record_batch(batch)
                 await self.bus.publish(topics.detokenizer_tokens(detokenizer), batch, confirm=True)

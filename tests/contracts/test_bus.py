@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -62,6 +63,35 @@ async def test_a_flush_returns_after_everything_before_it_has_reached_the_server
     finally:
         await hearing.close()
         await sending.close()
+
+
+async def test_what_is_published_has_left_before_anything_else_runs(own_nats: NatsServer) -> None:
+    """A device waits for some messages, and nobody for what its sender does next."""
+    bus = await connect(NatsOptions(servers=(own_nats.url,)))
+    try:
+        with socket.create_connection(("127.0.0.1", own_nats.port), timeout=DEADLINE) as hearing:
+            hearing.sendall(b'CONNECT {"verbose": false}\r\nSUB baton.> 1\r\nPING\r\n')
+            await asyncio.to_thread(_read_until, hearing, b"PONG\r\n")
+            await bus.publish(topics.engine_control(ENGINE), CANCEL)
+            _read_until(hearing, encode(CANCEL))  # which keeps the event loop from running
+    finally:
+        await bus.close()
+
+
+def _read_until(connection: socket.socket, end: bytes) -> None:
+    heard = b""
+    while end not in heard:
+        heard += connection.recv(65536)
+
+
+async def test_messages_keep_their_order_where_they_come_sooner_than_the_socket_takes_them(any_bus: Bus) -> None:
+    topic = Topic("many", bytes)
+    heard = await collect(any_bus, topic, 300)
+    sent = [bytes([number % 251]) * (10 if number % 3 else 40_000) for number in range(300)]
+    for message in sent:
+        await any_bus.publish(topic, message)
+    async with asyncio.timeout(DEADLINE):
+        assert await heard == sent
 
 
 async def test_a_queue_group_shares_its_messages(any_bus: Bus) -> None:

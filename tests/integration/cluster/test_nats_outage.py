@@ -103,6 +103,41 @@ async def test_a_bus_that_is_not_there_is_named() -> None:
         await connect(NatsOptions(servers=(url,), connect_timeout=0.5))
 
 
+async def test_a_bus_that_is_slow_gets_more_time_than_one_that_is_not_there(own_nats: NatsServer) -> None:
+    """As on a machine that is too busy: it listens, and says nothing for a while."""
+    asked, answers, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+        await writer.wait_closed()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await answers.wait()
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", own_nats.port)
+        await asyncio.gather(pipe(reader, server_writer), pipe(server_reader, writer), return_exceptions=True)
+        ended.set()
+
+    slow = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"nats://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+    absent = f"nats://127.0.0.1:{free_port()}"
+    async with asyncio.timeout(60):
+        connecting = asyncio.create_task(
+            connect(NatsOptions(servers=(url,), connect_timeout=60.0, refused_timeout=0.05))
+        )
+        await asked.wait()
+        with pytest.raises(BusError, match=f"{absent}: .*Connect call failed"):
+            await connect(NatsOptions(servers=(absent,), connect_timeout=3600.0, refused_timeout=0.05))
+        assert not connecting.done()
+        answers.set()
+        bus = await connecting
+        await bus.close()
+        await ended.wait()
+    slow.close()
+
+
 async def test_a_bus_is_reached_by_web_socket_too(tmp_path: Path) -> None:
     port = free_port()
     websocket = f'websocket {{ host: "127.0.0.1", port: {port}, no_tls: true }}'

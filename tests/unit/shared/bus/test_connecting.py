@@ -34,3 +34,18 @@ async def test_what_a_client_raises_is_raised() -> None:
 
     with pytest.raises(ConnectionRefusedError, match="nobody there"):
         await _in_time(connect(), 60)
+
+
+async def test_only_a_client_that_is_refused_is_given_up_early() -> None:
+    connected = asyncio.Event()
+
+    async def connect() -> None:
+        await connected.wait()
+
+    async with asyncio.timeout(60):
+        with pytest.raises(TimeoutError):
+            await _in_time(connect(), 3600, 0.01, lambda: True)
+        slow = asyncio.create_task(_in_time(connect(), 3600, 0.01, lambda: False))
+        await asyncio.sleep(0.1)
+        connected.set()
+        await slow
