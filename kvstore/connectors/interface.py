@@ -160,7 +160,8 @@ class KVConnectorBase:
 
     @property
     def layerwise(self) -> bool:
-        """Whether layers are saved while those behind them are computed. Read once, at the start."""
+        """Whether layers are saved while those behind them are computed, and steps compute behind what they load,
+        waiting for one layer after the other. Read once, at the start."""
         return False
 
     def register_kv_caches(self, kv_caches: Mapping[str, LayerCache], layout: CacheLayout) -> None:
@@ -179,7 +180,8 @@ class KVConnectorBase:
         """Begins to load `step.loads`, all layers at once or in their order."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Returns when the layer has what `step.loads` asks for."""
+        """Returns when the layer has what `step.loads` asks for. Called for each layer in its order; layerwise a step
+        may be waiting for it."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: LayerCache) -> None:
         """The layer has what `step.saves` names. Layerwise it is called as soon as that is so, else when the step is

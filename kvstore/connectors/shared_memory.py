@@ -65,6 +65,7 @@ class SharedMemoryConnector(KVConnectorBase):
         self._layers: list[str] = []
         self._caches: dict[str, tuple[_HalfCache, _HalfCache]] = {}
         self._making: list[_MakingFile] = []
+        self._loading: list[_LoadingFile] = []
         self._errors: set[int] = set()
 
     # ---- the scheduler's half
@@ -96,23 +97,31 @@ class SharedMemoryConnector(KVConnectorBase):
         self._blocks = _BlockFolder(folder, self._size // layout.world_size)
 
     def start_load_kv(self) -> None:
-        """Reads every block. What is missing or spoilt is reported by `get_block_ids_with_load_errors`."""
+        """Finds every block's file. What is missing or spoilt is reported by `get_block_ids_with_load_errors`."""
         assert self.step is not None
         assert self._blocks is not None
+        size = sum(half.block_bytes for halves in self._caches.values() for half in halves)
+        self._loading = []
         for run in self.step.loads:
             for block, name in zip(run.block_ids, run.hashes, strict=True):
-                payload = self._blocks.read(name.hex())
-                self._put(block, payload)
+                file = _LoadingFile(self._blocks.path(name.hex()), block)
+                if self._blocks.touch(name.hex()) and file.holds(size):
+                    self._loading.append(file)
+                else:
+                    self._errors.add(block)
 
-    def _put(self, block: int, payload: memoryview | None) -> None:
-        halves = [half for layer in self._layers for half in self._caches[layer]]
-        if payload is None or len(payload) != sum(half.block_bytes for half in halves):
-            self._errors.add(block)
-            return
-        offset = 0
-        for half in halves:
-            half.block(block)[:] = payload[offset : offset + half.block_bytes]
-            offset += half.block_bytes
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Reads the layer of every block. Behind the last one it is known which blocks are what was written."""
+        loading = []
+        for file in self._loading:
+            if all(file.read(half.block(file.block)) for half in self._caches[layer_name]):
+                loading.append(file)
+            else:
+                self._errors.add(file.block)
+        self._loading = loading
+        if layer_name == self._layers[-1]:
+            self._errors |= {file.block for file in loading if not file.finish()}
+            self._loading = []
 
     def save_kv_layer(self, layer_name: str, kv_layer: LayerCache) -> None:
         """Writes the layer of every block behind that of the layer before. Raises OSError."""
@@ -187,6 +196,46 @@ class _MakingFile:
         self.making.unlink(missing_ok=True)
 
 
+class _LoadingFile:
+    """A block's file that is read layer by layer. It is opened for each, as a long prompt has more blocks than a
+    process may have files."""
+
+    def __init__(self, path: Path, block: int) -> None:
+        self.path, self.block = path, block
+        self._sum = blake2b(digest_size=CHECKSUM_BYTES)
+        self._offset = CHECKSUM_BYTES
+
+    def holds(self, size: int) -> bool:
+        """Whether it is there, with so many bytes of keys and values."""
+        try:
+            return self.path.stat().st_size == CHECKSUM_BYTES + size
+        except OSError:
+            return False
+
+    def read(self, cells: memoryview) -> bool:
+        """Fills `cells` with the bytes that come next; whether it could."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self._offset)
+                whole = file.readinto(cells) == cells.nbytes
+        except OSError:
+            return False
+        self._sum.update(cells)
+        self._offset += cells.nbytes
+        return whole
+
+    def finish(self) -> bool:
+        """Whether all that was read is what was written. A file that is not is removed."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                whole = file.read(CHECKSUM_BYTES) == self._sum.digest()
+        except OSError:
+            return False
+        if not whole:
+            self.path.unlink(missing_ok=True)
+        return whole
+
+
 class _BlockFolder:
     """Owns the files of one rank, beside other engines' same rank, and the bound on their size."""
 
@@ -205,19 +254,6 @@ class _BlockFolder:
         except OSError:
             return False
         return True
-
-    def read(self, name: str) -> memoryview | None:
-        """The block's bytes; None where it is gone or is not what was written."""
-        try:
-            content = memoryview(self.path(name).read_bytes())
-        except OSError:
-            return None
-        payload = content[CHECKSUM_BYTES:]
-        if blake2b(payload, digest_size=CHECKSUM_BYTES).digest() != content[:CHECKSUM_BYTES]:
-            self.path(name).unlink(missing_ok=True)
-            return None
-        self.touch(name)
-        return payload
 
     def add(self, file: _MakingFile) -> None:
         """Lets others find the block. Raises OSError."""

@@ -47,6 +47,9 @@ CONNECTOR_FAILURES = Counter(
     "Calls of the KV connector that raised, were answered wrongly or not in time, by method.",
     ["call"],
 )
+LOADS_OVERLAPPED = Counter(
+    "baton_scheduler_kv_loads_overlapped_total", "Loads by the KV connector that steps waited for layer by layer."
+)
 LOADS_FAILED = Counter("baton_scheduler_kv_loads_failed_total", "Loads that failed, so that the prompt was computed.")
 HAND_OVERS = Counter(
     "baton_scheduler_hand_overs_total",
@@ -117,6 +120,7 @@ def _totals(counters: EngineCounters) -> list[tuple[Counter, float]]:
         (LOOKUPS.labels("yes"), counters.hits),
         (LOADS_FAILED, counters.loads_failed),
         (LOADS_DECLINED, counters.loads_declined),
+        (LOADS_OVERLAPPED, counters.loads_overlapped),
         (RESUMED.labels("loaded"), counters.swapped_in),
         (RESUMED.labels("computed"), counters.recomputed),
         (HAND_OVERS.labels("handed"), counters.handed_over),

@@ -79,6 +79,7 @@ class WorkerRanks:
             max_speculate=min(report.max_speculate for report in reports),
             max_jump_ahead=min(report.max_jump_ahead for report in reports),
             cache_format=_common(report.cache_format for report in reports) or "",
+            layerwise_loads=all(report.layerwise_loads for report in reports),
         )
 
     def _ready_by_rank(self) -> dict[int, Lifecycle]:

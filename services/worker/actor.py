@@ -214,6 +214,7 @@ class WorkerActor(Actor):
             max_jump_ahead=self._backend.max_jump_ahead,
             sums=self._sums,
             cache_format="" if self._connector is None else self._connector.layout.name,
+            layerwise_loads=self._connector is not None and self._connector.layerwise,
         )
 
     async def _report_missed(self, missed: StepMissed) -> None:

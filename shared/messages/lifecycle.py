@@ -235,6 +235,8 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     cache_format: str = ""
     """A digest of what a block looks like in this rank's caches, for KV connectors, which copy it as it is; empty where
     there is none. Equal on all ranks of an engine."""
+    layerwise_loads: bool = False
+    """Whether this rank waits for a KV connector's loads layer by layer; see `ConnectorLoad.overlapped`."""
 
 
 class TokenizerReport(Struct, frozen=True, array_like=True, kw_only=True):

@@ -105,6 +105,9 @@ class ConnectorLoad(Struct, frozen=True, array_like=True, kw_only=True):
     run: KvBlockRun
     awaited: bool = False
     """Whether it is over only when the connector names the request as received."""
+    overlapped: bool = False
+    """Whether this very plan computes tokens of the request behind these blocks: the forward pass waits before each
+    layer's attention until the layer is loaded. Where that takes too long, the load counts as failed."""
 
 
 class ConnectorSend(Struct, frozen=True, array_like=True, kw_only=True):

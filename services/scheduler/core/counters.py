@@ -28,6 +28,8 @@ class EngineCounters:
     """Lookups for which the store held nothing or did not reply in time."""
     loads_failed: int = 0
     """Loads that a rank could not copy; their prompts were computed instead."""
+    loads_overlapped: int = 0
+    """Loads by a KV connector behind which the plan that began them computed, layer by layer."""
     loads_declined: int = 0
     """Requests whose blocks were in the node's store, and were computed because that is sooner."""
     passed_on: int = 0

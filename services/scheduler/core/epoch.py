@@ -66,7 +66,9 @@ class EpochState:
         self.transfers = BlockTransfers(self.memory.pool, workers.world_size)
         self.costs = RecomputeCosts(workers.layout, block_size)
         self.store_loads = Loads(self.limits, store, self.memory, self.transfers, self.costs)
-        self.connector_loads = ConnectorLoads(self.limits, connector, self.memory, self.transfers, self.costs)
+        self.connector_loads = ConnectorLoads(
+            self.limits, connector, self.memory, self.transfers, self.costs, layerwise=workers.layerwise_loads
+        )
         self.loads: BlockLoads = self.connector_loads if connector.enabled else self.store_loads
         self.connector_saves = None if use is None else ConnectorSaves(connector, self.memory, self.transfers)
         self.remote = RemotePrefills(store)
@@ -153,14 +155,7 @@ class EpochState:
     def _issue(self, step: StepBuilder, now: float) -> None:
         """Sends the step to the ranks, under the number that it has in flight from now on."""
         for sequence, cached in step.started:
-            self._outbox.streams.open(sequence, cached)
-            if sequence.detokenizer == CANARY_DETOKENIZER:
-                continue
-            prompt = sequence.tokens.prompt_length
-            self._counters.prompt_tokens += prompt
-            self._counters.cached_tokens += min(prompt, cached)
-            if sequence.transfer.decode_node is not None and (ahead := self._sender.prefetch(sequence)) is not None:
-                self._outbox.add(ahead)
+            self._open(sequence, cached)
         for sequence in step.handing:
             self.hand_overs.start(sequence)
         tokens = self.limits.max_batch_tokens - step.budget - step.withheld
@@ -170,7 +165,7 @@ class EpochState:
             epoch=self.steps.epoch,
             step=number,
             released=self.queues.take_released() if self.queues.released else (),
-            new=tuple([new_sequence(*start) for start in step.started]),
+            new=tuple([new_sequence(*start) for start in (*step.started, *step.loading)]),
             work=tuple(step.work),
             transfers=self.transfers.take_planned(number) if self.transfers.planned else (),
             compile=step.grammars.compile,
@@ -179,6 +174,17 @@ class EpochState:
         )
         self._sent.append(plan)
         self._outbox.add(SendPlan(plan))
+
+    def _open(self, sequence: Sequence, cached: int) -> None:
+        """Its prompt is being computed, but for the first `cached` tokens."""
+        self._outbox.streams.open(sequence, cached)
+        if sequence.detokenizer == CANARY_DETOKENIZER:
+            return
+        prompt = sequence.tokens.prompt_length
+        self._counters.prompt_tokens += prompt
+        self._counters.cached_tokens += min(prompt, cached)
+        if sequence.transfer.decode_node is not None and (ahead := self._sender.prefetch(sequence)) is not None:
+            self._outbox.add(ahead)
 
     def _pass_on(self, sequence: Sequence) -> None:
         self.requests.pass_on(sequence)
@@ -243,11 +249,11 @@ class EpochState:
         """A rank has copied blocks, or failed to."""
         for kind, lease, done, blocks, seconds in self.transfers.record_report(report, now):
             if kind == "load":
-                if done:
+                if done and not self.connector_loads.is_overlapped(lease):
                     self.costs.record_load(blocks, seconds, now)
                 self._finish_load(self.loads.finish(lease, done))
                 if self.connector_saves is not None:
-                    self.connector_loads.record_end(lease, done)
+                    self.connector_loads.record_end(lease, done, now)
             else:
                 (self.connector_saves or self.saves).finish_transfer(lease, done)
 
@@ -257,9 +263,11 @@ class EpochState:
             self._finish_load(outcome)
 
     def _finish_load(self, outcome: LoadOutcome) -> None:
-        sequence, tokens, others = outcome
+        sequence, tokens, others, computed = outcome
         if sequence is not None:
-            self.queues.finish_loading(sequence, tokens)
+            self.queues.finish_loading(sequence, tokens, computed)
+            if tokens is not None and computed:  # the workers know it already
+                self._open(sequence, tokens)
         for other in others:
             self.queues.resume(other)
 

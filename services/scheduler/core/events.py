@@ -41,6 +41,8 @@ class WorkersReady:
     """Forced tokens that a step may yield for a sequence with a grammar."""
     cache_format: str = ""
     """See `WorkerReport.cache_format`."""
+    layerwise_loads: bool = False
+    """See `WorkerReport.layerwise_loads`; whether all ranks do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,9 +179,10 @@ class BlockAllocator:
         table.capacity += len(new) * self.block_size
         return new
 
-    def fill(self, sequence: Sequence, tokens: int) -> None:
-        """The blocks that it was given hold its first `tokens` now; those that are full have their names."""
-        sequence.tokens.set_planned(tokens)
+    def fill(self, sequence: Sequence, tokens: int, computed: int = 0) -> None:
+        """The blocks that it was given hold its first `tokens` now; those that are full have their names. Behind them
+        they hold `computed` more, whose blocks have none yet."""
+        sequence.tokens.set_planned(tokens + computed)
         sequence.blocks.indexed = tokens // self.block_size
 
     def shrink(self, sequence: Sequence) -> None:

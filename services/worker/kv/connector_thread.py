@@ -1,7 +1,9 @@
 """The thread that works for a KV connector beside the compute thread, which never waits for it but to begin an epoch.
 
 Layers that are saved while those behind them are computed pass by a mark: the compute thread counts the layers whose
-keys and values it has stored, and this thread saves them in their order.
+keys and values it has stored, and this thread saves them in their order. Layers that are loaded meanwhile pass by
+another one, which the compute thread waits for before each attention. That is the only wait of it for this thread
+within a step, and it is bounded: then the load has failed, and the step goes on without.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,8 @@ POLL_SECONDS = 0.005
 REGISTER_TIMEOUT = 60.0
 """Seconds for `register_kv_caches`, at the start."""
 STOP_TIMEOUT = 2.0
+LAYERS_TIMEOUT = 1.0
+"""Seconds that one step may wait for the layers of its loads, all together: all its sequences wait with it."""
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +62,17 @@ class _Work:
     """How many epochs had begun: under a greater count it must stop."""
     layers: int = 0
     """How many layers hold what the plan computes; written by the compute thread."""
+    overlapped: bool = False
+    """Whether the plan computes behind what it loads."""
+    loaded: int = 0
+    """How many layers hold what the plan loads; written by the connector's thread."""
+    load_over: bool = False
+    """Whether no further layer will be loaded; written by the connector's thread."""
+    late: bool = False
+    """Whether the step went on before its layers were loaded: what it computed behind them is void. Written by the
+    compute thread."""
+    patience: float = field(default_factory=lambda: LAYERS_TIMEOUT)
+    """Seconds for which the step may still wait."""
 
 
 class ConnectorThread:
@@ -77,6 +93,8 @@ class ConnectorThread:
         self._waiting: deque[_Work] = deque()
         self._current: _Work | None = None
         """The work of the step that is being computed."""
+        self._late: _Work | None = None
+        """Work whose layers came too late, and which is not over: steps behind it wait for none."""
         self._epochs = 0
         self._busy = self._stopping = False
         self._awaited: dict[str, tuple[Incarnation, int, tuple[int, ...]]] = {}
@@ -131,7 +149,7 @@ class ConnectorThread:
         """A new epoch: forgets what waits, and returns when nothing is being copied. Raises CopyingStuck."""
         with self._changed:
             self._waiting.clear()
-            self._current = None
+            self._current = self._late = None
             self._epochs += 1
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._busy and not self._awaited, REST_TIMEOUT):
@@ -142,6 +160,8 @@ class ConnectorThread:
         assert plan.connector is not None
         with self._changed:
             work = _Work(plan.epoch, plan.connector, self._epochs)
+            work.overlapped = any(load.overlapped for load in plan.connector.loads)
+            work.late = work.overlapped and (self._late is not None or not self.layerwise)
             if plan.connector.metadata is None or len(self._waiting) >= MAX_WAITING_PLANS:
                 self._report(work, plan.connector.numbers, failed=True)
                 return
@@ -150,11 +170,22 @@ class ConnectorThread:
             self._changed.notify_all()
 
     def layer_stored(self, layer: int) -> None:
-        """The step's keys and values of the rank's layer `layer` are in its cache."""
+        """The step's keys and values of the rank's layer `layer` are in its cache. Returns when what it computes on is
+        loaded into that layer, too, or has failed or takes too long: then the load counts as failed."""
         if (work := self._current) is not None:
             with self._changed:
                 work.layers = layer + 1
                 self._changed.notify_all()
+                if work.overlapped and not work.late and work.loaded <= layer:
+                    self._await_layer(work, layer)
+
+    def _await_layer(self, work: _Work, layer: int) -> None:
+        begun = time.monotonic()
+        self._changed.wait_for(lambda: work.loaded > layer or work.load_over, max(0.0, work.patience))
+        work.patience -= time.monotonic() - begun
+        if work.loaded <= layer:
+            work.late = True
+            self._late = None if work.load_over else work
 
     def after_step(self) -> None:
         """The plan is computed."""
@@ -203,6 +234,8 @@ class ConnectorThread:
         self._poll(finished)
         with self._changed:
             self._busy = False
+            if work is not None and self._late is work:
+                self._late = None
             self._changed.notify_all()
         return True
 
@@ -229,12 +262,20 @@ class ConnectorThread:
         if not loads:
             return
         sound = sound and self._call("start_load_kv", self.connector.start_load_kv)
-        for name in self._layers:
+        for number, name in enumerate(self._layers, 1):
             sound = sound and self._call("wait_for_layer_load", lambda: self.connector.wait_for_layer_load(name))  # noqa: B023
+            if sound and work.overlapped:
+                with self._changed:
+                    work.loaded = number
+                    self._changed.notify_all()
         sound = sound and self._call("wait_for_layer_load", self._synchronize)
         broken = self._broken_blocks() if sound else None
+        with self._changed:  # from here on no step can be late for it
+            work.load_over = True
+            late = work.late
+            self._changed.notify_all()
         for load in loads:
-            spoilt = broken is None or not broken.isdisjoint(unpack(load.run.blocks))
+            spoilt = broken is None or not broken.isdisjoint(unpack(load.run.blocks)) or (load.overlapped and late)
             if spoilt or not load.awaited:
                 self._awaited.pop(load.run.request, None)
                 self._report(work, [load.number], failed=spoilt)

@@ -5,6 +5,7 @@ Scheduler and rank are the real ones on an in-memory bus; what they say is compa
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -22,8 +23,11 @@ from kvstore.connectors.interface import CacheLayout, ConnectorConfig, KVConnect
 from services.scheduler.connector_host import ConnectorHalf
 from services.scheduler.core.limits import ConnectorUse, EngineLimits
 from services.scheduler.core.transfer import connector as core_connector
+from services.worker.kv import connector_thread
 from services.worker.kv.connector_thread import ConnectorThread
+from shared.blocks import hash_chain
 from shared.bus.memory_bus import MemoryBus
+from shared.packing import pack
 from tests.support.engines.checking_worker import generate
 from tests.support.engines.engine_on_a_bus import EngineOnABus, engine_on_a_bus
 from tests.support.models.tiny_models import TinyModel, make_model
@@ -94,6 +98,18 @@ async def ask(engine: EngineOnABus, name: str, prompt: list[int] = PROMPT) -> tu
     return engine.notes.output_of(name), opened.cached_tokens
 
 
+def expect_quick_loads(engine: EngineOnABus) -> None:
+    """As if loads had been measured, so that prompts are computed behind them layer by layer."""
+    epoch = engine.scheduler.core.epoch_state
+    assert epoch is not None
+    epoch.costs.record_load(1, 1e-9, 0.0)
+
+
+def overlapped(engine: EngineOnABus) -> int:
+    """How many loads were computed behind while they ran, or should have been."""
+    return engine.scheduler.core.counters.loads_overlapped
+
+
 async def saved(engine: EngineOnABus, blocks: int) -> None:
     counters = engine.scheduler.core.counters
     await engine.until(lambda: counters.blocks_saved >= blocks, f"{blocks} blocks are saved")
@@ -125,6 +141,41 @@ async def test_what_one_engine_saved_a_second_one_loads_and_says_the_same(
         assert await ask(b, "second") == (expected, 128)
         assert await ask(b, "other", PROMPT[:40] + [9] * 30) == (model.greedy(PROMPT[:40] + [9] * 30, COUNT), 32)
         assert b.scheduler.core.counters.blocks_loaded == 128 // size
+        await at_rest(b)
+
+
+LONGER = [*PROMPT[:128], *range(3, 60)]
+"""Of which more than one block is to be computed behind what is loaded."""
+
+
+@pytest.mark.features("KV connector", "prefix cache", "chunked prefill")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+async def test_a_prompt_is_computed_behind_its_load_layer_by_layer_and_says_the_same(
+    model: TinyModel, tmp_path: Path, ops: str
+) -> None:
+    async with engine(model, shared_memory(tmp_path, layerwise=True), ops=ops) as (a, _):
+        await ask(a, "first")
+        await saved(a, len(PROMPT) // 16)
+    expected = model.greedy(LONGER, COUNT)
+    async with engine(model, shared_memory(tmp_path, layerwise=True), ops=ops) as (b, _):
+        expect_quick_loads(b)
+        assert await ask(b, "second", LONGER) == (expected, 128)
+        assert (overlapped(b), b.scheduler.core.counters.loads_failed) == (1, 0)
+        await saved(b, 3)
+        await at_rest(b)
+    async with engine(model, shared_memory(tmp_path), ops=ops) as (c, _):
+        assert await ask(c, "third", LONGER) == (expected, 176), "what was computed behind a load was saved, too"
+
+
+async def test_what_was_computed_behind_a_spoilt_block_is_computed_again(model: TinyModel, tmp_path: Path) -> None:
+    async with engine(model, shared_memory(tmp_path)) as (a, _):
+        await ask(a, "first")
+        await saved(a, len(PROMPT) // 16)
+    spoil_one(tmp_path)
+    async with engine(model, shared_memory(tmp_path, layerwise=True)) as (b, _):
+        expect_quick_loads(b)
+        assert await ask(b, "second", LONGER) == (model.greedy(LONGER, COUNT), 0)
+        assert (overlapped(b), b.scheduler.core.counters.loads_failed) == (1, 1)
         await at_rest(b)
 
 
@@ -162,6 +213,10 @@ class Scripted(KVConnectorBase):
         self.later: dict[str, int] = {}
         self.layers: list[list[str]] = []
 
+    @property
+    def layerwise(self) -> bool:
+        return "layerwise" in self.config.extra
+
     def _maybe(self, where: str) -> None:
         if self.fault == f"{where} raises":
             raise RuntimeError("no")
@@ -171,7 +226,7 @@ class Scripted(KVConnectorBase):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         self.lookups += 1
         self._maybe("lookup")
-        assert request.token_ids[: len(PROMPT)] == PROMPT
+        assert tuple(hash_chain(pack(request.token_ids), None, 16)) == request.block_hashes
         if self.fault.startswith("lookup says "):
             return {"nonsense": "many", "less than nothing": -16, "too many": 10**9}[self.fault[12:]]
         found = 0
@@ -203,6 +258,15 @@ class Scripted(KVConnectorBase):
             for block, name in zip(run.block_ids, run.hashes, strict=True):
                 for (keys, values), (k, v) in zip(self.caches.values(), Scripted.stored[name], strict=True):
                     keys[block], values[block] = k, v
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if layer_name != next(iter(self.caches)):
+            self._maybe("layer")
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return (
+            {block for run in self.step.loads for block in run.block_ids} if self.fault == "layer is wrong" else set()
+        )
 
     def save_kv_layer(self, layer_name: str, kv_layer: LayerCache) -> None:
         self._maybe("save")
@@ -264,6 +328,9 @@ async def test_asynchronous_loads_are_over_and_kept_blocks_are_freed_when_the_co
         "metadata is none",
         "load raises",
         "load hangs",
+        "layer raises",
+        "layer hangs",
+        "layer is wrong",
         "save raises",
         "save hangs",
         "nonsense is finished",
@@ -273,6 +340,7 @@ async def test_what_fails_is_computed_and_no_request_is_lost(
     model: TinyModel, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_connector, "LOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(connector_thread, "LAYERS_TIMEOUT", 0.1)
     quick = EngineLimits(max_batch_tokens=48, max_running=8, store_deadline=0.2, canary_interval=0.0)
     expected = model.greedy(PROMPT, COUNT)
     async with engine(model, scripted()) as (a, _):
@@ -289,3 +357,23 @@ async def test_what_fails_is_computed_and_no_request_is_lost(
         assert (await ask(b, "more", [*PROMPT, 9, 9]))[0] == model.greedy([*PROMPT, 9, 9], COUNT)
         assert time.monotonic() - begun < 60
         Scripted.released.set()
+
+
+@pytest.mark.parametrize("fault", ["load raises", "load hangs", "layer raises", "layer hangs", "layer is wrong"])
+async def test_a_step_that_computes_behind_a_load_that_fails_loses_no_request(
+    model: TinyModel, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_connector, "LOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(connector_thread, "LAYERS_TIMEOUT", 0.1)
+    async with engine(model, scripted()) as (a, _):
+        await ask(a, "before")
+        await at_rest(a)
+    async with engine(model, scripted(fault=fault, layerwise=True)) as (b, _):
+        expect_quick_loads(b)
+        beside = asyncio.create_task(ask(b, "beside", PROMPT[::-1]))
+        assert await ask(b, "first", LONGER) == (model.greedy(LONGER, COUNT), 0)
+        assert overlapped(b) == 1
+        assert (await beside)[0] == model.greedy(PROMPT[::-1], COUNT)
+        assert (await ask(b, "again", LONGER))[0] == model.greedy(LONGER, COUNT)
+        Scripted.released.set()
+        await at_rest(b)

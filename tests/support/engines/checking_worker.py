@@ -254,6 +254,12 @@ class HonestWorker:
                 self._memory[block] = slot.contents.copy()
         return True
 
+    def load(self, blocks: list[int], first: int, tokens: list[int]) -> None:
+        """A KV connector fills `blocks`, of which the first is block `first` of a sequence that has these tokens."""
+        right = digests(tokens)
+        for place, block in enumerate(blocks, first):
+            self._memory[block] = list(right[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE])
+
     def _compute(self, held: _Held, work: SequenceWork, accepted: int) -> set[tuple[int, int]]:
         """Writes what is accepted as it should be, and rubbish where drafts are rejected."""
         held.blocks += unpack(work.blocks)

@@ -89,6 +89,15 @@ class PrefillPlanner:
         else:
             self._queues.start_decoding(sequence)
 
+    def prefill_behind(self, sequence: Sequence, loaded: int, count: int, step: StepBuilder) -> None:
+        """Adds the `count` tokens behind the first `loaded`, which the step's load brings. Nothing is drawn, and nobody
+        else finds the blocks, before the load is known to have succeeded."""
+        step.start_loading(sequence, loaded)
+        self._queues.introduce(sequence)
+        new_blocks = self._memory.grow(sequence, loaded + count)
+        step.budget -= count
+        step.work.append(SequenceWork(sequence.id, count, pack(new_blocks), False))
+
 
 class Admission:
     """Owns nothing; takes from the waiting queue."""
@@ -152,8 +161,7 @@ class Admission:
                 if not self._fits(sequence, cached):
                     return False
                 self._remote.release(sequence.generation.request)
-                self._queues.start_loading(sequence)
-                self._loads.start(sequence, cached, now)
+                self._load(sequence, cached, step, now)
             case "await":
                 self._loads.await_other(sequence, len(cached))
                 self._queues.set_aside(sequence)
@@ -165,6 +173,15 @@ class Admission:
             case _:
                 assert_never(decision)
         return True
+
+    def _load(self, sequence: Sequence, cached: list[int], step: StepBuilder, now: float) -> None:
+        """Has its blocks loaded, and computes behind them at once where that pays."""
+        short = step.fits_new(sequence) and not self._prefills.is_long(sequence)
+        overlap = self._loads.overlap(sequence, len(cached), step.budget, now) if short else 0
+        self._queues.start_loading(sequence)
+        loaded = self._loads.start(sequence, cached, now, overlap)
+        if overlap:
+            self._prefills.prefill_behind(sequence, loaded, overlap, step)
 
     def has_room_for(self, suspect: Sequence) -> bool:
         """Whether the first of the suspects could enter."""

@@ -52,6 +52,8 @@ class StepBuilder:
     logprobs: int = MAX_PROMPT_LOGPROBS_PER_PLAN
     """Log-probabilities of prompt tokens that it may still report."""
     started: list[StartedSequence] = field(default_factory=list)
+    loading: list[StartedSequence] = field(default_factory=list)
+    """Those that are new to the workers, too, and of which the blocks that count as cached are only being loaded."""
     handing: list[Sequence] = field(default_factory=list)
     """Sequences whose only token it draws: the next ones come from another engine."""
     grammars: GrammarOrders = field(default_factory=GrammarOrders)
@@ -67,12 +69,18 @@ class StepBuilder:
     def fits_new(self, sequence: Sequence) -> bool:
         """Whether the plan has bytes left for the tokens of a sequence that the workers do not know. One always has
         room, however long it is."""
-        return not self.started or _new_bytes(sequence) <= self.new_bytes
+        return not (self.started or self.loading) or _new_bytes(sequence) <= self.new_bytes
 
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence that the workers do not know; the caller asks `fits_new` first."""
         self.new_bytes -= _new_bytes(sequence)
         self.started.append(StartedSequence(sequence, sequence.tokens.planned))
+
+    def start_loading(self, sequence: Sequence, loaded: int) -> None:
+        """Adds a sequence that the workers do not know, and whose first `loaded` tokens come by a load of this step;
+        the caller asks `fits_new` first."""
+        self.new_bytes -= _new_bytes(sequence)
+        self.loading.append(StartedSequence(sequence, loaded))
 
 
 def _new_bytes(sequence: Sequence) -> int:

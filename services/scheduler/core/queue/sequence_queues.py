@@ -160,13 +160,15 @@ class SequenceQueues:
         sequence.move("loading")
         self.loading[sequence.id] = sequence
 
-    def finish_loading(self, sequence: Sequence, tokens: int | None) -> None:
-        """The load ended: the first `tokens` are computed in its blocks; None: only those that were before."""
+    def finish_loading(self, sequence: Sequence, tokens: int | None, computed: int = 0) -> None:
+        """The load ended: the first `tokens` are loaded into its blocks, and `computed` more were planned behind them;
+        None: only those that were before, and what was computed behind the load is computed again."""
         del self.loading[sequence.id]
         if tokens is None:
             self._memory.shrink(sequence)
+            self._withdraw(sequence)
         else:
-            self._memory.fill(sequence, tokens)
+            self._memory.fill(sequence, tokens, computed)
         self._prefill(sequence)
 
     def _prefill(self, sequence: Sequence) -> None:
@@ -249,6 +251,10 @@ class SequenceQueues:
             case _:
                 return
         self._memory.release(sequence, last)
+        self._withdraw(sequence)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """The workers forget it with the next plan, if they know it."""
         if sequence.id in self.introduced:
             self.introduced.remove(sequence.id)
             self.released.append(sequence.id)

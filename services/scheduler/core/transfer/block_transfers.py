@@ -113,10 +113,12 @@ class BlockTransfers:
         self.in_flight.append(_TransferInFlight(kind, lease, blocks))
         return self._first + len(self.in_flight) - 1
 
-    def add_load(self, lease: LeaseId, run: KvBlockRun, blocks: list[int], *, awaited: bool, now: float) -> None:
+    def add_load(
+        self, lease: LeaseId, run: KvBlockRun, blocks: list[int], *, awaited: bool, overlapped: bool, now: float
+    ) -> None:
         """Adds a load by the KV connector to the plan that is being made; see `add` and `ConnectorLoad`."""
         number = self.hold("load", lease, blocks, now)
-        self.connector_loads.append(ConnectorLoad(number=number, run=run, awaited=awaited))
+        self.connector_loads.append(ConnectorLoad(number=number, run=run, awaited=awaited, overlapped=overlapped))
 
     def add_send(self, lease: LeaseId, request: str, blocks: list[int], now: float) -> None:
         """Adds blocks that the KV connector sends on to the plan that is being made; see `add` and `ConnectorSend`."""

@@ -27,6 +27,9 @@ LOAD_TIMEOUT = 5.0
 """Seconds that a sequence waits for its blocks; then it computes them into others."""
 USABLE_SECONDS = 30.0
 """For which a match may wait for the sequence's turn; then the connector is asked again."""
+OVERLAP_PAUSE = 30.0
+"""Seconds for which nothing is computed behind blocks that are being loaded, once such a load failed or was late: it
+has held up a step, and what was computed behind it was for nothing."""
 MAX_BLOCKS = 512
 """Most blocks that are being saved or sent; also at most a quarter of KV memory. Others are not saved."""
 
@@ -96,14 +99,22 @@ class ConnectorLoads(BlockLoads):
         memory: BlockAllocator,
         transfers: BlockTransfers,
         costs: RecomputeCosts,
+        *,
+        layerwise: bool,
     ) -> None:
+        """`layerwise`: all ranks wait for loads layer by layer where a plan says so."""
         super().__init__(limits, client, memory, transfers, costs)
         self._client = client
+        self._layerwise = layerwise and limits.stages == 1
         self._awaited: dict[LeaseId, bool] = {}
         """Of what was found: whether the connector says itself when it is loaded."""
         self._started: dict[LeaseId, tuple[str, float]] = {}
         """The request of each load under way, and when it began."""
         self._overdue: set[LeaseId] = set()
+        self._overlapped: set[LeaseId] = set()
+        """Loads under way behind which the plan that began them computes."""
+        self._overlap_after = 0.0
+        """Until then none is made."""
 
     def look_up(self, sequence: Sequence) -> bool:
         """See `BlockLoads.look_up`. While a load is overdue nothing is asked for."""
@@ -126,6 +137,18 @@ class ConnectorLoads(BlockLoads):
         """See `BlockLoads.decide`."""
         return "compute" if self._overdue else super().decide(sequence, cached, now)
 
+    def overlap(self, sequence: Sequence, cached: int, budget: int, now: float) -> int:
+        """See `BlockLoads.overlap`. Never the last token: what is drawn behind it would have to be called back where
+        the load fails. Only where the load is expected to be over before the tokens are computed, since the others of
+        the step wait with it."""
+        load = self.lookups[sequence.id]
+        if not self._layerwise or self._awaited.get(load.lease, False):
+            return 0
+        loaded = (load.first + len(load.found)) * self._memory.block_size
+        tokens = min(budget, len(sequence.tokens.known) - loaded - 1)
+        hides = now >= self._overlap_after and self._costs.load_hides(load.first + len(load.found) - cached, tokens)
+        return tokens if hides and tokens >= self._memory.block_size else 0
+
     def expire(self, now: float) -> list[LoadOutcome]:
         """The loads that have been waited for for LOAD_TIMEOUT: their sequences compute from here on. They go on, and
         keep their blocks for as long as a rank may write to them."""
@@ -136,6 +159,7 @@ class ConnectorLoads(BlockLoads):
         ]
         for lease in late:
             self._overdue.add(lease)
+            self._pause_overlap(lease, now)
             self._client.counters.loads_failed += 1
             self._client.send(ConnectorReport(self._started[lease][0], "failed"))
         return [self.give_up(lease) for lease in late]
@@ -146,9 +170,20 @@ class ConnectorLoads(BlockLoads):
             self._awaited.pop(load.lease, None)
         super().forget(sequence)
 
-    def record_end(self, lease: LeaseId, done: bool) -> None:
+    def is_overlapped(self, lease: LeaseId) -> bool:
+        """Whether the load under way takes a step with it, so that its time says little of others."""
+        return lease in self._overlapped
+
+    def _pause_overlap(self, lease: LeaseId, now: float) -> None:
+        if lease in self._overlapped:
+            self._overlap_after = now + OVERLAP_PAUSE
+
+    def record_end(self, lease: LeaseId, done: bool, now: float) -> None:
         """Every rank has reported the load; called beside `finish`."""
         request, _ = self._started.pop(lease)
+        if not done:
+            self._pause_overlap(lease, now)
+        self._overlapped.discard(lease)
         if lease in self._overdue:
             self._overdue.remove(lease)
         else:
@@ -165,7 +200,10 @@ class ConnectorLoads(BlockLoads):
         run = KvBlockRun(request, first, pack(blocks), b"".join(each.hash for _, each in copies))
         self._started[load.lease] = request, now
         awaited = self._awaited.pop(load.lease, False)
-        self._transfers.add_load(load.lease, run, blocks, awaited=awaited, now=now)
+        if load.computed:
+            self._overlapped.add(load.lease)
+            self._client.counters.loads_overlapped += 1
+        self._transfers.add_load(load.lease, run, blocks, awaited=awaited, overlapped=load.computed > 0, now=now)
 
 
 class _EndedRequest(NamedTuple):

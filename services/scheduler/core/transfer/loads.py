@@ -70,6 +70,8 @@ class PendingLoad:
     """Full blocks that are being copied, and where they will be."""
     tokens: int = 0
     """How many of the sequence's tokens are computed when they are."""
+    computed: int = 0
+    """How many tokens behind those the plan that loads them computes."""
     drop: bytes = b""
     """The partial block among them, which the store may drop then."""
     awaited_by: list[Sequence] = field(default_factory=list)
@@ -81,11 +83,13 @@ class PendingLoad:
 
 
 class LoadOutcome(NamedTuple):
-    """The end of a load. `sequence` continues with `tokens` computed (None: it failed); `others` wait again."""
+    """The end of a load. `sequence` continues with `tokens` loaded (None: it failed) and `computed` more behind them;
+    `others` wait again."""
 
     sequence: Sequence | None
     tokens: int | None
     others: list[Sequence]
+    computed: int = 0
 
 
 class LoadSource(Protocol):
@@ -216,13 +220,20 @@ class BlockLoads:
         load = self.lookups[sequence.id]
         self._copying[self._coming[load.found[cached - load.first].hash]].awaited_by.append(sequence)
 
-    def start(self, sequence: Sequence, cached: list[int], now: float) -> None:
-        """Gives it blocks and has them filled. The caller has looked whether there are enough."""
+    def overlap(self, sequence: Sequence, cached: int, budget: int, now: float) -> int:
+        """How many tokens, `budget` at most, the plan that loads the sequence's blocks may compute behind them; 0: it
+        waits until they are there. Asked before `start`; our own memory has `cached` of its blocks."""
+        return 0
+
+    def start(self, sequence: Sequence, cached: list[int], now: float, overlap: int = 0) -> int:
+        """Gives it blocks and has them filled. The caller has looked whether there are enough, and plans `overlap`
+        tokens behind those in the same plan. Returns how many are in the blocks once they are filled."""
         load = self.lookups.pop(sequence.id)
         load.move("copying")
         found = load.found[len(cached) - load.first :]
         self._memory.adopt(sequence, cached)
         load.tokens = min((len(cached) + len(found)) * self._memory.block_size, sequence.reusable)
+        load.computed = overlap
         blocks = self._memory.grow(sequence, load.tokens)
         self._copy(load, sequence, len(cached), list(zip(blocks, found, strict=True)), now)
         load.names = [(each.hash, block) for block, each in zip(blocks, found, strict=True)]
@@ -232,6 +243,7 @@ class BlockLoads:
         self.record_return(sequence, loaded=True)
         self._coming.update((hash_, load.lease) for hash_, _ in load.names)
         self._copying[load.lease] = load
+        return load.tokens
 
     def record_return(self, sequence: Sequence, *, loaded: bool) -> None:
         """A sequence is given blocks; counted where it was preempted before, by whether they are loaded."""
@@ -262,7 +274,7 @@ class BlockLoads:
             counters.loads_failed += 1
         self._source.release(lease, load.drop)
         others = [sequence for sequence in load.awaited_by if sequence.phase == "seeking"]
-        return LoadOutcome(load.sequence, load.tokens if done else None, others)
+        return LoadOutcome(load.sequence, load.tokens if done else None, others, load.computed)
 
     # ---- the end
 

@@ -52,6 +52,13 @@ class RecomputeCosts:
             return True
         return self._load_seconds <= self.block_seconds
 
+    def load_hides(self, blocks: int, tokens: int) -> bool:
+        """Whether loading so many blocks is over as soon as computing so many tokens. Loads that were never measured
+        are not expected to be."""
+        if self._load_seconds is None:
+            return False
+        return self._token_seconds is None or blocks * self._load_seconds <= tokens * self._token_seconds
+
     def deadline(self, blocks: int, longest: float) -> float:
         """Seconds that a search for so many blocks may take, `longest` at the most: then computing them is sooner."""
         return longest if self.block_seconds is None else min(longest, blocks * self.block_seconds)

@@ -19,14 +19,14 @@ from services.scheduler.core.events import (
 )
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import ConnectorUse, EngineLimits, EngineRole
-from services.scheduler.core.transfer.connector import LOAD_TIMEOUT
+from services.scheduler.core.transfer.connector import LOAD_TIMEOUT, OVERLAP_PAUSE
 from shared.blocks import hash_chain
 from shared.ids import EngineId, Incarnation, NodeId
 from shared.messages.kvstore import LeaseOwner
-from shared.messages.scheduler import TransferProgress
+from shared.messages.scheduler import Cancel, TransferProgress
 from shared.messages.worker import ConnectorPlan, StepPlan
 from shared.packing import pack, unpack
-from tests.support.engines.checking_worker import HonestWorker, card, generate
+from tests.support.engines.checking_worker import HonestWorker, card, generate, right_output
 
 PROMPT = [5 + i % 17 for i in range(37)]
 HASHES = hash_chain(pack(PROMPT), None, 16)
@@ -34,13 +34,13 @@ BLOCKS = 32
 
 
 class Engine:
-    def __init__(self, use: ConnectorUse, ranks: int = 1) -> None:
+    def __init__(self, use: ConnectorUse, ranks: int = 1, *, layerwise: bool = False) -> None:
         limits = EngineLimits(run_ahead=0, plan_late=False)
         self.core = EngineCore(EngineId("e"), Incarnation(1), limits, EngineRole(connector=use))
         self.worker = HonestWorker(BLOCKS, ranks=ranks)
         self.now = 0.0
         self.plans: list[StepPlan] = []
-        self.send(WorkersReady(card(256), BLOCKS, world_size=ranks))
+        self.send(WorkersReady(card(256), BLOCKS, world_size=ranks, layerwise_loads=layerwise))
 
     def send(self, event: Event, seconds: float = 0.001) -> list[Output]:
         self.now += seconds
@@ -214,3 +214,115 @@ def test_a_connector_beside_a_store_or_a_role_that_hands_over_is_refused() -> No
         EngineRole("mixed", NodeId("n"), owner, CONSUMER)
     with pytest.raises(ValueError, match="hand nothing over"):
         EngineRole("prefill", connector=CONSUMER)
+
+
+LONG = [5 + i % 13 for i in range(90)]
+"""Of which the connector has two blocks."""
+
+
+def matched(engine: Engine, name: str, prompt: list[int], tokens: int = 32, *, awaited: bool = False) -> StepPlan:
+    """A request comes and something of it is matched; the plan that loads it, computed by nobody."""
+    (asked,) = only(engine.send(generate(name, prompt, max_tokens=2, ignore_eos=True)), ConnectorLookUp)
+    assert isinstance(asked, ConnectorLookUp)
+    engine.send(ConnectorMatched(asked.lease, tokens, awaited))
+    (plan,) = engine.plans
+    assert plan.connector is not None
+    for load in plan.connector.loads:
+        engine.worker.load(unpack(load.run.blocks), load.run.first, prompt)
+    return plan
+
+
+def measured(load_seconds: float = 1e-6, *, layerwise: bool = True) -> Engine:
+    engine = Engine(ConnectorUse(), layerwise=layerwise)
+    assert engine.core.epoch_state is not None
+    engine.core.epoch_state.costs.record_load(1, load_seconds, engine.now)
+    return engine
+
+
+def test_a_plan_computes_behind_what_it_loads_and_draws_only_when_that_is_there() -> None:
+    engine = measured()
+    plan = matched(engine, "r", LONG)
+    assert plan.connector is not None
+    assert [load.overlapped for load in plan.connector.loads] == [True]
+    (work,), (new,) = plan.work, plan.new
+    assert (new.computed, work.count, work.sample) == (32, 57, False), "all but the last token"
+    engine.step()
+    assert not engine.plans
+    assert engine.phases == ["loading"]
+    assert len(engine.core.epoch_state.memory.index.block_of) == 0  # type: ignore[union-attr]
+    outputs = engine.report(done=1)
+    assert only(outputs, ConnectorReport) == [ConnectorReport("r-1", "received")]
+    (plan,) = engine.plans
+    assert (plan.new, [(w.count, w.sample) for w in plan.work]) == ((), [(1, True)])
+    (saves,) = engine.planned().saves
+    assert (saves.first, len(unpack(saves.blocks))) == (2, 3), "those that were computed behind the load"
+    engine.finish()
+    assert engine.core.counters.cached_tokens == 32
+    assert not engine.core.requests
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_was_computed_behind_a_load_that_fails_or_hangs_is_computed_again(hangs: bool) -> None:
+    engine = measured()
+    matched(engine, "r", LONG)
+    engine.step()
+    if hangs:
+        engine.send(TimePassed(), LOAD_TIMEOUT + 1)
+    else:
+        engine.report(done=1, failed=(0,))
+    (plan,) = engine.plans
+    assert (len(plan.released), plan.new[0].computed) == (1, 0)
+    assert (plan.work[0].count, plan.work[0].sample) == (90, True)
+    engine.finish()
+    assert not engine.core.requests
+    engine.report(done=2)
+    assert engine.free == BLOCKS
+    assert engine.core.counters.cached_tokens == 0
+    plan = matched(engine, "next", LONG[::-1])
+    assert not plan.work, "for a while nothing is computed behind loads"
+    engine.step()
+    engine.report(done=3)
+    engine.finish()
+    engine.report(done=4)
+    engine.now += OVERLAP_PAUSE
+    assert matched(engine, "last", [2, *LONG]).work
+
+
+def test_a_request_that_ends_beside_its_load_leaves_its_blocks_to_the_load() -> None:
+    engine = measured()
+    request = generate("r", LONG)
+    matched(engine, "r", LONG)
+    engine.step()
+    engine.send(Cancel(request.generation.request, request.generation.attempt))
+    engine.finish()
+    assert engine.free == BLOCKS - 2
+    engine.report(done=1)
+    assert engine.free == BLOCKS
+    assert len(engine.core.epoch_state.memory.index.block_of) == 2, "only what was loaded"  # type: ignore[union-attr]
+
+
+def test_others_share_what_was_loaded_and_computed_behind_it() -> None:
+    engine = measured()
+    matched(engine, "r", LONG)
+    engine.step()
+    engine.report(done=1)
+    engine.finish()
+    same = generate("same", LONG, max_tokens=2, ignore_eos=True)
+    engine.send(same)
+    assert engine.plans[0].new[0].computed == 80
+    engine.finish()
+    assert right_output(same, 256)[1] == "length"
+
+
+@pytest.mark.parametrize("why", ["slow", "unmeasured", "awaited", "model-wise", "short"])
+def test_nothing_is_computed_behind_a_load_that_would_hold_up_the_step(why: str) -> None:
+    if why == "unmeasured":
+        engine = Engine(ConnectorUse(), layerwise=True)
+    else:
+        engine = measured(1.0 if why == "slow" else 1e-6, layerwise=why != "model-wise")
+    if why == "slow":
+        assert engine.core.epoch_state is not None
+        engine.core.epoch_state.costs.record_step(256, 1.0)
+        engine.now += 60.0  # a load that was slow long ago keeps none from being tried
+    plan = matched(engine, "r", LONG[:45] if why == "short" else LONG, awaited=why == "awaited")
+    assert not plan.work
