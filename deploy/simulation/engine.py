@@ -72,6 +72,18 @@ class EnginePools(NamedTuple):
         return sum(self)
 
 
+class SlowEngines(NamedTuple):
+    """The first engines of a simulation, on slower devices than the others'."""
+
+    engines: int = 0
+    speed: float = 1.0
+    """What they compute in a second, as a share of what the others do."""
+
+    def speed_of(self, number: int) -> float:
+        """Of the engine with that number."""
+        return self.speed if number < self.engines else 1.0
+
+
 class EngineKit(NamedTuple):
     """What every engine of a simulation is made from."""
 
@@ -82,6 +94,7 @@ class EngineKit(NamedTuple):
     checked: bool = False
     """Check the core's invariants after every event: slow, for tests."""
     pools: EnginePools = EnginePools()
+    slow: SlowEngines = SlowEngines()
     pulls: bool = False
     """Prefill engines pull prompts from the coordinator's queue."""
     store_memory: int = 0
@@ -194,6 +207,7 @@ class VirtualEngine:
         self._hops = kit.hops
         self._checked = kit.checked
         self._device = kit.device.another()
+        self._speed = kit.slow.speed_of(number)
         self.calls: list[NodeCall] = []
         """To be taken by whoever simulates the node, if there is one."""
         role, owner = kit.pools.role_of(number), LeaseOwner(InstanceId(self.id), Incarnation(1))
@@ -363,7 +377,7 @@ class VirtualEngine:
         """The device begins with it when it has come and all steps before are over."""
         output = self._device.compute(plan)
         begins = max(now + self._hops.plan, self._busy_until)
-        seconds, idle = output.timing.forward, begins - self._busy_until
+        seconds, idle = output.timing.forward / self._speed, begins - self._busy_until
         self._busy_until = ended = begins + seconds
         self._busy += seconds
         result = StepFinished(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace as with_fields
 
-from deploy.simulation.engine import EngineKit, EnginePools
+from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.hops import HopDelays
 from services.coordinator.config import CoordinatorConfig, Policy
 from services.scheduler.config import SchedulerConfig
@@ -26,6 +26,7 @@ class SimulationSetup(NamedTuple):
     routing: CoordinatorConfig
     hops: HopDelays
     pools: EnginePools = EnginePools()
+    slow: SlowEngines = SlowEngines()
     store_memory: int = 0
 
     def make_kit(self) -> EngineKit:
@@ -35,7 +36,15 @@ class SimulationSetup(NamedTuple):
         device = simulated_device(self.worker, Path(self.worker.model))
         limits = dataclasses.replace(limits, canary_interval=0.0)
         pulls = self.scheduler.prefill_queue
-        return EngineKit(limits, device, self.hops, pools=self.pools, pulls=pulls, store_memory=self.store_memory)
+        return EngineKit(
+            limits,
+            device,
+            self.hops,
+            pools=self.pools,
+            slow=self.slow,
+            pulls=pulls,
+            store_memory=self.store_memory,
+        )
 
     @property
     def description(self) -> dict[str, object]:
@@ -48,7 +57,9 @@ class SimulationSetup(NamedTuple):
             "blocks_per_engine": device.num_blocks,
             "pools": self.pools._asdict(),
             "kvstore_memory": self.store_memory,
+            "slow_engines": self.slow._asdict(),
             "router_policy": self.routing.router_policy,
+            "router_step_times": self.routing.router_step_times,
             "hops_ms": {name: getattr(self.hops, name) * 1000 for name in self.hops.__struct_fields__},
         }
 

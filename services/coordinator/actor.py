@@ -14,6 +14,7 @@ from services.coordinator import admin, metrics
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
+from services.coordinator.core.engine_paces import MEDIAN_PACE, Pace
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, PayloadTooLarge, Undelivered
@@ -49,6 +50,7 @@ class CoordinatorActor(Actor):
         self.core = Coordinator(instance, config, turn=turn)
         self._totals = PublishedTotals()
         self._ejected: frozenset[InstanceId] = frozenset()
+        self._paces: dict[InstanceId, Pace] = {}
         """As it was last logged."""
         self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout)
 
@@ -96,6 +98,7 @@ class CoordinatorActor(Actor):
                 await self._request_dumps(at)
                 if message.engine is not None:
                     self._follow_ejections()
+                    self._follow_paces()
             case Tick():
                 await self._send(self.core.time_passed(at))
                 await self._request_dumps(at)
@@ -118,6 +121,18 @@ class CoordinatorActor(Actor):
             log.info("engine no longer ejected", extra={"engine": engine})
         self._ejected = ejected
         metrics.EJECTED.set(len(ejected))
+
+    def _follow_paces(self) -> None:
+        """Shows and logs which engines are slower or quicker than most."""
+        paces = self.core.fleet.paces
+        if paces == self._paces:
+            return
+        for engine in sorted(paces.keys() | self._paces.keys()):
+            pace = paces.get(engine, MEDIAN_PACE)
+            if pace != self._paces.get(engine, MEDIAN_PACE):
+                log.info("engine's pace", extra={"engine": engine, "prefill": pace.prefill, "decode": pace.decode})
+        self._paces = dict(paces)
+        metrics.show_paces(paces)
 
     async def on_drain(self) -> None:
         """Gives the queue to another coordinator, where there is one."""

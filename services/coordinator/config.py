@@ -67,6 +67,10 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(ge=1, description="Above this multiple of the mean load an engine's cached blocks do not count."),
     ] = 2.0
     """And a few requests more; neither does one win by its cache whose running batch is full."""
+    router_step_times: Annotated[
+        bool, Meta(description="Work on engines counts by the time that it takes them, as measured; with kv.")
+    ] = True
+    """By ADR 51. Without it all engines are taken to be equally fast."""
     router_index_blocks: Annotated[
         int, Meta(ge=1024, description="Blocks in the prefix map; each takes 70 to 100 bytes.")
     ] = 2_000_000

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.coordinator.config import Policy
 from services.coordinator.core.actions import PlaceRequest
+from services.coordinator.core.engine_paces import Pace
 from services.coordinator.core.kv_sources import KvSources
+from shared.ids import InstanceId
 from shared.telemetry.metrics import PublishedTotals
 
 PLACEMENTS = Counter("baton_coordinator_placements_total", "Requests placed, by engine.", ["engine"])
@@ -44,6 +48,11 @@ PREDICTED_CACHED = Counter(
     "baton_router_predicted_cached_tokens_total",
     "Prompt tokens predicted to be cached; engines count the tokens that were.",
 )
+PACE = Gauge(
+    "baton_router_engine_pace",
+    "Seconds of an engine's work as a multiple of the median engine's, by kind: prefill, decode. Others than 1 only.",
+    ["engine", "kind"],
+)
 INDEX_BLOCKS = Gauge("baton_router_index_blocks", "Blocks in the prefix map.")
 INDEX_SOURCES = Gauge("baton_router_index_sources", "Engines and KV stores whose events are followed.")
 FORGOTTEN = Counter("baton_router_index_forgotten_blocks_total", "Blocks forgotten because the prefix map was full.")
@@ -63,6 +72,14 @@ def record_placement(action: PlaceRequest, policy: Policy) -> None:
     BLOCKS.labels(policy, "store").inc(reuse.stored)
     BLOCKS.labels(policy, "remote").inc(reuse.remote)
     BLOCKS.labels(policy, "nowhere").inc(action.blocks - reuse.blocks)
+
+
+def show_paces(paces: Mapping[InstanceId, Pace]) -> None:
+    """Publishes the paces of these engines, and no others."""
+    PACE.clear()
+    for engine, pace in paces.items():
+        PACE.labels(engine, "prefill").set(pace.prefill)
+        PACE.labels(engine, "decode").set(pace.decode)
 
 
 def show_index(sources: KvSources, totals: PublishedTotals) -> None:

@@ -22,6 +22,11 @@ KEEP_ALIVE_SECONDS = 1.0
 """Between two of one that does not change, unless it is configured otherwise. Half of what receivers wait whose release
 does not read `Lifecycle.keep_alive`."""
 MAX_KEEP_ALIVE_SECONDS = 30.0
+MAX_MEASURED = 1e9
+Measured = Annotated[float, Meta(ge=0, le=MAX_MEASURED)]
+"""A quantity with which a receiver may compute: no infinity."""
+MIN_STEP_SHARE = 0.01
+"""No step takes less than this share of a mean one, whatever was fitted."""
 
 
 class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
@@ -80,6 +85,37 @@ class RecomputeReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Of copying one block from the arena of its node; 0 before the first load."""
 
 
+class StepTimeFit(Struct, frozen=True, array_like=True):
+    """How long steps of one kind take at an engine: a plane fitted to its last steps."""
+
+    tokens: Measured
+    """Mean tokens of these steps."""
+    blocks: Measured
+    """Mean KV blocks in use."""
+    seconds: Annotated[float, Meta(gt=0, le=MAX_MEASURED)]
+    """What a step takes at these means."""
+    token_seconds: Measured
+    """What each further token adds."""
+    block_seconds: Measured
+    """What each further block in use adds."""
+
+    def seconds_at(self, tokens: float, blocks: float) -> float:
+        """What a step of so many tokens takes while so many blocks are in use; above 0."""
+        fitted = (
+            self.seconds + self.token_seconds * (tokens - self.tokens) + self.block_seconds * (blocks - self.blocks)
+        )
+        return max(fitted, MIN_STEP_SHARE * self.seconds)
+
+
+class StepTimesReport(Struct, frozen=True, array_like=True):
+    """What an engine has measured of its steps. Coordinators compare engines by it, at the same tokens and blocks."""
+
+    prompts: StepTimeFit | None = None
+    """Of steps with prompt tokens; None before the first few."""
+    decodes: StepTimeFit | None = None
+    """Of steps without; None before the first few."""
+
+
 class LinkReport(Struct, frozen=True, array_like=True, kw_only=True):
     """How fast blocks come from the store of one other node, as the store that fetched them measured it."""
 
@@ -125,6 +161,8 @@ class EngineReport(Struct, frozen=True, array_like=True, kw_only=True):
     """None: of a release that does not measure it."""
     recompute: RecomputeReport | None = None
     """None before the first prompt of some length, and where blocks are not shared."""
+    step_times: StepTimesReport | None = None
+    """None before the first few steps, and of a release that does not measure them."""
 
     @property
     def suspect(self) -> str | None:

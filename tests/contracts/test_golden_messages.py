@@ -83,6 +83,7 @@ ENGINE_REPORT = lifecycle.EngineReport(
     health=lifecycle.EngineHealth(suspect="no answer", ejections=2, faults=5),
     latency=lifecycle.LatencySums(9, 0.5, 10, 0.25),
     recompute=lifecycle.RecomputeReport(block_bytes=4096, block_seconds=0.5, load_seconds=0.25),
+    step_times=lifecycle.StepTimesReport(decodes=lifecycle.StepTimeFit(8.0, 64.0, 0.5, 0.25, 0.125)),
 )
 WORKER_REPORT = lifecycle.WorkerReport(engine=E, rank=0, world_size=1, model=CARD, num_blocks=9, device="cpu")
 LOGPROB_TEXT = gateway.LogprobText("a", b"a", -0.5, 9)

@@ -25,7 +25,7 @@ from deploy.cli.up.options import (
 )
 from deploy.errors import CommandError
 from deploy.model_choice import model_folder
-from deploy.simulation.engine import EnginePools
+from deploy.simulation.engine import EnginePools, SlowEngines
 from deploy.simulation.figures import comparison, figures, text
 from deploy.simulation.fleet import SCALING, QueueLengthScaling, ScalingLimits, ScalingPolicy
 from deploy.simulation.front import Workload
@@ -73,6 +73,8 @@ POOLS_STORE = 64 * 2**30
 SERVICES = frozenset({"worker", "scheduler", "coordinator"})
 """Those that are simulated, and so may be set."""
 PERCENTS = (90.0, 99.0)
+MIN_SPEED = 0.01
+"""Of slow engines, beside the others."""
 
 Scaling = Literal["static", "queue-length", "planner", "planner-seasonal", "planner-arima"]
 PREDICTORS: dict[Scaling, PredictorName] = {
@@ -108,6 +110,14 @@ def simulate(
         ),
     ] = "",
     config: FleetConfig = None,
+    slow_engines: Annotated[
+        str,
+        typer.Option(
+            help="COUNT:SPEED, e.g. 2:0.5: the first 2 engines compute half as fast as the others.",
+            rich_help_panel=FLEET,
+            show_default=False,
+        ),
+    ] = "",
     settings: Annotated[
         list[str] | None,
         set_option("SERVICE.KEY=VALUE, any setting of worker, scheduler or coordinator.", FLEET),
@@ -160,6 +170,7 @@ def simulate(
     own, values = given_apart(typed, OWN_OFFERS)
     load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
     pools, store_memory = pools_of(values), _store_memory(values)
+    slow = slow_of(slow_engines, pools)
     if store_memory and (processes or scaling != "static"):
         option = "--processes" if processes else f"--scaling {scaling}"
         raise CommandError(f"{option}: engines that share a KV store are simulated together, and stay", status=2)
@@ -194,7 +205,7 @@ def simulate(
     try:
         with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
             setup = setup_of(values, settings or [], hops, config, Path(folder))
-            setup = setup._replace(pools=pools, store_memory=store_memory)
+            setup = setup._replace(pools=pools, slow=slow, store_memory=store_memory)
             found = {name: figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
     except TraceError as error:
         raise CommandError(f"--trace {error}") from None
@@ -226,6 +237,21 @@ def pools_of(values: Mapping[str, Any]) -> EnginePools:
         raise CommandError(f"--engines {engines}: at least 1 is needed", status=2)
     check_order(values, prefill=stack.prefill, decode=stack.decode)
     return EnginePools(mixed_engines(engines, stack.prefill, stack.decode), stack.prefill, stack.decode)
+
+
+def slow_of(text: str, pools: EnginePools) -> SlowEngines:
+    """Which engines are slow, and how much: none where nothing is said. Raises CommandError."""
+    if not text:
+        return SlowEngines()
+    count, _, speed = text.partition(":")
+    try:
+        slow = SlowEngines(int(count), float(speed))
+    except ValueError:
+        slow = SlowEngines(-1)
+    if not (0 <= slow.engines <= pools.total and MIN_SPEED <= slow.speed <= 1 / MIN_SPEED):
+        expected = f"COUNT:SPEED is expected, 0 to {pools.total} engines and {MIN_SPEED:g} to {1 / MIN_SPEED:g}"
+        raise CommandError(f"--slow-engines {text}: {expected}", status=2)
+    return slow
 
 
 def _store_memory(values: Mapping[str, Any]) -> int:

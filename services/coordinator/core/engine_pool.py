@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.core.engine_paces import MEDIAN_PACE, Pace
 from services.coordinator.core.reservations import ReservedWork
 from shared.ids import EngineId, InstanceId, NodeId
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
@@ -74,9 +75,13 @@ class EngineLoad(NamedTuple):
     """Blocks that it has yet to compute before it gets to one more request."""
     used: int
     """Blocks of KV memory in use."""
+    pace: Pace
+    """What its work costs beside that of others."""
 
     @classmethod
-    def of(cls, life: Lifecycle, report: EngineReport, config: CoordinatorConfig) -> EngineLoad:
+    def of(
+        cls, life: Lifecycle, report: EngineReport, config: CoordinatorConfig, pace: Pace = MEDIAN_PACE
+    ) -> EngineLoad:
         """The engine that sent `life` with this `report` in it."""
         return cls(
             id=EngineId(life.instance),
@@ -88,6 +93,7 @@ class EngineLoad(NamedTuple):
             fair_room=min(room(report, config.engine_fill), fair_room(report, config.fair_fill)),
             prefill=report.prefill_tokens / report.model.block_size,
             used=report.blocks_total - report.blocks_free,
+            pace=pace,
         )
 
     def is_like(self, other: EngineLoad) -> bool:
@@ -131,8 +137,10 @@ class Candidate(NamedTuple):
 
 
 def blocks_of(candidate: Candidate) -> float:
-    """The work of an engine in blocks: those that it has yet to compute, and those that each step reads."""
-    return candidate.prefill + candidate.used
+    """The work of an engine in blocks: those that it has yet to compute, and those that each step reads, as many as the
+    median engine would do in the time that they take it."""
+    pace = candidate.engine.pace
+    return pace.prefill * candidate.prefill + pace.decode * candidate.used
 
 
 def requests_of(candidate: Candidate) -> float:
@@ -145,11 +153,18 @@ def nothing_of(_: Candidate) -> float:
     return 0.0
 
 
+class _Group(NamedTuple):
+    """Engines that differ in their work alone."""
+
+    node: NodeId | None
+    pace: Pace
+
+
 class EnginePool:
     """Owns engines that take one more request, in the order of their work, and equals in that of their names.
 
     Kept up to date engine by engine, so that a placement looks at those alone that differ from the rest by what they
-    have cached: the cheapest of all others is at the front.
+    have cached, and by what a request costs them: of all others of one pace the cheapest is at the front.
     """
 
     def __init__(self, work_of: Callable[[Candidate], float], candidates: Iterable[Candidate] = ()) -> None:
@@ -162,11 +177,14 @@ class EnginePool:
         for each in candidates:
             self._members[each.engine.id] = work_of(each), each
             self.requests += each.requests
-        self._order = sorted((work, name) for name, (work, _) in self._members.items())
-        self._of_node: dict[NodeId | None, list[tuple[float, EngineId]]] = {}
+        self._orders: dict[Pace, list[tuple[float, EngineId]]] = {}
+        """Their work and their names, those with the least work first."""
+        self._groups: dict[_Group, list[tuple[float, EngineId]]] = {}
         """The same by node."""
-        for work, name in self._order:
-            self._of_node.setdefault(self._members[name][1].node, []).append((work, name))
+        for work, name in sorted((work, name) for name, (work, _) in self._members.items()):
+            group = _group_of(self._members[name][1])
+            self._orders.setdefault(group.pace, []).append((work, name))
+            self._groups.setdefault(group, []).append((work, name))
 
     def __len__(self) -> int:
         return len(self._members)
@@ -176,8 +194,8 @@ class EnginePool:
         return (self._members[name][1] for name in sorted(self._members))
 
     def by_work(self) -> Iterator[Candidate]:
-        """The one with the least first."""
-        return (self._members[name][1] for _, name in self._order)
+        """Of each pace the one with the least first."""
+        return (self._members[name][1] for order in self._orders.values() for _, name in order)
 
     def get(self, engine: EngineId) -> Candidate | None:
         """That engine; None where it is not among them."""
@@ -189,12 +207,13 @@ class EnginePool:
         name = candidate.engine.id
         work = self._work_of(candidate)
         before = self._members.get(name)
-        if before is not None and (before[0], before[1].node) == (work, candidate.node):
+        group = _group_of(candidate)
+        if before is not None and before[0] == work and _group_of(before[1]) == group:
             self.requests -= before[1].requests
         else:
             self.drop(name)
-            insort(self._order, (work, name))
-            insort(self._of_node.setdefault(candidate.node, []), (work, name))
+            insort(self._orders.setdefault(group.pace, []), (work, name))
+            insort(self._groups.setdefault(group, []), (work, name))
         self._members[name] = work, candidate
         self.requests += candidate.requests
 
@@ -203,27 +222,29 @@ class EnginePool:
         before = self._members.pop(engine, None)
         if before is not None:
             work, candidate = before
-            for order in (self._order, self._of_node[candidate.node]):
+            group = _group_of(candidate)
+            for order in (self._orders[group.pace], self._groups[group]):
                 del order[bisect_left(order, (work, engine))]
             self.requests -= candidate.requests
 
     def least(self, without: Container[EngineId] = ()) -> list[Candidate]:
-        """Those with the least work, by name, `without` some; none where there are no others."""
+        """Of each pace those with the least work, by name, `without` some; none where there are no others."""
         found: list[Candidate] = []
-        least: float | None = None
-        for work, name in self._order:
-            if least is not None and work > least:
-                break
-            if name not in without:
-                least = work
-                found.append(self._members[name][1])
+        for order in self._orders.values():
+            least: float | None = None
+            for work, name in order:
+                if least is not None and work > least:
+                    break
+                if name not in without:
+                    least = work
+                    found.append(self._members[name][1])
         return found
 
     def least_by_node(self, without: Container[EngineId], is_full: Callable[[Candidate], bool]) -> list[Candidate]:
-        """Of each node those with the least work, up to the first that is not full, `without` some: where all on a node
-        are worth the same unless they are full, and these less, the best of each node is among them."""
+        """Of each node and pace those with the least work, up to the first that is not full, `without` some: where all
+        on a node are worth the same unless they are full, and these less, the best of each node is among them."""
         found: list[Candidate] = []
-        for order in self._of_node.values():
+        for order in self._groups.values():
             least: float | None = None
             for work, name in order:
                 if least is not None and work > least:
@@ -234,3 +255,7 @@ class EnginePool:
                     if least is None and not is_full(candidate):
                         least = work
         return found
+
+
+def _group_of(candidate: Candidate) -> _Group:
+    return _Group(candidate.node, candidate.engine.pace)

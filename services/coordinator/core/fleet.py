@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
+from services.coordinator.core.engine_paces import EnginePaces, Pace
 from services.coordinator.core.engine_pool import (
     DECODING,
     PREFILLING,
@@ -79,6 +80,9 @@ class EngineFleet:
         self._accused: dict[InstanceId, float] = {}
         """Engines that were just told that they fail, and until when their own word for it is awaited."""
         self._work_of = {"kv": blocks_of, "least-loaded": requests_of}.get(config.router_policy, nothing_of)
+        self._paces = EnginePaces()
+        self._compares = config.router_policy == "kv" and config.router_step_times
+        """Whether engines are compared by how long their steps take."""
         self._engines: dict[InstanceId, EngineLoad] = {}
         """Every engine that is alive and has published what it serves."""
         # What follows is computed on demand after each change of what engines are, and only kept up to date where an
@@ -101,6 +105,7 @@ class EngineFleet:
         gone = self.registry.record_lifecycle(life, at.alive)
         if gone is not None:
             self._reservations.forget(life.instance)
+            self._paces.forget(life.instance)
         if life.instance in self._unreachable:
             self._unreachable.discard(life.instance)
             self._clear_engine_caches()
@@ -108,7 +113,7 @@ class EngineFleet:
             case "scheduler":
                 self._end_accusation(life, at)
                 self._reservations.reported(life.instance, at.now)
-                self._record_engine(life.instance)
+                self._record_engine(life.instance, at.now)
             case "detokenizer":
                 self._list_detokenizers()
                 self._reservations.reported(life.instance, at.now)
@@ -124,6 +129,7 @@ class EngineFleet:
             self._unreachable.discard(instance)
             self._accused.pop(instance, None)
             self._engines.pop(instance, None)
+            self._paces.forget(instance)
         if silent:
             self._clear_engine_caches()
             self._list_detokenizers()
@@ -207,6 +213,11 @@ class EngineFleet:
             models = {engine.report.model.name for engine in self._engines.values()}
             self._all_ejected = frozenset[InstanceId]().union(*(self.ejected(model) for model in models))
         return self._all_ejected
+
+    @property
+    def paces(self) -> Mapping[InstanceId, Pace]:
+        """Those of the engines that are slower or quicker than the median one of their model."""
+        return self._paces.unlike
 
     def suspicion_of(self, engine: InstanceId) -> str | None:
         """Why an engine is taken to fail, for people; None where it is not."""
@@ -344,14 +355,21 @@ class EngineFleet:
             return room - reserved.own
         return share(room, len(self.peers) + 1, self._rank + engine.progress) - reserved.own
 
-    def _record_engine(self, instance: InstanceId) -> None:
+    def _record_engine(self, instance: InstanceId, now: float) -> None:
         alive = self.registry.get("scheduler", instance)
         before = self._engines.get(instance)
         if alive is None or alive.engine is None:
             if self._engines.pop(instance, None) is not None:
                 self._clear_engine_caches()
             return
-        load = self._engines[instance] = EngineLoad.of(alive, alive.engine, self._config)
+        if self._compares:
+            self._paces.record(instance, alive.engine, now)
+            for changed in self._paces.compare(now):
+                if (other := self._engines.get(changed)) is not None:
+                    self._engines[changed] = other._replace(pace=self._paces.of(changed))
+                    self._update_pools(changed)
+        load = EngineLoad.of(alive, alive.engine, self._config, self._paces.of(instance))
+        self._engines[instance] = load
         if before is not None and load.is_like(before):
             self._update_pools(instance)
         else:

@@ -2,7 +2,9 @@
 
 cost = prefill blocks still to compute there (the request's own, and those that wait) + decode blocks in use
 
-as NVIDIA Dynamo's KV router has it; blocks in KV stores, saturation and the hand-over are ours.
+as NVIDIA Dynamo's KV router has it; blocks in KV stores, saturation and the hand-over are ours. Blocks are the median
+engine's: where one takes twice as long it has twice the work (`engine_paces`), so that costs are seconds, but for one
+constant.
 """
 
 from __future__ import annotations
@@ -197,8 +199,8 @@ class Router:
         if candidate.engine.id == request.expected and not full:
             # It computes the same prompt already: that is counted as this request's own reuse, and only once.
             before = max(0.0, before - request.prefix.blocks)
-        worth = reuse.worth(self._config.router_store_discount)
-        return before + blocks - worth + _blocks_after(candidate, blocks, reuse)
+        worth, pace = reuse.worth(self._config.router_store_discount), candidate.engine.pace
+        return pace.prefill * (before + blocks - worth) + pace.decode * _blocks_after(candidate, blocks, reuse)
 
     def _priced_reuses(self, request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:
         """For each candidate what it need not compute of the request; what is computed sooner than it comes from
@@ -269,15 +271,18 @@ class Router:
             return [requests_of(candidate) for candidate in decoding]
         left = request.blocks - computed.blocks
         return [
-            candidate.prefill
-            + _blocks_after(candidate, request.blocks, reuse)
-            + (0.0 if candidate.node == prefill.node else self._way(candidate, prefill, request.blocks, left, reuse))
+            self._hand_over_cost(candidate, prefill, request.blocks, left, reuse)
             for candidate, reuse in zip(decoding, self._priced_reuses(request, decoding), strict=True)
         ]
 
+    def _hand_over_cost(self, candidate: Candidate, prefill: Candidate, blocks: int, left: int, reuse: Reuse) -> float:
+        pace = candidate.engine.pace
+        way = 0.0 if candidate.node == prefill.node else self._way(candidate, prefill, blocks, left, reuse)
+        return pace.prefill * (candidate.prefill + way) + pace.decode * _blocks_after(candidate, blocks, reuse)
+
     def _way(self, candidate: Candidate, prefill: Candidate, blocks: int, left: int, reuse: Reuse) -> float:
-        """What a prompt's blocks cost on their way to the node that decodes it, in blocks of work. They go while the
-        `left` blocks are computed, so that only the rest is waited for: one block's way at the least."""
+        """What a prompt's blocks cost on their way to the node that decodes it, in blocks that it would compute. They
+        go while the `left` blocks are computed, so that only the rest is waited for: one block's way at the least."""
         wanted = blocks - reuse.device - reuse.stored
         price = self._links.price(candidate, prefill.node, wanted)
         if price is None:

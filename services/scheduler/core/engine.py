@@ -245,6 +245,7 @@ class EngineCore:
                 counters.later_token_seconds,
             ),
             recompute=None if self.epoch_state is None else self.epoch_state.costs.report(),
+            step_times=None if self.epoch_state is None else self.epoch_state.step_times.report(),
         )
 
     @property

@@ -16,6 +16,7 @@ from services.scheduler.core.planning.planner import StepPlanner
 from services.scheduler.core.planning.prefill_budget import PrefillBudget
 from services.scheduler.core.planning.speculation import SpeculationBudget
 from services.scheduler.core.planning.step_builder import StepBuilder, new_sequence
+from services.scheduler.core.planning.step_regression import StepRegressions
 from services.scheduler.core.planning.step_timing import ExpectedResult, MissedPlan, StepsInFlight
 from services.scheduler.core.queue.grammars import Grammars
 from services.scheduler.core.results.outbox import EngineOutbox
@@ -104,6 +105,7 @@ class EpochState:
             outbox,
         )
         self.steps = StepsInFlight(epoch)
+        self.step_times = StepRegressions()
         self._plans_ahead = self.limits.plans_ahead
         self._sent: deque[StepPlan] = deque()
         """The plans in flight, oldest first."""
@@ -219,6 +221,8 @@ class EpochState:
             return f"the result of step {steps.finished} never came"
         expected = steps.finish(len(result.sampled), now)
         self._prefill_budget.record(expected.tokens, steps.last_seconds)
+        pool = self.memory.pool
+        self.step_times.record(expected.tokens, pool.total - pool.free, steps.last_seconds, prefills=expected.prefills)
         if expected.prefills:
             self.costs.record_step(expected.tokens, steps.last_seconds)
         self._sent.popleft()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from services.coordinator import metrics
 from services.coordinator.actor import CoordinatorActor
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.outliers import MIN_FAILURES
@@ -19,7 +20,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import RequestFailed, RequestPlaced, RequestQueued, RequestRejected
-from shared.messages.lifecycle import Drain, EngineHealth, Lifecycle
+from shared.messages.lifecycle import Drain, EngineHealth, Lifecycle, StepTimeFit, StepTimesReport
 from shared.messages.scheduler import Cancel, GenerateRequest, OutlierReport
 from tests.support.engines.coordinator_events import GATEWAY, MODEL, detokenizer, engine, route
 
@@ -152,6 +153,21 @@ async def test_a_message_too_large_for_the_bus_is_said_by_name() -> None:
     assert str(bus.max_payload) in rejected.message
     await world.stop()
     await bus.close()
+
+
+async def test_how_slow_engines_are_is_a_metric(world: World) -> None:
+    await world.start()
+    compares = world.actor.core.fleet
+    async with asyncio.timeout(60):
+        while not compares.paces:
+            for name, seconds in (("a", 0.01), ("b", 0.01), ("slow", 0.02)):
+                times = StepTimesReport(decodes=StepTimeFit(8.0, 80.0, seconds, 0.0, 0.0))
+                await world.hear(engine(name, step_times=times))
+            await asyncio.sleep(0.05)
+    shown = {sample.labels["kind"]: sample.value for sample in metrics.PACE.collect()[0].samples}
+    assert shown == {"prefill": 1, "decode": 2}
+    await world.stop()
+    metrics.show_paces({})
 
 
 async def test_a_stopped_coordinator_fails_the_requests_that_wait(world: World) -> None:

@@ -21,6 +21,7 @@ from shared.messages.lifecycle import (
     RecomputeReport,
     Role,
     Service,
+    StepTimesReport,
     StoreReport,
 )
 from shared.packing import pack
@@ -63,6 +64,8 @@ def engine(
     node: str | None = None,
     prefill_tokens: int = 0,
     recompute: RecomputeReport | None = None,
+    steps: int = 0,
+    step_times: StepTimesReport | None = None,
 ) -> Lifecycle:
     report = EngineReport(
         model=card(model, max_model_len),
@@ -72,12 +75,13 @@ def engine(
         max_running=max_running,
         blocks_total=blocks_total,
         blocks_free=blocks_total - blocks_used,
-        steps=0,
+        steps=steps,
         tokens=0,
         role=role,
         node=NodeId(node) if node is not None else None,
         prefill_tokens=prefill_tokens,
         recompute=recompute,
+        step_times=step_times,
     )
     return life(
         "scheduler",

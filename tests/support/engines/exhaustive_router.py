@@ -134,7 +134,8 @@ class ExhaustiveRouter:
             elif candidate.engine.id == request.expected:
                 # It computes the same prompt already: that is counted as this request's own reuse, and only once.
                 before = max(0.0, before - request.prefix.blocks)
-            costs.append(before + blocks - counted.worth(discount) + _blocks_after(candidate, blocks, counted))
+            left, pace = before + blocks - counted.worth(discount), candidate.engine.pace
+            costs.append(pace.prefill * left + pace.decode * _blocks_after(candidate, blocks, counted))
         return costs
 
     def _pick(self, request: _RoutedRequest, costs: Sequence[float], purpose: str) -> int:
@@ -182,9 +183,10 @@ class ExhaustiveRouter:
         if self._config.router_policy != "kv":
             return [cost(candidate.engine.report, candidate.reserved.requests) for candidate in decoding]
         price = 1 - self._config.router_store_discount
-        return [
-            candidate.prefill
-            + _blocks_after(candidate, request.blocks, reuse)
-            + (0.0 if candidate.node == prefill.node else price * (request.blocks - reuse.device))
-            for candidate, reuse in zip(decoding, _reuses(request, decoding), strict=True)
-        ]
+        costs = []
+        for candidate, reuse in zip(decoding, _reuses(request, decoding), strict=True):
+            pace = candidate.engine.pace
+            way = 0.0 if candidate.node == prefill.node else price * (request.blocks - reuse.device)
+            after = _blocks_after(candidate, request.blocks, reuse)
+            costs.append(pace.prefill * (candidate.prefill + way) + pace.decode * after)
+        return costs

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from deploy.simulation.engine import EngineKit, EnginePools
+from deploy.simulation.engine import EngineKit, EnginePools, SlowEngines
 from deploy.simulation.front import Workload
 from deploy.simulation.hops import HopDelays
 from deploy.simulation.prompts import PromptSegment, SimRequest
@@ -56,6 +56,7 @@ def make_kit(
     store_blocks: int = 0,
     pulls: bool = False,
     block_seconds: float = 0.0002,
+    slow: SlowEngines | None = None,
 ) -> EngineKit:
     kv = kv_memory(blocks, block_seconds)
     device = SimBackend(CARD, blocks, step_seconds, list(range(1, 1000)), "sim", kv=kv)
@@ -65,6 +66,7 @@ def make_kit(
         hops or HopDelays(),
         checked=checked,
         pools=pools or EnginePools(),
+        slow=slow or SlowEngines(),
         store_memory=store_blocks * BLOCK_BYTES,
         pulls=pulls,
     )

@@ -14,7 +14,7 @@ from services.coordinator.core.engine_pool import Candidate, EnginePool, blocks_
 from services.coordinator.core.reservations import ReservedWork
 from shared.ids import EngineId, InstanceId
 from shared.messages.coordinator import Route
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, StepTimeFit, StepTimesReport
 from tests.support.engines.coordinator_events import at, detokenizer, engine, holds, life, route, store
 from tests.support.engines.exhaustive_router import ExhaustiveRouter
 
@@ -63,7 +63,17 @@ class RandomFleet:
             role=random.choice(("prefill", "decode")) if self.split else "mixed",
             node=self.node(name),
             prefill_tokens=random.choice((0, 0, 160, 1600)),
+            steps=random.randrange(1000),
+            step_times=self.step_times(number),
         )
+
+    def step_times(self, number: int) -> StepTimesReport | None:
+        """Of three kinds of engines, and of some that say nothing; now and then of a machine that is busy."""
+        if number % 5 == 4:
+            return None
+        seconds = 0.01 * (1, 1, 2)[number % 3] * self.random.choice((1, 1, 1, 1.6))
+        decodes = StepTimeFit(8.0, 100.0, seconds, seconds / 100, 0.0)
+        return StepTimesReport(StepTimeFit(500.0, 100.0, 3 * seconds, seconds / 500, 0.0), decodes)
 
     def request(self) -> Route:
         random = self.random

@@ -54,6 +54,9 @@ def test_pools_are_simulated_with_a_store_to_hand_over_by(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
+        (("--slow-engines", "5:0.5"), "0 to 4 engines"),
+        (("--slow-engines", "1:0"), "0.01 to 100"),
+        (("--slow-engines", "two"), "COUNT:SPEED"),
         (("--prefill", "1"), "--decode N"),
         (("--pd-order", "decode-first"), "needs pools"),
         (("--prefill-queue",), "--prefill N"),
