@@ -6,6 +6,8 @@ ready, and stands still at LOOKS_BEFORE_KILL looks in a row, is killed.
 
     python healthcheck.py PORT           # ready, or draining
     python healthcheck.py PORT --live    # its event loop turns, in whatever phase; kills nothing
+    python healthcheck.py PORT --until-leader-ends=ADDRESS    # of a LeaderWorkerSet's worker, before it stops: returns
+                                                              # once nobody listens there
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -25,6 +29,10 @@ MAX_HEARTBEAT_AGE = 6.0
 """Seconds; an event loop that has not turned for longer stands still. The supervisor's `silence_limit` is the same."""
 LOOKS_BEFORE_KILL = 3
 ANSWER_SECONDS = 3.0
+UNTIL_LEADER_ENDS = "--until-leader-ends="
+LEADER_SECONDS = 160.0
+"""For which a leader that drains is waited for; longer than its pod's grace period, so that it is gone by then."""
+LEADER_PAUSE = 0.5
 INIT = 1
 """The container's first process; with `init: true` the service is its child."""
 
@@ -67,6 +75,18 @@ def is_live(port: str, wait: float = ANSWER_SECONDS) -> int:
         print(error, file=sys.stderr)
         return 1
     return int(stands_still(metrics))
+
+
+def wait_for_leaders_end(address: str, port: str, limit: float = LEADER_SECONDS) -> int:
+    """The exit status: 0 once nobody listens at `address`, 1 where somebody does for `limit` seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((address, int(port)), ANSWER_SECONDS).close()
+        except OSError:  # refused, unknown by name, or a host that is gone
+            return 0
+        time.sleep(LEADER_PAUSE)
+    return 1
 
 
 def _metrics(port: str, wait: float) -> str | None:
@@ -116,6 +136,9 @@ def main(port: str, *options: str) -> int:
     """The exit status. Where the service is the first process itself, it is only looked at."""
     if "--live" in options:
         return is_live(port)
+    for option in options:
+        if option.startswith(UNTIL_LEADER_ENDS):
+            return wait_for_leaders_end(option.removeprefix(UNTIL_LEADER_ENDS), port)
     notes = Path(tempfile.gettempdir()) / "baton-health.json"
     is_init = not Path(f"/proc/{INIT}/comm").read_text().startswith("python")
     return look(port, notes, INIT if is_init else None)

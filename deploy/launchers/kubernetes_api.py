@@ -38,10 +38,15 @@ class KubernetesApi:
 
     def __init__(self, session: aiohttp.ClientSession, url: str, namespace: str) -> None:
         self._session = session
-        self._root = f"{url.rstrip('/')}/apis/apps/v1/namespaces/{namespace}"
+        self._root = f"{url.rstrip('/')}/apis"
+        self._namespace = namespace
+
+    def path(self, api: str, kind: str, name: str = "") -> str:
+        """Where an object is, or all of a kind, e.g. of the API `apps/v1` the kind `statefulsets`."""
+        return f"{api}/namespaces/{self._namespace}/{kind}" + (f"/{name}" if name else "")
 
     async def read(self, path: str) -> dict[str, Any]:
-        """An object, e.g. `statefulsets/engine/scale`. Raises ApiRefusal, ApiAway."""
+        """An object at a path of `path`, or below it. Raises ApiRefusal, ApiAway."""
         return await self._call("GET", path, None)
 
     async def replace(self, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,9 +54,9 @@ class KubernetesApi:
         ApiRefusal, ApiAway."""
         return await self._call("PUT", path, content)
 
-    async def watch(self, kind: str, name: str, version: str) -> AsyncIterator[dict[str, Any]]:
-        """An object's states after `version`, for WATCH_SECONDS at most. Raises ApiRefusal (410 where the server does
-        not remember the version), ApiAway."""
+    async def watch(self, path: str, name: str, version: str) -> AsyncIterator[dict[str, Any]]:
+        """The states after `version` of one of the objects at `path`, for WATCH_SECONDS at most. Raises ApiRefusal (410
+        where the server does not remember the version), ApiAway."""
         query = {
             "watch": "true",
             "fieldSelector": f"metadata.name={name}",
@@ -60,7 +65,7 @@ class KubernetesApi:
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_TIMEOUT, sock_read=WATCH_SILENCE)
         with _away():
-            async with self._session.get(f"{self._root}/{kind}", params=query, timeout=timeout) as response:
+            async with self._session.get(f"{self._root}/{path}", params=query, timeout=timeout) as response:
                 await _refuse(response)
                 async for line in response.content:
                     event = json.loads(line)

@@ -80,12 +80,18 @@ class WorkerActor(Actor):
         """Its engine's: the scheduler hears of no other ranks."""
         return topics.rank_lifecycles(self._identity.engine)
 
+    abandons_set_up = True
+    """Ranks wait for each other, and one that is told to stop may wait for one that never comes."""
+
     async def set_up(self) -> None:
         """Makes the backend, which takes from a second to minutes. Raises BackendError."""
         try:
             self._backend = await self._thread.start()
         except ConnectorUnusable as error:
             raise BackendError(str(error)) from None
+        except asyncio.CancelledError:
+            self._plans.end()  # the thread has nothing to compute once it has made the backend
+            raise
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)

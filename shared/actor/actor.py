@@ -58,6 +58,9 @@ class Actor:
 
     service: Service
     tick_every: float | None = None
+    abandons_set_up: bool = False
+    """Whether a process that is told to stop leaves `set_up` where it is, and `tear_down` out, instead of waiting for
+    its end: for what may wait for others for minutes, and has nothing that its process would not take along."""
     inbox_limit: int = 65_536
     """Most messages that wait in the inbox; above it the bus's own bounded queue fills."""
 

@@ -119,7 +119,10 @@ class ActorRuntime:
                 await self._publish_lifecycle()
                 background = [tasks.create_task(self._heartbeat())]
                 with STARTUP.stage("set_up"):
-                    await self.actor.set_up()
+                    if not await self._set_up():
+                        background[0].cancel()
+                        await self._enter("stopped")
+                        return
                 self._when_set_up()
                 await self._follow_actor()
                 if self.actor.tick_every is not None:
@@ -138,6 +141,21 @@ class ActorRuntime:
         finally:
             for subscription in self._internal:
                 await subscription.stop()
+
+    async def _set_up(self) -> bool:
+        """Whether the actor was set up; not where it leaves that for a stop."""
+        if not self.actor.abandons_set_up:
+            await self.actor.set_up()
+            return True
+        setting_up, stopping = asyncio.create_task(self.actor.set_up()), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((setting_up, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if setting_up.done():
+                await setting_up
+            return setting_up.done()
+        finally:
+            setting_up.cancel()
+            stopping.cancel()
 
     async def _ask_who_is_there(self) -> None:
         """What does not change is published seldom: a newcomer that listens asks for it."""

@@ -19,6 +19,7 @@ EXTRAS = (
     "tests/integration/bench/",
     "tests/integration/deploy/test_baton_batch.py",
     "tests/integration/deploy/test_kubernetes.py",
+    "tests/integration/deploy/test_kubernetes_groups.py",
     "tests/integration/deploy/test_kubernetes_launcher.py",
     "tests/integration/deploy/test_simulated_pools.py",
     "tests/integration/deploy/test_tune.py",

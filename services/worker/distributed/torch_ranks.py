@@ -16,6 +16,8 @@ from msgspec import Struct
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed has them without types
 
+RESOLVE_PAUSE = 1.0
+"""Seconds between two questions for the address of a name."""
 MAX_PENDING_SENDS = 2
 """Steps whose rows a stage may have sent and not been rid of; it waits then, as the stage behind is the slower one."""
 
@@ -85,10 +87,25 @@ def rendezvous_store(rendezvous: str, place: RankTopology, timeout: timedelta) -
         return files
     url = urlsplit(rendezvous)
     host, port = url.hostname or "", url.port or 0
+    _await_name(host, port, time.monotonic() + timeout.total_seconds())
     listening = _listen(host, port) if place.rank == 0 else None
     return TCPStore(
         host, port, place.world_size, listening is not None, timeout, master_listen_fd=listening, multi_tenant=False
     )
+
+
+def _await_name(host: str, port: int, deadline: float) -> None:
+    """Returns once a name has an address: a pod's exists only some seconds after the pod itself. Raises OSError
+    (gaierror) at `deadline`, of the monotonic clock."""
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except socket.gaierror:
+            if time.monotonic() + RESOLVE_PAUSE > deadline:
+                raise
+            time.sleep(RESOLVE_PAUSE)
+        else:
+            return
 
 
 def _listen(host: str, port: int) -> int:

@@ -123,6 +123,38 @@ async def test_a_stop_waits_for_work_in_hand_but_not_for_ever(stack: Stack) -> N
     assert stack.phases[-1] == "stopped"
 
 
+class Waiting(Recorder):
+    """Waits for others that never come."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        super().__init__(bus)
+        self.events: list[str] = []
+        self.waits = asyncio.Event()
+
+    async def set_up(self) -> None:
+        self.waits.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.events.append("left")
+            raise
+
+    async def tear_down(self) -> None:
+        self.events.append("torn down")
+
+
+async def test_a_set_up_that_may_be_left_does_not_hold_up_a_stop(memory_bus: MemoryBus) -> None:
+    stack = Stack(memory_bus)
+    stack.actor = actor = Waiting(memory_bus)
+    actor.abandons_set_up = True
+    stack.runtime = ActorRuntime(actor, drain_timeout=1.0)
+    await memory_bus.subscribe(topics.lifecycles(), stack._note)
+    stack.task = asyncio.create_task(stack.runtime.run())
+    await actor.waits.wait()
+    await stack.stop()
+    assert (stack.phases, actor.events) == (["starting", "stopped"], ["left"])
+
+
 async def test_an_actor_whose_dependency_is_missing_is_not_ready(stack: Stack) -> None:
     worker = Lifecycle(
         service="worker",

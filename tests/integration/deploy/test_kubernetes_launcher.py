@@ -20,6 +20,9 @@ from tests.support.cluster.ports import free_port
 from tests.support.kubernetes.api_server import Call, RecordingApiServer, Refusal, recording_api_server
 
 SCALE = "statefulsets/engine/scale"
+GROUPS = "leaderworkersets/engine"
+NO_GROUPS = Call("GET", f"{GROUPS}/scale")
+"""Asked for once: a cluster with engines of several pods runs them as that."""
 DEADLINE = 60.0
 THROTTLED = Refusal(429, "too many requests", {"Retry-After": "7"})
 
@@ -58,7 +61,7 @@ async def test_a_size_is_written_once_and_only_where_it_changes(
     launcher: KubernetesLauncher, server: RecordingApiServer
 ) -> None:
     assert await launcher.scale("engines", 3) == PoolChange(("engine-1", "engine-2"), ())
-    assert server.calls == [Call("GET", SCALE), Call("PUT", SCALE)]
+    assert server.calls == [NO_GROUPS, Call("GET", SCALE), Call("PUT", SCALE)]
     assert await launcher.scale("engines", 3) == PoolChange((), ())
     assert await launcher.scale("engines", 0) == PoolChange((), ("engine-0", "engine-1", "engine-2"))
     assert await launcher.scale("engines", 1) == PoolChange(("engine-0",), ())
@@ -71,7 +74,7 @@ async def test_a_conflict_is_settled_by_reading_again(
 ) -> None:
     server.written_by_others = 2
     assert await launcher.scale("engines", 4) == PoolChange(("engine-1", "engine-2", "engine-3"), ())
-    assert server.calls == [Call("GET", SCALE), Call("PUT", SCALE)] * 3
+    assert server.calls == [NO_GROUPS, *[Call("GET", SCALE), Call("PUT", SCALE)] * 3]
     assert server.replicas() == 4
     assert len(sleeper.pauses) == 2
     assert 0.25 <= sleeper.pauses[0] <= 0.5 <= sleeper.pauses[1] <= 1.0
@@ -83,7 +86,7 @@ async def test_a_server_that_throttles_is_left_alone_for_as_long_as_it_wants(
     server.refusals = [THROTTLED] * 3
     await launcher.scale("engines", 2)
     assert sleeper.pauses == [7.0] * 3
-    assert (len(server.calls), server.writes) == (5, 1)
+    assert (len(server.calls), server.writes) == (6, 1)
 
 
 async def test_a_server_that_throttles_for_too_long_is_given_up(
@@ -112,10 +115,10 @@ async def test_a_server_that_is_gone_is_asked_less_and_less_and_then_given_up(sl
 async def test_a_refusal_is_told_at_once_in_the_servers_words(
     launcher: KubernetesLauncher, server: RecordingApiServer, sleeper: Sleeper, status: int
 ) -> None:
-    server.refusals = [Refusal(status, 'statefulsets.apps "engine" is forbidden')]
+    server.refusals = [Refusal(status, 'statefulsets.apps "engine" is forbidden')] * 2
     with pytest.raises(CommandError, match=f'{status}: statefulsets.apps "engine" is forbidden'):
         await launcher.scale("engines", 2)
-    assert (len(server.calls), sleeper.pauses) == (1, [])
+    assert (len(server.calls), sleeper.pauses) == (1 if status == 422 else 2, [])
 
 
 async def test_what_kubernetes_does_not_run_is_refused(
@@ -149,6 +152,25 @@ async def test_who_waits_listens_and_asks_again_only_where_the_server_ends_it(
     assert server.calls == [Call("GET", "statefulsets/engine")]
 
 
+async def test_engines_of_several_pods_are_scaled_as_groups(sleeper: Sleeper) -> None:
+    """The StatefulSet of the same name holds their leaders, and is left to its controller."""
+    async with recording_api_server(groups=True) as server, kubernetes_api(server.url, "baton") as api:
+        launcher = KubernetesLauncher(api, clock=lambda: sleeper.now, sleep=sleeper.sleep)
+        assert await launcher.scale("engines", 3) == PoolChange(("engine-1", "engine-2"), ())
+        assert server.calls == [Call("GET", f"{GROUPS}/scale"), Call("PUT", f"{GROUPS}/scale")]
+        assert (server.replicas(GROUPS), server.replicas()) == (3, 1)
+        server.calls.clear()
+        async with asyncio.timeout(DEADLINE):
+            waiting = asyncio.create_task(launcher.wait_until_ready("engines", 3, DEADLINE))
+            await server.watching.wait()
+            server.make_ready(3, GROUPS)
+            await waiting
+        assert server.calls == [Call("GET", GROUPS), Call("GET", "leaderworkersets?watch")]
+        server.refusals, server.written_by_others = [THROTTLED], 1
+        assert await launcher.scale("engines", 1) == PoolChange((), ("engine-1", "engine-2"))
+        assert (server.replicas(GROUPS), server.replicas()) == (1, 1)
+
+
 async def test_waiting_has_an_end(launcher: KubernetesLauncher) -> None:
     with pytest.raises(CommandError, match=r"engines: 9 are not ready after 0\.2 s"):
         await launcher.wait_until_ready("engines", 9, 0.2)
@@ -162,7 +184,7 @@ async def test_a_planner_has_pods_started_and_a_server_that_refuses_changes_noth
     fleet.scaler = LauncherScaler(launcher)
     (pool,) = (await decided(fleet)).changes
     assert pool.target > 1
-    assert (server.replicas(), server.calls) == (pool.target, [Call("GET", SCALE), Call("PUT", SCALE)])
+    assert (server.replicas(), server.calls) == (pool.target, [NO_GROUPS, Call("GET", SCALE), Call("PUT", SCALE)])
     server.refusals, fleet.now = [Refusal(403, "forbidden")], 0.0
     await decided(fleet)
     assert fleet.notes[-1].endswith("is refused: the Kubernetes API refuses this: 403: forbidden")
@@ -194,7 +216,7 @@ async def test_baton_scale_writes_and_waits(server: RecordingApiServer) -> None:
     status, out, error = await command
     assert (status, error) == (0, "")
     assert json.loads(out) == {"service": "engines", "started": ["engine-1"], "stopping": []}
-    assert (server.replicas(), server.writes, len(server.calls)) == (2, 1, 4)
+    assert (server.replicas(), server.writes, len(server.calls)) == (2, 1, 5)
 
 
 async def test_baton_scale_refuses_what_has_no_meaning_there(server: RecordingApiServer) -> None:

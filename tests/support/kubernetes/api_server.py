@@ -12,7 +12,8 @@ from aiohttp import web
 
 from tests.support.cluster.ports import free_port
 
-ROOT = "/apis/apps/v1/namespaces/baton"
+APPS = "/apis/apps/v1/namespaces/baton"
+GROUPS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/baton"
 
 
 class Call(NamedTuple):
@@ -33,7 +34,8 @@ class RecordingApiServer:
     """Owns the StatefulSet `engine` and the Deployment `tokenizer`, as an API server stores them: every write makes a
     new version, and a write that was made from an older one is refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, groups: bool = False) -> None:
+        """`groups`: a LeaderWorkerSet `engine` is there, too; without it there is not even its kind."""
         self.port = free_port()
         self.calls: list[Call] = []
         self.refusals: list[Refusal] = []
@@ -43,6 +45,8 @@ class RecordingApiServer:
         """So many of the next writes find that somebody else has written just before."""
         self._version = 100
         self._replicas = {"statefulsets/engine": 1, "deployments/tokenizer": 2}
+        if groups:
+            self._replicas["leaderworkersets/engine"] = 1
         self._ready = dict(self._replicas)
         self._watches: set[asyncio.Queue[dict[str, Any] | None]] = set()
 
@@ -78,6 +82,13 @@ class RecordingApiServer:
 
     def _object(self, path: str) -> dict[str, Any]:
         ready = self._ready[path]
+        if path.startswith("leaderworkersets/"):
+            return {
+                "kind": "LeaderWorkerSet",
+                "metadata": {"name": "engine", "resourceVersion": str(self._version), "generation": 3},
+                "spec": {"replicas": self._replicas[path]},
+                "status": {"replicas": ready, "readyReplicas": ready},
+            }
         return {
             "metadata": {"name": path.partition("/")[2], "resourceVersion": str(self._version), "generation": 1},
             "spec": {"replicas": self._replicas[path]},
@@ -94,15 +105,19 @@ class RecordingApiServer:
         }
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        path = request.path.removeprefix(f"{ROOT}/")
+        root, path = next(
+            (root, request.path.removeprefix(f"{root}/")) for root in (APPS, GROUPS) if request.path.startswith(root)
+        )
         self.calls.append(Call(request.method, path + "?watch" * ("watch" in request.query)))
         if self.refusals:
             refusal = self.refusals.pop(0)
             status = {"kind": "Status", "code": refusal.status, "message": refusal.message}
             return web.json_response(status, status=refusal.status, headers=refusal.headers)
+        owner = path.removesuffix("/scale")
+        if root == GROUPS and "leaderworkersets/engine" not in self._replicas:
+            return web.Response(text="404 page not found", status=404)
         if "watch" in request.query:
             return await self._watch(request)
-        owner = path.removesuffix("/scale")
         if request.method == "PUT":
             body = await request.json()
             if self.written_by_others:
@@ -130,10 +145,11 @@ class RecordingApiServer:
 
 
 @contextlib.asynccontextmanager
-async def recording_api_server() -> AsyncIterator[RecordingApiServer]:
-    server = RecordingApiServer()
+async def recording_api_server(*, groups: bool = False) -> AsyncIterator[RecordingApiServer]:
+    server = RecordingApiServer(groups=groups)
     app = web.Application()
-    app.router.add_route("*", f"{ROOT}/{{path:.*}}", server.answer)
+    for root in (APPS, GROUPS):
+        app.router.add_route("*", f"{root}/{{path:.*}}", server.answer)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", server.port).start()

@@ -30,6 +30,7 @@ START_DEADLINE = 120.0
 PROBE_EVERY = 0.5
 PROBE_DEADLINE = 20.0
 ALL_ADDRESSES = "0.0.0.0"
+RENDEZVOUS_PORT = 29500
 
 
 class ClusterFolder:
@@ -40,6 +41,8 @@ class ClusterFolder:
         self.folder, self.secrets, self.model = folder, secrets, model
         self.manifests = rendered(overlay)
         self.nats_port = free_port()
+        self.rendezvous_port = free_port()
+        """Where the ranks of a LeaderWorkerSet's pods meet."""
 
     def pod(self, workload: str, name: str | None = None) -> Pod:
         """A pod of a workload; `name`: other than the one that it is usually given."""
@@ -59,6 +62,8 @@ class Pod:
         self._ports = {port: free_port() for port in ports}
         if workload.name == "nats":
             self._ports[4222] = cluster.nats_port
+        if RENDEZVOUS_PORT in self._ports or workload.part == "worker":
+            self._ports[RENDEZVOUS_PORT] = cluster.rendezvous_port
         self._volumes = {key: self._volume(key, each) for key, each in workload.volumes.items()}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -80,16 +85,21 @@ class Pod:
                 self.wait_for(container, "readinessProbe")
 
     def terminate(self) -> Mapping[str, int]:
-        """SIGTERM to the containers, then to the sidecars from the last to the first, each after those before it have
-        ended; SIGKILL after the grace period. Returns each container's exit status."""
+        """SIGTERM to the containers, each after its `preStop`, then to the sidecars from the last to the first, each
+        after those before it have ended; SIGKILL after the grace period. Returns each container's exit status."""
         end = time.monotonic() + self._workload.pod["terminationGracePeriodSeconds"]
         statuses: dict[str, int] = {}
         for container in reversed(self._workload.containers):
             process = self._processes[container.name]
+            match container.spec.get("lifecycle", {}).get("preStop"):
+                case {"exec": {"command": command}}:
+                    self._execute(command, container, end - time.monotonic())
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
-            statuses[container.name] = -signal.SIGKILL if process.poll() is None else process.returncode
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            statuses[container.name] = process.wait()
         return statuses
 
     def end(self) -> None:
@@ -112,7 +122,7 @@ class Pod:
         """Whether the probe passes now."""
         match container.spec[kind]:
             case {"exec": {"command": command}}:
-                return self._execute(command) == 0
+                return self._execute(command, container) == 0
             case {"httpGet": {"path": path, "port": port}}:
                 return _answers(self.url(container.ports[port]) + path)
             case {"tcpSocket": {"port": port}}:
@@ -137,11 +147,11 @@ class Pod:
         return (self._folder / f"{container.name}.log").read_text(errors="replace")[-4000:]
 
     def _run(self, container: Container) -> subprocess.Popen[bytes]:
-        environment = {name: self._here(container, value) for name, value in self._environment(container).items()}
+        environment = self._environment_here(container)
         with (self._folder / f"{container.name}.log").open("ab") as log:
             return subprocess.Popen(
                 self._argv(container),
-                env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), **environment},
+                env=environment,
                 cwd=self._folder,
                 stdout=log,
                 stderr=log,
@@ -149,9 +159,13 @@ class Pod:
                 start_new_session=True,
             )
 
-    def _environment(self, container: Container) -> dict[str, str]:
+    def _environment_here(self, container: Container) -> dict[str, str]:
         found = container.environment(self.name, self._cluster.manifests)
-        return {name: value for name, value in found.items() if name != "XDG_CACHE_HOME"}  # of the image's kernels
+        found.pop("XDG_CACHE_HOME", None)  # of the image's kernels
+        own = {name: self._here(container, value) for name, value in found.items()}
+        # Ranks of different pods reach each other by the address of their host's name, which is here this one's.
+        of_host = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+        return of_host | own
 
     def _argv(self, container: Container) -> list[str]:
         if container.target is not None:
@@ -168,14 +182,34 @@ class Pod:
             return "127.0.0.1"
         if value.isdecimal() and int(value) in self._ports:
             return str(self._ports[int(value)])
+        leader = self._workload.injected.get("LWS_LEADER_ADDRESS")
+        if leader is not None:
+            value = value.replace(f"{leader}:{RENDEZVOUS_PORT}", f"127.0.0.1:{self._cluster.rendezvous_port}")
+            value = value.replace(leader, "127.0.0.1")
         return value.replace("nats://nats:4222", f"nats://127.0.0.1:{self._cluster.nats_port}")
 
-    def _execute(self, command: list[str]) -> int:
-        """As `exec` of a probe: in the image's folder, where healthcheck.py lies."""
-        assert command[0] == "python"
-        argv = [sys.executable, *(str(self._ports[int(each)]) if each.isdecimal() else each for each in command[1:])]
-        done = subprocess.run(argv, cwd=REPOSITORY / "deploy", capture_output=True, timeout=PROBE_DEADLINE, check=False)
+    def _execute(self, command: list[str], container: Container, deadline: float = PROBE_DEADLINE) -> int:
+        """As `exec` of a probe: with the container's variables, in the image's folder, where healthcheck.py lies."""
+        match command:
+            case ["sh", "-c", script]:
+                argv = ["sh", "-c", " ".join(map(self._word_here, script.split()))]
+            case _:
+                argv = [self._word_here(each) for each in command]
+        assert argv[0] in (sys.executable, "sh")
+        own = self._environment_here(container)
+        try:
+            done = subprocess.run(
+                argv, cwd=REPOSITORY / "deploy", env=own, capture_output=True, timeout=deadline, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return 1
         return done.returncode
+
+    def _word_here(self, word: str) -> str:
+        """A word of a command: Python is this one, ports are those of this machine."""
+        if word == "python":
+            return sys.executable
+        return str(self._ports[int(word)]) if word.isdecimal() else word
 
     def _volume(self, name: str, volume: Mapping[str, Any]) -> Path:
         if "persistentVolumeClaim" in volume:

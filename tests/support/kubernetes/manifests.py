@@ -28,8 +28,10 @@ KUBERNETES = "1.37.0"
 _SCHEMAS = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / f"v{KUBERNETES}-local-strict"
 _CUSTOM_SCHEMAS = Path(__file__).parent / "schemas"
 """Of KEDA 2.16.1 and Prometheus Operator 0.80.1, from the packages cloudcoil-models-keda and
-cloudcoil-models-prometheus-operator on PyPI (`model_json_schema`); unknown fields are not allowed in them either."""
-CUSTOM = {"keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
+cloudcoil-models-prometheus-operator on PyPI (`model_json_schema`); unknown fields are not allowed in them either. The
+one of LeaderWorkerSet is written after its API's types (`leaderworkerset.x-k8s.io/v1`), with Kubernetes' own schema for
+the pods in it."""
+CUSTOM = {"keda.sh/v1alpha1", "leaderworkerset.x-k8s.io/v1", "monitoring.coreos.com/v1"}
 
 
 @functools.cache
@@ -69,7 +71,8 @@ def _registry() -> Registry[Any]:
 @functools.cache
 def _validator(kind: str, api: str) -> jsonschema.Draft202012Validator:
     if api in CUSTOM:
-        return jsonschema.Draft202012Validator(json.loads((_CUSTOM_SCHEMAS / f"{kind.lower()}.json").read_text()))
+        schema = json.loads((_CUSTOM_SCHEMAS / f"{kind.lower()}.json").read_text())
+        return jsonschema.Draft202012Validator(schema, registry=_registry())
     group, _, version = api.rpartition("/")
     file = "-".join(part for part in (kind.lower(), group.split(".")[0], version) if part)
     return jsonschema.Draft202012Validator(json.loads((_SCHEMAS / f"{file}.json").read_text()), registry=_registry())

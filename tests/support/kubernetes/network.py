@@ -56,7 +56,8 @@ def _passes(
 
 def _has_port(rule: Manifest, port: int, protocol: str) -> bool:
     return "ports" not in rule or any(
-        (each["port"], each.get("protocol", "TCP")) == (port, protocol) for each in rule["ports"]
+        each["port"] <= port <= each.get("endPort", each["port"]) and each.get("protocol", "TCP") == protocol
+        for each in rule["ports"]
     )
 
 

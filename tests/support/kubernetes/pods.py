@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tests.support.kubernetes.manifests import Manifest, named, of_kind
 from tests.support.paths import REPOSITORY
@@ -43,6 +43,8 @@ class Container(NamedTuple):
 
     spec: Manifest
     sidecar: bool
+    injected: Mapping[str, str] = {}
+    """Variables that a controller writes into it, before its own."""
 
     @property
     def name(self) -> str:
@@ -64,9 +66,10 @@ class Container(NamedTuple):
         return {each["name"]: each["mountPath"] for each in self.spec.get("volumeMounts", ())}
 
     def environment(self, pod: str, manifests: tuple[Manifest, ...]) -> dict[str, str]:
-        """What it finds in a pod of this name: the image's variables, then its own."""
+        """What it finds in a pod of this name: the image's variables, a controller's, then its own."""
         target = self.target
         found = dict(images()[target].environment) if target is not None else {}
+        found |= self.injected
         for each in self.spec.get("env", ()):
             found[each["name"]] = _value(each, found, pod, manifests)
         return found
@@ -78,6 +81,8 @@ def _value(entry: Manifest, before: Mapping[str, str], pod: str, manifests: tupl
             return re.sub(r"\$\((\w+)\)", lambda name: before[name[1]], entry["value"])
         case {"fieldRef": {"fieldPath": "metadata.name"}}:
             return pod
+        case {"fieldRef": {"fieldPath": "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']"}}:
+            return pod.rpartition("-")[0]
         case {"configMapKeyRef": {"name": name, "key": key}}:
             return str(named(manifests, "ConfigMap", name)["data"][key])
         case other:
@@ -85,17 +90,23 @@ def _value(entry: Manifest, before: Mapping[str, str], pod: str, manifests: tupl
 
 
 class Workload(NamedTuple):
-    """A Deployment or StatefulSet."""
+    """A Deployment, a StatefulSet, or one of the two kinds of pods of a LeaderWorkerSet."""
 
     manifest: Manifest
+    part: Literal["leader", "worker"] | None = None
+    """Of a LeaderWorkerSet."""
 
     @property
     def name(self) -> str:
-        return str(self.manifest["metadata"]["name"])
+        """The object's; a worker's with `-worker` behind it."""
+        return str(self.manifest["metadata"]["name"]) + "-worker" * (self.part == "worker")
 
     @property
     def template(self) -> Manifest:
-        template: Manifest = self.manifest["spec"]["template"]
+        spec = self.manifest["spec"]
+        template: Manifest = (
+            spec["template"] if self.part is None else spec["leaderWorkerTemplate"][f"{self.part}Template"]
+        )
         return template
 
     @property
@@ -110,15 +121,36 @@ class Workload(NamedTuple):
 
     @property
     def pod_name(self) -> str:
-        """One such as Kubernetes gives its pods."""
-        return f"{self.name}-0" if self.manifest["kind"] == "StatefulSet" else f"{self.name}-6b7f9c6d5-x2x4z"
+        """One such as Kubernetes gives its pods: of the first group, the first worker."""
+        match self.manifest["kind"], self.part:
+            case "LeaderWorkerSet", "worker":
+                return f"{self.manifest['metadata']['name']}-0-1"
+            case "StatefulSet" | "LeaderWorkerSet", _:
+                return f"{self.name}-0"
+            case _:
+                return f"{self.name}-6b7f9c6d5-x2x4z"
+
+    @property
+    def injected(self) -> Mapping[str, str]:
+        """What the LeaderWorkerSet controller writes into every container of this pod."""
+        if self.part is None:
+            return {}
+        name, namespace = self.manifest["metadata"]["name"], self.manifest["metadata"]["namespace"]
+        return {
+            "LWS_LEADER_ADDRESS": f"{name}-0.{name}.{namespace}",
+            "LWS_GROUP_SIZE": str(self.manifest["spec"]["leaderWorkerTemplate"]["size"]),
+            "LWS_WORKER_INDEX": "0" if self.part == "leader" else "1",
+        }
 
     @property
     def containers(self) -> tuple[Container, ...]:
         """In the order in which they start."""
         first, main = self.pod.get("initContainers", ()), self.pod["containers"]
         assert all(each["restartPolicy"] == "Always" for each in first)
-        return (*(Container(each, True) for each in first), *(Container(each, False) for each in main))
+        return (
+            *(Container(each, True, self.injected) for each in first),
+            *(Container(each, False, self.injected) for each in main),
+        )
 
     @property
     def volumes(self) -> Mapping[str, Mapping[str, Any]]:
@@ -126,7 +158,10 @@ class Workload(NamedTuple):
 
 
 def workloads(manifests: tuple[Manifest, ...]) -> Iterator[Workload]:
-    return map(Workload, of_kind(manifests, "Deployment", "StatefulSet"))
+    yield from map(Workload, of_kind(manifests, "Deployment", "StatefulSet"))
+    for each in of_kind(manifests, "LeaderWorkerSet"):
+        yield Workload(each, "leader")
+        yield Workload(each, "worker")
 
 
 def secrets_of(volume: Mapping[str, Any]) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from deploy.healthcheck import LOOKS_BEFORE_KILL, is_live, look, stands_still
+from deploy.healthcheck import LOOKS_BEFORE_KILL, is_live, look, stands_still, wait_for_leaders_end
 from tests.support.cluster.ports import free_port
 
 SERVICE = """
@@ -119,3 +121,20 @@ def test_a_service_of_this_release_publishes_the_age_that_is_judged() -> None:
     assert stands_still(generate_latest().decode())
     HEARTBEAT_AGE.set_function(lambda: 1.0)
     assert not stands_still(generate_latest().decode())
+
+
+def test_who_waits_for_a_leader_returns_when_nobody_listens_there_any_more() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with socket.create_server(("127.0.0.1", 0)) as leader:
+            port = str(leader.getsockname()[1])
+            waiting = threads.submit(wait_for_leaders_end, "127.0.0.1", port)
+            leader.settimeout(60)
+            leader.accept()[0].close()
+            assert not waiting.done()
+        assert waiting.result(60) == 0
+    assert wait_for_leaders_end("127.0.0.1", port) == 0
+
+
+def test_who_waits_for_a_leader_that_stays_goes_at_last() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        assert wait_for_leaders_end("127.0.0.1", str(leader.getsockname()[1]), limit=0.1) == 1

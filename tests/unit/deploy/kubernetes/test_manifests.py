@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import re
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
 from deploy.configuration import CONFIGS
 from deploy.container_secrets import make
+from deploy.healthcheck import LEADER_SECONDS, UNTIL_LEADER_ENDS
 from kvstore.config import KvStoreConfig
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
@@ -27,6 +32,7 @@ from tests.support.kubernetes.manifests import (
     named,
     of_kind,
     rendered,
+    rendered_folder,
     selects,
     title,
     violations,
@@ -35,6 +41,9 @@ from tests.support.kubernetes.pods import Container, Workload, images, secrets_o
 from tests.support.paths import REPOSITORY
 
 EVERY_OVERLAY = pytest.mark.parametrize("overlay", OVERLAYS)
+GROUPED = frozenset({"multi-node"})
+"""Overlays whose engines are groups of pods, which have no KV store."""
+POD_ENGINES = pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each not in GROUPED])
 PRE_STOP_MARGIN = 10.0
 """Seconds of a pod's grace period beyond what it may use: for sidecars, which are idle by then, and for goodbyes."""
 LOADER: Manifest = yaml.safe_load((FOLDER / "model-loader.yaml").read_text())
@@ -65,6 +74,9 @@ def test_the_loader_follows_its_schema() -> None:
     assert claims == [each["metadata"]["name"] for each in of_kind(rendered("demo"), "PersistentVolumeClaim")]
 
 
+GROUP_PODS = ("spec", "leaderWorkerTemplate")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "path", "wrong"),
     [
@@ -72,11 +84,20 @@ def test_the_loader_follows_its_schema() -> None:
         ("StatefulSet", "engine", ("spec", "podManagementPolicy"), ["Parallel"]),
         ("ScaledObject", "engine", ("spec", "minReplicas"), 1),
         ("ServiceMonitor", "services", ("spec", "endpoint"), []),
+        ("LeaderWorkerSet", "engine", ("spec", "startUpPolicy"), "LeaderCreated"),
+        ("LeaderWorkerSet", "engine", (*GROUP_PODS, "restartPolicy"), "Always"),
+        ("LeaderWorkerSet", "engine", (*GROUP_PODS, "workerTemplate", "spec", "graceSeconds"), 10),
+        ("LeaderWorkerSet", "engine", (*GROUP_PODS, "leaderTemplate", "spec", "containers", 0, "ports"), 9090),
     ],
 )
-def test_a_field_that_does_not_exist_is_noticed(kind: str, name: str, path: tuple[str, str], wrong: object) -> None:
-    spoilt = copy.deepcopy(named(rendered("gpu"), kind, name))
-    spoilt[path[0]][path[1]] = wrong
+def test_a_field_that_does_not_exist_is_noticed(
+    kind: str, name: str, path: tuple[str | int, ...], wrong: object
+) -> None:
+    spoilt = copy.deepcopy(named(rendered("multi-node" if kind == "LeaderWorkerSet" else "gpu"), kind, name))
+    owner: Any = spoilt
+    for key in path[:-1]:
+        owner = owner[key]
+    owner[path[-1]] = wrong
     assert len(violations(spoilt)) > 0, KUBERNETES
 
 
@@ -90,10 +111,13 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configuration(overlay: str, workload: Workload, container: Container, secrets: Path) -> ServiceConfig:
-    """What the container's service makes of its environment. Raises ConfigError."""
+def configuration(
+    manifests: str | tuple[Manifest, ...], workload: Workload, container: Container, secrets: Path
+) -> ServiceConfig:
+    """What the container's service makes of its environment, in an overlay or these manifests. Raises ConfigError."""
     assert container.target is not None
-    environment = container.environment(workload.pod_name, rendered(overlay))
+    manifests = rendered(manifests) if isinstance(manifests, str) else manifests
+    environment = container.environment(workload.pod_name, manifests)
     folders = [
         secrets / name.removeprefix("baton-")
         for volume in container.mounts
@@ -135,7 +159,8 @@ def test_containers_run_what_their_images_run(overlay: str) -> None:
     for _, container, service in own_containers(overlay):
         assert images()[service].entrypoint[:2] == ("python", "-m")
         assert {"command", "args"} & container.spec.keys() == set(), container.name
-    assert {service for *_, service in own_containers(overlay)} == set(CONFIGS)
+    without = {"kvstore"} if overlay in GROUPED else set()
+    assert {service for *_, service in own_containers(overlay)} == set(CONFIGS) - without
 
 
 @EVERY_OVERLAY
@@ -161,10 +186,23 @@ def test_probes_and_ports_are_those_of_the_service(overlay: str, secrets: Path) 
         assert len(set(ports)) == len(ports), workload.name
 
 
+def _pre_stop_seconds(container: Container) -> float:
+    """That a container's `preStop` may take at most."""
+    match container.spec.get("lifecycle", {}).get("preStop"):
+        case None:
+            return 0
+        case {"sleep": {"seconds": seconds}}:
+            return float(seconds)
+        case {"exec": {"command": ["sh", "-c", script]}} if UNTIL_LEADER_ENDS in script:
+            return LEADER_SECONDS
+        case other:
+            raise AssertionError(other)
+
+
 @EVERY_OVERLAY
 def test_a_pod_has_time_to_drain(overlay: str, secrets: Path) -> None:
     for workload, container, _ in own_containers(overlay):
-        before = container.spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        before = _pre_stop_seconds(container)
         drain = configuration(overlay, workload, container, secrets).drain_timeout
         assert workload.pod["terminationGracePeriodSeconds"] >= before + drain + PRE_STOP_MARGIN, container.name
 
@@ -174,7 +212,77 @@ def test_no_variable_that_kubernetes_makes_can_be_taken_for_a_setting(overlay: s
     assert {workload.pod["enableServiceLinks"] for workload in workloads(rendered(overlay))} == {False}
 
 
-@EVERY_OVERLAY
+@pytest.mark.parametrize("overlay", sorted(GROUPED))
+def test_the_pods_of_a_group_are_the_ranks_of_one_engine(overlay: str, secrets: Path) -> None:
+    manifest = named(rendered(overlay), "LeaderWorkerSet", "engine")
+    leader, worker = Workload(manifest, "leader"), Workload(manifest, "worker")
+    first, scheduler = (configuration(overlay, leader, each, secrets) for each in leader.containers)
+    (second,) = (configuration(overlay, worker, each, secrets) for each in worker.containers)
+    assert isinstance(scheduler, SchedulerConfig)
+    assert isinstance(first, WorkerConfig)
+    assert isinstance(second, WorkerConfig)
+    size = manifest["spec"]["leaderWorkerTemplate"]["size"]
+    assert first.world_size == second.world_size == scheduler.world_size == size > 1
+    assert (first.rank, second.rank, first.place().publishes) == (0, 1, True)
+    assert first.engine == second.engine == scheduler.instance == leader.pod_name
+    assert (first.kvstore_dir, second.kvstore_dir, scheduler.node) == (None, None, None)
+    assert first.instance_id() != second.instance_id()
+    assert first.rendezvous_url() == second.rendezvous_url()
+    address = urlsplit(first.rendezvous_url())
+    (rank, _) = leader.containers
+    assert address.port == rank.ports["rendezvous"]
+    # What differs between the two is where they are; the model and its cache must be the same.
+    assert replace(first, instance=None, rank=0) == replace(second, instance=None, rank=0)
+    assert address.hostname == worker.injected["LWS_LEADER_ADDRESS"]
+    pod, service, namespace = str(address.hostname).split(".")
+    found = named(rendered(overlay), "Service", service)
+    assert (pod, namespace) == (leader.pod_name, found["metadata"]["namespace"])
+    assert found["spec"]["publishNotReadyAddresses"], "ranks meet before they are ready"
+    assert manifest["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert manifest["spec"]["startupPolicy"] == "LeaderCreated", "ranks wait for each other"
+    assert list(of_kind(rendered(overlay), "StatefulSet")) == [named(rendered(overlay), "StatefulSet", "nats")]
+
+
+@pytest.mark.parametrize("overlay", sorted(GROUPED))
+def test_a_groups_worker_waits_for_its_leaders_drain(overlay: str) -> None:
+    manifest = named(rendered(overlay), "LeaderWorkerSet", "engine")
+    leader, worker = Workload(manifest, "leader"), Workload(manifest, "worker")
+    (stop,) = (each.spec["lifecycle"]["preStop"]["exec"]["command"] for each in worker.containers)
+    port = leader.containers[0].ports["rendezvous"]
+    assert stop == ["sh", "-c", f"python healthcheck.py {port} {UNTIL_LEADER_ENDS}$LWS_LEADER_ADDRESS"]
+    assert leader.pod["terminationGracePeriodSeconds"] < LEADER_SECONDS
+
+
+def test_the_patches_of_the_manual_do_what_it_says(tmp_path: Path, secrets: Path) -> None:
+    """On engines of several pods, beside the other components and with images from a registry."""
+    page = (REPOSITORY / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```yaml\n(.*?)```", page.partition("### Engines of several pods")[2], re.DOTALL)[:2]
+    folder = os.path.relpath(FOLDER, tmp_path)
+    components = [f"{folder}/components/{name}" for name in ("nats", "leaderworkerset", "monitoring", "autoscaling")]
+    composed = {
+        "namespace": "baton",
+        "resources": [f"{folder}/base"],
+        "components": components,
+        "images": [{"name": "baton-worker", "newName": "registry.example.com/baton-worker", "newTag": "1"}],
+        **yaml.safe_load(first + second),
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(composed))
+    manifests = rendered_folder(tmp_path)
+    assert [problem for each in manifests for problem in violations(each)] == []
+    groups = named(manifests, "LeaderWorkerSet", "engine")
+    target = named(manifests, "ScaledObject", "engine")["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": groups["apiVersion"], "kind": "LeaderWorkerSet", "name": "engine"}
+    assert "replicas" not in groups["spec"]
+    for part in ("leader", "worker"):
+        pod = Workload(groups, part)
+        (rank,) = (each for each in pod.containers if each.name == "worker")
+        assert rank.spec["image"] == "registry.example.com/baton-worker:1"
+        config = configuration(manifests, pod, rank, secrets)
+        assert isinstance(config, WorkerConfig)
+        assert (config.world_size, config.pp) == (4, 2)
+
+
+@POD_ENGINES
 def test_an_engines_containers_name_each_other_and_share_the_arena(overlay: str, secrets: Path) -> None:
     engine = Workload(named(rendered(overlay), "StatefulSet", "engine"))
     found = {each.name: configuration(overlay, engine, each, secrets) for each in engine.containers}
@@ -200,7 +308,7 @@ def test_an_engines_containers_name_each_other_and_share_the_arena(overlay: str,
 def test_one_name_of_the_model_for_all(overlay: str, secrets: Path) -> None:
     found = [configuration(overlay, workload, each, secrets) for workload, each, _ in own_containers(overlay)]
     names = [each.model_name() for each in found if isinstance(each, ModelServiceConfig)]
-    assert len(names) == 3
+    assert len(names) == (4 if overlay in GROUPED else 3)
     assert len(set(names)) == 1
 
 
@@ -208,10 +316,10 @@ def test_one_name_of_the_model_for_all(overlay: str, secrets: Path) -> None:
 def test_budgets_and_services_select_the_pods_of_one_workload(overlay: str) -> None:
     found = {workload.name: workload for workload in workloads(rendered(overlay))}
     for budget in of_kind(rendered(overlay), "PodDisruptionBudget"):
-        selected = {each.name for each in found.values() if selects(budget["spec"]["selector"], each.labels)}
-        assert selected == {budget["metadata"]["name"]}
+        selected = [each for each in found.values() if selects(budget["spec"]["selector"], each.labels)]
+        assert {each.manifest["metadata"]["name"] for each in selected} == {budget["metadata"]["name"]}
     budgets = {each["metadata"]["name"] for each in of_kind(rendered(overlay), "PodDisruptionBudget")}
-    assert budgets == {workload.name for workload, *_ in own_containers(overlay)}
+    assert budgets == {workload.manifest["metadata"]["name"] for workload, *_ in own_containers(overlay)}
     for service in of_kind(rendered(overlay), "Service"):
         selected_ones = [
             each for each in found.values() if selects({"matchLabels": service["spec"]["selector"]}, each.labels)
@@ -222,7 +330,8 @@ def test_budgets_and_services_select_the_pods_of_one_workload(overlay: str) -> N
                 declared = {key: value for each in workload.containers for key, value in each.ports.items()}
                 assert port["targetPort"] in {*declared, *declared.values()}, title(service)
     for workload in found.values():
-        assert selects(workload.manifest["spec"]["selector"], workload.labels)
+        if workload.part is None:
+            assert selects(workload.manifest["spec"]["selector"], workload.labels)
         if workload.manifest["kind"] == "StatefulSet":
             assert named(rendered(overlay), "Service", workload.manifest["spec"]["serviceName"])
 

@@ -57,6 +57,10 @@ def test_exactly_what_is_needed_passes(overlay: str) -> None:
     needed = {Connection(name, host, 6379 if host == "redis" else 4222) for name in services for host in services[name]}
     needed |= {Connection(name, "dns", 53, protocol) for name in services for protocol in ("TCP", "UDP")}
     needed |= {Connection(each.name, "gateway", 8000) for each in OUTSIDERS}
+    if overlay == "multi-node":
+        ports = {port for each in workloads(rendered(overlay)) for c in each.containers for port in c.ports.values()}
+        ranks = itertools.permutations(("engine", "engine-worker"))
+        needed |= {Connection(a, b, port) for a, b in ranks for port in ports}
     if overlay == "gpu":
         needed |= {Connection("prometheus", name, port) for name in services for port in (9090, 9091, 9092)}
     assert open_connections(overlay) == needed
