@@ -189,6 +189,6 @@ class KvStoreActor(Actor):
     def store_report(self) -> StoreReport:
         """Slots, bytes and hits for the lifecycle, with the tiers and the address where other nodes fetch blocks."""
         report = replace(self.store.report(), tiers=tuple(tier.report() for tier in self._tiers))
-        return (
-            report if self._peers is None else replace(report, transfer=self._peers.address, links=self._peers.links())
-        )
+        if (peers := self._peers) is None:
+            return report
+        return replace(report, transfer=peers.address, links=peers.links(), endpoints=peers.endpoints)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -77,6 +77,13 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
     transfer_port: Annotated[
         Port | None, Meta(description="Port where the stores of other nodes fetch blocks; 0 picks one.")
     ] = None
+    transfer_tcp_port: Annotated[
+        Port, Meta(description="Port where they fetch blocks by the transport tcp; 0 picks one.")
+    ] = 0
+    transfer_transports: Annotated[
+        tuple[Literal["tcp", "grpc"], ...],
+        Meta(min_length=1, description="Transports by which blocks are sent and fetched, the preferred one first."),
+    ] = ("tcp", "grpc")
     transfer_host: Annotated[str, Meta(description="Address that the transfer port listens on.")] = "127.0.0.1"
     transfer_advertise: Annotated[
         str | None,

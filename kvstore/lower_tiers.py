@@ -74,12 +74,15 @@ def peer_nodes(config: KvStoreConfig) -> PeerNodes | None:
     try:
         from kvstore.tiers.peer_nodes import PeerNodes
         from kvstore.transfer.grpc_transport import GrpcTransport
-        from kvstore.transfer.rpc import TlsUnusable, TransferTls
+        from kvstore.transfer.tcp_transport import TcpTransport
+        from kvstore.transfer.tls import TlsUnusable, TransferTls
     except ImportError:
         raise TierUnavailable("transfer-port: grpc is missing: pip install 'baton-serve[kvstore]'") from None
     files = config.tls_files()
+    kinds: dict[str, type[GrpcTransport] | type[TcpTransport]] = {"grpc": GrpcTransport, "tcp": TcpTransport}
     try:
-        return PeerNodes(GrpcTransport(None if files is None else TransferTls.read(*files)))
+        tls = None if files is None else TransferTls.read(*files)
+        return PeerNodes({name: kinds[name](tls) for name in config.transfer_transports})
     except TlsUnusable as error:
         raise TierUnavailable(f"transfer-tls: {error}") from None
 
@@ -87,8 +90,9 @@ def peer_nodes(config: KvStoreConfig) -> PeerNodes | None:
 async def listen(peers: PeerNodes, config: KvStoreConfig, lender: BlockLender) -> None:
     """Opens the transfer port. Raises TierUnavailable where it is taken or the address is not of this machine."""
     assert config.transfer_port is not None
+    ports = {"grpc": config.transfer_port, "tcp": config.transfer_tcp_port}
     try:
-        await peers.listen(lender, config.transfer_host, config.transfer_port, known_as(config))
+        await peers.listen(lender, config.transfer_host, ports, known_as(config))
     except CannotListen as error:
         raise TierUnavailable(f"transfer-port: {error}") from None
 

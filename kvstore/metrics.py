@@ -58,6 +58,11 @@ TIER_STORED = Counter("baton_kvstore_tier_stored_total", "Blocks written to a lo
 TIER_DROPPED = Counter(
     "baton_kvstore_tier_dropped_total", "Blocks not written to a lower tier, by reason.", ["tier", "why"]
 )
+TRANSFER_BYTES = Counter(
+    "baton_kvstore_transfer_bytes_total",
+    "Bytes of blocks that went to and came from stores of other nodes, by transport.",
+    ["transport", "direction"],
+)
 TIER_FAILED = Counter(
     "baton_kvstore_tier_failures_total", "Lookups in a lower tier that failed or were late, by reason.", ["tier", "why"]
 )

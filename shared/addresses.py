@@ -13,6 +13,11 @@ RANK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The variables that gloo and NCCL read. Without them they use the address of the host's name, whatever that is."""
 
 
+def host_and_port(host: str, port: int) -> str:
+    """ "host:port", with IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only processes of this machine reach `host`; not so for a name, as it may come to mean anything."""
     try:

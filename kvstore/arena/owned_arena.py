@@ -86,7 +86,12 @@ class OwnedArena(MappedArena):
         """Copies a block that came from elsewhere, and was checked there, to a reserved slot. Raises ValueError where
         it is of another size."""
         self.payload(slot)[:] = block.payload
-        self._bytes[self._checksums_at(slot)] = block.checksums
+        self.write_checksums(slot, block.checksums)
+
+    def write_checksums(self, slot: int, packed: bytes) -> None:
+        """Marks every cell of a reserved slot as written, its bytes being there. Raises ValueError where these are not
+        8 bytes for each cell."""
+        self._bytes[self._checksums_at(slot)] = packed
 
     def take_memory(self, slot: int) -> bool:
         """Allocates the payload's memory from the system; False if none is left.

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
+from kvstore.node.landing_room import LandingRoom
 from kvstore.node.node_store import MAX_BLOCKS, NodeStore
 from kvstore.node.packed_slots import split_whole_hashes
 from kvstore.tiers.interface import LowerTier, PeerStores
@@ -135,8 +136,9 @@ class LowerTierSearch:
 
         async def fetch(missing: Sequence[BlockHash]) -> None:
             while missing:
-                blocks = peers.fetch(source, BlockRequest(layout, missing, PREFETCH_PATIENCE), shape)
-                self._store.count_prefetched(await self._land("peer", layout, missing, blocks))
+                with LandingRoom(self._store, layout) as room:
+                    blocks = peers.fetch(source, BlockRequest(layout, missing, PREFETCH_PATIENCE), shape, room)
+                    self._store.count_prefetched(await self._land("peer", room, len(missing), blocks))
                 before, missing = len(missing), self._store.missing(layout, missing)
                 if len(missing) == before:
                     return
@@ -203,7 +205,9 @@ class LowerTierSearch:
             share = TIER_SHARE if after or source is not None else 1.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline.after(_now(), share).at):
-                    await self._land(tier.name, layout, missing, tier.fetch(layout, missing, arena.shape))
+                    with LandingRoom(self._store, layout) as room:
+                        blocks = tier.fetch(layout, missing, arena.shape)
+                        await self._land(tier.name, room, len(missing), blocks)
             missing = self._store.missing(layout, missing)
         if self._peers is not None and source is not None and missing:
             link, each = self._peers.link(source), request.block_seconds
@@ -214,11 +218,12 @@ class LowerTierSearch:
             ):
                 metrics.TIER_FAILED.labels("peer", "slower").inc()
                 return
-            blocks = self._peers.fetch(source, BlockRequest(layout, missing), arena.shape)
-            await self._land("peer", layout, missing, blocks)
+            with LandingRoom(self._store, layout) as room:
+                blocks = self._peers.fetch(source, BlockRequest(layout, missing), arena.shape, room)
+                await self._land("peer", room, len(missing), blocks)
 
     async def _land(
-        self, tier: str, layout: str, missing: Sequence[BlockHash], blocks: AsyncGenerator[InFlightBlock, None]
+        self, tier: str, room: LandingRoom, missing: int, blocks: AsyncGenerator[InFlightBlock, None]
     ) -> int:
         """Puts what comes into the arena, until it is full; returns how many blocks."""
         landed = 0
@@ -226,14 +231,14 @@ class LowerTierSearch:
             with metrics.TIER_SECONDS.labels(tier).time():
                 async with contextlib.aclosing(blocks):
                     async for block in blocks:
-                        if not self._store.land(layout, block):
+                        if not room.land(block):
                             break
                         landed += 1
                         await self._store.copying(len(block.payload))
                         # Checking and copying took a while: others' turn, and the deadline's.
                         await asyncio.sleep(0)
         finally:
-            metrics.TIER_MISSES.labels(tier).inc(len(missing) - landed)
+            metrics.TIER_MISSES.labels(tier).inc(missing - landed)
         return landed
 
     def _count(self, request: Find, found: FindReply) -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from kvstore import metrics
 from kvstore.arena.directory import StoreDirectory
@@ -51,6 +51,13 @@ MAX_BLOCKS = 65_536
 """The most blocks in one request; further ones are a miss in `Find` and get no slot in `Reserve`."""
 LEND_CHECK_SECONDS = 0.02
 """Spent at the most on comparing checksums of blocks that another node fetches."""
+
+
+class OpenSlot(NamedTuple):
+    """A slot that a block from elsewhere is being written to."""
+
+    key: LeaseKey
+    slot: int
 
 
 class NodeStore:
@@ -281,15 +288,41 @@ class NodeStore:
         """Takes a checked block from elsewhere into the arena; False where it finds no room. True, too, where it is
         here already or being written."""
         table = self.core.table(layout)
-        if table is None or block.hash in table.blocks:
+        if table is None or self.is_known(layout, block.hash):
             return table is not None
+        opened = self.open_slot(layout, BlockToWrite(block.hash, BlockHash(block.parent), block.tokens))
+        if opened is None:
+            return False
+        self._writer.arenas[layout].fill(opened.slot, block)
+        return self.commit_slot(opened.key)
+
+    def is_known(self, layout: str, name: BlockHash) -> bool:
+        """Whether the block is here, or being written."""
+        table = self.core.table(layout)
+        return table is not None and name in table.blocks
+
+    def open_slot(self, layout: str, block: BlockToWrite) -> OpenSlot | None:
+        """Reserves a slot for a block from elsewhere, for as long as a lease lasts; None where it finds no room, is
+        known already, or has more tokens than blocks have. Ended by `commit_slot` or `give_up_slot`."""
+        table = self.core.table(layout)
+        if table is None or not 0 < block.tokens <= table.block_size:
+            return None
         self._landings += 1
         key = LeaseKey(layout, self._self, LeaseId(self._landings))
-        [slot] = self._reserve(key, [BlockToWrite(block.hash, BlockHash(block.parent), block.tokens)])
-        if slot is None:
-            return False
-        self._writer.arenas[layout].fill(slot.number, block)
+        [slot] = self._reserve(key, [block])
+        return None if slot is None else OpenSlot(key, slot.number)
+
+    def has_lease(self, key: LeaseKey) -> bool:
+        """Whether the slot is still this writer's."""
+        return self.core.leases.get(key) is not None
+
+    def commit_slot(self, key: LeaseKey) -> bool:
+        """The block is written, with its checksums; False where its lease had ended before."""
         return bool(self._commit(key, "lower"))
+
+    def give_up_slot(self, key: LeaseKey) -> None:
+        """Nothing writes to the slot any more, and there is no block in it. A lease that has ended is no error."""
+        self._writer.carry_out(self.core.release(key, self._clock()))
 
     def lend(
         self, layout: str, hashes: Sequence[BlockHash]

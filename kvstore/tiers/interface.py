@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block, unpack_block
-from kvstore.transfer.interface import BlockRequest
+from kvstore.transfer.interface import BlockRequest, BlockRoom
 from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle, LinkReport, TierReport
+from shared.messages.lifecycle import Lifecycle, LinkReport, TierReport, TransferEndpoint
 
 __all__ = [
     "BlockHash",
@@ -63,7 +63,9 @@ class PeerStores(Protocol):
     """The stores of other nodes."""
 
     address: str
-    """Host and port where other nodes fetch this store's blocks; empty if they cannot."""
+    """Host and port where other nodes fetch this store's blocks over gRPC; empty if they cannot."""
+    endpoints: tuple[TransferEndpoint, ...]
+    """The same for every transport, gRPC included."""
 
     def record_lifecycle(self, lifecycle: Lifecycle) -> None:
         """Records a lifecycle message, which may be that of another node's store."""
@@ -74,8 +76,11 @@ class PeerStores(Protocol):
     async def run(self) -> None:
         """Runs in the background until cancelled; see `LowerTier.run`."""
 
-    def fetch(self, source: NodeId, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
-        """Yields blocks from the store of node `source`; see `BlockTransport.fetch`."""
+    def fetch(
+        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockRoom
+    ) -> AsyncGenerator[InFlightBlock, None]:
+        """Yields blocks from the store of node `source`; see `BlockTransport.fetch`. One that cannot be reached is a
+        miss."""
 
     def link(self, source: NodeId) -> LinkRate | None:
         """How fast blocks come from the store of that node; None where that was not measured of late."""

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
-from kvstore.transfer.interface import BlockLender, BlockRequest, BlockTransport
+from kvstore.transfer.interface import BlockLender, BlockRequest, BlockRoom, BlockTransport, PeerUnreachable
 from kvstore.transfer.link_rates import LinkRate
-from kvstore.transfer.rpc import host_and_port
+from shared.addresses import host_and_port
 from shared.ids import NodeId
-from shared.messages.lifecycle import Lifecycle, LinkReport
+from shared.messages.lifecycle import Lifecycle, LinkReport, StoreReport, TransferEndpoint
+
+GRPC = "grpc"
+"""The transport whose address every release says, in `StoreReport.transfer`."""
 
 
 class PeerNodes:
-    """Owns the transport, and the addresses of the other nodes' stores. `kvstore.tiers.interface.PeerStores`."""
+    """Owns the transports, and the addresses of the other nodes' stores. `kvstore.tiers.interface.PeerStores`."""
 
-    def __init__(self, transport: BlockTransport) -> None:
-        self._transport = transport
+    def __init__(self, transports: Mapping[str, BlockTransport]) -> None:
+        """`transports`: by name, the one that is preferred first."""
+        self._transports = dict(transports)
         self._stores: dict[NodeId, Lifecycle] = {}
         self.address = ""
+        self.endpoints: tuple[TransferEndpoint, ...] = ()
 
-    async def listen(self, lender: BlockLender, host: str, port: int, known_as: str) -> None:
-        """Lets other nodes fetch blocks, at `known_as` as the host. Raises CannotListen."""
-        self.address = host_and_port(known_as, await self._transport.listen(lender, host, port))
+    async def listen(self, lender: BlockLender, host: str, ports: Mapping[str, int], known_as: str) -> None:
+        """Lets other nodes fetch blocks by every transport, at `known_as` as the host. Raises CannotListen."""
+        for name, transport in self._transports.items():
+            address = host_and_port(known_as, await transport.listen(lender, host, ports[name]))
+            self.endpoints += (TransferEndpoint(name, address),)
+            if name == GRPC:
+                self.address = address
 
     async def run(self) -> None:
         """Until cancelled; then closes the connections and stops serving."""
-        await self._transport.run()
+        async with asyncio.TaskGroup() as tasks:
+            for transport in self._transports.values():
+                tasks.create_task(transport.run())
 
     def record_lifecycle(self, lifecycle: Lifecycle) -> None:
         """Remembers where another node's store can be fetched from, if the message says so."""
         store = lifecycle.store
-        if store is not None and store.transfer and lifecycle.phase in ("ready", "draining"):
+        if store is not None and (store.transfer or store.endpoints) and lifecycle.phase in ("ready", "draining"):
             self._stores[store.node] = lifecycle
 
     def gone(self, last: Lifecycle) -> None:
@@ -43,15 +55,20 @@ class PeerNodes:
             if (known.instance, known.incarnation) == (last.instance, last.incarnation):
                 del self._stores[last.store.node]
 
-    def address_of(self, node: NodeId) -> str | None:
-        """Host and port of the store of `node`; None where none is known."""
+    def routes_to(self, node: NodeId) -> Iterator[tuple[BlockTransport, str]]:
+        """The transports that both stores have, with the address of the store of `node`, the preferred one first."""
         known = self._stores.get(node)
-        return None if known is None or known.store is None else known.store.transfer
+        if known is None or known.store is None:
+            return
+        addresses = _addresses(known.store)
+        for name, transport in self._transports.items():
+            if name in addresses:
+                yield transport, addresses[name]
 
     def link(self, source: NodeId) -> LinkRate | None:
         """How fast blocks come from the store of that node; None where that was not measured of late."""
-        address = self.address_of(source)
-        return None if address is None else self._transport.rate(address)
+        rates = (transport.rate(address) for transport, address in self.routes_to(source))
+        return next((rate for rate in rates if rate is not None), None)
 
     def links(self) -> tuple[LinkReport, ...]:
         """Those that are known, for the store's lifecycle."""
@@ -63,13 +80,24 @@ class PeerNodes:
         )
 
     async def fetch(
-        self, source: NodeId, request: BlockRequest, shape: BlockShape
+        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockRoom
     ) -> AsyncGenerator[InFlightBlock, None]:
-        """Yields blocks from another node's store; see `PeerStores.fetch`."""
-        address = self.address_of(source)
-        if address is None:
-            metrics.TIER_FAILED.labels("peer", "unknown").inc()
-            return
-        async with contextlib.aclosing(self._transport.fetch(address, request, shape)) as blocks:
-            async for block in blocks:
-                yield block
+        """Yields blocks from another node's store, by the first transport that reaches it; see `PeerStores.fetch`."""
+        why = "unknown"
+        for transport, address in self.routes_to(source):
+            try:
+                async with contextlib.aclosing(transport.fetch(address, request, shape, room)) as blocks:
+                    async for block in blocks:
+                        yield block
+                return
+            except PeerUnreachable:
+                why = "unavailable"
+        metrics.TIER_FAILED.labels("peer", why).inc()
+
+
+def _addresses(store: StoreReport) -> dict[str, str]:
+    """By transport."""
+    addresses = {each.transport: each.address for each in store.endpoints}
+    if store.transfer:
+        addresses.setdefault(GRPC, store.transfer)
+    return addresses

@@ -13,21 +13,18 @@ import grpc
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
-from kvstore.transfer.interface import BlockRequest
+from kvstore.transfer.interface import BlockRequest, Spoiled
+from kvstore.transfer.lending import TIER
 from kvstore.transfer.link_rates import LinkRates
-from kvstore.transfer.rpc import CHANNEL_OPTIONS, TransferTls, fetch_call
+from kvstore.transfer.rpc import CHANNEL_OPTIONS, TRANSPORT, channel_credentials, fetch_call
+from kvstore.transfer.tls import TransferTls
 from kvstore.transfer.transfer_pb2 import Block, Chunk, FetchRequest
 from shared.blocks import BlockHash
 
 log = logging.getLogger(__name__)
 
-TIER = "peer"
 MAX_CHANNELS = 64
 """Connections to other nodes; above it the one that was used longest ago is closed."""
-
-
-class Spoiled(Exception):
-    """The received data is not what was requested; the text says why."""
 
 
 class TransferClient:
@@ -64,6 +61,7 @@ class TransferClient:
                 first = False
                 metrics.TIER_HITS.labels(TIER).inc()
                 metrics.TIER_BYTES_IN.labels(TIER).inc(len(block.payload))
+                metrics.TRANSFER_BYTES.labels(TRANSPORT, "in").inc(len(block.payload))
                 yield block
         except Spoiled as error:
             metrics.TIER_SPOILED.labels(TIER).inc()
@@ -88,7 +86,7 @@ class TransferClient:
         if self._tls is None:
             channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         else:
-            channel = grpc.aio.secure_channel(address, self._tls.channel_credentials(), CHANNEL_OPTIONS)
+            channel = grpc.aio.secure_channel(address, channel_credentials(self._tls), CHANNEL_OPTIONS)
         self._channels[address] = channel
         return channel
 

@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
 from kvstore.transfer.client import TransferClient
-from kvstore.transfer.interface import BlockLender, BlockRequest
+from kvstore.transfer.interface import BlockLender, BlockRequest, BlockRoom
+from kvstore.transfer.lending import BlockLending
 from kvstore.transfer.link_rates import LinkRate
-from kvstore.transfer.rpc import TransferTls
 from kvstore.transfer.server import TransferServer
+from kvstore.transfer.tls import TransferTls
 
 
 class GrpcTransport:
@@ -23,7 +24,7 @@ class GrpcTransport:
 
     async def listen(self, lender: BlockLender, host: str, port: int) -> int:
         """Lets other nodes fetch blocks; see `BlockTransport.listen`."""
-        self._server = TransferServer(lender, self._tls)
+        self._server = TransferServer(BlockLending(lender), self._tls)
         return await self._server.start(host, port)
 
     async def run(self) -> None:
@@ -34,8 +35,11 @@ class GrpcTransport:
             if self._server is not None:
                 await self._server.stop()
 
-    def fetch(self, address: str, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
-        """Yields blocks from another node's store; see `BlockTransport.fetch`."""
+    def fetch(
+        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+    ) -> AsyncGenerator[InFlightBlock, None]:
+        """Yields blocks from another node's store; see `BlockTransport.fetch`. They come in memory of gRPC's, so that
+        `room` is not used."""
         return self._client.fetch(address, request, shape)
 
     def rate(self, address: str) -> LinkRate | None:

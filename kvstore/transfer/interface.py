@@ -1,8 +1,9 @@
 """What carries blocks from the arena of one node to that of another. Stores know nothing else of the network.
 
-gRPC streams (`kvstore/transfer/grpc_transport.py`) are the one that is there. The receiver pulls: it knows how much it
-has room for, and a sender need not know who waits for what. A block that is still being computed is waited for, so that
-a prompt's blocks go over one by one while the rest of it is computed.
+There are two: TCP (`kvstore/transfer/tcp_transport.py`), and gRPC streams (`kvstore/transfer/grpc_transport.py`), which
+every release speaks. The receiver pulls: it knows how much it has room for, and a sender need not know who waits for
+what. A block that is still being computed is waited for, so that a prompt's blocks go over one by one while the rest of
+it is computed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class BlockRequest(NamedTuple):
     the end."""
 
 
+class BlockName(NamedTuple):
+    """A block that is about to come."""
+
+    hash: BlockHash
+    parent: BlockHash
+    tokens: int
+
+
 class BlockLender(Protocol):
     """What a transport requires of the store whose blocks it sends."""
 
@@ -43,12 +52,31 @@ class BlockLender(Protocol):
         if too many are waited for."""
 
 
+class BlockRoom(Protocol):
+    """What a transport may use of the store that the blocks of one fetch come to: slots to receive into."""
+
+    seconds: float
+    """How long a slot may be written to; nothing is written to it after that, or after the fetch is closed."""
+
+    def reserve(self, blocks: Sequence[BlockName]) -> Sequence[memoryview | None]:
+        """Writable memory of the size of a payload for each; None for one that is here already, whose bytes are not
+        needed. Shorter than `blocks` where there is no more room. Called on the store's event loop."""
+
+
 class CannotListen(Exception):
     """The port is taken, or the address not this machine's."""
 
 
+class PeerUnreachable(Exception):
+    """No connection by this transport, at least for now; nothing was sent, so another one may be tried."""
+
+
+class Spoiled(Exception):
+    """The received data is not what was requested; the text says why."""
+
+
 class BlockTransport(Protocol):
-    """Both ends of the transfers of one store. Chunks are sent at the pace of the receiver, several in flight."""
+    """Both ends of the transfers of one store. Payloads are sent at the pace of the receiver, bounded in flight."""
 
     async def listen(self, lender: BlockLender, host: str, port: int) -> int:
         """Lets other nodes fetch blocks; returns the port (0 lets the system choose one). Raises CannotListen."""
@@ -56,10 +84,13 @@ class BlockTransport(Protocol):
     async def run(self) -> None:
         """Until cancelled; then closes the connections and stops serving."""
 
-    def fetch(self, address: str, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
+    def fetch(
+        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+    ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields what the store at `address` ("host:port") sends of `request`, in order, each block verified by its
-        checksums. What does not come is a miss that is counted here. The caller sets the deadline and closes the
-        iterator: closing cancels, and frees what is pinned over there."""
+        checksums. A payload may be the very memory that `room` gave. What does not come is a miss that is counted here.
+        The caller sets the deadline and closes the iterator: closing cancels, frees what is pinned over there, and
+        returns when nothing of `room` is written to any more. Raises PeerUnreachable before the first block."""
 
     def rate(self, address: str) -> LinkRate | None:
         """How fast blocks come from the store at `address`, as measured within the last minute; None if they did not,

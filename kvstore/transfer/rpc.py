@@ -7,12 +7,15 @@ The generated stubs are not used: they have no types, and refuse every grpcio ol
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
+from kvstore.transfer.lending import MAX_FETCH_SECONDS
+from kvstore.transfer.tls import TransferTls
 from kvstore.transfer.transfer_pb2 import Chunk, FetchRequest
+
+TRANSPORT = "grpc"
 
 SERVICE = "baton.kvstore.KvTransfer"
 FETCH = f"/{SERVICE}/Fetch"
@@ -20,8 +23,6 @@ FETCH = f"/{SERVICE}/Fetch"
 CHUNK_BYTES = 2**20
 MESSAGE_BYTES = CHUNK_BYTES + 64 * 2**10
 """The most bytes of one message: a chunk, and the header of a block of many heads. Larger ones are refused."""
-MAX_FETCH_SECONDS = 30.0
-"""Limits one Fetch, whatever the caller's deadline, because the blocks being sent are pinned."""
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -60,47 +61,13 @@ def fetch_call(channel: grpc.aio.Channel, request: FetchRequest) -> Any:
     return fetch(request, timeout=MAX_FETCH_SECONDS, wait_for_ready=False)
 
 
-def host_and_port(host: str, port: int) -> str:
-    """An address in gRPC's notation, with IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def server_credentials(tls: TransferTls) -> grpc.ServerCredentials:
+    """For a server that requires a certificate of the same authority from its clients."""
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.certificate)], root_certificates=tls.authority, require_client_auth=True
+    )
 
 
-# TLS between stores. Both sides show a certificate of one authority; a node without one gets no blocks.
-
-
-class TlsUnusable(Exception):
-    """A file that TLS needs and that cannot be read; the text names it."""
-
-
-class TransferTls(NamedTuple):
-    """Certificate, key and authority of one node, as PEM."""
-
-    certificate: bytes
-    """PEM, with what leads to the authority; names the host that other nodes know this one by."""
-    key: bytes
-    authority: bytes
-
-    @classmethod
-    def read(cls, certificate: str, key: str, authority: str) -> TransferTls:
-        """Reads the three files. Raises TlsUnusable."""
-        return cls(_pem(certificate), _pem(key), _pem(authority))
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that requires a certificate of the same authority from its clients."""
-        return grpc.ssl_server_credentials(
-            [(self.key, self.certificate)], root_certificates=self.authority, require_client_auth=True
-        )
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client that shows its certificate and checks the server's."""
-        return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
-
-
-def _pem(path: str) -> bytes:
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise TlsUnusable(f"{path}: {error.strerror}") from None
-    if b"-----BEGIN" not in text:
-        raise TlsUnusable(f"{path}: no PEM file")
-    return text
+def channel_credentials(tls: TransferTls) -> grpc.ChannelCredentials:
+    """For a client that shows its certificate and checks the server's."""
+    return grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)

@@ -116,6 +116,15 @@ class StepTimesReport(Struct, frozen=True, array_like=True):
     """Of steps without; None before the first few."""
 
 
+class TransferEndpoint(Struct, frozen=True, array_like=True):
+    """Where the stores of other nodes fetch blocks by one transport. A transport that they do not know is ignored."""
+
+    transport: str
+    """Such as "tcp"."""
+    address: str
+    """Host and port."""
+
+
 class LinkReport(Struct, frozen=True, array_like=True, kw_only=True):
     """How fast blocks come from the store of one other node, as the store that fetched them measured it."""
 
@@ -218,6 +227,8 @@ class StoreReport(Struct, frozen=True, array_like=True, kw_only=True):
     """Blocks that came from other nodes since the start while their prompts were computed there."""
     links: tuple[LinkReport, ...] = ()
     """Of the nodes that blocks came from within the last minute."""
+    endpoints: tuple[TransferEndpoint, ...] = ()
+    """Where blocks are fetched by other transports than gRPC, and by gRPC; empty: `transfer` says it all."""
 
 
 class StepSums(Struct, frozen=True, array_like=True, kw_only=True):

@@ -2,10 +2,11 @@
 
     unshare --net python -m tests.benchmarks.transfer_links --rates 1 10 --json links.json      # as root
 
-Two KV stores in two network namespaces with a wire between them, whose rate `tc tbf` limits. For each rate: the same
-bytes over a plain TCP connection, which is what the link has; blocks that one store fetches of the other; and prompts
-whose blocks are committed chunk by chunk, with a prefetch and without: what is left to wait for after the last chunk.
-Rounds of all alternate, so that other work on the machine strikes them alike.
+KV stores in two network namespaces with a wire between them, whose rate `tc tbf` limits; a pair for each transport. For
+each rate: the same bytes over a plain TCP connection, which is what the link has; blocks that one store fetches of the
+other, with the processor time of both; and prompts whose blocks are committed chunk by chunk, with a prefetch and
+without: what is left to wait for after the last chunk. Rounds of all alternate, so that other work on the machine
+strikes them alike.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from shared.blocks import BlockHash
 from shared.messages.kvstore import KvLayout
 from tests.support.cluster.nats_server import BINARY
 from tests.support.cluster.stores_in_two_namespaces import HERE, THERE, URL, another_namespace, inside, run
+from tests.support.cluster.tls_authority import Authority
 from tests.support.kv.arenas import chain
 from tests.support.kv.store_process import StoreClient, StoreProcess, clients, know_each_other
 
-PORT, RAW_PORT, TRANSFER_PORT = 4222, 7800, 7700
+PORT, RAW_PORT = 4222, 7800
+TRANSPORTS = ("grpc", "tcp", "grpc+tls", "tcp+tls")
 LAYOUT = KvLayout(model="links", dtype="bfloat16", layers=32, kv_heads=8, head_dim=128)
 """Blocks of 2 MiB, as of Llama 3.1 8B."""
 BLOCK_BYTES = 2 * 2**20
@@ -54,10 +59,12 @@ while True:
 
 
 class Rounds(NamedTuple):
-    """Seconds of every round of one kind."""
+    """Seconds of every round of one transport."""
 
     plain: list[float]
     fetched: list[float]
+    processor: list[float]
+    """Of both stores while blocks were fetched."""
     whole: list[float]
     """From the last commit until all blocks are there, when they are fetched then."""
     pipelined: list[float]
@@ -67,6 +74,7 @@ class Rounds(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 10.0], help="Gbit/s; 0: no limit")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=["grpc", "tcp"])
     parser.add_argument("--blocks", type=int, default=64, help="of 2 MiB each; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunks", type=int, default=8, help="of a prompt; default: %(default)s")
@@ -74,24 +82,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="baton-links-") as folder, namespaces(folder) as holder:
-        results = asyncio.run(measure(given, holder))
-    print("| link | plain TCP | fetched | of the link | tokens/s | whole prompt, then fetched | pipelined |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for rate, rounds in results.items():
-        print(row(rate, rounds, given.blocks))
+        results = asyncio.run(measure(given, holder, Authority(Path(folder) / "tls")))
+    heads = ("link", "transport", "plain TCP", "fetched", "of the link", "processor time", "tokens/s")
+    print(f"| {' | '.join(heads)} | whole prompt, then fetched | pipelined |")
+    print("| --- | --- |" + " ---: |" * 7)
+    for (rate, transport), rounds in results.items():
+        print(row(rate, transport, rounds, given.blocks))
     if given.json:
-        given.json.write_text(json.dumps({str(rate): rounds._asdict() for rate, rounds in results.items()}))
+        measured = [{"gbit": rate, "transport": name, **rounds._asdict()} for (rate, name), rounds in results.items()]
+        given.json.write_text(json.dumps(measured))
 
 
-def row(rate: float, rounds: Rounds, blocks: int) -> str:
-    plain, fetched, whole, pipelined = (statistics.median(seconds) for seconds in rounds)
+def row(rate: float, transport: str, rounds: Rounds, blocks: int) -> str:
+    plain, fetched, processor, whole, pipelined = (statistics.median(seconds) for seconds in rounds)
     sent = blocks * BLOCK_BYTES
     link = rate * GIGABIT if rate else sent / plain
     cells = (
         f"{rate:g} Gbit/s" if rate else "no limit",
+        transport,
         f"{sent / plain / MEBIBYTE:.0f} MiB/s",
         f"{sent / fetched / MEBIBYTE:.0f} MiB/s",
         f"{sent / fetched / link:.0%}",
+        f"{processor * 1e3 / (sent / MEBIBYTE):.2f} ms/MiB",
         f"{blocks * TOKENS_OF_BLOCK / fetched:,.0f}",
         f"{whole * 1e3:.0f} ms",
         f"{pipelined * 1e3:.0f} ms",
@@ -125,38 +137,72 @@ def limit(holder: subprocess.Popen[bytes], rate: float) -> None:
         run(*inside(holder), *bucket.split())
 
 
-async def measure(given: argparse.Namespace, holder: subprocess.Popen[bytes]) -> dict[float, Rounds]:
+class Pair(NamedTuple):
+    """Two stores of one transport, each in its namespace, and an engine at each."""
+
+    near: StoreProcess
+    far: StoreProcess
+    at_near: StoreClient
+    at_far: StoreClient
+
+    def processor_seconds(self) -> float:
+        """What both have used so far."""
+        return sum(sum(psutil.Process(store.pid).cpu_times()[:2]) for store in (self.near, self.far))
+
+
+def a_pair(
+    number: int, transport: str, memory: int, holder: subprocess.Popen[bytes], tls: Authority
+) -> list[StoreProcess]:
+    """The near and the far store."""
+    name, _, secured = transport.partition("+")
+    stores = []
+    for side, host, inner in (("near", HERE, []), ("far", THERE, inside(holder))):
+        node = f"{side}-{number}"
+        flags = tls.flags(node, host) if secured else ("--insecure",)
+        port = ("--transfer-port", "0", "--transfer-host", host, "--transfer-transports", name)
+        stores.append(StoreProcess(URL, node, *port, *flags, memory=memory, inside=inner))
+    return stores
+
+
+async def measure(
+    given: argparse.Namespace, holder: subprocess.Popen[bytes], tls: Authority
+) -> dict[tuple[float, str], Rounds]:
     memory = 4 * given.blocks * BLOCK_BYTES
-    port = ("--transfer-port", str(TRANSFER_PORT), "--insecure", "--transfer-host")
-    near = StoreProcess(URL, "near", *port, HERE, memory=memory)
-    far = StoreProcess(URL, "far", *port, THERE, memory=memory, inside=inside(holder))
+    stores = [
+        store for number, name in enumerate(given.transports) for store in a_pair(number, name, memory, holder, tls)
+    ]
     results = {}
-    async with clients(URL, near, far, layout=LAYOUT) as (at_near, at_far):
-        await know_each_other(at_near, at_far)
+    async with clients(URL, *stores, layout=LAYOUT) as at:
+        await know_each_other(*at)
+        pairs = {
+            name: Pair(*stores[2 * number : 2 * number + 2], *at[2 * number : 2 * number + 2])
+            for number, name in enumerate(given.transports)
+        }
         for rate in given.rates:
             limit(holder, rate)
-            rounds = Rounds([], [], [], [])
+            rounds = {name: Rounds([], [], [], [], []) for name in pairs}
             for number in range(given.rounds + 1):  # the first one takes memory, and counts for nothing
-                one = await a_round(given, (rate, number), far, at_near, at_far)
-                if number:
-                    for seconds, measured in zip(rounds, one, strict=True):
-                        seconds.append(measured)
-            results[rate] = rounds
+                for name, pair in pairs.items():
+                    one = await a_round(given, (rate, number), pair)
+                    if number:
+                        for seconds, measured in zip(rounds[name], one, strict=True):
+                            seconds.append(measured)
+            results.update({(rate, name): each for name, each in rounds.items()})
     return results
 
 
 async def a_round(
-    given: argparse.Namespace, label: tuple[float, int], far: StoreProcess, at_near: StoreClient, at_far: StoreClient
-) -> tuple[float, float, float, float]:
+    given: argparse.Namespace, label: tuple[float, int], pair: Pair
+) -> tuple[float, float, float, float, float]:
     plain = await asyncio.to_thread(plain_seconds, given.blocks * BLOCK_BYTES // MEBIBYTE)
     names = chain((*label, "fetched"), given.blocks)
-    await at_far.save(names)
-    begin = time.perf_counter()
-    await all_there(at_near, names, far)
-    fetched = time.perf_counter() - begin
-    whole = await after_prefill(given, (*label, "whole"), far, at_near, at_far, ahead=False)
-    pipelined = await after_prefill(given, (*label, "pipelined"), far, at_near, at_far, ahead=True)
-    return plain, fetched, whole, pipelined
+    await pair.at_far.save(names)
+    used, begin = pair.processor_seconds(), time.perf_counter()
+    await all_there(pair.at_near, names, pair.far)
+    fetched, processor = time.perf_counter() - begin, pair.processor_seconds() - used
+    whole = await after_prefill(given, (*label, "whole"), pair.far, pair.at_near, pair.at_far, ahead=False)
+    pipelined = await after_prefill(given, (*label, "pipelined"), pair.far, pair.at_near, pair.at_far, ahead=True)
+    return plain, fetched, processor, whole, pipelined
 
 
 async def after_prefill(

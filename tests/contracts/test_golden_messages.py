@@ -256,6 +256,7 @@ MESSAGES: list[Any] = [
             transfer="10.0.0.7:7700",
             prefetched=2,
             links=(lifecycle.LinkReport(source=NODE, bytes_per_second=1.5, latency=0.25),),
+            endpoints=(lifecycle.TransferEndpoint("tcp", "10.0.0.7:7701"),),
             tiers=(
                 lifecycle.TierReport(name="ssd", present=True, blocks=7, bytes_used=8, bytes_total=9, direct=True),
                 lifecycle.TierReport(name="redis", present=False, hits=1, problem="it does not answer"),

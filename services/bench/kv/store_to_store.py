@@ -1,4 +1,4 @@
-"""Blocks from the store of another node, through the stores' own gRPC client: fetched, checked, put into an arena."""
+"""Blocks from the store of another node, through the stores' own TCP transport: fetched, checked, put into an arena."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import msgspec
 
 from kvstore.arena.in_flight_block import InFlightBlock
 from kvstore.arena.owned_arena import OwnedArena
-from kvstore.transfer.client import TransferClient
-from kvstore.transfer.interface import BlockRequest
-from kvstore.transfer.rpc import host_and_port
-from kvstore.transfer.server import TransferServer
+from kvstore.transfer.interface import BlockName, BlockRequest
+from kvstore.transfer.tcp_transport import TcpTransport
 from services.bench.kv.blocks import KvOptions, KvShape, arena, fill, make_blocks, names
 from services.bench.kv.rates import KvTransferRate, MemoryCopy, PathFailed
+from shared.addresses import host_and_port
 from shared.blocks import BlockHash
 
 NAME = "store to store"
@@ -33,15 +32,16 @@ def measure(options: KvOptions) -> list[KvTransferRate]:
 
 async def _fetched(shape: KvShape, rounds: int, address: str) -> KvTransferRate:
     """Raises PathFailed."""
-    client, copy, seconds, copied = TransferClient(), MemoryCopy(shape), [], []
-    background = asyncio.create_task(client.run())
+    transport, copy, seconds, copied = TcpTransport(None), MemoryCopy(shape), [], []
+    background = asyncio.create_task(transport.run())
     try:
         with arena(shape) as target:
             for _ in range(rounds + 1):  # the first one connects and counts for nothing
                 copied.append(copy.seconds())
                 begin, slot = time.perf_counter(), 0
-                async for block in client.fetch(address, BlockRequest(LAYOUT, names(shape)), shape.block):
-                    target.fill(slot, block)
+                wanted, room = BlockRequest(LAYOUT, names(shape)), ArenaRoom(target)
+                async for block in transport.fetch(address, wanted, shape.block, room):
+                    target.write_checksums(slot, block.checksums)
                     slot += 1
                 seconds.append(time.perf_counter() - begin)
                 if slot < shape.blocks:
@@ -75,11 +75,26 @@ def _other_store(shape: KvShape) -> Iterator[str]:
         process.wait()
 
 
-# The other node's store in `bench kv`: a process that lends the blocks of an arena over gRPC until its input ends.
+# The other node's store in `bench kv`: a process that lends the blocks of an arena over TCP until its input ends.
 
 
 HOST = "127.0.0.1"
 LAYOUT = "bench"
+
+
+class ArenaRoom:
+    """A `kvstore.transfer.interface.BlockRoom`: the slots of an arena, in order."""
+
+    seconds = 60.0
+
+    def __init__(self, target: OwnedArena) -> None:
+        self._arena = target
+        self._next = 0
+
+    def reserve(self, blocks: Sequence[BlockName]) -> Sequence[memoryview | None]:
+        """The next slots."""
+        first, self._next = self._next, min(self._arena.slots, self._next + len(blocks))
+        return [self._arena.payload(slot) for slot in range(first, self._next)]
 
 
 class ArenaLender:
@@ -111,10 +126,12 @@ async def serve(shape: KvShape) -> None:
     """Prints the port, once it listens."""
     with arena(shape) as lent:
         fill(lent, make_blocks(shape))
-        server = TransferServer(ArenaLender(lent))
-        print(await server.start(HOST, 0), flush=True)
+        transport = TcpTransport(None)
+        print(await transport.listen(ArenaLender(lent), HOST, 0), flush=True)
+        serving = asyncio.create_task(transport.run())
         await asyncio.to_thread(sys.stdin.read)
-        await server.stop()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from kvstore.node import lower_search as search_module
 from kvstore.node.lower_search import LowerTierSearch, blocks_in
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import LowerTier, PeerStores
-from kvstore.transfer.interface import BlockRequest
+from kvstore.transfer.interface import BlockRequest, BlockRoom
 from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import LeaseId, NodeId
@@ -44,6 +44,7 @@ class Below:
     """A tier and a neighbour alike: has some blocks, and gives each after as many turns of the loop as told."""
 
     address = ""
+    endpoints = ()
 
     def __init__(self, names: Sequence[BlockHash] = (), *, stuck_after: int | None = None) -> None:
         self.names = list(names)
@@ -102,7 +103,9 @@ class Others(Below):
     def links(self) -> tuple[LinkReport, ...]:
         return ()
 
-    def fetch(self, source: NodeId, request: BlockRequest, shape: BlockShape) -> AsyncGenerator[InFlightBlock, None]:
+    def fetch(
+        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockRoom
+    ) -> AsyncGenerator[InFlightBlock, None]:
         self.asked.append((source, list(request.hashes)))
         self.patience = request.patience
         return self.give(request.hashes, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from kvstore.transfer.rpc import TransferTls
+from kvstore.transfer.tls import TransferTls
 
 HERE = "127.0.0.1"
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")

@@ -69,6 +69,11 @@ class StoreProcess:
     def log(self) -> str:
         return (self.directory / "log").read_text()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
@@ -235,5 +240,5 @@ async def know_each_other(*stores: StoreClient) -> None:
     for store in stores:
         store.report = None
     async with asyncio.timeout(PATIENCE):
-        while not all(store.report is not None and store.report.transfer for store in stores):
+        while not all(store.report is not None and store.report.endpoints for store in stores):
             await asyncio.sleep(0.02)
