@@ -90,7 +90,7 @@ test-compose: $(DEV) ## builds the images and chats through docker-compose
 lint: $(DEV) ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 	$(BIN)/lint-imports
 
 fmt: $(DEV) ## formats and fixes what can be fixed

@@ -13,7 +13,7 @@ from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import PATIENT, prompts
 
-LENGTH, OUTPUT, REQUESTS = 150, 200, 8
+LENGTH, OUTPUT, REQUESTS = 150, 120, 6
 SEEDED = {"temperature": 0.9, "seed": 1234, "top_p": 0.95}
 LITTLE = ("--max-model-len=512", "--kv-memory=3MiB", "--max-num-seqs=8", "--max-batch-tokens=512")
 
