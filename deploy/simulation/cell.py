@@ -17,12 +17,13 @@ from deploy.simulation.engine import (
     RequestRecord,
     SimulationError,
     VirtualEngine,
+    engine_id,
     number_of,
 )
 from deploy.simulation.store import SimulatedStore
-from services.scheduler.core.events import ReleaseLease, SendHandOver, SendStoreRequest, StoreReplied
+from services.scheduler.core.events import PeerChanged, ReleaseLease, SendHandOver, SendStoreRequest, StoreReplied
 from shared.messages.kv_events import KvEvents
-from shared.messages.lifecycle import Lifecycle
+from shared.messages.lifecycle import Lifecycle, Role
 from shared.messages.scheduler import GenerateRequest
 
 STORE_NUMBER = -1
@@ -36,6 +37,7 @@ class StartEngine(NamedTuple):
 
     engine: int
     at: float
+    role: Role = "mixed"
 
 
 class DrainEngine(NamedTuple):
@@ -105,16 +107,24 @@ class EngineCell:
             match order:
                 case DeliverRequest(engine, at, request):
                     self.engines[engine].place(request, at)
-                case StartEngine(engine, at):
-                    self.engines[engine] = VirtualEngine(engine, self._kit, ready=at)
+                case StartEngine(engine, at, role):
+                    self.engines[engine] = VirtualEngine(engine, self._kit, ready=at, role=role)
                 case DrainEngine(engine, at):
-                    self.engines[engine].drain(at)
+                    self._drain(engine, at)
         if self._store is not None:
             self._run_together(self._store, until)
             return
         for each in self.engines.values():
             if each.next_at < until:
                 each.run(until)
+
+    def _drain(self, number: int, at: float) -> None:
+        """The others of its node hear of it: they hand nothing over to it from then on."""
+        self.engines[number].drain(at)
+        if self._store is not None:
+            for other, engine in self.engines.items():
+                if other != number:
+                    engine.hear_peer(PeerChanged(engine_id(number), takes=False), at + self._kit.hops.report)
 
     def _run_together(self, store: SimulatedStore, until: float) -> None:
         """What reaches the store or another engine is there before anything later happens."""

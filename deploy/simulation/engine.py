@@ -14,6 +14,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.events import (
     Event,
     Output,
+    PeerChanged,
     ReleaseLease,
     SendHandOver,
     SendPlan,
@@ -55,14 +56,14 @@ behind a placement, might not have counted."""
 
 
 class EnginePools(NamedTuple):
-    """How many engines of each role there are at first. Their numbers go in this order; later ones are mixed."""
+    """How many engines of each role there are at first. Their numbers go in this order."""
 
     mixed: int = 0
     prefill: int = 0
     decode: int = 0
 
     def role_of(self, number: int) -> Role:
-        """Of the engine with that number."""
+        """Of the engine with that number, one of the first."""
         first = self.mixed + self.prefill
         return "prefill" if self.mixed <= number < first else "decode" if 0 <= number - first < self.decode else "mixed"
 
@@ -185,7 +186,7 @@ def number_of(engine: EngineId) -> int:
 
 
 _Timer = Literal["plan", "heartbeat", "kv events", "ready", "drain"]
-_CoreEvent = StepFinished | StoreReplied | TransferProgress
+_CoreEvent = StepFinished | StoreReplied | TransferProgress | PeerChanged
 
 
 class VirtualEngine:
@@ -196,7 +197,7 @@ class VirtualEngine:
     after the other on the device.
     """
 
-    def __init__(self, number: int, kit: EngineKit, *, ready: float) -> None:
+    def __init__(self, number: int, kit: EngineKit, *, ready: float, role: Role = "mixed") -> None:
         """`ready`: when its workers are."""
         self.id = engine_id(number)
         self.records: list[RequestRecord] = []
@@ -210,7 +211,7 @@ class VirtualEngine:
         self._speed = kit.slow.speed_of(number)
         self.calls: list[NodeCall] = []
         """To be taken by whoever simulates the node, if there is one."""
-        role, owner = kit.pools.role_of(number), LeaseOwner(InstanceId(self.id), Incarnation(1))
+        owner = LeaseOwner(InstanceId(self.id), Incarnation(1))
         self._core = EngineCore(
             self.id, Incarnation(1), kit.limits, EngineRole(role, NODE, owner) if kit.store_memory else EngineRole(role)
         )
@@ -223,6 +224,7 @@ class VirtualEngine:
         self._scheduled = 0
         self._sent = 0
         self._phase: Phase = "ready"
+        self._drained_at = inf
         self._busy_until = ready
         """When the device will have computed all that it was given."""
         self._busy = 0.0
@@ -275,7 +277,7 @@ class VirtualEngine:
             case StepFinished():
                 self._handle(what, now)
                 self._report_room(now)
-            case StoreReplied() | TransferProgress():
+            case StoreReplied() | TransferProgress() | PeerChanged():
                 self._handle(what, now)
             case GenerateRequest():
                 generation = what.generation
@@ -298,6 +300,11 @@ class VirtualEngine:
         """The store's reply comes at that time."""
         self._at(at, reply)
 
+    def hear_peer(self, change: PeerChanged, at: float) -> None:
+        """It hears at that time that another engine begins or ceases to take requests over."""
+        if self._phase != "stopped":
+            self._at(at, change)
+
     # ---- what happens to it
 
     def _timer(self, what: _Timer, now: float) -> None:
@@ -309,7 +316,7 @@ class VirtualEngine:
             case "ready":
                 self._start(now)
             case "drain":
-                self._phase = "draining"
+                self._phase, self._drained_at = "draining", now
                 self._publish_lifecycle(now)
                 self._keep_reporting(now)
             case _:
@@ -411,6 +418,11 @@ class VirtualEngine:
 
     # ---- what others hear of it
 
+    @property
+    def _unheard_drain(self) -> float:
+        """For so long behind its drain something may come from those who had not heard of that."""
+        return self._hops.report + self._hops.place
+
     def _report_room(self, now: float) -> None:
         if self._core.waiting:
             self._had_waiting = True
@@ -430,7 +442,7 @@ class VirtualEngine:
 
     def _send_heartbeat(self, now: float) -> None:
         self._heartbeat_at = inf
-        if self._phase == "draining" and self._core.idle:
+        if self._phase == "draining" and self._core.idle and now > self._drained_at + self._unheard_drain:
             self._phase = "stopped"
             self._tell(now + self._hops.report, EngineStopped(self.id))
         self._publish_lifecycle(now)

@@ -5,11 +5,11 @@ A planner is one more `ScalingPolicy`: it sees what the coordinator knows, and s
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol, get_args
 
 from msgspec import Meta, Struct
 
@@ -18,10 +18,12 @@ from deploy.simulation.engine import engine_id, number_of
 from services.coordinator.core.coordinator import Coordinator
 from services.coordinator.core.engine_pool import EngineLoad
 from shared.ids import EngineId, ModelName
+from shared.messages.lifecycle import Role
 from shared.settings import UpOption
 
 SCALING = "Engines that come and go"
 """The heading of its options."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class FleetView(NamedTuple):
@@ -30,15 +32,25 @@ class FleetView(NamedTuple):
     now: float
     engines: Sequence[EngineLoad]
     """Those that take requests, with their last reports."""
-    starting: int
+    starting: Mapping[Role, int]
     """Engines that have been started and are not ready yet."""
     queued: int
     """Requests that wait at the coordinator."""
 
+    def of(self, role: Role) -> list[EngineLoad]:
+        """The engines of a pool that take requests."""
+        return [load for load in self.engines if load.report.role == role]
+
     @property
-    def requests(self) -> int:
-        """Those that wait or run, anywhere."""
-        return self.queued + sum(load.report.waiting + load.report.running for load in self.engines)
+    def present(self) -> dict[Role, int]:
+        """Engines of each pool that is not empty, those that start included."""
+        counts = {role: len(self.of(role)) + self.starting.get(role, 0) for role in ROLES}
+        return {role: count for role, count in counts.items() if count}
+
+    def requests(self, role: Role) -> int:
+        """Those that wait or run in a pool; what waits at the coordinator waits for whoever computes prompts."""
+        queued = 0 if role == "decode" else self.queued
+        return queued + sum(load.report.waiting + load.report.running for load in self.of(role))
 
 
 class ScalingPolicy(Protocol):
@@ -48,8 +60,9 @@ class ScalingPolicy(Protocol):
     def interval(self) -> float:
         """Seconds between two decisions; infinity: it makes none."""
 
-    def wanted(self, view: FleetView) -> int:
-        """The number of engines, those that start included. What is too few is started, what is too many drained."""
+    def wanted(self, view: FleetView) -> Mapping[Role, int]:
+        """The number of engines of each pool that is to change, those that start included. What is too few is started,
+        what is too many drained."""
 
 
 class StaticFleet(Struct, frozen=True):
@@ -60,9 +73,9 @@ class StaticFleet(Struct, frozen=True):
         """As `ScalingPolicy` has it."""
         return inf
 
-    def wanted(self, view: FleetView) -> int:
+    def wanted(self, view: FleetView) -> Mapping[Role, int]:
         """As `ScalingPolicy` has it."""
-        return len(view.engines) + view.starting
+        return view.present
 
 
 class ScalingLimits(Struct, frozen=True, kw_only=True):
@@ -89,9 +102,9 @@ class ScalingLimits(Struct, frozen=True, kw_only=True):
 
 
 class QueueLengthScaling:
-    """Owns what it wanted lately. So many engines that each has `target` requests, waiting or running, as Kubernetes'
-    HorizontalPodAutoscaler computes it: nothing changes within a tenth of the target, and the fleet shrinks only once
-    it was too large for the whole stabilization window.
+    """Owns what it wanted lately. Of each pool so many engines that each has `target` requests, waiting or running, as
+    Kubernetes' HorizontalPodAutoscaler computes it: nothing changes within a tenth of the target, and a pool shrinks
+    only once it was too large for the whole stabilization window.
     """
 
     TOLERANCE = 0.1
@@ -100,24 +113,29 @@ class QueueLengthScaling:
         """`target`: requests for each engine; above 0."""
         self._target = target
         self._limits = limits
-        self._recent: deque[tuple[float, int]] = deque()
+        self._recent: defaultdict[Role, deque[tuple[float, int]]] = defaultdict(deque)
 
     @property
     def interval(self) -> float:
         """As `ScalingPolicy` has it."""
         return self._limits.interval
 
-    def wanted(self, view: FleetView) -> int:
-        """As `ScalingPolicy` has it."""
-        present = len(view.engines) + view.starting
-        by_queue = view.requests / self._target
+    def wanted(self, view: FleetView) -> Mapping[Role, int]:
+        """As `ScalingPolicy` has it; the bounds are those of each pool."""
+        return {
+            role: self._wanted(view.now, present, view.requests(role), self._recent[role])
+            for role, present in view.present.items()
+        }
+
+    def _wanted(self, now: float, present: int, requests: int, recent: deque[tuple[float, int]]) -> int:
+        by_queue = requests / self._target
         near = present > 0 and abs(by_queue / present - 1) <= self.TOLERANCE
         count = present if near else ceil(by_queue)
         count = max(self._limits.minimum, min(self._limits.maximum, count))
-        self._recent.append((view.now, count))
-        while self._recent[0][0] < view.now - self._limits.stabilization:
-            self._recent.popleft()
-        most = max(each for _, each in self._recent)
+        recent.append((now, count))
+        while recent[0][0] < now - self._limits.stabilization:
+            recent.popleft()
+        most = max(each for _, each in recent)
         return count if count >= present else min(present, most)
 
 
@@ -129,6 +147,7 @@ class EngineLife:
     ready: float
     drained: float | None = None
     stopped: float | None = None
+    role: Role = "mixed"
 
 
 class SimulatedFleet:
@@ -139,11 +158,11 @@ class SimulatedFleet:
         self.policy = policy or StaticFleet()
         self._start_seconds = start_seconds
 
-    def start(self, at: float, ready: float) -> StartEngine:
+    def start(self, at: float, ready: float, role: Role = "mixed") -> StartEngine:
         """One more engine: it has its devices from `at` on, and takes requests from `ready` on."""
         number = len(self.lives)
-        self.lives[engine_id(number)] = EngineLife(at, ready)
-        return StartEngine(number, ready)
+        self.lives[engine_id(number)] = EngineLife(at, ready, role=role)
+        return StartEngine(number, ready, role)
 
     def drain(self, engine: EngineId, at: float) -> DrainEngine:
         """The engine takes no more requests from `at` on; it has its devices until the last of them has ended."""
@@ -153,22 +172,26 @@ class SimulatedFleet:
     def decide(
         self, coordinator: Coordinator, model: ModelName, now: float, acts: float
     ) -> list[StartEngine | DrainEngine]:
-        """What the policy wants at `now` is done at `acts`. The engines that are drained are those with the fewest
-        requests, the youngest of them first."""
+        """What the policy wants at `now` is done at `acts`. The engines that are drained are those of their pool with
+        the fewest requests, the youngest of them first; one stays."""
         view = self.view(coordinator, model, now)
-        missing = self.policy.wanted(view) - len(view.engines) - view.starting
-        if missing >= 0:
-            return [self.start(acts, acts + self._start_seconds) for _ in range(missing)]
-
-        def least_loaded(load: EngineLoad) -> tuple[int, int]:
-            return load.report.waiting + load.report.running, -number_of(load.id)
-
-        surplus = sorted(view.engines, key=least_loaded)[: min(-missing, len(view.engines) - 1)]
-        return [self.drain(load.id, acts) for load in surplus]
+        orders: list[StartEngine | DrainEngine] = []
+        for role, count in self.policy.wanted(view).items():
+            missing = count - view.present.get(role, 0)
+            pool = sorted(view.of(role), key=_least_loaded)
+            orders += [self.start(acts, acts + self._start_seconds, role) for _ in range(missing)]
+            orders += [self.drain(load.id, acts) for load in pool[: max(0, min(-missing, len(pool) - 1))]]
+        return orders
 
     def view(self, coordinator: Coordinator, model: ModelName, now: float) -> FleetView:
         """What the policy sees. An engine that was told to drain and has not said so yet is not seen."""
         ready = [load for load in coordinator.fleet.ready(model) if self.lives[load.id].drained is None]
         known = {load.id for load in ready}
-        starting = sum(life.drained is None and engine not in known for engine, life in self.lives.items())
+        starting = Counter(
+            life.role for engine, life in self.lives.items() if life.drained is None and engine not in known
+        )
         return FleetView(now, ready, starting, len(coordinator.queue))
+
+
+def _least_loaded(load: EngineLoad) -> tuple[int, int]:
+    return load.report.waiting + load.report.running, -number_of(load.id)

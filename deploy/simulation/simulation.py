@@ -104,5 +104,5 @@ def simulate(
     cells: list[Cell] = [ProcessCell(make_kit) for _ in range(processes)] or [EngineCell(kit)]
     fleet = SimulatedFleet(policy, start_seconds)
     front = RequestFront(routing, workload, kit.device.card.name, kit.hops, fleet)
-    front.orders += [fleet.start(0.0, -HEAD_START) for _ in range(engines)]
+    front.orders += [fleet.start(0.0, -HEAD_START, kit.pools.role_of(number)) for number in range(engines)]
     return Simulation(front, cells, kit.hops).run()

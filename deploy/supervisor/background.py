@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,10 +100,25 @@ def _ask(pid: int) -> None:
 
 
 @contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Within the context what ends this process at once raises KeyboardInterrupt, as Ctrl-C does: what is left open
+    is closed. Outside of the main thread, where Python takes no signals, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def stack_for_the_run(argv: list[str], keep_logs: Path | None = None) -> Iterator[StackState]:
-    """Ended with the context. What its processes said is written to `keep_logs`. Raises CommandError where it does not
-    start."""
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+    """Ended with the context, also where a signal ends this process in order. What its processes said is written to
+    `keep_logs`. Raises CommandError where it does not start."""
+    with _interrupted_by_signals(), tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         run_dir = Path(folder)
         try:
             start_in_background(run_dir, ["up", "--port=0", *argv, "--run-dir", folder])

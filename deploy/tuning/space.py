@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 Settings = Mapping[str, str]
 """Option of `baton up`, or SERVICE.KEY → value as it is typed."""
+
+
+PD_RATIO = "pd_ratio"
+"""What is tried under this name is no option: the share of prefill to decode engines, of a fixed number of engines."""
+MIXED = "mixed"
+"""Its value for engines that do both."""
 
 
 class SpaceError(ValueError):
@@ -45,6 +52,36 @@ def parse_search(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise SpaceError(f"{name}: given twice")
         found[name] = several
     return found
+
+
+class PoolSizes(NamedTuple):
+    """How many engines of each role there are."""
+
+    mixed: int
+    prefill: int
+    decode: int
+
+    @property
+    def flags(self) -> list[str]:
+        """Of `baton up`."""
+        if not self.prefill:
+            return [f"--engines={self.mixed}"]
+        return [f"--prefill={self.prefill}", f"--decode={self.decode}"]
+
+
+def pools_at(ratio: str, engines: int) -> PoolSizes:
+    """`"1:3"` of 8 engines is 2 that prefill and 6 that decode; `"mixed"` is 8 that do both. What does not divide is
+    rounded, and no pool is empty. Raises SpaceError for anything else, or too few engines."""
+    if ratio == MIXED:
+        return PoolSizes(engines, 0, 0)
+    prefill, colon, decode = ratio.partition(":")
+    if not (colon and prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode)):
+        raise SpaceError(f"{PD_RATIO}={ratio}: {MIXED}, or P:D as in 1:3, is expected")
+    if engines < 2:
+        raise SpaceError(f"{PD_RATIO}={ratio}: two pools need two engines, there is {engines}")
+    share = int(prefill) / (int(prefill) + int(decode))
+    first = max(1, min(engines - 1, round(engines * share)))
+    return PoolSizes(0, first, engines - first)
 
 
 def default_space(devices: int) -> dict[str, tuple[str, ...]]:

@@ -169,11 +169,10 @@ def simulate(
     """
     own, values = given_apart(typed, OWN_OFFERS)
     load, limits, objectives = load_of(own), _limits(own), objectives_of(goodput or [])
-    pools, store_memory = pools_of(values), _store_memory(values)
+    pools, memory = pools_of(values), store_memory(values)
     slow = slow_of(slow_engines, pools)
-    if store_memory and (processes or scaling != "static"):
-        option = "--processes" if processes else f"--scaling {scaling}"
-        raise CommandError(f"{option}: engines that share a KV store are simulated together, and stay", status=2)
+    if memory and processes:
+        raise CommandError("--processes: engines that share a KV store are simulated together", status=2)
     report = Report(OutputOptions(output_json, as_json, False, False, label, shlex.join(["baton", *sys.argv[1:]])))
 
     def policy(setup: SimulationSetup, kind: Scaling) -> ScalingPolicy | None:
@@ -205,7 +204,7 @@ def simulate(
     try:
         with tempfile.TemporaryDirectory(prefix="baton-simulate-") as folder:
             setup = setup_of(values, settings or [], hops, config, Path(folder))
-            setup = setup._replace(pools=pools, slow=slow, store_memory=store_memory)
+            setup = setup._replace(pools=pools, slow=slow, store_memory=memory)
             found = {name: figures_of(*each) for name, each in _runs(setup, scaling, compare).items()}
     except TraceError as error:
         raise CommandError(f"--trace {error}") from None
@@ -254,7 +253,7 @@ def slow_of(text: str, pools: EnginePools) -> SlowEngines:
     return slow
 
 
-def _store_memory(values: Mapping[str, Any]) -> int:
+def store_memory(values: Mapping[str, Any]) -> int:
     """Bytes of the engines' KV store; 0: none. Raises CommandError."""
     text = values.get("kvstore_memory")
     pools = bool(values.get("prefill"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -25,17 +26,29 @@ from deploy.cli.sizing.simulate import (
     load_of,
     objectives_of,
     setup_of,
+    store_memory,
 )
-from deploy.cli.up.choices import merged, parsed_settings
+from deploy.cli.up.choices import check_order, merged, parsed_settings
 from deploy.cli.up.options import STACK, given_apart, offers, service_settings, set_option, stack_settings, with_options
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
+from deploy.simulation.engine import EnginePools
 from deploy.simulation.figures import figures
 from deploy.simulation.simulation import simulate
 from deploy.simulation.workloads import LOAD
 from deploy.supervisor.background import stack_for_the_run
 from deploy.tuning.report import configuration_file, markdown, plot, shown_settings, trial_row, trial_table
-from deploy.tuning.space import SearchSpace, Settings, SpaceError, default_space, parse_search
+from deploy.tuning.space import (
+    MIXED,
+    PD_RATIO,
+    PoolSizes,
+    SearchSpace,
+    Settings,
+    SpaceError,
+    default_space,
+    parse_search,
+    pools_at,
+)
 from deploy.tuning.trials import TrialFailed, best_of
 from services.bench.errors import BenchError
 from services.bench.report import OutputOptions, Report, check_plot
@@ -49,6 +62,8 @@ if TYPE_CHECKING:
 SEARCH, REAL = "The search", "Real stacks instead of simulated ones"
 FIXED = frozenset({"model", "engines"})
 """Options that no trial changes: the devices that `tp` leaves say how many engines there are."""
+POOLS = frozenset({"engines", "prefill", "decode"})
+"""Options that say how many engines there are: on the simulator `--gpus` and the ratio of pools do."""
 LOAD_OFFERS = {name: offer for name, offer in OWN_OFFERS.items() if offer.option.panel == LOAD}
 PLOT = "trials.png"
 BENCH_SECONDS = 3600.0
@@ -67,7 +82,8 @@ def tune(
     search: Annotated[
         list[str] | None,
         typer.Option(
-            help="SETTING=VALUE,VALUE: what to try of an option of baton up, or of SERVICE.KEY.",
+            help="SETTING=VALUE,VALUE: what to try of an option of baton up, or of SERVICE.KEY; pd_ratio=mixed,1:3,1:1 "
+            "tries which share of the engines prefills, and which decodes.",
             metavar="SETTING",
             show_default="max_num_seqs, max_batch_tokens, and tp where there are several devices",
             rich_help_panel=SEARCH,
@@ -120,7 +136,9 @@ def tune(
         report.show("\n".join(table.lines()))
         for trial in study.run(try_out):
             report.show(table.row(trial_row(trial, names)))
-    tp = None if up is not None and "tp" not in space.values else stack_settings(values).tp
+    tp: int | None = stack_settings(values).tp
+    if up is not None and "tp" not in space.values:
+        tp = _tp_of(_up_arguments(up, settings or [], config)) if PD_RATIO in space.values else None
     chosen = _result(out, study, space, report, partial(_up_command, up=up, gpus=gpus, tp=tp))
     report.show(f"\n{chosen}")
 
@@ -138,14 +156,17 @@ def simulated_trials(
     load = load_of(own)
 
     def try_out(tried: Settings) -> Mapping[str, Any]:
-        options = {name: _setting(name).parse(value) for name, value in tried.items() if "." not in name}
+        options = {**values, **_options(tried)}
         assigned = [f"{name}={value}" for name, value in tried.items() if "." in name]
         try:
-            setup = setup_of({**values, **options}, [*settings, *assigned], "", config, folder)
+            setup = setup_of(options, [*settings, *assigned], "", config, folder)
+            pools = _pools(tried, gpus, setup.worker.world_size)
+            check_order(options, prefill=pools.prefill, decode=pools.decode)
+            store = store_memory({**options, "prefill": pools.prefill})
         except CommandError as error:
             raise TrialFailed(str(error)) from None
-        engines = _engines(gpus, setup.worker.world_size)
-        result = simulate(setup.make_kit, setup.routing, load, engines=engines)
+        setup = setup._replace(pools=EnginePools(*pools), store_memory=store)
+        result = simulate(setup.make_kit, setup.routing, load, engines=sum(pools))
         found = figures(result, PERCENTS, objectives, setup.worker.world_size)
         del found["by_engine"]
         return found
@@ -159,9 +180,9 @@ def real_trials(up: Sequence[str], bench: str, goodput: Sequence[str], gpus: int
 
     def try_out(tried: Settings) -> Mapping[str, Any]:
         flags = [f"--set={name}={value}" for name, value in tried.items() if "." in name]
-        flags += [f"{offers()[name].flag}={value}" for name, value in tried.items() if "." not in name]
-        if "tp" in tried:
-            flags.append(f"--engines={_engines(gpus, int(tried['tp']))}")
+        flags += [f"{offers()[name].flag}={value}" for name, value in tried.items() if _is_option(name)]
+        if "tp" in tried or PD_RATIO in tried:
+            flags += _pools(tried, gpus, int(tried.get("tp") or _tp_of(up))).flags
         try:
             with stack_for_the_run([*up, *flags]) as state:
                 argv = with_stack_flags(["serve", *shlex.split(bench), *objectives, "--json", "--no-progress"], state)
@@ -196,11 +217,31 @@ def _up_arguments(up: str, settings: Sequence[str], config: Path | None) -> list
     return [*shlex.split(up), *configs, *(f"--set={each}" for each in settings)]
 
 
-def _engines(gpus: int, tp: int) -> int:
-    """Raises TrialFailed."""
+def _pools(tried: Settings, gpus: int, tp: int) -> PoolSizes:
+    """The engines of so many devices. Raises TrialFailed."""
     if gpus < tp:
         raise TrialFailed(f"tp {tp}: needs {tp} devices, --gpus says {gpus}")
-    return gpus // tp
+    try:
+        return pools_at(tried.get(PD_RATIO, MIXED), gpus // tp)
+    except SpaceError as error:
+        raise TrialFailed(str(error)) from None
+
+
+def _tp_of(up: Sequence[str]) -> int:
+    """What the arguments of `baton up` say, or its default. One that is none, it refuses itself."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(offers()["tp"].flag, dest="tp", default="1")
+    text: str = parser.parse_known_args(list(up))[0].tp
+    return int(text) if text.isdecimal() else 1
+
+
+def _is_option(name: str) -> bool:
+    """Whether what is tried under this name is an option of `baton up`."""
+    return "." not in name and name != PD_RATIO
+
+
+def _options(tried: Settings) -> dict[str, Any]:
+    return {name: _setting(name).parse(value) for name, value in tried.items() if _is_option(name)}
 
 
 def _space(texts: Sequence[str], gpus: int, *, simulated: bool) -> SearchSpace:
@@ -208,6 +249,12 @@ def _space(texts: Sequence[str], gpus: int, *, simulated: bool) -> SearchSpace:
     try:
         values = parse_search(texts) or default_space(gpus)
         for name, each in values.items():
+            if name == PD_RATIO:
+                for value in each:
+                    pools_at(value, max(2, gpus))
+                continue
+            if simulated and name in POOLS:
+                raise SpaceError(f"{name}: on the simulator {PD_RATIO} says how many engines prefill and decode")
             if name in FIXED or (simulated and "." not in name and name not in FLEET_OPTIONS):
                 raise SpaceError(f"{name}: no trial on the simulator changes it" if simulated else f"{name}: is fixed")
             for value in each:
@@ -260,8 +307,7 @@ def _result(
     else:
         command = command_of(best.settings, out / "best.toml")
         assigned = [f"{name}={value}" for name, value in best.settings.items() if "." in name]
-        options = {name: _setting(name).parse(value) for name, value in best.settings.items() if "." not in name}
-        services = merged(service_settings(options), parsed_settings(assigned))
+        services = merged(service_settings(_options(best.settings)), parsed_settings(assigned))
         parsed = {
             service: {
                 name: settings_of(CONFIGS.get(service, ServiceConfig))[name].parse(value)
@@ -288,7 +334,8 @@ def _up_command(settings: Settings, file: Path, *, up: str | None, gpus: int, tp
     options = {name: value for name, value in settings.items() if any(owner == STACK for owner, _ in _targets(name))}
     flags = [f"{offers()[name].flag} {value}" for name, value in options.items()]
     if tp is not None:
-        flags.append(f"--engines {gpus // int(settings.get('tp', tp))}")
+        pools = pools_at(settings.get(PD_RATIO, MIXED), gpus // int(settings.get("tp", tp)))
+        flags += [flag.replace("=", " ") for flag in pools.flags]
     return " ".join(["baton up", *([up] if up else []), *flags, f"--config {file}"])
 
 
@@ -301,4 +348,4 @@ def _typed_command() -> str:
 
 
 with_options(tune, LOAD_OFFERS.values())
-with_options(tune, (offers()[option] for option in FLEET_OPTIONS if option != "engines"), FLEET)
+with_options(tune, (offers()[option] for option in FLEET_OPTIONS if option not in POOLS), FLEET)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from services.bench.options import checked, output_group, output_options, parse
 from services.bench.report import OutputOptions, check_plot
 from services.worker.measure.roofline.wire import KernelsRequest, StepsRequest, shape_names
+from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
+from shared.config import process_environment
 
 DEMO = "demo"
 FAMILIES = (
@@ -47,6 +49,13 @@ def roofline_options(argv: Sequence[str] | None) -> tuple[StepsRequest, OutputOp
     parser.add_argument("--context", type=_numbers, metavar="N,N", help="Cached tokens of each decoding sequence.")
     parser.add_argument("--prefill", type=_numbers, metavar="N,N", help="Prompt lengths in tokens; none: no prompts.")
     parser.add_argument("--tp", type=_count, default=1, help="Ranks that share each layer; each is a GPU or a process.")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        choices=get_args(BlockSize),
+        default=process_environment().get("BATON_BLOCK_SIZE", str(DEFAULT_BLOCK_SIZE)),
+        help="Tokens of a block of KV cache, as of baton up; default: BATON_BLOCK_SIZE, or %(default)s.",
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="Do not capture decode steps in graphs.")
     parser.add_argument("--seconds", type=_seconds, default=120.0, help="Seconds for all measurements together.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw the roofline; also .svg and .pdf.")
@@ -66,6 +75,7 @@ def roofline_options(argv: Sequence[str] | None) -> tuple[StepsRequest, OutputOp
         prefills=options.prefill,
         tp=options.tp,
         enforce_eager=options.enforce_eager,
+        block_size=options.block_size,
     )
     return request, output_options(options), options.plot
 

@@ -128,6 +128,19 @@ def _slot(meta: BatchMeta, row: int, position: int) -> int:
     return int(meta.block_tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+def test_steps_are_measured_with_the_blocks_of_the_stack(tmp_path: Path) -> None:
+    case = StepCase("decode", 2, 70)
+    _, meta = batch_of(case, 8, 100, torch.device("cpu"), 64)
+    assert (meta.block_size, meta.block_tables.shape) == (64, (2, 2))
+    assert [int(slot) % 64 for slot in meta.slots] == [69 % 64] * 2
+    model = folder(tmp_path)
+    small, large = (steps(model, batches=(5,), contexts=(100,), seconds=1.0, block_size=size) for size in (16, 64))
+    blocks = [next(each for each in found if isinstance(each, ModelReady)) for found in (small, large)]
+    assert blocks[1].kv_block_bytes == 4 * blocks[0].kv_block_bytes
+    assert blocks[1].kv_blocks < blocks[0].kv_blocks
+    assert any(isinstance(each, StepMeasured) for each in large)
+
+
 def test_every_family_of_kernels_is_measured_beside_torchs_own(tmp_path: Path) -> None:
     asked = KernelsRequest(
         model=folder(tmp_path), device="cpu", dtype="bfloat16", threads=1, rows=(1, 3), contexts=(20,), seconds=1.0

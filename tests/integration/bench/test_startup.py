@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from deploy.supervisor.processes import marked_processes
 from services.bench.startup import drop_from_page_cache, startup_options
-from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.cluster.stack import START_DEADLINE, RunningStack, running_stack
+from tests.support.paths import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,28 @@ def test_workers_are_forked_again_when_they_die_and_started_where_nothing_forks_
     started = stack.replaced("engine-1-rank0", stack.kill("engine-1-rank0"))
     assert psutil.Process(started).ppid() == stack.supervisor.pid
     stack.wait_until_it_serves()
+
+
+def test_a_bench_that_is_told_to_end_ends_the_stack_that_it_started(tmp_path: Path) -> None:
+    up = "--device sim --kvstore-memory 0 --gateways 1 --set worker.sim_step_ms=5"
+    command = [sys.executable, "-m", "deploy.cli", "bench", "serve", "--up", up, "--num-prompts", "1000000"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as bench:
+        assert bench.stdout is not None
+        late = threading.Timer(START_DEADLINE, bench.kill)
+        late.start()
+        try:
+            assert any(line.startswith("Ready after") for line in bench.stdout)
+            (run_dir,) = tmp_path.iterdir()
+            assert list(marked_processes(run_dir))
+            bench.terminate()
+            bench.wait()
+        finally:
+            late.cancel()
+    assert not list(marked_processes(run_dir))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_page_cache_forgets_files_without_changing_them(tmp_path: Path) -> None:

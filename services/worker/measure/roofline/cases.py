@@ -84,9 +84,9 @@ class KernelContext(NamedTuple):
 # Batches: nothing is shared between sequences, and blocks lie anywhere.
 
 
-def blocks_needed(case: StepCase) -> int:
+def blocks_needed(case: StepCase, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
     """KV blocks that the step's sequences take together."""
-    return case.batch * blocks_for(case.context, DEFAULT_BLOCK_SIZE)
+    return case.batch * blocks_for(case.context, block_size)
 
 
 def rows_of(case: StepCase) -> int:
@@ -94,37 +94,39 @@ def rows_of(case: StepCase) -> int:
     return case.batch if case.kind == "decode" else case.batch * case.context
 
 
-def batch_of(case: StepCase, num_blocks: int, vocab_size: int, device: torch.device) -> tuple[Tensor, BatchMeta]:
+def batch_of(
+    case: StepCase, num_blocks: int, vocab_size: int, device: torch.device, block_size: int = DEFAULT_BLOCK_SIZE
+) -> tuple[Tensor, BatchMeta]:
     """The token ids and the rest of a step; its blocks are spread over all of `num_blocks`."""
     random = torch.Generator().manual_seed(1)
-    width = blocks_for(case.context, DEFAULT_BLOCK_SIZE)
+    width = blocks_for(case.context, block_size)
     tables = torch.randperm(num_blocks, generator=random)[: case.batch * width].to(torch.int32).view(case.batch, width)
     ids = torch.randint(vocab_size, (rows_of(case),), generator=random, dtype=torch.int32)
-    meta = _decodes(case, tables) if case.kind == "decode" else _prefills(case, tables)
+    meta = (_decodes if case.kind == "decode" else _prefills)(case, tables, block_size)
     return ids.to(device), _on(meta, device)
 
 
-def _decodes(case: StepCase, tables: Tensor) -> BatchMeta:
+def _decodes(case: StepCase, tables: Tensor, block_size: int) -> BatchMeta:
     last = case.context - 1
     return BatchMeta(
         query_starts=_counting(case.batch + 1),
         context_lens=torch.full((case.batch,), case.context, dtype=torch.int32),
         block_tables=tables,
-        slots=tables[:, last // DEFAULT_BLOCK_SIZE] * DEFAULT_BLOCK_SIZE + last % DEFAULT_BLOCK_SIZE,
+        slots=tables[:, last // block_size] * block_size + last % block_size,
         positions=torch.full((case.batch,), last, dtype=torch.int32),
         logits_rows=_counting(case.batch),
         num_decodes=case.batch,
         prefills=(),
         max_query=1,
         max_context=case.context,
-        block_size=DEFAULT_BLOCK_SIZE,
+        block_size=block_size,
         every_row=True,
     )
 
 
-def _prefills(case: StepCase, tables: Tensor) -> BatchMeta:
+def _prefills(case: StepCase, tables: Tensor, block_size: int) -> BatchMeta:
     positions = _counting(case.context)
-    slots = tables[:, positions // DEFAULT_BLOCK_SIZE] * DEFAULT_BLOCK_SIZE + positions % DEFAULT_BLOCK_SIZE
+    slots = tables[:, positions // block_size] * block_size + positions % block_size
     starts = _counting(case.batch + 1) * case.context
     return BatchMeta(
         query_starts=starts,
@@ -137,7 +139,7 @@ def _prefills(case: StepCase, tables: Tensor) -> BatchMeta:
         prefills=((case.context, case.context),) * case.batch,
         max_query=case.context,
         max_context=case.context,
-        block_size=DEFAULT_BLOCK_SIZE,
+        block_size=block_size,
     )
 
 

@@ -81,11 +81,11 @@ def _case(context: KernelContext, case: StepCase, work: KernelWork) -> KernelCas
 
 def _paged(context: KernelContext, case: StepCase) -> Call:
     config, ops = context.config, context.ours
-    blocks = blocks_needed(case)
+    blocks = blocks_needed(case, ops.block_size)
     caches = ops.allocate_kv(blocks, config.num_kv_heads, config.head_dim)
     for cache in caches:
         fill_with_noise(cache)
-    _, meta = batch_of(case, blocks, 1, context.device)
+    _, meta = batch_of(case, blocks, 1, context.device, ops.block_size)
     return _attention(context, context.noise(len(meta.positions), config.num_heads, config.head_dim), caches, meta)
 
 

@@ -128,6 +128,7 @@ def load(request: StepsRequest, measured: MeasuredModel, communicator: Communica
                 ops=request.ops,
                 cache=request.kv_cache_dtype,
                 attention=request.attention,
+                block_size=request.block_size,
                 communicator=communicator,
                 pipeline=SingleStage(),
                 layers=None,

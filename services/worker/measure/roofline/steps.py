@@ -34,7 +34,7 @@ from services.worker.measure.roofline.wire import (
     StepsRequest,
     Timing,
 )
-from shared.blocks import DEFAULT_BLOCK_SIZE, blocks_for
+from shared.blocks import blocks_for
 from shared.ids import Incarnation, SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence, SequenceWork, StepPlan
@@ -62,7 +62,9 @@ def measure_steps(request: StepsRequest) -> Iterator[Finding]:
         cases = cases_of(request, measured.device.type)
         loaded = load(request, measured, communicator)
         room = loaded.blocks_that_fit
-        fitting = [blocks_needed(case) for case in cases if case.context <= measured.config.max_positions]
+        fitting = [
+            blocks_needed(case, request.block_size) for case in cases if case.context <= measured.config.max_positions
+        ]
         blocks = max((needed for needed in fitting if needed <= room), default=1)
         yield loaded.ready(blocks)
         steps = _Steps(loaded, ceilings, watch, request.seconds * (1 - 2 * _CEILINGS_SHARE), blocks, cases)
@@ -112,7 +114,7 @@ class _Steps:
         if reason is not None:
             return StepSkipped(case, reason)
         rank, vocabulary = self._runner.rank, self._runner.card.vocab_size
-        ids, meta = batch_of(case, self._runner.num_blocks, vocabulary, rank.device)
+        ids, meta = batch_of(case, self._runner.num_blocks, vocabulary, rank.device, self._runner.card.block_size)
         begun = time.perf_counter()
         forward = self._watch.timed(lambda: rank.forward(ids, meta), share / 2)
         each = (time.perf_counter() - begun) / (forward.runs + 1)
@@ -133,9 +135,9 @@ class _Steps:
         longest = self._runner.card.max_model_len
         if case.context > longest:
             return f"the model has {longest} positions"
-        if blocks_needed(case) > self._runner.num_blocks:
+        if (blocks := blocks_needed(case, self._runner.card.block_size)) > self._runner.num_blocks:
             size = self._loaded.block_bytes / 2**30
-            return f"{blocks_needed(case) * size:.1f} GiB of KV memory, {room * size:.1f} GiB are free"
+            return f"{blocks * size:.1f} GiB of KV memory, {room * size:.1f} GiB are free"
         moved = needed.weight_bytes + needed.kv_read_bytes + needed.kv_written_bytes
         likely = self._ceilings.seconds(KernelWork(moved, needed.flops)) * _WORST
         in_time = int(time.perf_counter() + 2 * likely < self._end)
@@ -212,7 +214,7 @@ class WholeSteps:
 
     def _tables(self, case: StepCase) -> list[bytes]:
         """Packed block ids of each sequence, anywhere."""
-        width = blocks_for(case.context, DEFAULT_BLOCK_SIZE)
+        width = blocks_for(case.context, self._runner.card.block_size)
         ids = self._random.sample(range(self._runner.num_blocks), case.batch * width)
         return [pack(ids[at : at + width]) for at in range(0, len(ids), width)]
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
+
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 OpsName = Literal["auto", "torch", "native", "triton"]
@@ -42,6 +44,7 @@ class StepsRequest(Struct, frozen=True, kw_only=True, tag="steps", forbid_unknow
     prefills: tuple[int, ...] | None = None
     tp: int = 1
     enforce_eager: bool = False
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE
     seconds: float = 120.0
     """For all measurements together; the model is made before."""
     rank: int = 0

@@ -12,6 +12,7 @@ from deploy.simulation.simulation import SimulationResult, simulate
 from deploy.simulation.workloads import GeneratedLoad
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.engine_pool import EngineLoad
+from shared.messages.lifecycle import Role
 from tests.support.engines.coordinator_events import engine
 from tests.support.engines.simulated_fleet import make_kit
 
@@ -20,9 +21,12 @@ WAVE = GeneratedLoad(rate=12, seconds=80, arrivals="diurnal", period=40, swing=0
 
 
 def view(now: float, *running: int, starting: int = 0, queued: int = 0) -> FleetView:
-    lives = [engine(f"engine-{number + 1}", running=count) for number, count in enumerate(running)]
-    loads = [EngineLoad.of(life, life.engine, CoordinatorConfig()) for life in lives]
-    return FleetView(now, loads, starting, queued)
+    return FleetView(now, pool("mixed", *running), {"mixed": starting}, queued)
+
+
+def pool(role: Role, *running: int) -> list[EngineLoad]:
+    lives = [engine(f"{role}-{number + 1}", running=count, role=role) for number, count in enumerate(running)]
+    return [EngineLoad.of(life, life.engine, CoordinatorConfig()) for life in lives]
 
 
 def simulated(policy: QueueLengthScaling | None, engines: int) -> SimulationResult:
@@ -32,26 +36,33 @@ def simulated(policy: QueueLengthScaling | None, engines: int) -> SimulationResu
 
 def test_there_are_so_many_engines_that_each_has_its_target() -> None:
     policy = QueueLengthScaling(4.0, LIMITS)
-    assert policy.wanted(view(0.0, 4, 4, queued=8)) == 4
-    assert policy.wanted(view(5.0, 4, 4, starting=2, queued=8)) == 4
-    assert policy.wanted(view(10.0, 4, 4, starting=2, queued=200)) == LIMITS.maximum
+    assert policy.wanted(view(0.0, 4, 4, queued=8)) == {"mixed": 4}
+    assert policy.wanted(view(5.0, 4, 4, starting=2, queued=8)) == {"mixed": 4}
+    assert policy.wanted(view(10.0, 4, 4, starting=2, queued=200)) == {"mixed": LIMITS.maximum}
 
 
 def test_a_tenth_more_or_less_than_the_target_changes_nothing() -> None:
     policy = QueueLengthScaling(10.0, LIMITS)
-    assert policy.wanted(view(0.0, 10, 11)) == 2
-    assert policy.wanted(view(5.0, 12, 11)) == 3
+    assert policy.wanted(view(0.0, 10, 11)) == {"mixed": 2}
+    assert policy.wanted(view(5.0, 12, 11)) == {"mixed": 3}
 
 
 def test_the_fleet_shrinks_to_the_most_that_was_wanted_lately() -> None:
     policy = QueueLengthScaling(4.0, LIMITS)
-    assert policy.wanted(view(0.0, 4, 4, 4)) == 3
-    assert policy.wanted(view(5.0, 1, 0, 0)) == 3
-    assert policy.wanted(view(7.0, 1, 0, 0)) == 1
+    assert policy.wanted(view(0.0, 4, 4, 4)) == {"mixed": 3}
+    assert policy.wanted(view(5.0, 1, 0, 0)) == {"mixed": 3}
+    assert policy.wanted(view(7.0, 1, 0, 0)) == {"mixed": 1}
+
+
+def test_pools_are_counted_apart_and_what_waits_waits_for_prefill() -> None:
+    policy = QueueLengthScaling(4.0, LIMITS)
+    both = FleetView(0.0, [*pool("prefill", 2), *pool("decode", 4, 4)], {"decode": 1}, 10)
+    assert both.present == {"prefill": 1, "decode": 3}
+    assert policy.wanted(both) == {"prefill": 3, "decode": 2}
 
 
 def test_a_static_fleet_stays_as_it_is() -> None:
-    assert StaticFleet().wanted(view(0.0, 4, 40, starting=1)) == 3
+    assert StaticFleet().wanted(view(0.0, 4, 40, starting=1)) == {"mixed": 3}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from deploy.simulation.device_profile import profile_simulated
+from deploy.simulation.engine import EnginePools
 from deploy.simulation.figures import device_seconds, outcomes, slo_attainment
 from deploy.simulation.fleet import ScalingLimits
 from deploy.simulation.planner_policy import PlannerScaling, planner_scaling
@@ -21,6 +22,9 @@ TARGETS = LatencyTargets(ttft=0.25, itl=0.02)
 LIMITS = ScalingLimits(maximum=5, interval=1.0, start_seconds=1.0, stabilization=4.0)
 WAVE = GeneratedLoad(
     rate=14, seconds=60, arrivals="diurnal", period=30, swing=0.9, input_len=1500, output_len=12, range_ratio=0.1
+)
+POOL_WAVE = GeneratedLoad(
+    rate=14, seconds=24, arrivals="diurnal", period=16, swing=0.9, input_len=1500, output_len=40, range_ratio=0.1
 )
 ENGINE = partial(make_kit, EngineLimits(max_running=16, run_ahead=2), 4000)
 
@@ -49,3 +53,27 @@ def test_the_fleet_follows_the_load_within_its_targets_and_no_request_is_lost() 
     counts = {decision.pools[0].target for decision in policy.decisions}
     assert min(counts) == 1
     assert max(counts) >= 2
+
+
+def test_pools_follow_the_load_apart_and_no_request_is_lost() -> None:
+    kit = partial(
+        make_kit,
+        EngineLimits(max_running=8, run_ahead=2),
+        4000,
+        pools=EnginePools(prefill=1, decode=1),
+        store_blocks=8192,
+    )
+    policy = planner_scaling(kit(), 1, TARGETS, LIMITS, "constant", 30.0)
+    routing = CoordinatorConfig()
+    planned = simulate(kit, routing, POOL_WAVE, engines=2, policy=policy, start_seconds=1.0)
+    assert not any(record.error for record in planned.records.values())
+    assert len(planned.records) == len(planned.sent) > 200
+    assert all(record.output_tokens == len(record.token_times) for record in planned.records.values())
+    lives = planned.lives.values()
+    assert {life.role for life in lives} == {"prefill", "decode"}
+    for role in ("prefill", "decode"):
+        counts = {pool.target for decision in policy.decisions for pool in decision.pools if pool.role == role}
+        assert max(counts) > min(counts) == 1
+        assert any(life.stopped is not None for life in lives if life.role == role)
+    attained = slo_attainment(outcomes(planned), {"ttft": TARGETS.ttft, "tpot": TARGETS.itl})["all"]
+    assert attained > 0.8

@@ -63,7 +63,6 @@ def test_pools_are_simulated_with_a_store_to_hand_over_by(capsys: pytest.Capture
         (("--prefill", "1", "--decode", "1", "--prefill-queue", "--pd-order", "decode-first"), "prefill-first"),
         (("--prefill", "1", "--decode", "1", "--kvstore-memory", "0"), "hand over through a KV store"),
         (("--kvstore-memory", "4GiB", "--processes", "2"), "--processes"),
-        (("--kvstore-memory", "4GiB", "--scaling", "queue-length"), "--scaling queue-length"),
     ],
 )
 def test_what_does_not_go_with_a_store_is_refused(argv: tuple[str, ...], named: str) -> None:

@@ -50,6 +50,28 @@ def test_a_second_run_adds_trials_and_settings_that_cannot_serve_are_no_end(
     assert "nothing is left for keys and values" in next(each["failure"] for each in both["trials"] if each["failure"])
 
 
+def test_pools_of_a_fixed_number_of_engines_and_sizes_of_blocks_are_tried(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    search = ("--search", "pd_ratio=mixed,1:3,3:1", "--search", "block_size=16,64", "--gpus", "4")
+    out = tuned(capsys, tmp_path, *search, "--input-len", "2048")
+    trials = json.loads((tmp_path / "result.json").read_text())["trials"]
+    assert {(each["settings"]["pd_ratio"], each["settings"]["block_size"]) for each in trials} == {
+        (ratio, size) for ratio in ("mixed", "1:3", "3:1") for size in ("16", "64")
+    }
+    assert {each["failure"] for each in trials} == {None}
+    waits = {each["settings"]["pd_ratio"]: each["figures"]["median_ttft_ms"] for each in trials}
+    assert waits["1:3"] > waits["3:1"], "prompts wait for one engine, or for three"
+    best = json.loads((tmp_path / "result.json").read_text())["best"]
+    engines = {"mixed": "--engines 4", "1:3": "--prefill 1 --decode 3", "3:1": "--prefill 3 --decode 1"}
+    assert f"{engines[best['pd_ratio']]} --config {tmp_path}/best.toml" in out
+
+
+def test_one_engine_is_no_two_pools(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = json.loads(tuned(capsys, tmp_path, "--search", "pd_ratio=1:1", "--json"))
+    assert [each["failure"] for each in out["trials"]] == ["pd_ratio=1:1: two pools need two engines, there is 1"]
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -57,6 +79,8 @@ def test_a_second_run_adds_trials_and_settings_that_cannot_serve_are_no_end(
         (("--search", "nonsense=1"), "--search nonsense: no trial on the simulator changes it"),
         (("--search", "scheduler.nonsense=1"), "is no option of baton up and no setting of a service"),
         (("--search", "engines=1,2"), "--search engines: "),
+        (("--search", "prefill=1,2"), "--search prefill: on the simulator pd_ratio says"),
+        (("--search", "pd_ratio=1:2:3"), "--search pd_ratio=1:2:3: mixed, or P:D"),
         (("--search", "tp"), "SETTING=VALUE,VALUE is expected"),
         (("--bench", "--num-prompts 3"), "--bench: has no effect without --up"),
         (("--up", "--device sim"), "--duration: has no effect with --up"),
