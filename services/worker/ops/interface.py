@@ -180,12 +180,18 @@ class Ops(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [n, H, D] over the cached keys of each row's own sequence → [n, H * D].
 
         A row at position p sees the positions max(0, p - window + 1) to p. Scores are scaled, then, where
         `softcap` is given, capped to softcap * tanh(score / softcap). Query head h reads key head
         h // (H / KV).
+
+        `sinks` (float32 [H]): a score of each head that takes part in the softmax and has no value (attention sinks,
+        arXiv:2309.17453, learned as gpt-oss has them). `alibi_slopes` (float32 [H]): -slope * (p - token) is added to
+        a score once it is scaled and capped (ALiBi, arXiv:2108.12409).
         """
 
     def verify(self, attempt: DraftAttempt) -> Tensor:

@@ -37,6 +37,8 @@ class PagedAttentionStep(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     def decodes(self) -> Iterator[Tensor]:
         """Yields the decode outputs of as many sequences at once as their gathered keys may take memory."""
@@ -46,8 +48,8 @@ class PagedAttentionStep(NamedTuple):
         for first in range(0, self.meta.num_decodes, step):
             rows = slice(first, min(first + step, self.meta.num_decodes))
             keys, values = self._gather(rows, most)
-            seen = self._seen(self.meta.positions[rows].unsqueeze(1), keys.shape[2])
-            yield self._attend(self.q[rows].unsqueeze(2), keys, values, seen.unsqueeze(1))
+            ahead = _ahead(self.meta.positions[rows].unsqueeze(1), keys.shape[2])
+            yield self._attend(self.q[rows].unsqueeze(2), keys, values, ahead.unsqueeze(1))
 
     def prefills(self) -> Iterator[Tensor]:
         """One sequence after the other."""
@@ -70,9 +72,9 @@ class PagedAttentionStep(NamedTuple):
             position, newest = context - rows + first, context - rows + last
             oldest = 0 if self.window is None else max(0, position - self.window + 1)
             positions = torch.arange(position, newest, dtype=torch.int32, device=q.device).unsqueeze(1)
-            seen = self._seen(positions - oldest, newest - oldest).unsqueeze(0)
+            ahead = _ahead(positions - oldest, newest - oldest).unsqueeze(0)
             part = slice(oldest, newest)
-            yield self._attend(q[:, :, first:last], keys[:, :, part], values[:, :, part], seen)
+            yield self._attend(q[:, :, first:last], keys[:, :, part], values[:, :, part], ahead)
 
     def _gather(self, sequences: slice, most: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the sequences' first `most` tokens (rounded up to blocks): [S, KV, tokens, D]."""
@@ -88,14 +90,8 @@ class PagedAttentionStep(NamedTuple):
 
         return gathered(self.k_cache), gathered(self.v_cache)
 
-    def _seen(self, positions: Tensor, tokens: int) -> Tensor:
-        """positions [..., rows, 1] → [..., rows, tokens]: whether that row sees that token."""
-        token = torch.arange(tokens, dtype=torch.int32, device=positions.device)
-        seen = token <= positions
-        return seen if self.window is None else seen & (token > positions - self.window)
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """q [S, H, rows, D], keys and values [S, KV, tokens, D], seen [S, rows, tokens] → [S * rows, H * D]."""
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, ahead: Tensor) -> Tensor:
+        """q [S, H, rows, D], keys and values [S, KV, tokens, D], ahead [S, rows, tokens] → [S * rows, H * D]."""
         sequences, heads, rows, head_dim = q.shape
         kv_heads = keys.shape[1]
         grouped = q.reshape(sequences, kv_heads, heads // kv_heads * rows, head_dim)
@@ -103,7 +99,21 @@ class PagedAttentionStep(NamedTuple):
         scores *= self.scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.view(sequences, heads, rows, -1).masked_fill_(~seen.unsqueeze(1), float("-inf"))
-        weights = torch.softmax(scores, dim=-1).to(values.dtype).view(sequences, kv_heads, -1, keys.shape[2])
+        scores = scores.view(sequences, heads, rows, -1)
+        ahead = ahead.unsqueeze(1)
+        if self.alibi_slopes is not None:
+            scores += self.alibi_slopes.view(-1, 1, 1) * ahead
+        unseen = ahead > 0 if self.window is None else (ahead > 0) | (ahead <= -self.window)
+        scores = scores.masked_fill_(unseen, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.view(-1, 1, 1).expand(sequences, heads, rows, 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[2]].to(values.dtype)
+        weights = weights.reshape(sequences, kv_heads, -1, keys.shape[2])
         mixed = torch.matmul(weights, values).view(sequences, heads, rows, head_dim)
         return mixed.transpose(1, 2).reshape(sequences * rows, heads * head_dim)
+
+
+def _ahead(positions: Tensor, tokens: int) -> Tensor:
+    """positions [..., rows, 1] → int32 [..., rows, tokens]: how far each token is ahead of that row; it sees those that
+    are at 0 and below."""
+    return torch.arange(tokens, dtype=torch.int32, device=positions.device) - positions

@@ -145,9 +145,11 @@ class TorchOps:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Decodes together, prefills one after the other; scores in float32."""
-        attend = PagedAttentionStep(q, k_cache, v_cache, meta, scale, window, softcap)
+        attend = PagedAttentionStep(q, k_cache, v_cache, meta, scale, window, softcap, sinks, alibi_slopes)
         parts = [*attend.decodes(), *attend.prefills()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

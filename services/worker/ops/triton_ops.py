@@ -141,9 +141,18 @@ class TritonOps(TorchOps):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Without waiting for the device; a decode whose context is 0 gives zeros."""
-        return self._attend(q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap)
+        return self._attend(
+            *(q, k_cache, v_cache, meta),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
 
     def verify(self, attempt: DraftAttempt) -> Tensor:
         """Verifies drafts in one kernel launch; see `Ops.verify`."""

@@ -24,8 +24,10 @@ def attention() -> Iterator[Launch]:
         # Phi, GPT-NeoX, gpt-oss, Gemma 2.
         AttentionShape(80, "bf16", group=1, rare=True),
         AttentionShape(96, "bf16", group=1, window=2047, rare=True),
-        AttentionShape(64, "bf16", group=8, window=128, rare=True),
+        AttentionShape(64, "bf16", group=8, window=128, rare=True, of_heads=("sinks",)),
         AttentionShape(64, "fp16", group=1, rare=True),
+        # Bloom, MPT.
+        AttentionShape(128, "bf16", group=1, rare=True, of_heads=("slopes",)),
         AttentionShape(256, "bf16", group=2, rare=True),
         AttentionShape(256, "bf16", group=2, window=4096, softcap=50.0, rare=True),
         # Triton 3.6 spills some registers of its prefills, however they are tiled; 3.9 none.
@@ -56,6 +58,8 @@ class AttentionShape:
     cache: str | None = None
     rare: bool = False
     may_spill: bool = False
+    of_heads: tuple[str, ...] = ()
+    """Of "sinks" and "slopes" those that it has."""
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -123,13 +127,14 @@ class AttentionShape:
         cache = f"*{self.cache or self.kind}"
         pointers = {"k_cache": cache, "v_cache": cache, "tables": "*i32", "lengths": "*i32"}
         scales = {} if self.cache is None else {"k_scale": "*fp32", "v_scale": "*fp32"}
-        return dict.fromkeys(kind, f"*{self.kind}") | pointers | scales
+        return dict.fromkeys(kind, f"*{self.kind}") | pointers | scales | dict.fromkeys(self.of_heads, "*fp32")
 
     def _constants(self) -> dict[str, Any]:
 
         shape = {"HEADS": 8 * self.group, "KV_HEADS": 8, "DIM": self.dim, "PAD": padded(self.dim), "BLOCK": 16}
         scales = {"k_scale": None, "v_scale": None} if self.cache is None else {}
-        return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales
+        none = {name: None for name in ("sinks", "slopes") if name not in self.of_heads}
+        return shape | {"WINDOW": self.window, "SOFTCAP": self.softcap} | scales | none
 
 
 def _merge(dim: int, decodes: bool, rare: bool) -> Launch:

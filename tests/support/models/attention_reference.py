@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Shape:
     k_scale: float | None = None
     v_scale: float | None = None
     block_size: int = BLOCK_SIZE
+    sinks: bool = False
+    alibi: bool = False
 
     @property
     def scale(self) -> float:
@@ -89,9 +92,20 @@ class Cached:
         assert out.shape == (len(self.q), self.shape.heads * self.shape.dim)
         return out
 
-    def asked(self) -> dict[str, object]:
+    def asked(self) -> dict[str, Any]:
         """The keyword arguments of every attention."""
-        return {"scale": self.shape.scale, "window": self.shape.window, "softcap": self.shape.softcap}
+        plain = {"scale": self.shape.scale, "window": self.shape.window, "softcap": self.shape.softcap}
+        return plain | self.of_heads()
+
+    def of_heads(self) -> dict[str, Tensor]:
+        """Those that models of some families have besides."""
+        number = torch.arange(1, self.shape.heads + 1, device=self.device)
+        found = {}
+        if self.shape.sinks:
+            found["sinks"] = number * 0.7 - 1.0
+        if self.shape.alibi:
+            found["alibi_slopes"] = 2.0 ** (-0.7 * number)
+        return found
 
     def scales(self) -> dict[str, Tensor | None]:
         """And ours besides."""
@@ -102,11 +116,9 @@ class Cached:
 
     def expected(self) -> Tensor:
         """On the CPU."""
-        shape = self.shape
         queries = self.q.cpu().split([rows.count for rows in self.rows])
         parts = [
-            attention_reference(*rows, scale=shape.scale, window=shape.window, softcap=shape.softcap)
-            for rows in zip(queries, self.keys, self.values, strict=True)
+            attention_reference(*rows, **self.asked()) for rows in zip(queries, self.keys, self.values, strict=True)
         ]
         return torch.cat(parts)
 

@@ -35,6 +35,7 @@ _GPT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_FALCON: dict[str, Any] = {name: each for name, each in _SHAPE.items() if name not in ("head_dim", "intermediate_size")}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4,
@@ -61,6 +62,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Arcee": _SHAPE,
     "BioGpt": {**_SHAPE, "hidden_dropout_prob": 0.0},
     "BitNet": _SHAPE,
+    "Bloom": {**_GPT, "n_embed": 64, "hidden_size": 64},
+    "CodeGen": {**_GPT, "n_embd": 128, "rotary_dim": 16},
     "Cohere": {**_SHAPE, "logit_scale": 0.5},
     "Cohere2": {**_SHAPE, "sliding_window": 24},
     "DeepseekV2": {**_LATENT, "q_lora_rank": None},
@@ -76,14 +79,31 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
     },
     "Exaone4": {**_SHAPE, "sliding_window": 24, "sliding_window_pattern": 2},
+    "Falcon": _FALCON,
+    "Falcon (ALiBi)": {**_FALCON, "alibi": True, "multi_query": False, "bias": True},
+    "Falcon (grouped)": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     "FlexOlmo": {**_SHAPE, **_EXPERTS},
     "GPT2": _GPT,
     "GPTBigCode": _GPT,
+    "GPTJ": {**_GPT, "rotary_dim": 8},
+    "GPTNeo": {
+        **_SHAPE,
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1], [["global"], 1]],
+        "window_size": 24,
+    },
     "GPTNeoX": {**_SHAPE, "rotary_pct": 0.5},
     "Gemma": _SHAPE,
     "Glm": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Glm4Moe": {**_SHAPE, **_ROUTED},
+    "GptOss": {
+        **_SHAPE,
+        **_EXPERTS,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "Granite": {**_SHAPE, "logits_scaling": 4.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
     "GraniteMoe": {**_SHAPE, **_EXPERTS},
     "Helium": _SHAPE,
@@ -92,6 +112,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Jais2": _SHAPE,
     "JetMoe": {**_SHAPE, "kv_channels": 16, "num_key_value_heads": 2, **_EXPERTS},
     "Ministral": {**_SHAPE, "sliding_window": 24},
+    "Mpt": {
+        "vocab_size": VOCABULARY,
+        "d_model": 96,
+        "n_heads": 6,
+        "n_layers": 3,
+        "max_seq_len": POSITIONS,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "NanoChat": _SHAPE,
     "Nemotron": _SHAPE,
     "OPT": {**_SHAPE, "ffn_dim": 96, "word_embed_proj_dim": 64},
@@ -108,13 +138,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "StableLm": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Starcoder2": {**_SHAPE, "sliding_window": 24},
     "VaultGemma": {**_SHAPE, "sliding_window": 24, "attn_logit_softcapping": 5.0},
+    "XGLM": {
+        **_SHAPE,
+        "d_model": 64,
+        "ffn_dim": 96,
+        "num_layers": 3,
+        "attention_heads": 4,
+        "init_std": 0.2,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
 }
-"""By the name that their classes begin with."""
+"""By the name that their classes begin with; behind it, in brackets, what is special about this one of several."""
+
+
+_REFERENCES = {"Falcon (ALiBi)": "sdpa"}
+"""Whose attention of the library is the reference, where that is not the eager one. Falcon's eager one adds ALiBi's
+biases twice in transformers 5: to the mask, and to the scores."""
 
 
 def library_config(architecture: str, **changes: Any) -> PretrainedConfig:
     """The tiny configuration of `architecture`, with `changes`."""
-    kind = getattr(transformers, f"{architecture}Config")
+    kind = getattr(transformers, f"{architecture.partition(' ')[0]}Config")
     config: PretrainedConfig = kind(**{**ARCHITECTURES[architecture], **changes})
     return config
 
@@ -122,7 +167,9 @@ def library_config(architecture: str, **changes: Any) -> PretrainedConfig:
 def library_model(architecture: str, path: Path, **changes: Any) -> TinyModel:
     """Writes the checkpoint to `path`. The same weights every time; norms and biases too are random."""
     torch.manual_seed(sum(map(ord, architecture)))
-    model = AutoModelForCausalLM.from_config(library_config(architecture, **changes), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        library_config(architecture, **changes), attn_implementation=_REFERENCES.get(architecture, "eager")
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:

@@ -71,7 +71,15 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Of one sequence: q [rows, H, D], the last rows of k and v [context, KV, D] → [rows, H * D] float64."""
     rows, heads, _ = q.shape
@@ -83,7 +91,12 @@ def attention_reference(
     position = torch.arange(context - rows, context).unsqueeze(1)
     token = torch.arange(context)
     seen = (token <= position) & (token > position - (window or context + 1))
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.double().cpu().view(-1, 1, 1) * (token - position)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().cpu().view(-1, 1, 1).expand(heads, rows, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :context]
     return torch.einsum("hrc,chd->rhd", weights, v).reshape(rows, -1)
 
 

@@ -23,6 +23,9 @@ from services.worker.ops.interface import BatchMeta, Ops
 NAME = "baton"
 """Of the attention, to the library."""
 
+ADAPTED_NAME = "baton-adapted"
+"""The same, for models that do not ask for it by this name; see `adapters`."""
+
 
 class AttentionCall(NamedTuple):
     """What a module asks of attention; the same in every pass."""
@@ -36,10 +39,17 @@ class AttentionCall(NamedTuple):
     softcap: float | None
 
 
+class HeadBiases(NamedTuple):
+    """What a module adds to the scores of each head, float32 [H]; see `Ops.paged_attention`."""
+
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
 class AttentionLayers(Protocol):
     """What answers the calls of one forward pass, in their order."""
 
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [n, H, D], key [n, KV, D], value [n, KV, value_dim] → [n, H, value_dim]."""
 
 
@@ -49,7 +59,7 @@ class RecordedLayers:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionLayers`; zeros."""
         self.calls.append(call)
         return query.new_zeros(*query.shape[:2], call.value_dim)
@@ -69,7 +79,7 @@ class PagedLayers:
         self._unrotated = unrotated
         self._next = 0
 
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, call: AttentionCall, biases: HeadBiases, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionLayers`. Raises ModelError for a call that the model did not make when it was loaded."""
         number, self._next = self._next, self._next + 1
         if number >= len(self._calls) or self._calls[number] != call:
@@ -82,7 +92,12 @@ class PagedLayers:
             joined, self._meta, self._unrotated, *self._caches[number], heads=heads, q_norm=None, k_norm=None, eps=0.0
         )
         mixed = self._ops.paged_attention(
-            queries, *self._caches[number], self._meta, scale=call.scale, window=call.window, softcap=call.softcap
+            *(queries, *self._caches[number], self._meta),
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=biases.sinks,
+            alibi_slopes=biases.alibi_slopes,
         )
         return mixed.view(rows, heads, dim)[..., : call.value_dim].to(query.dtype)
 
@@ -117,33 +132,55 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The library's signature: query [1, H, n, D], key and value [1, KV, n, …] → ([1, n, H, …], no weights)."""
-    layers: AttentionLayers | None = getattr(_current, "layers", None)
-    if layers is None:
-        raise RuntimeError("the model was called by somebody else")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} is not causal: only decoders can be served")
     _refuse(module, more)
+    mixed = attended(*(module, query, key, value), scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return mixed, None
+
+
+def attended(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """What `module` finds for query [1, H, n, D], key and value [1, KV, n, …] among this thread's layers: [1, n, H, …].
+
+    `scale` is D^-0.5 where it is None; `sinks` and `alibi_slopes` [H] may be of any dtype and device. Raises ModelError
+    for what our attention cannot do."""
+    layers: AttentionLayers | None = getattr(_current, "layers", None)
+    if layers is None:
+        raise RuntimeError("the model was called by somebody else")
     dim = query.shape[-1]
     call = AttentionCall(
         kv_heads=key.shape[1],
         key_dim=dim,
         value_dim=value.shape[-1],
-        scale=dim**-0.5 if scaling is None else float(scaling),
-        window=sliding_window,
+        scale=dim**-0.5 if scale is None else float(scale),
+        window=window,
         softcap=softcap,
     )
     if call.value_dim > dim:
         raise ModelError(f"{type(module).__name__}: values of {call.value_dim} are longer than keys of {dim}")
-    mixed = layers.attend(call, *(each[0].transpose(0, 1) for each in (query, key, value)))
-    return mixed.unsqueeze(0), None
+    biases = HeadBiases(
+        *(None if each is None else each.to(query.device, torch.float32).contiguous() for each in (sinks, alibi_slopes))
+    )
+    mixed = layers.attend(call, biases, *(each[0].transpose(0, 1) for each in (query, key, value)))
+    return mixed.unsqueeze(0)
 
 
 _SENT_BESIDE = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
     "position_bias": "a learned bias of positions",
@@ -163,7 +200,13 @@ def register() -> None:
     """Makes the attention known to the library, with no mask: what a row sees is decided here."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(ADAPTED_NAME, _empty_mask)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
+
+
+def _empty_mask(*_: Any, **__: Any) -> Tensor:
+    """Some models convert what they are given, and then hand it to attention, where nobody looks at it."""
+    return torch.empty(0)

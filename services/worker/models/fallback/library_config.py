@@ -12,11 +12,13 @@ from msgspec import Struct
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.worker.models.config import Dtype, ModelError
+from services.worker.models.fallback.adapters import implementation
 from services.worker.models.fallback.attention import NAME, register
 from services.worker.models.hf_config import stop_tokens
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_BLOOM_POSITIONS = 2048
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "eos_token_id", "dtype", "torch_dtype")
 """Keys on which keys and values of tokens do not depend, beside the dtype, which the digest of a layout has."""
 
@@ -46,7 +48,9 @@ def library_config(folder: Path, *, trust_remote_code: bool) -> tuple[LibraryCon
         register()
         build: Any = AutoModelForCausalLM
         with torch.device("meta"):
-            model = build.from_config(config, attn_implementation=NAME, trust_remote_code=trust_remote_code)
+            model = build.from_config(
+                config, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
+            )
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
     except KeyError as error:
@@ -95,6 +99,8 @@ def _positions(text: Any) -> int:
         found = getattr(text, name, None)
         if isinstance(found, int) and found > 0:
             return found
+    if text.model_type == "bloom":  # ALiBi has no bound: what it was trained with
+        return _BLOOM_POSITIONS
     raise ModelError(f"the configuration says nothing of positions: one of {', '.join(_LENGTHS)} is expected")
 
 

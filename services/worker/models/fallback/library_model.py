@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import ModelError
-from services.worker.models.fallback.attention import NAME
+from services.worker.models.fallback.adapters import PLAIN_PRODUCTS, adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import first_line, library_config
 from services.worker.models.fallback.library_decoder import LibraryDecoder
@@ -44,6 +44,7 @@ class LibraryModel:
         else:
             with open_checkpoint(self._folder, dtype):  # files that are cut short are found before memory is taken
                 model = _read_model(self._folder, self._own, dtype, trust_remote_code=self._trusts)
+        adapt(model, self._own)
         model = model.to(device)
         _pack_products(model, ops)
         made = LibraryDecoder(model, ops, self.config.hidden_size, max_model_len, device)
@@ -62,7 +63,7 @@ def _read_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, t
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=implementation(config),
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
@@ -86,7 +87,7 @@ def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_c
         torch.manual_seed(0)
         own: Any = AutoModelForCausalLM
         model: nn.Module = own.from_config(
-            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+            config, dtype=dtype, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
         )
     return model.eval().requires_grad_(False)
 
@@ -114,7 +115,7 @@ def _pack_products(model: nn.Module, ops: Ops) -> None:
     """Replaces the linear layers by such as `ops` computes: batch invariant and faster where those are native. A
     weight that others share, as a tied head's, stays where it is, and is copied."""
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in PLAIN_PRODUCTS):
             weight, bias = module.weight, module.bias
         elif type(module) is Conv1D:
             weight, bias = module.weight.T, module.bias

@@ -16,6 +16,7 @@ constexpr int kChunkPages = kChunkTokens / kPageTokens;
 // Query rows (times heads of a group) of a task: enough to use each key and value often, few enough to spread.
 constexpr int kTaskRows = 48;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr float kCount[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 int first_seen(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
 
@@ -60,9 +61,10 @@ template <class Kind> struct Task {
     int padded;
 
     int count() const { return task.rows * group; }
+    int query_head(int row) const { return task.head * group + row % group; }
     int position(int row) const { return batch.positions[task.row + row / group]; }
     const Item* query(int row) const {
-        int64_t at = (task.row + row / group) * what.query_stride + (task.head * group + row % group) * cache.head_dim;
+        int64_t at = (task.row + row / group) * what.query_stride + query_head(row) * cache.head_dim;
         return (const Item*)what.queries + at;
     }
     const int* table(int sequence) const { return batch.block_tables + int64_t(sequence) * batch.table_width; }
@@ -146,13 +148,17 @@ template <class Kind, class Call, int R = kTileRows> void by_rows(int rows, cons
     if constexpr (R > 1) by_rows<Kind, Call, R - 1>(rows, call, row);
 }
 
-// Turns a row's scores into weights exp(score - greatest); the row sees the chunk's tokens [low, high) of `tokens`.
-template <class Kind> State soften(const Task<Kind>& t, int row, int low, int high, int tokens) {
+// Turns a row's scores into weights exp(score - greatest); the row sees the chunk's tokens [low, high) of `tokens`, of
+// which the first is the sequence's token `start`.
+template <class Kind> State soften(const Task<Kind>& t, int row, int start, int low, int high, int tokens) {
     float* scores = t.scratch.scores + row * kChunkTokens;
-    F scale = all(t.what.scale), most = all(kNone);
+    F scale = all(t.what.scale), most = all(kNone), slope = zeros(), count = load(kCount);
+    if (t.what.alibi_slopes) slope = all(t.what.alibi_slopes[t.query_head(row)]);
+    float behind = float(start - t.position(row));
     for (int i = 0; i < tokens; i += kLanes) {
         F score = load(scores + i) * scale;
         if (t.what.softcap > 0) score = all(t.what.softcap) * tanh(score / all(t.what.softcap));
+        if (t.what.alibi_slopes) score = fma(slope, count + all(behind + float(i)), score);
         if (i < low || i + kLanes > high) score = within(score, i, low, high, kNone);
         most = larger(most, score);
         store(scores + i, score);
@@ -201,7 +207,7 @@ template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
         int low = std::max(0, first_seen(t.position(row), t.what.window) - start);
         int high = std::min(tokens, t.position(row) + 1 - start);
         chunk_states[row] = {kNone, 0};
-        if (low < high) chunk_states[row] = soften(t, row, low, high, padded_tokens);
+        if (low < high) chunk_states[row] = soften(t, row, start, low, high, padded_tokens);
         else clear_weights(t, row, padded_tokens);
     }
     by_rows<Kind>(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_page, tokens); });
@@ -212,9 +218,10 @@ template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
 }
 
 template <class Kind> void write_row(const Task<Kind>& t, int row, State state, const float* sums) {
-    int64_t at = (t.task.row + row / t.group) * t.what.out_stride + (t.task.head * t.group + row % t.group) * t.cache.head_dim;
+    int64_t at = (t.task.row + row / t.group) * t.what.out_stride + t.query_head(row) * t.cache.head_dim;
     auto* to = (typename Kind::Item*)t.what.out + at;
     F total = all(state.total);
+    if (t.what.sinks) total = total + exp(all(t.what.sinks[t.query_head(row)] - state.greatest));
     int dim = t.cache.head_dim, d = 0;
     for (; d + kLanes <= dim; d += kLanes) store(to + d, load(sums + d) / total);
     if (d == dim) return;

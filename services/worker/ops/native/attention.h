@@ -69,6 +69,8 @@ struct Attention {
     float softcap;  // 0: none
     void* out;      // [rows, heads * head_dim] in the caches' kind
     int64_t out_stride;
+    const float* sinks = nullptr;         // [heads] or null: scores that take part in a softmax and have no value
+    const float* alibi_slopes = nullptr;  // [heads] or null: a score falls by so much for each token of distance
 };
 
 // Work of one thread: some rows of a sequence, all query heads of one key/value head, and some chunks of the context.

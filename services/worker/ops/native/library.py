@@ -76,7 +76,8 @@ class RopeAndStore(Structure):
 
 
 class Attention(Structure):
-    """`Attention` of attention.h: the arguments of `Ops.paged_attention`; 0 for no window and no softcap."""
+    """`Attention` of attention.h: the arguments of `Ops.paged_attention`; 0 for no window and no softcap,
+    null for no sinks and slopes."""
 
     _fields_ = (
         ("queries", c_void_p),
@@ -87,6 +88,8 @@ class Attention(Structure):
         ("softcap", c_float),
         ("out", c_void_p),
         ("out_stride", c_int64),
+        ("sinks", c_void_p),
+        ("alibi_slopes", c_void_p),
     )
 
 

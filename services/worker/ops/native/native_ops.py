@@ -223,6 +223,8 @@ class NativeOps:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """In the weights' type. Raises ValueError for heads that the library does not know."""
         q = q.to(self.dtype)
@@ -230,7 +232,7 @@ class NativeOps:
         to = torch.empty(rows, heads * head_dim, dtype=self.dtype)
         what = library.Attention(
             *(q.data_ptr(), heads * head_dim, heads, scale, window or 0, softcap or 0.0),
-            *(to.data_ptr(), heads * head_dim),
+            *(to.data_ptr(), heads * head_dim, address_of(sinks), address_of(alibi_slopes)),
         )
         cache = self._cache_of(k_cache, v_cache, head_dim)
         self._library.baton_attend(

@@ -19,12 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.triton.attention.paged_context import (
+    biases_of,
     cached_rows,
     cached_tile,
     merge_shares,
     queries_for,
     scaled_scores,
     share_of,
+    with_sinks,
 )
 from services.worker.ops.triton.attention.tiles import decode_tile, padded
 from services.worker.ops.triton.products import dot
@@ -45,6 +47,8 @@ def decode_kernel(
     scale,
     k_scale,
     v_scale,
+    sinks,
+    slopes,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -84,6 +88,10 @@ def decode_kernel(
     mixed = tl.zeros([ROWS, PAD], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        most, total = with_sinks(sinks, kv_head * GROUP + of_group, of_group < GROUP, split == 0)
+    if slopes is not None:
+        slope = tl.load(slopes + kv_head * GROUP + of_group, mask=of_group < GROUP, other=0.0)
     for start in tl.range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         there = tokens < end
@@ -94,7 +102,10 @@ def decode_kernel(
         keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
         values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
         products = dot(query, tl.trans(keys), tl.zeros([ROWS, TILE], tl.float32))
-        scores = tl.where(there[None, :], scaled_scores(products, scale, SOFTCAP), float("-inf"))
+        scores = scaled_scores(products, scale, SOFTCAP)
+        if slopes is not None:
+            scores += biases_of(slope, tokens[None, :] - (length - 1))
+        scores = tl.where(there[None, :], scores, float("-inf"))
         # A tile has a token that is there, so `newest` is finite from the first one on.
         newest = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp2(most - newest)
@@ -129,13 +140,16 @@ def decode_attention(
     out: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """q [S, H, D], caches [num_blocks, KV, block_size, D] → [S, H * D], written to `out` where it is given.
 
     Row s is the newest token of a sequence of context_lens[s] cached tokens, its own among them; a length of 0 is a
     padded row and gives zeros. Caches of float8_e4m3fn hold keys / `k_scale` and
     values / `v_scale` (float32 [1], 1 where None). `splits`: see
-    `decode_splits`; any number gives the same within rounding. Nothing is read from the device.
+    `decode_splits`; any number gives the same within rounding. `sinks` and `alibi_slopes`: see `Ops.paged_attention`.
+    Nothing is read from the device.
     """
     sequences, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -159,6 +173,8 @@ def decode_attention(
         scale,
         k_scale,
         v_scale,
+        sinks,
+        alibi_slopes,
         HEADS=heads,
         KV_HEADS=kv_heads,
         BLOCK=k_cache.shape[2],

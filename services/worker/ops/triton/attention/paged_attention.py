@@ -32,6 +32,8 @@ def paged_attention(
     softcap: float | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """See :meth:`services.worker.ops.interface.Ops.paged_attention`. Caches [num_blocks, KV, block_size, D],
     float8_e4m3fn too.
@@ -55,6 +57,8 @@ def paged_attention(
             out=out,
             k_scale=k_scale,
             v_scale=v_scale,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
         )
     if meta.prefills:
         prefill_attention(
@@ -73,6 +77,8 @@ def paged_attention(
             out=out,
             k_scale=k_scale,
             v_scale=v_scale,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
         )
     return out
 
@@ -125,6 +131,8 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """[n, H * D], see `Ops.paged_attention`."""
 
@@ -192,8 +200,19 @@ class FlashAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """See `PagedAttention`. Decodes and prefills in one launch."""
+        """See `PagedAttention`. All in one launch; with sinks or slopes, which it does not know, by ours."""
+        if sinks is not None or alibi_slopes is not None:
+            return paged_attention(
+                *(q, k_cache, v_cache, meta),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+            )
         out: Tensor = self._attend(
             q=q,
             # It takes tokens before heads, in whatever strides.

@@ -73,6 +73,22 @@ def scaled_scores(products, scale, SOFTCAP: tl.constexpr):
     return scores
 
 
+@triton.jit
+def biases_of(slope, ahead):
+    """ALiBi's biases [rows, tokens] as powers of two: `ahead` is how far a token is ahead of a row, at most 0."""
+    return (slope * LOG2_E)[:, None] * ahead.to(tl.float32)
+
+
+@triton.jit
+def with_sinks(sinks, heads, there, mine):
+    """(greatest score as a power of two, sum of chances) of rows that saw nothing yet but their heads' sinks.
+
+    A sink is counted once: by the program of the first share of a context, the one for which `mine` is true."""
+    sink = tl.load(sinks + heads, mask=there, other=0.0) * LOG2_E
+    most = tl.where(mine, sink, float("-inf"))
+    return most, tl.where(mine, tl.zeros_like(sink) + 1.0, 0.0)
+
+
 MERGED_AT_ONCE = 32
 """Shares that the kernel loads at once: as many as most launches have."""
 

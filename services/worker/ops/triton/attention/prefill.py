@@ -25,11 +25,13 @@ from torch import Tensor
 from services.worker.ops.gpu import generation
 from services.worker.ops.triton.attention.paged_context import (
     LOG2_E,
+    biases_of,
     cached_rows,
     cached_tile,
     merge_shares,
     queries_for,
     scaled_scores,
+    with_sinks,
 )
 from services.worker.ops.triton.attention.tiles import padded, prefill_tile
 from services.worker.ops.triton.products import dot
@@ -47,6 +49,7 @@ def _over_tiles(
     end,
     seen_from,
     scale,
+    slope,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -54,6 +57,7 @@ def _over_tiles(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
     BLIND: tl.constexpr,
 ):
@@ -75,9 +79,11 @@ def _over_tiles(
         scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], TILE], tl.float32))
         # Scaled within the power's own multiplication and addition, unless a cap comes between.
         factor = scale * LOG2_E
-        if SOFTCAP is not None:
+        if SOFTCAP is not None or ALIBI:
             scores = scaled_scores(scores, scale, SOFTCAP)
             factor = 1.0
+        if ALIBI:
+            scores += biases_of(slope, tokens[None, :] - position[:, None])
         if MASKED:
             seen = tokens[None, :] <= position[:, None]
             if WINDOW is not None:
@@ -111,6 +117,8 @@ def prefill_kernel(
     scale,
     k_scale,
     v_scale,
+    sinks,
+    slopes,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -131,6 +139,7 @@ def prefill_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     CHUNKS: tl.constexpr = (GROUP + PACK - 1) // PACK
     QUERIES: tl.constexpr = ROWS // PACK
+    ALIBI: tl.constexpr = slopes is not None
     kv_head, sequence = tl.program_id(0) // CHUNKS, tl.program_id(1)
     first_row = tl.load(starts + sequence)
     rows = tl.load(starts + sequence + 1) - first_row
@@ -161,11 +170,14 @@ def prefill_kernel(
         scale = scale * tl.load(k_scale)
     table = tables + sequence.to(tl.int64) * width
     caches = (k_cache, v_cache)
-    state = (
-        tl.zeros([ROWS, PAD], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-    )
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        most, total = with_sinks(sinks, kv_head * GROUP + of_group, of_group < GROUP, split == 0)
+    slope = total
+    if ALIBI:
+        slope = tl.load(slopes + kv_head * GROUP + of_group, mask=of_group < GROUP, other=0.0)
+    state = (tl.zeros([ROWS, PAD], tl.float32), most, total)
     begin = first * 0
     seen_from = first * 0
     low = first * 0
@@ -180,17 +192,17 @@ def prefill_kernel(
         high = tl.minimum(low + share, end)
     if WINDOW is not None:
         state = _over_tiles(
-            *(state, query, position, caches, table, kv_head, low, tl.minimum(begin, high), seen_from, scale),
-            *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, True, True),
+            *(state, query, position, caches, table, kv_head, low, tl.minimum(begin, high), seen_from, scale, slope),
+            *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, ALIBI, True, True),
         )
     begin = tl.maximum(begin, low)
     state = _over_tiles(
-        *(state, query, position, caches, table, kv_head, begin, tl.minimum(whole_end, high), 0, scale),
-        *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, False, False),
+        *(state, query, position, caches, table, kv_head, begin, tl.minimum(whole_end, high), 0, scale, slope),
+        *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, ALIBI, False, False),
     )
     state = _over_tiles(
-        *(state, query, position, caches, table, kv_head, tl.maximum(begin, whole_end), high, seen_from, scale),
-        *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, True, SPLIT or WINDOW is not None),
+        *(state, query, position, caches, table, kv_head, tl.maximum(begin, whole_end), high, seen_from, scale, slope),
+        *(KV_HEADS, BLOCK, DIM, PAD, TILE, WINDOW, SOFTCAP, ALIBI, True, SPLIT or WINDOW is not None),
     )
     mixed, most, total = state
     # Rows of padding may have seen nothing, and rows of a share.
@@ -223,13 +235,16 @@ def prefill_attention(
     out: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """q [n, H, D], caches [num_blocks, KV, block_size, D] → [n, H * D], written to `out` where it is given.
 
     Sequence s owns the rows query_starts[s] to query_starts[s + 1], `max_query` at most, which are the last ones of its
     context_lens[s] cached tokens. Rows before `first_row` are nobody's, and left as they are in `out`; those from it on
     are somebody's. `splits`: see `prefill_splits`; any number gives the same within rounding. Caches of float8_e4m3fn
-    hold keys / `k_scale` and values / `v_scale` (float32 [1], 1 where None). Nothing is read from the device.
+    hold keys / `k_scale` and values / `v_scale` (float32 [1], 1 where None). `sinks` and
+    `alibi_slopes`: see `Ops.paged_attention`. Nothing is read from the device.
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -258,6 +273,8 @@ def prefill_attention(
         scale,
         k_scale,
         v_scale,
+        sinks,
+        alibi_slopes,
         HEADS=heads,
         KV_HEADS=kv_heads,
         BLOCK=k_cache.shape[2],

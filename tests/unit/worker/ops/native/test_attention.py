@@ -36,6 +36,14 @@ class Shape:
 class Kind:
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+
+    def of_heads(self, heads: int) -> dict[str, Tensor]:
+        """The arguments that have a number for each head."""
+        number = torch.arange(1, heads + 1)
+        sinks = {"sinks": number * 0.7 - 1.0} if self.sinks else {}
+        return sinks | ({"alibi_slopes": 2.0 ** (-0.7 * number)} if self.alibi else {})
 
 
 class Cached:
@@ -60,7 +68,11 @@ class Cached:
             qkv, meta, self.cos_sin, *self.caches, heads=heads, q_norm=q_norm, k_norm=k_norm, eps=1e-6
         )
         out = self.ops.paged_attention(
-            queries, *self.caches, meta, scale=self.shape.dim**-0.5, window=kind.window, softcap=kind.softcap
+            *(queries, *self.caches, meta),
+            scale=self.shape.dim**-0.5,
+            window=kind.window,
+            softcap=kind.softcap,
+            **kind.of_heads(heads),
         )
         return dict(zip(counts, out.split([rows.count for rows in sequences]), strict=True))
 
@@ -73,7 +85,9 @@ class Cached:
         q, k = (rope_reference(x, self.cos_sin[:end]).to(dtype) for x in (q, k))
         scale = shape.dim**-0.5
         window, softcap = kind.window, kind.softcap
-        return attention_reference(q[first:], k, v.to(dtype), scale=scale, window=window, softcap=softcap)
+        return attention_reference(
+            *(q[first:], k, v.to(dtype)), scale=scale, window=window, softcap=softcap, **kind.of_heads(shape.heads)
+        )
 
 
 def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -118,6 +132,15 @@ def test_windows_and_soft_caps_equal_float64(dtype: torch.dtype, kind: Kind) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "kind",
+    [Kind(sinks=True), Kind(alibi=True), Kind(window=20, sinks=True), Kind(softcap=3.0, sinks=True, alibi=True)],
+)
+def test_sinks_and_slopes_equal_float64(dtype: torch.dtype, kind: Kind) -> None:
+    _check(Cached(native(dtype), Shape(6, 2, 64), [19, 258, 700]), kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [32, 64])
 def test_blocks_of_any_size_give_the_same_bits(dtype: torch.dtype, size: int) -> None:
     shape, kind, contexts = Shape(6, 2, 80), Kind(window=300), [5, 18, 64, 130, 700]
@@ -134,7 +157,7 @@ def test_every_level_of_instructions_computes_the_same_function(level: Level, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [Kind(), Kind(window=100)])
+@pytest.mark.parametrize("kind", [Kind(), Kind(window=100), Kind(sinks=True, alibi=True)])
 def test_neither_chunks_of_a_prompt_nor_its_batch_change_a_bit(dtype: torch.dtype, kind: Kind) -> None:
     contexts = [600, 17, 64, 5, 2, 333]
     whole = Cached(native(dtype), Shape(6, 2, 64), contexts)
@@ -163,13 +186,13 @@ def test_decodes_equal_their_rows_of_a_prefill_in_batches_of_any_size(dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_context_cut_for_several_threads_equals_one_thread_bit_for_bit(dtype: torch.dtype) -> None:
-    results = []
+    results, kind = [], Kind(sinks=True, alibi=True)
     for threads in (1, 4):
         cached = Cached(native(dtype, threads), Shape(2, 1, 32), [1500])
-        cached.step({0: (0, 1499)}, Kind())
-        results.append(cached.step({0: (1499, 1500)}, Kind())[0])
+        cached.step({0: (0, 1499)}, kind)
+        results.append(cached.step({0: (1499, 1500)}, kind)[0])
     assert torch.equal(results[0], results[1])
-    expected = cached.expected(0, 1499, 1500, Kind())
+    expected = cached.expected(0, 1499, 1500, kind)
     torch.testing.assert_close(results[0].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

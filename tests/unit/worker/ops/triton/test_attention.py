@@ -28,6 +28,17 @@ def _decoded(cached: Cached, splits: int) -> torch.Tensor:
     return decode_attention(cached.q, cached.k_cache, cached.v_cache, tables, lengths, splits=splits, **cached.asked())
 
 
+def _prefilled(cached: Cached, splits: int) -> torch.Tensor:
+    meta = cached.meta()
+    return prefill_attention(
+        *(cached.q, cached.k_cache, cached.v_cache, meta.block_tables, meta.query_starts, meta.context_lens),
+        max_query=meta.max_query,
+        splits=splits,
+        **cached.asked(),
+        **cached.scales(),
+    )
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_decodes_equal_float64_for_any_head_size(dim: int) -> None:
     Cached(Shape(dim=dim), [(1, 17), (1, 40)]).check()
@@ -45,6 +56,23 @@ def test_blocks_may_have_32_or_64_tokens(size: int, window: int | None) -> None:
     cached.check()
     decodes = Cached(Shape(dim=32, block_size=size, window=window), [(1, 130), (1, 7)])
     decodes.check(_decoded(decodes, 3))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(sinks=True),
+        Shape(alibi=True),
+        Shape(heads=6, dim=32, window=9, sinks=True),
+        Shape(heads=6, softcap=2.0, sinks=True, alibi=True, dtype=torch.bfloat16),
+    ],
+)
+def test_sinks_and_slopes_equal_float64_whole_and_in_shares(shape: Shape) -> None:
+    Cached(shape, [(1, 40), (1, 3), (9, 70), (5, 5)]).check()
+    decodes = Cached(shape, [(1, 130), (1, 7)])
+    decodes.check(_decoded(decodes, 3))
+    prefills = Cached(shape, [(3, 130), (4, 50)])
+    prefills.check(_prefilled(prefills, 3))
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 71])
@@ -106,15 +134,7 @@ def test_prefills_of_any_lengths_windows_and_caps_equal_float64(data: st.DataObj
         softcap=data.draw(st.none() | st.sampled_from([1.0, 30.0])),
     )
     cached = Cached(shape, sequences, seed=data.draw(st.integers(0, 99)))
-    meta = cached.meta()
-    out = prefill_attention(
-        *(cached.q, cached.k_cache, cached.v_cache, meta.block_tables, meta.query_starts, meta.context_lens),
-        max_query=meta.max_query,
-        splits=data.draw(st.integers(1, 5)),
-        **cached.asked(),
-        **cached.scales(),
-    )
-    cached.check(out)
+    cached.check(_prefilled(cached, data.draw(st.integers(1, 5))))
 
 
 @settings(max_examples=10, deadline=None)
