@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from deploy.supervisor.cluster.folder import ClusterFolder
 from deploy.supervisor.core.plan import ROLES, Pool, ProcessSpec, process_specs
-from deploy.supervisor.spec import StackSpec
+from deploy.supervisor.spec import FEDERATION_FOLDER, StackSpec
 from deploy.supervisor.state_file import LOCK
 from services.coordinator.config import CoordinatorConfig
 from shared.config import load_config, process_environment
@@ -129,7 +129,11 @@ def _federation(spec: StackSpec) -> dict[str, str]:
     """The cluster's name is a setting of the user's own."""
     if spec.federation is None:
         return {}
-    return {"federation_address": spec.federation.address, "federation_model": spec.federation.model}
+    return {
+        "federation_address": spec.federation.cluster_address,
+        "federation_model": spec.federation.model,
+        "federation_state": str(spec.run_dir.absolute() / FEDERATION_FOLDER / "drained.json"),
+    }
 
 
 def _ranks(spec: StackSpec, process: ProcessSpec) -> int:

@@ -63,6 +63,10 @@ class ClusterSpec(Struct, frozen=True, kw_only=True):
     """The first host's name and address, for people; None on that one."""
 
 
+FEDERATION_FOLDER = "federation"
+"""In the run directory: certificates, the server's configuration, and whether the cluster is drained."""
+
+
 class FederationSpec(Struct, frozen=True, kw_only=True):
     """This stack's part in a federation of several, each with a name and a bus of its own."""
 
@@ -76,10 +80,17 @@ class FederationSpec(Struct, frozen=True, kw_only=True):
     """What all clusters share: by it they let each other in."""
     model: str
     """Fingerprint of the model's files, in hexadecimal."""
+    of: str | None = None
+    """On a host that joined: `address` of the first host's server, by which the cluster is known. None: its own."""
+
+    @property
+    def cluster_address(self) -> str:
+        """HOST:PORT, by which the cluster is known to the others, on all its hosts."""
+        return self.of or self.address
 
     @property
     def address(self) -> str:
-        """HOST:PORT, by which this cluster's server is known to the others."""
+        """HOST:PORT, by which this host's server is known to the others."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 

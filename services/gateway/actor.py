@@ -17,6 +17,7 @@ from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import GatewayLife, StreamRecords
 from services.gateway.federation.admin import ADMIN_DESCRIPTION, ADMIN_NAME, ADMIN_VERSION, ClusterAdmin
+from services.gateway.federation.drain_file import DrainFile
 from services.gateway.federation.federation import Federation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.app import build_app
@@ -94,7 +95,10 @@ class Gateway(Actor):
         self.federation: Federation | None = None
         if clusters is not None:
             options = config.federation_options()
-            self.federation = Federation(clusters, self.requests, lambda: connect(options), bus.liveness_now)
+            drain_file = DrainFile(config.federation_state)
+            self.federation = Federation(
+                clusters, self.requests, lambda: connect(options), bus.liveness_now, drain_file=drain_file
+            )
         self.peers = GatewayPeers(bus, self._gateway)
         own = GatewayLife(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)

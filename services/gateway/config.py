@@ -210,6 +210,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(pattern="^([0-9a-f]{2}){0,32}\\Z", description="Fingerprint of the model's files, in hexadecimal."),
     ] = ""
     """Clusters with another one for the same name are refused; empty: none is."""
+    federation_state: Annotated[
+        Path | None,
+        Meta(description="File that remembers whether this cluster is drained; none: forgotten with its last gateway."),
+    ] = None
     federation_wait_s: Annotated[
         Seconds,
         Meta(description="Seconds that a request may queue here while another cluster has room."),

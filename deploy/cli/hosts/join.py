@@ -49,6 +49,7 @@ OPTIONS = (
     "host",
     "port",
     "keys_file",
+    "federation_address",
     "gpu_memory_utilization",
     "kv_memory",
     "max_num_seqs",
@@ -185,6 +186,7 @@ UNSET = {
     "engines": "1, or 0 beside pools",
     "tp": "as on the first host",
     "pp": "as on the first host",
+    "federation_address": "where --advertise-address is, at the first host's port; only with --gateways",
 }
 """What applies here where an option is not given, other than with `baton up`."""
 

@@ -19,6 +19,7 @@ from deploy.cli.up.choices import (
     store_choice,
 )
 from deploy.cli.up.options import placed, service_settings, stack_settings
+from deploy.cli.up.other_hosts import host_address
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_NAME, model_folder
 from deploy.supervisor.adoption import left_stack
@@ -27,7 +28,7 @@ from deploy.supervisor.cluster.messages import HostMembership
 from deploy.supervisor.core.plan import Counts, LightService
 from deploy.supervisor.servers.arenas import clear_leftovers
 from deploy.supervisor.settings import StackSettings
-from deploy.supervisor.spec import ClusterSpec, OutsideBus, StackSpec, StoreSpec
+from deploy.supervisor.spec import ClusterSpec, FederationSpec, OutsideBus, StackSpec, StoreSpec
 from shared.config import ServiceConfig
 from shared.ids import ModelName
 from shared.settings import settings_of
@@ -83,7 +84,10 @@ def joined_spec(
     own: Settings = {
         "worker": {} if threads is None else {"threads": str(threads)},
         "kvstore": ssd_settings(values, has_store=store is not None),
-        "gateway": {} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())},
+        "gateway": {
+            **({} if keys_file is None else {"keys_file": str(Path(keys_file).absolute())}),
+            **({} if found.federation is None else {"cluster": found.federation.cluster}),
+        },
     }
     load_format = found.settings.get("worker", {}).get("load_format")
     spec = StackSpec(
@@ -98,6 +102,7 @@ def joined_spec(
         store=store or StoreSpec(node=host.node),
         settings=merged(found.settings, service_settings(values), own, assigned),
         api_keys=found.api_keys if counts.gateway else (),
+        federation=_federation(host, stack) if counts.gateway else None,
         outside_bus=OutsideBus(urls=found.outside_bus) if found.outside_bus else None,
         cluster=ClusterSpec(
             node=host.node,
@@ -116,6 +121,27 @@ def joined_spec(
     if counts.gateway:
         check_gateway(spec)
     return spec
+
+
+def _federation(host: HostMembership, stack: StackSettings) -> FederationSpec | None:
+    """This host's own server in the stack's federation: the cluster stays in it while the first host is away."""
+    found = host.stack.federation
+    if found is None:
+        if stack.federation_address is not None:
+            raise CommandError("--federation-address: the stack is in no federation", status=2)
+        return None
+    address, port = host.address, found.port
+    if stack.federation_address is not None:
+        address, port = host_address("--federation-address", stack.federation_address, found.port)
+    return FederationSpec(
+        cluster=found.cluster,
+        host=address,
+        port=port,
+        others=(found.address, *found.others),
+        secret=found.secret,
+        model=found.model,
+        of=found.address,
+    )
 
 
 def _check_same_host(host: HostMembership, values: Mapping[str, Any], stack: StackSettings) -> None:

@@ -164,6 +164,9 @@ OWN_TO_A_HOST = frozenset(
         "bind",
         "cluster",
         "directory",
+        "federation_address",
+        "federation_model",
+        "federation_state",
         "journal",
         "kv_ssd",
         "kv_ssd_size",
@@ -177,13 +180,14 @@ OWN_TO_A_HOST = frozenset(
         "kvstore_memory",
         # Secrets that a host gets in another way, or brings itself.
         "api_keys",
+        "federation_url",
         "kv_connector_extra_config",
         "kv_tiers",
         "overflow_key",
         "redis_url",
     }
 )
-OWN_PREFIXES = ("federation_", "nats_", "transfer_")
+OWN_PREFIXES = ("nats_", "transfer_")
 
 
 def shared_settings(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:

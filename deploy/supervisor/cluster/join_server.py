@@ -29,6 +29,7 @@ from deploy.supervisor.cluster.messages import (
     MAX_LINE,
     AuthorityReply,
     AuthorityRequest,
+    FederationMembership,
     JoinAnswer,
     JoinMessage,
     JoinRefusal,
@@ -205,6 +206,20 @@ class JoinServer:
             orphan_timeout=spec.orphan_timeout,
             fingerprint=self._rules.model,
             model_servers=(*self._own_model_server(), *self._alive.model_servers()),
+            federation=self._federation(),
+        )
+
+    def _federation(self) -> FederationMembership | None:
+        spec = self._spec.federation
+        if spec is None:
+            return None
+        return FederationMembership(
+            cluster=spec.cluster,
+            address=spec.cluster_address,
+            port=spec.port,
+            others=spec.others,
+            secret=spec.secret,
+            model=spec.model,
         )
 
     def _own_model_server(self) -> tuple[str, ...]:

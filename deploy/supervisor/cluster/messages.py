@@ -13,7 +13,7 @@ from msgspec import Struct
 from deploy.supervisor.cluster.model_fingerprint import ModelFingerprint
 from deploy.supervisor.core.plan import Counts
 from shared.blocks import DEFAULT_BLOCK_SIZE
-from shared.ids import ModelName, NodeId
+from shared.ids import ClusterName, ModelName, NodeId
 
 MAX_LINE = 256 * 1024
 """Bytes of one message."""
@@ -97,6 +97,20 @@ class JoinRefusal(Struct, frozen=True, tag=True):
         return f"{self.field} {self.value}: {self.allowed}"
 
 
+class FederationMembership(Struct, frozen=True, kw_only=True):
+    """The federation that a stack is in, for gateways of another host."""
+
+    cluster: ClusterName
+    address: str
+    """HOST:PORT by which the cluster is known to the others."""
+    port: int
+    """Of the new host's own federation server, where it does not choose another."""
+    others: tuple[str, ...] = ()
+    secret: str
+    model: str
+    """Fingerprint of the model's files, in hexadecimal."""
+
+
 class StackMembership(Struct, frozen=True, tag=True, kw_only=True):
     """Everything that a host needs to be part of the stack. It keeps this, and comes back with it."""
 
@@ -133,6 +147,7 @@ class StackMembership(Struct, frozen=True, tag=True, kw_only=True):
     """Of the first host's model. None: a first host of an earlier release."""
     model_servers: tuple[str, ...] = ()
     """HOST:PORT where hosts send it, the first host first."""
+    federation: FederationMembership | None = None
 
 
 class HostMembership(Struct, frozen=True, kw_only=True):

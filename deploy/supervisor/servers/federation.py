@@ -14,13 +14,12 @@ from deploy.supervisor.processes import ChildProcesses
 from deploy.supervisor.servers.nats import NatsServerUnavailable, find_binary
 from deploy.supervisor.servers.nats_config import MAX_PAYLOAD, user_block
 from deploy.supervisor.servers.server_process import HOST, ServerNotStarted, ServerProcess, free_port
-from deploy.supervisor.spec import FederationSpec, StackSpec, TlsFiles
+from deploy.supervisor.spec import FEDERATION_FOLDER, FederationSpec, StackSpec, TlsFiles
 from deploy.supervisor.state_file import StackState, write_private
 from services.gateway.federation.topics import USER, federation_permissions
 from shared.private_files import PRIVATE_FOLDER
 
 NAME = "federation-server"
-FOLDER = "federation"
 PEER_USER = "cluster"
 PING_SECONDS = 2
 """A link over which nothing comes back for three times as long is closed, and made anew for ever."""
@@ -34,7 +33,7 @@ class FederationFolder:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir.absolute() / FOLDER
+        self.path = run_dir.absolute() / FEDERATION_FOLDER
 
     @property
     def tls(self) -> TlsFiles:
@@ -117,7 +116,7 @@ class FederationServer:
         if federation is None:
             return
         self.port = (former.federation_port if former else None) or free_port()
-        config = self._spec.run_dir / FOLDER / "nats.conf"
+        config = self._spec.run_dir / FEDERATION_FOLDER / "nats.conf"
         self.process = ServerProcess(NAME, [str(find_binary()), "-c", str(config)], (HOST, self.port), children, logs)
         if not self.process.is_adopted:
             tls = FederationFolder(self._spec.run_dir).prepare(federation)

@@ -100,7 +100,8 @@ class RemoteClusters:
         """`since`: Unix seconds of this gateway's start."""
         self.own = own
         self.drained = False
-        self._switched = 0.0
+        self.switched = 0.0
+        """Unix seconds of the word that `drained` is."""
         self._since = since
         self._rooms: dict[ModelName, Room] = {}
         self._clusters: dict[tuple[ClusterName, str], _RemoteCluster] = {}
@@ -137,9 +138,9 @@ class RemoteClusters:
     def switch(self, drained: bool, at: float) -> bool:
         """Takes the newest word on whether this cluster is drained, said at `at` (Unix seconds). Returns whether it is
         news."""
-        if at <= self._switched:
+        if at <= self.switched:
             return False
-        self.drained, self._switched = drained, at
+        self.drained, self.switched = drained, at
         return True
 
     def record_rooms(self, rooms: Mapping[ModelName, Room]) -> None:
@@ -183,7 +184,7 @@ class RemoteClusters:
             sent=wall,
             models=models,
             drained=self.drained,
-            switched=self._switched,
+            switched=self.switched,
             min_protocol=MIN_PROTOCOL,
             protocol=PROTOCOL,
             block_size=self.own.block_size,

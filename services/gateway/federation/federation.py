@@ -12,6 +12,7 @@ from typing import Any
 
 from services.gateway.core.remote_clusters import STATUS_SECONDS, ClusterEntry, OwnCluster, RemoteClusters
 from services.gateway.engine_prober import PROBE_TIMEOUT
+from services.gateway.federation.drain_file import DrainFile, DrainState
 from services.gateway.federation.relayed_requests import Output, RelayedRequests, refusal_of
 from services.gateway.federation.topics import (
     cluster_requests,
@@ -47,11 +48,16 @@ class Federation:
         connect: Callable[[], Awaitable[Bus]],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = time.time,
+        drain_file: DrainFile | None = None,
     ) -> None:
-        """`clock`: liveness of the stack's own bus, which all deadlines of requests are counted on."""
+        """`clock`: liveness of the stack's own bus, which all deadlines of requests are counted on. `drain_file`: where
+        it is remembered whether this cluster is drained."""
         self.clusters, self._requests = clusters, requests
         self._connect, self._clock, self._wall = connect, clock, wall_clock
         self._own: OwnCluster = clusters.own
+        self._drain_file = drain_file or DrainFile(None)
+        if (left := self._drain_file.read()) is not None:
+            clusters.switch(left.drained, left.switched)
         self.relayed = RelayedRequests(clusters.own, requests)
         self._bus: Bus | None = None
         self._intake: Subscription | None = None
@@ -126,8 +132,11 @@ class Federation:
             await self._publish(cluster_statuses(), self.clusters.own_status(self._wall()))
 
     async def _record_status(self, status: ClusterStatus) -> None:
+        before = self.clusters.switched
         for relay in self.clusters.record_status(status, self._clock(), self._wall()):
             await self._relay_gone(relay)
+        if self.clusters.switched != before:
+            self._remember_drain()
         refused = {(each.name, each.address): each.reason for each in self.clusters.listing() if each.reason}
         for key, reason in refused.items():
             if key not in self._refused:
@@ -145,11 +154,15 @@ class Federation:
         """New requests leave this cluster, or stay again; open streams move after a while, where that is wanted."""
         if not self.clusters.switch(switch.drained, switch.switched):
             return
+        self._remember_drain()
         log.info("cluster drained" if switch.drained else "cluster undrained", extra={"move_after": switch.move_after})
         self._move_at = None
         if switch.drained and switch.move_after is not None:
             self._move_at = self._clock() + switch.move_after
         await self.say_status()
+
+    def _remember_drain(self) -> None:
+        self._drain_file.write(DrainState(self.clusters.drained, self.clusters.switched))
 
     async def _record_message(self, message: RequestMessage) -> None:
         await self._requests.handle(message)

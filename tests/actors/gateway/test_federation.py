@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -186,6 +187,22 @@ async def test_a_drained_cluster_sends_its_requests_away_until_it_is_undrained()
         await switch(eu, "undrain", "eu")
         assert await content(eu, max_tokens=8) == said(8)
         assert len(served(eu)) == 2
+
+
+async def test_a_drained_cluster_is_still_drained_when_its_gateways_were_started_anew(tmp_path: Path) -> None:
+    async with federated("eu", "us", folder=tmp_path) as (_, us):
+        await switch(us, "drain", "eu")
+    async with federated("eu", "us", folder=tmp_path) as (eu, us):
+        assert eu.states()["eu"] == us.states()["eu"] == "drained"
+        await eventually(lambda: eu.federation.clusters.has_room(MODEL))
+        assert await content(eu, max_tokens=8) == said(8)
+        assert (len(served(eu)), len(served(us))) == (0, 1)
+        await switch(eu, "undrain", "eu")
+    async with federated("eu", "us", folder=tmp_path) as (eu, _):
+        assert eu.states() == {"eu": "here", "us": "ready"}
+    (tmp_path / "eu.json").write_text("no JSON")
+    async with federated("eu", "us", folder=tmp_path) as (eu, _):
+        assert eu.states() == {"eu": "here", "us": "ready"}
 
 
 async def test_open_streams_move_where_that_is_wanted() -> None:

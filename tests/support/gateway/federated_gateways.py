@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from services.gateway.federation.federation import Federation
@@ -62,9 +63,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def federated(*names: str, step: float = 0.0, **settings: Any) -> AsyncIterator[list[Cluster]]:
-    """Clusters of these names, which know each other and have room. `settings`: of all their gateways; a mapping by
-    name is of one each."""
+async def federated(
+    *names: str, step: float = 0.0, folder: Path | None = None, **settings: Any
+) -> AsyncIterator[list[Cluster]]:
+    """Clusters of these names, which know each other and have room where they are not drained. `settings`: of all their
+    gateways. `folder`: where each remembers whether it is drained."""
     wire = MemoryBus()
     async with AsyncExitStack() as stacks:
         found = []
@@ -77,7 +80,13 @@ async def federated(*names: str, step: float = 0.0, **settings: Any) -> AsyncIte
             async def connect(_: object, link: Link = link) -> Bus:
                 return link
 
-            own = {"cluster": name, "federation_address": f"127.0.0.1:{port}", "federation_url": "nats://u:p@127.0.0.1"}
+            own: dict[str, Any] = {
+                "cluster": name,
+                "federation_address": f"127.0.0.1:{port}",
+                "federation_url": "nats://u:p@127.0.0.1",
+            }
+            if folder is not None:
+                own["federation_state"] = folder / f"{name}.json"
             stack = await stacks.enter_async_context(
                 gateway_stack(bus, ring=FakeRing(bus, step), connect=connect, **(own | settings))
             )
@@ -88,6 +97,7 @@ async def federated(*names: str, step: float = 0.0, **settings: Any) -> AsyncIte
         if len(set(names)) == len(names):
             for cluster in found:
                 await eventually(lambda c=cluster: sorted(c.states()) == sorted(names))  # type: ignore[misc]
-                await eventually(lambda c=cluster: c.federation.clusters.has_room(MODEL))  # type: ignore[misc]
+                if not any(each.federation.clusters.drained for each in found):
+                    await eventually(lambda c=cluster: c.federation.clusters.has_room(MODEL))  # type: ignore[misc]
         yield found
     await wire.close()
