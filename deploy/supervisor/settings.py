@@ -25,8 +25,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="Engines kept loaded without requests, which take the place of one that dies or is added by "
-            "`baton scale`. Each needs the memory of an engine.",
+            description="Engines kept loaded without requests, so many in each pool, which take the place of one that "
+            "dies or is added by `baton scale`. Each needs the memory of an engine.",
         ),
         UpOption(SIZE),
     ] = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,19 @@ async def test_the_time_of_a_promotion_is_measured(stack: RunningStack) -> None:
     assert startup["stages"] == {}, "loaded before"
     assert startup["ready"] > 0
     assert startup["first_token"] > 0
+
+
+@pytest.mark.features("re-dispatch", "prefill/decode")
+async def test_in_each_pool_a_standby_takes_the_place_of_one_that_dies(tmp_path: Path) -> None:
+    with running_stack(tmp_path, prefill=1, decode=1, settings=["worker.threads=1"], more=["--standby=1"]) as stack:
+        await until_shown(stack, prefill_1="ready", prefill_2="standby", decode_1="ready", decode_2="standby")
+        undisturbed = await streams(stack)
+        started = asyncio.Event()
+        open_streams = asyncio.create_task(streams(stack, started))
+        async with asyncio.timeout(DEADLINE):
+            await started.wait()
+        for rank in ("prefill-1-rank0", "decode-1-rank0"):
+            stack.kill(rank)
+        assert [each.text for each in await open_streams] == [each.text for each in undisturbed]
+        await until_shown(stack, prefill_1="standby", prefill_2="ready", decode_1="standby", decode_2="ready")
+        assert [each.text for each in await streams(stack)] == [each.text for each in undisturbed]

@@ -213,13 +213,13 @@ def mixed_engines(engines: int | None, prefill: int, decode: int) -> int:
 
 
 def standby_engines(stack: StackSettings) -> int:
-    """As many as were asked for. Raises CommandError where none could take another one's place."""
+    """As many as were asked for, in each pool. Raises CommandError where none could take another one's place."""
     if not stack.standby:
         return 0
     if stack.nodes > 1:
         raise CommandError(f"--standby {stack.standby}: engines over several hosts cannot be replaced so", status=2)
-    if not mixed_engines(stack.engines, stack.prefill, stack.decode):
-        raise CommandError(f"--standby {stack.standby}: for --engines; prefill and decode engines have none", status=2)
+    if stack.engines == stack.prefill == stack.decode == 0:
+        raise CommandError(f"--standby {stack.standby}: there are no engines whose place one could take", status=2)
     return stack.standby
 
 

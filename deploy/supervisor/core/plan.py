@@ -48,7 +48,7 @@ class Counts(Struct, frozen=True, kw_only=True):
     decode_ranks: int = 1
     decode_stages: int = 1
     standby: int = 0
-    """Engines of the pool `engines` that are kept loaded beside those that serve."""
+    """Engines of each pool that has any which are kept loaded beside those that serve."""
     kvstore: int = 0
     """KV stores on this host: 1 or 0."""
     engine_stores: bool = False
@@ -99,16 +99,19 @@ class Counts(Struct, frozen=True, kw_only=True):
         """Whether this host decides where its engines' ranks meet: not one that only runs ranks for the first host."""
         return self.host == 0
 
+    def standby_of(self, pool: Pool) -> int:
+        """Engines of a pool that stand by; none where the stack starts without any of its kind."""
+        return self.standby if self.of(pool) else 0
+
     @property
     def all_engines(self) -> int:
         """Engines of all pools, and those that stand by."""
-        return sum(self.of(pool) for pool in POOLS) + self.standby
+        return sum(self.of(pool) + self.standby_of(pool) for pool in POOLS)
 
     @property
     def all_ranks(self) -> int:
         """Worker processes on this host."""
-        standing_by = self.standby * len(self.ranks_here("engines"))
-        return sum(self.of(pool) * len(self.ranks_here(pool)) for pool in POOLS) + standing_by
+        return sum((self.of(pool) + self.standby_of(pool)) * len(self.ranks_here(pool)) for pool in POOLS)
 
 
 class ProcessSpec(NamedTuple):

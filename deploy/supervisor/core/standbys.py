@@ -6,45 +6,44 @@ from collections.abc import Iterator, Mapping
 
 from deploy.supervisor.core.events import SetStandby
 from deploy.supervisor.core.members import SupervisedProcess
-from deploy.supervisor.core.plan import Pool
+from deploy.supervisor.core.plan import POOLS, Counts, Pool
 from shared.ids import EngineId, InstanceId
-
-STANDBY_POOL: Pool = "engines"
-"""Engines that both prefill and decode; the others' roles are settled by `--prefill` and `--decode`."""
 
 
 class StandbyEngines:
     """Decides who stands by and who serves: `SupervisedProcess.standby` of all processes of an engine. What a scheduler
-    says otherwise is put right, unless an operator has decided it: then that counts."""
+    says otherwise is put right, unless an operator has decided it: then that counts. A standby has the role of its
+    pool, and takes a place in that pool only."""
 
-    def __init__(self, members: Mapping[InstanceId, SupervisedProcess], wanted: int) -> None:
+    def __init__(self, members: Mapping[InstanceId, SupervisedProcess], counts: Counts) -> None:
         """`members` are the supervisor's, as they are at any time."""
-        self._members, self._wanted = members, wanted
+        self._members = members
+        self._wanted = {pool: counts.standby_of(pool) for pool in POOLS}
 
-    @property
-    def missing(self) -> int:
-        """Engines to be started, so that there are as many as wanted."""
-        return max(0, self._wanted - len(self._numbers())) if self._wanted else 0
+    def missing(self) -> Iterator[tuple[Pool, int]]:
+        """How many engines of which pools are to be started, so that there are as many as wanted."""
+        for pool, wanted in self._wanted.items():
+            standing_by = {each.process.number for each in self._schedulers(pool)} if wanted else set()
+            if (lacking := wanted - len(standing_by)) > 0:
+                yield pool, lacking
 
-    def _numbers(self) -> set[int]:
-        return {m.process.number for m in self._members.values() if m.standby and m.wanted}
-
-    def promote(self, most: int) -> list[InstanceId]:
-        """Has up to so many standby engines serve from now on, those first that are loaded; names their processes. Each
-        scheduler is told with its next lifecycle message, or by `commands`."""
-        by_worth = sorted(self._schedulers(), key=lambda each: (not each.is_ready, each.process.number))
+    def promote(self, pool: Pool, most: int) -> list[InstanceId]:
+        """Has up to so many standby engines of a pool serve from now on, those first that are loaded; names their
+        processes. Each scheduler is told with its next lifecycle message, or by `commands`."""
+        by_worth = sorted(self._schedulers(pool), key=lambda each: (not each.is_ready, each.process.number))
         promoted: list[InstanceId] = []
         for scheduler in by_worth[: max(0, most)]:
             promoted += self._mark(scheduler.process.engine, standby=False)
         return promoted
 
     def replace(self, engine: EngineId | None) -> bool:
-        """The engine has lost a process: where another one stands by, loaded, they change places. Whether they did."""
-        loaded = any(each.is_ready for each in self._schedulers())
+        """The engine has lost a process: where another one of its pool stands by, loaded, they change places. Whether
+        they did."""
         lost = [m for m in self._members.values() if m.process.engine == engine and not m.standby and m.wanted]
-        if engine is None or not loaded or not lost or lost[0].process.pool != STANDBY_POOL:
+        pool = lost[0].process.pool if lost else None
+        if engine is None or pool is None or not any(each.is_ready for each in self._schedulers(pool)):
             return False
-        self.promote(1)
+        self.promote(pool, 1)
         self._mark(engine, standby=True)
         return True
 
@@ -65,8 +64,9 @@ class StandbyEngines:
             if instance in (None, each.process.instance) and each.lifecycle.standby != each.standby:
                 yield SetStandby(each.process.instance, each.standby)
 
-    def _schedulers(self) -> list[SupervisedProcess]:
-        return [m for m in self._members.values() if m.standby and m.wanted and m.process.service == "scheduler"]
+    def _schedulers(self, pool: Pool) -> list[SupervisedProcess]:
+        standbys = [m for m in self._members.values() if m.standby and m.wanted and m.process.pool == pool]
+        return [member for member in standbys if member.process.service == "scheduler"]
 
     def _mark(self, engine: EngineId | None, *, standby: bool) -> list[InstanceId]:
         marked = [member for member in self._members.values() if member.process.engine == engine]

@@ -43,7 +43,7 @@ from deploy.supervisor.core.plan import (
     process_specs,
     stop_stage,
 )
-from deploy.supervisor.core.standbys import STANDBY_POOL, StandbyEngines
+from deploy.supervisor.core.standbys import StandbyEngines
 from shared.ids import EngineId, InstanceId
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.supervisor import ScaleRefusal, ScaleResult
@@ -79,7 +79,7 @@ class Supervisor:
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
         self._members: dict[InstanceId, SupervisedProcess] = {}
-        self._standbys = StandbyEngines(self._members, counts.standby)
+        self._standbys = StandbyEngines(self._members, counts)
         self._add_processes(all_process_specs(counts), 0.0)
         self._stops_asked = 0
         self._requested: dict[EngineId, str] = {}
@@ -132,7 +132,8 @@ class Supervisor:
         commands = list(self._apply(event, now))
         self.settled = self.settled or (self.all_ready and not self.stopping)
         if self.settled and not self.stopping:
-            self._add(STANDBY_POOL, self._standbys.missing, now, standby=True)
+            for pool, lacking in tuple(self._standbys.missing()):
+                self._add(pool, lacking, now, standby=True)
         match event:
             case LifecycleReceived(lifecycle):
                 commands += self._standbys.commands(lifecycle.instance)
@@ -348,7 +349,9 @@ class Supervisor:
         if self.stopping:
             return ReplyToScale(ScaleRefusal("the stack is stopping"))
         numbers = self._numbers(what)
-        promoted = self._standbys.promote(count - len(numbers)) if what == STANDBY_POOL else []
+        promoted = [
+            name for pool in POOLS if pool == what for name in self._standbys.promote(pool, count - len(numbers))
+        ]
         started = [*promoted, *self._add(what, count - len(self._numbers(what)), now)]
         stopping = self._dismiss(what, self._stop_candidates(what)[: max(0, len(numbers) - count)])
         return ReplyToScale(ScaleResult(started=tuple(started), stopping=tuple(stopping)))

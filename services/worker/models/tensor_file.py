@@ -25,7 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _CHUNK = 16 << 20
-"""Bytes read at once: far more than what a call costs, far less than a matrix."""
+"""Most bytes read at once: far more than what a call costs."""
+_MIN_CHUNK = 1 << 20
+"""Smaller pieces are not shared out among threads."""
 _THREADS = 8
 _GAP = 64 << 10
 """Bytes that are rather read and forgotten than left out."""
@@ -145,10 +147,14 @@ class TensorFiles:
         sizes = [math.prod(part.shape) for part in parts]
         read = torch.empty(sum(sizes), dtype=parts[0].tensor.dtype, device=self._device)
         self.bytes_read += read.nbytes
-        under_way = []
-        for part, target in zip(parts, torch.split(read, sizes), strict=True):
-            place = target.view(torch.uint8)
-            under_way += [self._threads.submit(self._fill, place, part.tensor, runs) for runs in _runs(*part)]
+        pieces = [
+            (target.view(torch.uint8), part.tensor, runs)
+            for part, target in zip(parts, torch.split(read, sizes), strict=True)
+            for runs in _runs(*part)
+        ]
+        under_way = [self._threads.submit(self._fill, *piece) for piece in pieces[:-1]]
+        for piece in pieces[-1:]:  # handing it over, too, costs more than reading it, on a busy machine
+            self._fill(*piece)
         for done in under_way:
             done.result()
         self.seconds_reading += time.perf_counter() - begun
@@ -216,7 +222,9 @@ def _runs(tensor: StoredTensor, rows: tuple[int, int] | None, columns: tuple[int
 
 
 def _pieces(offset: int, target: int, size: int) -> list[_Runs]:
-    return [_Runs(offset + at, target + at, min(_CHUNK, size - at), 1, 0) for at in range(0, size, _CHUNK)]
+    """So that all threads have a part of a matrix."""
+    chunk = min(_CHUNK, max(_MIN_CHUNK, -(-size // _THREADS)))
+    return [_Runs(offset + at, target + at, min(chunk, size - at), 1, 0) for at in range(0, size, chunk)]
 
 
 def _read(tensor: StoredTensor, runs: _Runs, buffer: memoryview) -> None:

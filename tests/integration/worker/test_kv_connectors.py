@@ -9,35 +9,23 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from kvstore.connectors.installed import keeps_blocks, open_connector
+from kvstore.connectors.installed import open_connector
 from kvstore.connectors.interface import CacheLayout, ConnectorConfig, KVConnectorBase, KVRole, LayerCache
-from services.scheduler.connector_host import ConnectorHalf
-from services.scheduler.core.limits import ConnectorUse, EngineLimits
+from services.scheduler.core.limits import EngineLimits
 from services.scheduler.core.transfer import connector as core_connector
 from services.worker.kv import connector_thread
-from services.worker.kv.connector_thread import ConnectorThread
 from shared.blocks import hash_chain
-from shared.bus.memory_bus import MemoryBus
 from shared.packing import pack
-from tests.support.engines.checking_worker import generate
-from tests.support.engines.engine_on_a_bus import EngineOnABus, engine_on_a_bus
+from tests.support.engines.connector_engine import COUNT, PROMPT, Make, ask, at_rest, saved
+from tests.support.engines.connector_engine import connector_engine as engine
+from tests.support.engines.engine_on_a_bus import EngineOnABus
 from tests.support.models.tiny_models import TinyModel, make_model
-from tests.support.worker.plan_driver import GREEDY
-from tests.support.worker.tiny_backend import tiny_backend
-
-PROMPT = [5 + i * 7 % 149 for i in range(133)]
-COUNT = 6
-LIMITS = EngineLimits(max_batch_tokens=48, max_running=8, store_deadline=5.0, canary_interval=0.0)
-"""A prompt takes three steps, so that layers are saved while it is computed."""
 
 
 @pytest.fixture(scope="module")
@@ -45,57 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_model("llama", tmp_path_factory.mktemp("tiny"))
 
 
-@dataclass
-class Halves:
-    scheduler: KVConnectorBase
-    worker: KVConnectorBase
-
-
-Make = Callable[[int | None], KVConnectorBase]
-"""One half: of a rank, or (None) of the scheduler."""
-
-
 def shared_memory(folder: Path, role: KVRole = "kv_both", block_size: int = 16, **extra: object) -> Make:
     config = json.dumps({"directory": str(folder), "size": "64MiB", **extra})
     return lambda rank: open_connector("shared-memory", config, role, engine="e", rank=rank, block_size=block_size)
-
-
-@asynccontextmanager
-async def engine(
-    model: TinyModel, make: Make, role: KVRole = "kv_both", ops: str = "torch"
-) -> AsyncIterator[tuple[EngineOnABus, Halves]]:
-    halves = Halves(make(None), make(0))
-    loads, saves = role != "kv_producer", role != "kv_consumer"
-    use = ConnectorUse(loads, saves, keeps=saves and keeps_blocks(halves.scheduler))
-    thread = ConnectorThread(halves.worker)
-    on_layer = thread.layer_stored if thread.layerwise else None
-    bus = MemoryBus()
-    async with engine_on_a_bus(bus, LIMITS, connector=ConnectorHalf(halves.scheduler, use)) as running:
-        running.add_worker(
-            lambda: tiny_backend(
-                model.path,
-                max_batch_tokens=48,
-                max_num_seqs=8,
-                ops=ops,
-                block_size=halves.worker.config.block_size,
-                on_layer=on_layer,
-            ),
-            connector=thread,
-        )
-        await running.ready()
-        yield running, halves
-
-
-async def ask(engine: EngineOnABus, name: str, prompt: list[int] = PROMPT) -> tuple[list[int], int]:
-    """(output, prompt tokens that were not computed)."""
-    epoch = engine.scheduler.core.epoch_state
-    assert epoch is not None
-    size = epoch.memory.block_size
-    request = generate(name, prompt, max_tokens=COUNT, ignore_eos=True, block_size=size)
-    await engine.generate(replace(request, generation=replace(request.generation, sampling=GREEDY)))
-    await engine.finished(name)
-    (opened,) = [each for each in engine.notes.opened if each.request == name]
-    return engine.notes.output_of(name), opened.cached_tokens
 
 
 def expect_quick_loads(engine: EngineOnABus) -> None:
@@ -108,19 +48,6 @@ def expect_quick_loads(engine: EngineOnABus) -> None:
 def overlapped(engine: EngineOnABus) -> int:
     """How many loads were computed behind while they ran, or should have been."""
     return engine.scheduler.core.counters.loads_overlapped
-
-
-async def saved(engine: EngineOnABus, blocks: int) -> None:
-    counters = engine.scheduler.core.counters
-    await engine.until(lambda: counters.blocks_saved >= blocks, f"{blocks} blocks are saved")
-
-
-async def at_rest(engine: EngineOnABus) -> None:
-    def rests() -> bool:
-        free, total = engine.free_blocks
-        return engine.scheduler.is_idle() and free == total
-
-    await engine.until(rests, "no block is held")
 
 
 @pytest.mark.features("KV connector", "prefix cache", "chunked prefill")
@@ -346,9 +273,8 @@ async def test_what_fails_is_computed_and_no_request_is_lost(
     async with engine(model, scripted()) as (a, _):
         await ask(a, "before")
         await at_rest(a)
-    monkeypatch.setitem(globals(), "LIMITS", quick)
     slow = {"async": True} if fault == "nonsense is finished" else {}
-    async with engine(model, scripted(fault=fault, **slow)) as (b, _):
+    async with engine(model, scripted(fault=fault, **slow), limits=quick) as (b, _):
         output, cached = await ask(b, "first")
         assert output == expected
         assert cached == (128 if fault.startswith("save") else 0)

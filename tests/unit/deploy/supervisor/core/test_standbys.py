@@ -48,8 +48,8 @@ class StandbyStack(Simulation):
     def standing_by(self) -> set[str]:
         return {m.process.instance for m in self.supervisor.members() if m.standby}
 
-    def scaled(self, count: int) -> tuple[ScaleResult, list[SetStandby]]:
-        commands = self.handle(ScaleRequested("engines", count))
+    def scaled(self, count: int, pool: str = "engines") -> tuple[ScaleResult, list[SetStandby]]:
+        commands = self.handle(ScaleRequested(pool, count))
         (answer,) = (c.answer for c in commands if isinstance(c, ReplyToScale))
         assert isinstance(answer, ScaleResult)
         return answer, [c for c in commands if isinstance(c, SetStandby)]
@@ -146,3 +146,25 @@ def test_the_next_supervisor_knows_who_stands_by() -> None:
     successor = Supervisor(Counts(standby=1))
     successor.adopt(members, settled=True, requested={})
     assert {m.process.instance for m in successor.members() if m.standby} == stack.standing_by()
+
+
+def test_each_pool_has_standbys_of_its_own_role() -> None:
+    counts = Counts(engines=0, prefill=1, decode=2, standby=1)
+    assert (counts.all_engines, counts.all_ranks) == (5, 5)
+    stack = StandbyStack(counts)
+    assert stack.standing_by() == {"prefill-2", "prefill-2-rank0", "decode-3", "decode-3-rank0"}
+    commands = stack.ends("decode-1-rank0")
+    assert {(c.instance, c.standby) for c in commands if isinstance(c, SetStandby)} == {
+        ("decode-3", False),
+        ("decode-1", True),
+    }
+    stack.obeys()
+    answer, told = stack.scaled(2, "prefill")
+    assert answer.started == ("prefill-2", "prefill-2-rank0")
+    assert told == [SetStandby(InstanceId("prefill-2"), False)]
+    stack.obeys()
+    assert stack.standing_by() == {"prefill-3", "prefill-3-rank0", "decode-1", "decode-1-rank0"}
+
+
+def test_a_pool_without_engines_has_none_that_stand_by() -> None:
+    assert StandbyStack(Counts(engines=1, standby=1)).standing_by() == {"engine-2", "engine-2-rank0"}
